@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from calibrate.options import Option, check_names, either, option, options_of, read_all, text
-from s2o_runtime.config import GRAINS, MAX_SEGMENT, MIN_SEGMENT, REPRESENTATIVES, SEGMENT_STEP, KvCacheDtype, Scores
+from s2o_runtime.config import (
+    GRAINS,
+    LAST_ROWS,
+    MAX_SEGMENT,
+    MIN_SEGMENT,
+    REPRESENTATIVES,
+    SEGMENT_STEP,
+    KvCacheDtype,
+    Scores,
+)
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, Rule
 from s2o_runtime.lengths import far_apart
@@ -29,6 +38,7 @@ SEGMENTS = (256, 512, 1024, 2048)
 SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves on a GPU
 LINEAR_FROM, LINEAR_SEGMENT = 16384, 512  # tokens of a prompt, and queries of a segment, that linear tails may pay in
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
+DEFAULT_LAST_ROWS, LAST_PART = 256, 32  # rows that run dense by default, and one in so many of a prompt at most
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
 KINDS = BUDGET_KINDS
 # of the built-in text, in the order in which prompts take them
@@ -346,6 +356,16 @@ class Recipe:
         default_text="auto, the model's own",
         plan_text=lambda recipe: "e4m3" if recipe.kv_cache_dtype == "fp8" else "the model's type",
     )
+    last_rows: int | None = option(
+        Rule(int, allowed=LAST_ROWS, optional=True),
+        "queries at a prompt's end that run dense, because they answer; none with --chunk, because servers do not say "
+        "where a prompt ends",
+        PROOF,
+        default=None,
+        default_text=f"{DEFAULT_LAST_ROWS}, fewer where that is more than one in {LAST_PART} of a prompt",
+        example="256",
+        plan_text=lambda recipe: "; ".join(f"{recipe.last_rows_at(length)} at {length}" for length in recipe.lengths),
+    )
     time_limit: float | None = option(
         Rule(float, low=0, above=True, unit=DURATION, optional=True),
         "time for the whole search",
@@ -463,6 +483,7 @@ class Recipe:
         settings = dict(settings)
         if (method := settings.pop("method", "s2o")) != "s2o":
             raise ValueError(f"heads could choose {method}, which only versions before this one let them")
+        settings.setdefault("last_rows", 0)  # of versions before there were any
         if "domains" not in settings:
             raise ValueError("its prompts are built-in text of a version of S2O before 0.2, which this one has not")
         by_field = {entry.field: entry for entry in OPTIONS.values()}
@@ -601,6 +622,14 @@ class Recipe:
         if not self.linear_tails or "input" not in self.scores or length < LINEAR_FROM:
             return ()
         return tuple(segment for segment in self.segments_for(length) if segment >= LINEAR_SEGMENT)
+
+    def last_rows_at(self, length: int) -> int:
+        """How many queries at the end of a prompt of so many tokens run dense."""
+        if self.chunk is not None:
+            return 0
+        if self.last_rows is not None:
+            return self.last_rows
+        return max(rows for rows in LAST_ROWS if rows <= min(DEFAULT_LAST_ROWS, length // LAST_PART))
 
     def record(self) -> dict[str, Any]:
         """The settings that decide the result, for the profile; where files are written does not."""

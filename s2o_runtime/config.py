@@ -27,6 +27,7 @@ MAX_CHUNK = 64
 MAX_KEYS = (1 << 31) - 1
 REPRESENTATIVES = (1, 2, 4, 8, 16, 32, 64)
 GRAINS = (1, 2, 4, 8)
+LAST_ROWS = (0, 128, 256, 512)
 
 
 class StopRule(IntEnum):
@@ -210,6 +211,7 @@ class LayerConfig:
         grain: how many adjacent keys are ranked and visited together (a step); 1 is the paper's.
         scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
             bits ("int8"), also where keys are ranked and where heads are dense (docs/how-it-works.md).
+        last_rows: so many queries at the end of each sequence of a call run dense, as in a dense head (`dense_from`).
 
     >>> LayerConfig((HeadConfig(tau=0.3), HeadConfig(mode="dense"))).is_dense
     False
@@ -220,6 +222,7 @@ class LayerConfig:
     row_reduce: RowReduce = "mean"
     grain: int = 1
     scores: Scores = "input"
+    last_rows: int = 0
 
     @classmethod
     def uniform(
@@ -237,6 +240,7 @@ class LayerConfig:
         grain: int = 1,
         scores: Scores = "input",
         linear: bool = False,
+        last_rows: int = 0,
     ) -> LayerConfig:
         """The same settings for all `num_heads` query heads; `stop_rule` may be a text that `StopRule.parse` reads.
 
@@ -248,7 +252,7 @@ class LayerConfig:
         """
         rule = stop_rule if isinstance(stop_rule, StopRule) else StopRule.parse(stop_rule)
         head = HeadConfig(tau, segment, mode, rule, representatives, tail, linear)
-        return cls((head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores).validate()
+        return cls((head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores, last_rows).validate()
 
     @property
     def num_heads(self) -> int:
@@ -270,10 +274,22 @@ class LayerConfig:
         """Whether any head has a linear tail."""
         return any(head.linear for head in self.heads if head.mode == "s2o")
 
+    def dense_from(self, q_len: int) -> int:
+        """The first of the rows of a sequence of `q_len` queries that run dense for being the last; `q_len` for none.
+
+        Programs run dense as a whole, so up to `tile.rows - 1` rows before the last `last_rows` do too. The rows before
+        them are what they would be without: rankings are of whole segments, and row tiles stop by themselves.
+
+        >>> LayerConfig.uniform(1, last_rows=256).dense_from(1000)  # row tiles of 128
+        640
+        """
+        rows = self.tile.rows
+        return max(q_len - self.last_rows, 0) // rows * rows if self.last_rows else q_len
+
     def as_dense(self) -> LayerConfig:
         """The same layer with every head dense, and scores in the type of the inputs."""
         heads = tuple(replace(head, mode="dense") for head in self.heads)
-        return replace(self, heads=heads, scores="input")
+        return replace(self, heads=heads, scores="input", last_rows=0)
 
     def with_tile(self, tile: TileConfig) -> LayerConfig:
         """The same layer with another tile. Raises ConfigError as `validate` does."""
@@ -296,6 +312,7 @@ class LayerConfig:
         _check_one_of(self, "row_reduce", get_args(RowReduce), "is not known")
         _check_one_of(self, "grain", GRAINS)
         _check_one_of(self, "scores", get_args(Scores), "are not known")
+        _check_one_of(self, "last_rows", LAST_ROWS)
         self.tile.validate()
         for index, head in enumerate(self.heads):
             head.validate()
@@ -312,7 +329,7 @@ class LayerConfig:
         """The layer as JSON, of which `torch_op.config_from_text` makes it again."""
         distinct = list(dict.fromkeys(self.heads))
         heads = [vars(head) for head in distinct]
-        fields: dict[str, Any] = {name: getattr(self, name) for name in ("row_reduce", "grain", "scores")}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("row_reduce", "grain", "scores", "last_rows")}
         fields["tile"] = vars(self.tile)
         return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in self.heads]})
 
@@ -338,7 +355,7 @@ class LayerConfig:
 
     @property
     def _values(self) -> tuple[object, ...]:
-        return self.heads, self.tile, self.row_reduce, self.grain, self.scores
+        return self.heads, self.tile, self.row_reduce, self.grain, self.scores, self.last_rows
 
 
 def config_obstacle(config: LayerConfig) -> str | None:

@@ -258,9 +258,11 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     causal = (position - start[:, None] + 1).clamp_min(0)
     real = causal > 0
     per_head = []
+    dense = row >= config.dense_from(q_len)
     for index, head in enumerate(config.heads):
         first_position = row // head.segment * head.segment + offset
-        window = (position - window_start(first_position, start[:, None], head, config.tile) + 1).clamp_min(0)
+        first = torch.where(dense, start[:, None], window_start(first_position, start[:, None], head, config.tile))
+        window = (position - first + 1).clamp_min(0)
         prefix = visited[:, index, row // config.tile.block_m].long() * real
         per_head.append((window + prefix).sum().double())
     return torch.stack(per_head), causal.sum().double()

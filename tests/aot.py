@@ -559,7 +559,7 @@ def compile_case(case: Case) -> Compiled:
         case "add_linear":
             home = linear
             constants |= {"BM": linear.ADD_ROWS, "BD": linear.ADD_COLUMNS, "STAGES": linear.add_stages(dtype)}
-            constants["SPANS"] = linear.SPANS
+            constants |= {"SPANS": linear.SPANS, "ROWS": 128}
             options = {"num_warps": linear.add_warps(head_dim)}
         case "representatives":
             home = means

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calibrate.curves import trace_pass
-from calibrate.curves.curves import Curve, Ranking, Shape, head_norms, window_pairs
+from calibrate.curves.curves import Curve, Ranking, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import row_errors, tile_worst, worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.attention.api import s2o_attention
@@ -26,7 +26,7 @@ BLOCK_N = 64  # keys of a tile where no kernel runs; every stride is a multiple 
 
 @torch.no_grad()
 def measure(
-    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape]
+    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """One prompt's errors and density with a linear tail in every head.
 
@@ -34,6 +34,7 @@ def measure(
         prompt: the layer's q, k and v.
         rankings: with linear tails, all of one segment length.
         shapes: of the tiles that may run the layer.
+        last_rows: so many rows at the prompt's end are dense.
 
     Returns:
         A curve of one point for every ranking and shape; none if the layer's scores have a soft cap.
@@ -46,13 +47,13 @@ def measure(
     for ranking in rankings:
         for stride in sorted({shape.stride for shape in shapes}):
             tile, backend = _tile(prompt, ranking.segment, stride)
+            config = _config(prompt, ranking, tile, last_rows)
             out = s2o_attention(
-                prompt.q, prompt.k, prompt.v, _config(prompt, ranking, tile), **prompt.scoring.arguments(),
-                backend=backend,
+                prompt.q, prompt.k, prompt.v, config, **prompt.scoring.arguments(), backend=backend
             )  # fmt: skip
             mse = torch.stack([_squared(ours, truth) for ours, truth in zip(out[0], dense[0], strict=True)])
             errors = row_errors(out, dense)[0]
-            visited = density(prompt.q.shape[2], ranking.segment, tile)
+            visited = density(prompt.q.shape[2], config)
             for shape in shapes:
                 if shape.stride == stride:
                     worst = worst_of(tile_worst(errors, shape.block_m))
@@ -60,17 +61,20 @@ def measure(
     return curves
 
 
-def density(length: int, segment: int, tile: TileConfig) -> float:
-    """The share of the causal pairs that a head with a linear tail computes."""
-    pairs = window_pairs(range(length), segment, tile.block_n)
-    for begin in range(0, length, segment):
+def density(length: int, config: LayerConfig) -> float:
+    """The share of the causal pairs that a head of the layer with a linear tail computes."""
+    tile, segment, rows = config.tile, config.segment, config.dense_from(length)
+    pairs = window_pairs(range(rows), segment, tile.block_n) + pairs_from(rows, length)
+    for begin in range(0, rows, segment):
         prefix = begin // tile.block_n * tile.block_n
-        pairs += min(segment, length - begin) * min(tile.stride, prefix)
+        pairs += min(segment, rows - begin) * min(tile.stride, prefix)
     return pairs / (length * (length + 1) / 2)
 
 
-def _config(prompt: Captured, ranking: Ranking, tile: TileConfig) -> LayerConfig:
-    return LayerConfig.uniform(prompt.q.shape[1], segment=ranking.segment, grain=ranking.grain, tile=tile, linear=True)
+def _config(prompt: Captured, ranking: Ranking, tile: TileConfig, last_rows: int) -> LayerConfig:
+    return LayerConfig.uniform(
+        prompt.q.shape[1], segment=ranking.segment, grain=ranking.grain, tile=tile, linear=True, last_rows=last_rows
+    )
 
 
 def _tile(prompt: Captured, segment: int, stride: int) -> tuple[TileConfig, Literal["triton", "reference"]]:

@@ -212,17 +212,19 @@ def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWa
 def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curves:
     """The curves of one layer on one prompt."""
     curves: dict[tuple[Ranking, Shape], Curve] = {}
-    for segment in recipe.segments_for(int(prompt.q.shape[2])):
+    length = int(prompt.q.shape[2])
+    last_rows = recipe.last_rows_at(length)
+    for segment in recipe.segments_for(length):
         rankings = [
             Ranking(segment, count, grain, scores)
             for scores in recipe.scores
             for count in recipe.representatives
             for grain in recipe.grains
         ]
-        curves |= measure(prompt, rankings, shapes)
-        if segment in recipe.linear_segments_for(int(prompt.q.shape[2])):
+        curves |= measure(prompt, rankings, shapes, last_rows)
+        if segment in recipe.linear_segments_for(length):
             linear = [Ranking(segment, grain=grain, linear=True) for grain in recipe.grains]
-            curves |= linear_pass.measure(prompt, linear, shapes)
+            curves |= linear_pass.measure(prompt, linear, shapes, last_rows)
     return curves
 
 
@@ -251,6 +253,8 @@ def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
         "scores": list(recipe.scores),
         "linear_tails": bool(recipe.linear_segments_for(length)),
     }
+    if last_rows := recipe.last_rows_at(length):
+        key["last_rows"] = last_rows
     if recipe.kv_cache_dtype != "auto":
         key["kv_cache_dtype"] = recipe.kv_cache_dtype
     return key

@@ -15,7 +15,7 @@ from s2o_runtime.devices import launching_on
 
 
 def measure(
-    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape]
+    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """One prompt's curves at one layer.
 
@@ -23,11 +23,12 @@ def measure(
         prompt: the layer's q, k and v.
         rankings: all of one segment length.
         shapes: of the tiles that may run the layer.
+        last_rows: so many rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
 
     Returns:
         A curve for every ranking and shape.
     """
     if trace_pass.supports(prompt):
         with launching_on(prompt.q.device):  # a model on several GPUs has layers on others than the current one
-            return trace_pass.measure(prompt, rankings, shapes)
-    return torch_pass.measure(prompt, rankings, shapes)
+            return trace_pass.measure(prompt, rankings, shapes, last_rows)
+    return torch_pass.measure(prompt, rankings, shapes, last_rows)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, sparse_rows, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.quantisation import Int8Operands
@@ -31,7 +31,7 @@ LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
 
 @torch.no_grad()
 def measure(
-    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape]
+    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """One prompt's curves at one layer.
 
@@ -39,6 +39,7 @@ def measure(
         prompt: q [1, Hq, L, D], k [1, Hkv, L, D] and v [1, Hkv, L, Dv] of the layer.
         rankings: all of one segment length.
         shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights.
+        last_rows: so many rows at the prompt's end are dense.
 
     Returns:
         A curve for every ranking and shape.
@@ -69,7 +70,8 @@ def measure(
                 for ranking in of_scores:
                     trace = _trace(segment, ranking)
                     for shape in shapes:
-                        stopped[ranking, shape].append(_stops(trace, shape, norms[heads]))
+                        sparse = sparse_rows(length, last_rows, shape.block_m) - begin
+                        stopped[ranking, shape].append(_stops(trace, shape, norms[heads], sparse))
         for key, segments in stopped.items():
             totals[key].append(torch.stack([segment.sums for segment in segments]).sum(0))
             worst[key].append(worst_of(torch.cat([segment.worst for segment in segments], 2), -2).sqrt())
@@ -77,7 +79,8 @@ def measure(
     curves = {}
     for key in keys:
         squared, tail_squared, visited = torch.cat(totals[key], 1).cpu()
-        density = (visited + window_pairs(range(length), size, STEP)) / causal
+        sparse = sparse_rows(length, last_rows, key[1].block_m)
+        density = (visited + window_pairs(range(sparse), size, STEP) + pairs_from(sparse, length)) / causal
         row, tail_row = torch.cat(worst[key], 1).cpu()
         power = float(norms.mean()) / head_dim
         curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)
@@ -228,16 +231,22 @@ class _Stopped:
     worst: Tensor
 
 
-def _stops(trace: _Trace, shape: Shape, norms: Tensor) -> _Stopped:
-    """Where each threshold stops. norms [H]: a row's error is taken relative to its own norm or to this, if larger."""
+def _stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> _Stopped:
+    """Where each threshold stops.
+
+    norms [H]: a row's error is taken relative to its own norm or to this, if larger. sparse: the rows from this one on
+    are dense, so they have no error and no prefix.
+    """
     heads, steps, rows = trace.xx.shape
     device = trace.l.device
     tiles = -(-rows // shape.block_m)
+    kept = (torch.arange(tiles, device=device) * shape.block_m < sparse)[:, None]
     if not steps:
         sums = torch.zeros(3, heads, len(TAUS), dtype=torch.float64, device=device)
-        sums[:2] = trace.last.double().sum(-1)[:, None]
-        of_rows = trace.last / trace.dense.square().sum(-1).maximum(norms[:, None])
-        of_tiles = F.pad(of_rows, (0, tiles * shape.block_m - rows)).view(heads, tiles, shape.block_m).amax(-1)
+        last = trace.last[:, : max(sparse, 0)]
+        sums[:2] = last.double().sum(-1)[:, None]
+        of_rows = last / trace.dense.square().sum(-1).maximum(norms[:, None])[:, : max(sparse, 0)]
+        of_tiles = F.pad(of_rows, (0, tiles * shape.block_m - last.shape[1])).view(heads, tiles, -1).amax(-1)
         return _Stopped(sums, of_tiles[..., None].expand(2, heads, tiles, len(TAUS)))
     chunks = -(-steps // (shape.stride // STEP))
     ends = (torch.arange(chunks + 1, device=device) * (shape.stride // STEP)).clamp_max(steps)
@@ -259,7 +268,8 @@ def _stops(trace: _Trace, shape: Shape, norms: Tensor) -> _Stopped:
     errors = (trace.xx[:, ends[1:] - 1], _with_tail(trace, ends))
     squared = [by_tile(error).sum(-1).gather(2, stop) for error in errors]
     worst = [by_tile(error / size).amax(-1).gather(2, stop) for error in errors]
-    return _Stopped(torch.stack([of_tiles.double().sum(1) for of_tiles in (*squared, pairs)]), torch.stack(worst))
+    squared_and_pairs = (torch.where(kept, of_tiles, 0).double().sum(1) for of_tiles in (*squared, pairs))
+    return _Stopped(torch.stack([*squared_and_pairs]), torch.where(kept, torch.stack(worst), 0))
 
 
 def _with_tail(trace: _Trace, ends: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, window_pairs
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, sparse_rows, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from calibrate.recipe import SAMPLED_ROWS
@@ -44,7 +44,7 @@ def compiles(capability: tuple[int, int], triton_version: str) -> bool:
 
 @torch.no_grad()
 def measure(
-    prompt: Captured, methods: Sequence[Ranking], shapes: Sequence[Shape]
+    prompt: Captured, methods: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """As torch_pass.measure, with the order that the kernels make."""
     dense = prompt.truth()
@@ -52,16 +52,18 @@ def measure(
     curves: dict[tuple[Ranking, Shape], Curve] = {}
     for method in methods:
         for block_m in sorted({shape.block_m for shape in shapes}):
-            curves |= traced(prompt, method, [s for s in shapes if s.block_m == block_m], dense, norms)
+            of_height = [s for s in shapes if s.block_m == block_m]
+            curves |= traced(prompt, method, of_height, dense, norms, last_rows)
     return curves
 
 
 def traced(
-    prompt: Captured, method: Ranking, shapes: Sequence[Shape], dense: Tensor, norms: Tensor
+    prompt: Captured, method: Ranking, shapes: Sequence[Shape], dense: Tensor, norms: Tensor, last_rows: int = 0
 ) -> dict[tuple[Ranking, Shape], Curve]:
     """The curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
 
-    dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq].
+    dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq]; last_rows: so many
+    rows at the prompt's end are dense.
     """
     from s2o_runtime.kernels.trace import STRIDES, trace
 
@@ -82,20 +84,24 @@ def traced(
     call = Call.of(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
-    sample = sampled_rows(length, method.segment)
+    sample, sparse = sampled_rows(length, method.segment), sparse_rows(length, last_rows, tile.block_m)
     for part in trace(call, truth, norms, _taus(q.device), sample):
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
+        kept = (edges < sparse)[:, None]
         for total, of_tiles in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):
-            total += of_tiles.double().sum(2)
-        worst.append(torch.stack([part.worst, part.tail_worst]))
+            total += torch.where(kept, of_tiles, 0).double().sum(2)
+        worst.append(torch.where(kept, torch.stack([part.worst, part.tail_worst]), 0))
     row, tail_row = worst_of(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()
-    rows = sample or [range(length)]
+    rows = [range(part.start, min(part.stop, sparse)) for part in sample or [range(length)] if part.start < sparse]
     windows = sum(window_pairs(part, method.segment, tile.block_n) for part in rows)
-    causal = sum(len(part) * (part.start + part.stop + 1) / 2 for part in rows)
-    density = (visited + windows) / causal
-    values, power = sum(map(len, rows)) * value_dim, float(norms.mean()) / value_dim
+    causal = sum(pairs_from(part.start, part.stop) for part in rows)
+    dense_pairs = pairs_from(sparse, length)
+    all_pairs = pairs_from(0, length)
+    density = ((visited + windows) * ((all_pairs - dense_pairs) / max(causal, 1)) + dense_pairs) / all_pairs
+    values = max(sum(map(len, rows)), 1) * value_dim * (length / max(sparse, 1))
+    power = float(norms.mean()) / value_dim
     return {
         (method, shape): Curve(squared[i] / values, tail_squared[i] / values, row[i], tail_row[i], density[i], power)
         for shape in shapes

@@ -20,6 +20,7 @@ RULES = {
     "grain": Rule(int),
     "stop_rule": Rule(str),
     "row_reduce": Rule(str),
+    "last_rows": Rule(int),
 }
 SWITCHES = ("tail", "linear")
 EXAMPLE = "tau=0.3,segment=1024,representatives=32,tail"

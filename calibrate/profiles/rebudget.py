@@ -103,7 +103,8 @@ def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) ->
                 f"journal {journal} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
                 f"measure them with {calibrate_command(after)}"
             )
-        choices.append(_choice(curves, config, before, after, _weights(stored, length, layer, curves, after)))
+        weights = _weights(stored, length, layer, curves, after)
+        choices.append(replace(_choice(curves, config, before, after, weights), last_rows=after.last_rows_at(length)))
     if after.scope == "model":
         choices, _ = shared(choices, after, _scale(stored, length, after))
     return choices

@@ -50,6 +50,7 @@ class TimingKey:
     shape: of the profile's tile.
     density, ranking: the pairs computed and the time that ranking adds, both over dense attention's, in steps of
         `ALIKE`.
+    last_rows: those at a prompt's end that run dense.
     """
 
     length: int
@@ -59,6 +60,7 @@ class TimingKey:
     density: int
     ranking: int
     scores: Scores = "input"
+    last_rows: int = 0
 
 
 _Layer = tuple[int, int]  # indices of its bucket and of the layer in it
@@ -173,6 +175,7 @@ def _alike(profile: Profile, densities: _Densities) -> dict[TimingKey, list[_Lay
                 round(densities[bucket][layer] / ALIKE),
                 round(ranking / ALIKE),
                 config.scores,
+                config.last_rows,
             )
             layers.setdefault(key, []).append((bucket, layer))
     return layers
@@ -244,11 +247,11 @@ def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerCon
     computed = density * config.num_heads - sum(head.mode == "dense" for head in config.heads)
     for head in _ranked(config):
         if head.linear:
-            computed -= linear_pass.density(prompt.q.shape[2], head.segment, config.tile)
+            computed -= linear_pass.density(prompt.q.shape[2], replace(config, heads=(head,)))
     wanted = computed / max(len(ranked), 1)
     shape = Shape.of(config.tile)
     densities_of = {
-        ranking: measure(prompt, [ranking], [shape])[ranking, shape].density
+        ranking: measure(prompt, [ranking], [shape], config.last_rows)[ranking, shape].density
         for ranking in {_ranking(head, config) for head in ranked}
     }
     heads = tuple(

@@ -47,6 +47,7 @@ def explain_head(
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
         row = {"length": length, **plain(settings), "grain": config.grain, "scores": config.scores}
+        row |= {"last_rows": config.last_rows} if config.last_rows else {}
         row |= {"tile": str(config.tile), **dict.fromkeys(("density", "error", "unit"))}
         if settings.mode == "dense" and config.is_dense:
             why = (

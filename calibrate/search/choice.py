@@ -65,6 +65,7 @@ class Choice:
         why_dense: why the layer was made dense as a whole; None if it was not.
         measured: what was measured that made it dense, as a sentence in place of the reason's own; empty if nothing.
         weights: what the errors of the layer and its heads count.
+        last_rows: so many rows at a prompt's end are dense, as the curves were measured.
     """
 
     point: SearchPoint
@@ -75,6 +76,7 @@ class Choice:
     why_dense: DenseReason | None = None
     measured: str = ""
     weights: Weights = UNWEIGHTED
+    last_rows: int = 0
 
     @property
     def spent(self) -> float:
@@ -85,7 +87,9 @@ class Choice:
     def config(self) -> LayerConfig:
         """The layer as the runtime takes it."""
         _, grain, tile, scores = self.point
-        return LayerConfig(self.allocation.heads, tile, grain=grain, scores=scores).validate()
+        heads = self.allocation.heads
+        last_rows = self.last_rows if any(head.mode == "s2o" for head in heads) else 0
+        return LayerConfig(heads, tile, grain=grain, scores=scores, last_rows=last_rows).validate()
 
     @property
     def cost(self) -> float:
@@ -190,11 +194,16 @@ def budget_mse(weights: Weights, recipe: Recipe) -> float:
     return recipe.budget.value * recipe.margin / weights.layer
 
 
-def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe, weights: Weights | None = None) -> Choice:
-    """A layer's budget spent at one search point, not timed. weights: by default those of a budget that is no KL."""
+def choice_at(
+    point: SearchPoint, curves: Curves, recipe: Recipe, weights: Weights | None = None, last_rows: int = 0
+) -> Choice:
+    """A layer's budget spent at one search point, not timed.
+
+    weights: by default those of a budget that is no KL. last_rows: dense ones at a prompt's end, that curves count so.
+    """
     of_point = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
     weights = weights_of(curves, recipe) if weights is None else weights
-    unspent = Choice(point, of_point, 0.0, Allocation(()), weights=weights)
+    unspent = Choice(point, of_point, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
     return unspent.spending(budget_mse(weights, recipe), allowed(recipe))
 
 

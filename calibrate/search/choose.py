@@ -388,7 +388,8 @@ class _LengthSearch:
     def _time_uniform(self, layer: int, head: HeadConfig, heads: int, timer: Timer) -> None:
         """Take a layer's time with the single setting; if one cannot be timed, there is no sum of them."""
         grain, scores = self._recipe.grains[-1], self._recipe.scores[0]
-        config = LayerConfig((head,) * heads, self._tiles[0], grain=grain, scores=scores).validate()
+        last_rows = self._recipe.last_rows_at(self.length)
+        config = LayerConfig((head,) * heads, self._tiles[0], "mean", grain, scores, last_rows).validate()
         try:
             self._uniform_seconds[layer] = timer(config, math.inf).seconds
         except FAILURES as failure:

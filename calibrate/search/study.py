@@ -236,7 +236,7 @@ class LayerSearch:
             return choice.as_dense(DenseReason.FAILED, self._failed(point, failure))
 
     def _choice_at(self, point: SearchPoint) -> Choice:
-        return choice_at(point, self.curves, self.recipe, self.weights)
+        return choice_at(point, self.curves, self.recipe, self.weights, self.recipe.last_rows_at(self.length))
 
     def _has(self, point: SearchPoint) -> bool:
         recipe = self.recipe

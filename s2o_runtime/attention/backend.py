@@ -80,7 +80,7 @@ def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | N
     """
     if config.is_dense and config.scores == "input":
         return DenseReason.NO_S2O_HEAD
-    fewest = fewest_queries(config.tile, gpu)
+    fewest = max(fewest_queries(config.tile, gpu), config.last_rows + 1)  # of last rows alone, none would be sparse
     if shape.offset > 0 and shape.q_len < fewest:
         return DenseReason.FEW_QUERIES.about(fewest)
     shortest = min((head.segment for head in config.heads if head.mode == "s2o"), default=0)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from s2o_runtime.call import Call
 from s2o_runtime.kernels.launch import Argument, launch, strides
-from s2o_runtime.kernels.primitives import LN2, LOG2E, RCP_LN2, log_sum_exp, sequence, window_start
+from s2o_runtime.kernels.primitives import LN2, LOG2E, RCP_LN2, dense_from, log_sum_exp, sequence, window_start
 from s2o_runtime.kernels.rank.order import Ranked
 
 MASK_STEPS = 256  # that a program of `_mask_visited` marks at once
@@ -337,23 +337,24 @@ def _covariances(
                 tl.store(MEAN_KEY + of_slice * D + offs_d, mean_key)
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "segments", "stride_eb", "stride_eh"])
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "segments", "stride_eb", "stride_eh", "last_rows"])
 def _add_linear(
     Q, REP, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, OUT, LSE, HEADS, KV_START, CU_Q, CU_K, SEGMENT,
     qk_scale, q_len, offset, row_begin, segments,
     stride_qb, stride_qh, stride_ql, stride_rb, stride_rh, stride_rn, stride_ob, stride_oh, stride_ol,
-    stride_eb, stride_eh,
-    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, HAS_START: tl.constexpr,
-    PACKED: tl.constexpr,
+    stride_eb, stride_eh, last_rows,
+    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Merge the linear tail of BM rows into OUT and LSE, for the heads with one.
 
     With d = Q * qk_scale - REP, in base 2, the keys that are left have for a row the mass 2^(LOG_MASS + d MEAN_KEY) and
     the mean value MEAN_VALUE + d COVARIANCE ln 2. Rows before the first key that counts stay as they are, and so do all
-    of a segment without such keys.
+    of a segment without such keys and the last rows, which are dense (`config.LayerConfig.dense_from`).
 
     Programs: (rows of the slice / BM, heads, B). The slice of rows begins at row_begin, its segments are N', heads
-    those with a linear tail. BD: columns at once; STAGES: of Triton's pipeline. T is the input type.
+    those with a linear tail. BD: columns at once; ROWS: of a program of the prefill; STAGES: of Triton's pipeline. T is
+    the input type.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
         REP                 T [B, Hq, parts, D], strides r: as `means._representatives` wrote it
@@ -374,7 +375,7 @@ def _add_linear(
     segment = tl.load(SEGMENT + h)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
     q_first, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
-    if row0 < q_len:
+    if row0 < dense_from(q_len, last_rows, ROWS):
         n = row0 // segment
         of_slice = (b * tl.num_programs(1) + i).to(tl.int64) * segments + n - row_begin // segment
         log_mass = tl.load(LOG_MASS + of_slice)
@@ -540,10 +541,11 @@ def add_linear(
             "MEAN_VALUE": linear.value, "COVARIANCE": linear.covariance, "OUT": out, "LSE": lse,
             "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment, "qk_scale": call.scale * LOG2E,
             "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "segments": linear.log_mass.shape[2],
-            **strides("bhl", q=q, o=out), **strides("bhn", r=representative), **strides("bh", e=lse), **one_entry,
+            "last_rows": call.config.last_rows, **strides("bhl", q=q, o=out), **strides("bhn", r=representative),
+            **strides("bh", e=lse), **one_entry,
         },
         {
-            "D": shape.head_dim, "BM": ADD_ROWS, "BD": min(ADD_COLUMNS, shape.head_dim),
+            "D": shape.head_dim, "BM": ADD_ROWS, "BD": min(ADD_COLUMNS, shape.head_dim), "ROWS": call.config.tile.rows,
             "STAGES": add_stages(q.dtype), "HAS_START": call.padded, "PACKED": call.packed,
         },
         num_warps=add_warps(shape.head_dim),

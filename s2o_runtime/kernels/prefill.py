@@ -30,6 +30,7 @@ from s2o_runtime.kernels.primitives import (
     absorb_chunk,
     absorb_window,
     behind,
+    dense_from,
     diagonal_start,
     log_sum_exp,
     place,
@@ -57,7 +58,7 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and lo
 @triton.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows",
     ]
 )  # fmt: skip
 def _prefill(
@@ -66,7 +67,7 @@ def _prefill(
     page_shift, page_rows,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense,  # last: ahead of others it would move them, and change the instructions of unsplit calls
+    stride_pb, dense, last_rows,  # last: ahead of others they would move them, and change the instructions
     GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, HAS_TAIL: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr,
@@ -118,8 +119,9 @@ def _prefill(
     log-sum-exp, which see that, are moved by it.
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; rounds: Hq
-    over the heads that take turns (HAS_TURNS); dense: heads that are split over keys (HAS_SHARES); GROUP: query heads
-    of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need 64 bits.
+    over the heads that take turns (HAS_TURNS); dense: heads that are split over keys (HAS_SHARES); last_rows: as in
+    `config.LayerConfig`; GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need
+    64 bits.
     """
     if WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
@@ -137,7 +139,8 @@ def _prefill(
     q_len = tl.where((flags & ELSEWHERE) != 0, 0, q_len)
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
-    first = tl.where(segment > 0, window_start(n, segment, offset, start, BN), start)
+    sparse = (segment > 0) & (row0 < dense_from(q_len, last_rows, BM))
+    first = tl.where(sparse, window_start(n, segment, offset, start, BN), start)
     prefix = tl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
     kv_len = offset + q_len
@@ -425,7 +428,7 @@ def prefill(
             "SHARE_OUT": share_out, "SHARE_LSE": share_lse,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
-            "rounds": rounds, "dense": tables.dense,
+            "rounds": rounds, "dense": tables.dense, "last_rows": call.config.last_rows,
             **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhn", i=ordered), **strides("bh", c=visited, e=lse),
             **one_entry,
         },

@@ -437,7 +437,7 @@ def _consumer(
 @gluon.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows",
     ]
 )  # fmt: skip
 def _prefill_hopper(
@@ -446,7 +446,7 @@ def _prefill_hopper(
     page_shift, page_rows,
     stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense,  # last: ahead of others it would move them, and change the instructions of unsplit calls
+    stride_pb, dense, last_rows,  # last: ahead of others they would move them, and change the instructions
     GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
     HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
@@ -517,7 +517,9 @@ def _prefill_hopper(
     n = row0 // gl.maximum(segment, 1)
     # copies of `primitives.window_start` and `primitives.diagonal_start`
     begin = gl.maximum(offset + n * segment, start)
-    first = gl.where(segment > 0, start + (begin - start) // BN * BN, start)
+    # a copy of `primitives.dense_from`
+    dense_rows = gl.where(last_rows > 0, gl.maximum(q_len - last_rows, 0) // (2 * BM) * (2 * BM), q_len)
+    first = gl.where((segment > 0) & (row0 < dense_rows), start + (begin - start) // BN * BN, start)
     prefix = gl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
     kv_len = offset + q_len

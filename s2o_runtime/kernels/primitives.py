@@ -98,6 +98,12 @@ def sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
 
 
 @triton.jit
+def dense_from(q_len, last_rows, ROWS: tl.constexpr):
+    """`LayerConfig.dense_from` for programs of ROWS rows."""
+    return tl.where(last_rows > 0, tl.maximum(q_len - last_rows, 0) // ROWS * ROWS, q_len)
+
+
+@triton.jit
 def cache_rows(keys, pages, page_shift, page_rows):
     """The rows of a paged k and v that hold these keys of a sequence.
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from s2o_runtime.config import (
     GRAINS,
+    LAST_ROWS,
     REPRESENTATIVES,
     HeadConfig,
     LayerConfig,
@@ -70,6 +71,7 @@ HEAD_TENSORS = {
 }
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8, "scores": torch.uint8}
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
+OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of it is 0
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
 LINEAR_TAIL = 2  # in the tensor `tail`
@@ -77,7 +79,7 @@ _INDEXED: dict[str, tuple[Any, ...]] = {  # fields that are names, which tensors
     "mode": MODES, "stop_rule": tuple(StopRule), "row_reduce": get_args(RowReduce), "scores": get_args(Scores),
 }  # fmt: skip
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
-_ALLOWED |= {"tail": (0, 1, LINEAR_TAIL), "representatives": REPRESENTATIVES, "grain": GRAINS}
+_ALLOWED |= {"tail": (0, 1, LINEAR_TAIL), "representatives": REPRESENTATIVES, "grain": GRAINS, "last_rows": LAST_ROWS}
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -165,9 +167,12 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
             return [int(getattr(layer.tile, field)) for field in TILE_FIELDS]
         return [_coded(name, head) for head in layer.heads] if name in HEAD_TENSORS else _coded(name, layer)
 
+    dtypes = TENSORS
+    if any(layer.last_rows for bucket in profile.layers for layer in bucket):
+        dtypes = TENSORS | OPTIONAL_TENSORS
     return {
         name: torch.tensor([[of_layer(name, layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
-        for name, dtype in TENSORS.items()
+        for name, dtype in dtypes.items()
     }
 
 
@@ -343,7 +348,7 @@ def _schema(document: dict[str, Any]) -> int:
 
 
 def _check_tensor_names(names: set[str]) -> None:
-    for name in sorted(names ^ set(TENSORS)):
+    for name in sorted((names - set(OPTIONAL_TENSORS)) ^ set(TENSORS)):
         wrong = "is not part of a profile" if name in names else "is missing"
         raise ProfileError(f"tensor {_shown(name)} {wrong}: expected {sorted(TENSORS)}")
 
@@ -452,16 +457,16 @@ def _device(device: dict[str, Any]) -> DeviceIdentity:
 def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int, tile_fields: int) -> None:
     """Raise ProfileError for a type, a shape or a value that no profile has. outer: buckets and layers."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
-    shapes |= {"tile": (*outer, tile_fields), "row_reduce": outer, "grain": outer, "scores": outer}
-    for name, dtype in TENSORS.items():
-        tensor = tensors[name]
+    shapes |= dict.fromkeys((*LAYER_TENSORS, *OPTIONAL_TENSORS), outer) | {"tile": (*outer, tile_fields)}
+    for name, tensor in tensors.items():
+        dtype = (TENSORS | OPTIONAL_TENSORS)[name]
         if tensor.dtype != dtype or tuple(tensor.shape) != shapes[name]:
             raise ProfileError(
                 f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shapes[name]}"
             )
     specialized = tensors["tile"][..., TILE_FIELDS.index("specialized")]
     for name, tensor, allowed in (
-        *((name, tensors[name], allowed) for name, allowed in _ALLOWED.items()),
+        *((name, tensors[name], allowed) for name, allowed in _ALLOWED.items() if name in tensors),
         ("tile[specialized]", specialized, (0, 1)),
     ):
         unknown = sorted(set(tensor.flatten().tolist()) - set(allowed))

@@ -8,6 +8,7 @@ share one order, so they are computed together: `T` is the number of row tiles o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -132,9 +133,14 @@ def s2o_attention_reference(
             exact, int8 = rows, Int8Operands.of(rows, keys, starts[b]) if config.scores == "int8" else None
             if int8 is not None:
                 rows, keys, _ = int8
-            out[b, h], visited[b, h], lse[b, h] = _one_head(
-                _Head(rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings, exact, int8)
+            inputs = _Head(
+                rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings, exact, int8
             )
+            out[b, h], visited[b, h], lse[b, h] = _one_head(inputs)
+            last = config.dense_from(shape.q_len)
+            if head.mode == "s2o" and last < shape.q_len:
+                dense = inputs._replace(q=rows[last:], exact=exact[last:], head=replace(head, mode="dense"))
+                out[b, h, last:], visited[b, h, last // config.tile.block_m :], lse[b, h, last:] = _one_head(dense)
     return Attended(out, visited, lse)
 
 

@@ -71,7 +71,7 @@ class LayerFit(ServedLayer):
         profile = fit.profile
         super().__init__(
             profile.geometry.layer_number(row), partial(profile.layer_config, row), profile.min_length, fit.rejected,
-            max_length=fit.max_length, heads=fit.heads,
+            max_length=fit.max_length, heads=fit.heads, ends_known=False,  # servers do not say where a prompt ends
         )  # fmt: skip
         self._fit = fit
         self.lengths = profile.lengths

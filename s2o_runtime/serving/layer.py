@@ -28,6 +28,8 @@ class ServedLayer:
     rejected: why the layer cannot run S2O at all, if so.
     heads: the query heads of the layer that this process computes; None for all.
     drift: checks the layer's error, None does not.
+    ends_known: whether calls are taken to hold the ends of their prompts, whose last rows then run dense
+    (`LayerConfig.last_rows`); otherwise none do.
     """
 
     layer: int
@@ -38,6 +40,7 @@ class ServedLayer:
     warn_beyond: bool = False
     heads: range | None = None
     drift: DriftMonitor | None = None
+    ends_known: bool = True
     configs: dict[int, LayerConfig] = field(default_factory=dict)
 
     def config(self, keys: int) -> LayerConfig:
@@ -45,6 +48,7 @@ class ServedLayer:
         step = length_step(keys)
         if step not in self.configs:
             config = self.of_heads(self.config_at(keys))
+            config = config if self.ends_known else replace(config, last_rows=0)
             self.configs[step] = next((known for known in self.configs.values() if known == config), config)
         return self.configs[step]
 

@@ -40,11 +40,11 @@ def comparison() -> str:
     newest, default = [bench(name) for name in RIVALS], [bench(name) for name in DEFAULTS]
     evaluation = raw(NEEDLES)
     timed, older = (next(run for run in runs if run.length == 32768) for runs in (newest, default))
-    found = retrieving(evaluation, timed)
+    retrieved = retrieving(evaluation, timed)
     kept = retrieving(evaluation, older, same_run=True)[S2O]
     rows = []
     for method, name in METHODS.items():
-        needles = timed.faster(found[method]) if method in found else "-"
+        needles = timed.faster(retrieved[method]) if method in retrieved else "-"
         cells = [*(_within(compared, method) for compared in newest), needles]
         rows.append([name, *(f"**{cell}**" if method == S2O and cell != "-" else cell for cell in cells)])
         if method == S2O:
@@ -83,8 +83,8 @@ def crossovers() -> str:
     for name, model in CALIBRATIONS.items():
         calibration = raw(name)
         prefills = {entry["length"]: _prefill(entry) for entry in calibration["lengths"]}
-        made = flags(calibration["command"]) or "the default flags"
-        rows.append([f"prefill of {model} with {made} (dense layers)", *(prefills.get(n, "-") for n in lengths)])
+        options = flags(calibration["command"]) or "the default flags"
+        rows.append([f"prefill of {model} with {options} (dense layers)", *(prefills.get(n, "-") for n in lengths)])
     shares: dict[str, dict[int, float]] = {}
     for prefill in result_file(PrefillFile, "bench-prefill-h200.json").results:
         shares.setdefault(prefill.model, {})[prefill.length] = prefill.rows[0].share
@@ -132,9 +132,9 @@ def certified() -> str:
         calibration = raw(name)
         prefills = {entry["length"]: _times(entry) for entry in calibration["lengths"]}
         for entry in calibration["certificate"]["lengths"]:
-            found = entry["retrieval"]
+            needles = entry["retrieval"]
             kls = [f"{value:.1e}" for value in (entry["mean_kl"], entry["kl"]["value"], entry["noise_floor"])]
-            kept = f"{found['kept']} of {found['found']}" if found else "-"
+            kept = f"{needles['kept']} of {needles['found']}" if needles else "-"
             length = entry["length"]
             rows.append([model, str(length), *kls, f"{entry['top1']['value']:.1%}", kept, prefills[length]])
     return table(names, rows, "lr")

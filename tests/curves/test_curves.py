@@ -44,16 +44,25 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
     ),
 )
 def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail):
-    captured = prompt(**features)
+    predicts(prompt(**features), method, tile, tail)
+
+
+@pytest.mark.parametrize(("tile", "last_rows"), [(TILES[0], 256), pytest.param(TILES[2], 512, marks=SLOW)])
+def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
+    predicts(prompt(), METHODS[2], tile, True, last_rows)
+
+
+def predicts(captured, method, tile, tail, last_rows=0):
+    """Compare the curve of a method and a tile with the reference at some thresholds."""
     methods = [Ranking(method.segment, 64), method]  # one pass, several ways to rank
-    curve = measure(captured, methods, [Shape(64, 128), Shape.of(tile)])[method, Shape.of(tile)]
+    curve = measure(captured, methods, [Shape(64, 128), Shape.of(tile)], last_rows)[method, Shape.of(tile)]
     scoring = captured.scoring.arguments()
     truth = exact_attention(captured.q, captured.k, captured.v, **scoring)
     assert curve.dense_power == pytest.approx(float(truth.square().mean()), rel=1e-5)
     seen = set()
     for index in range(3, len(TAUS), 4):
         head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
-        config = LayerConfig((head,) * 4, tile, grain=method.grain, scores=method.scores)
+        config = LayerConfig((head,) * 4, tile, grain=method.grain, scores=method.scores, last_rows=last_rows)
         out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, **scoring)
         # a curve's prefix is a whole number of its steps; the kernel's of its tiles, which divide them
         predicted = curve.density[:, index]

@@ -45,6 +45,27 @@ def test_a_layer_whose_heads_are_all_dense_is_what_it_would_be_unpatched(eager, 
 
 
 @torch.no_grad()
+def test_the_last_rows_of_each_call_are_dense(eager):
+    """Of a whole prompt, and of a call that goes on with it: nobody says whether there is more to come."""
+    model, seen = twin(eager), []
+    profile = make_profile(model, 1e6)
+    layers = tuple(tuple(dataclasses.replace(layer, last_rows=128) for layer in bucket) for bucket in profile.layers)
+    patch(model, dataclasses.replace(profile, layers=layers), drift=None)
+    for state in layer_states(model):
+        state.observer = lambda layer, q, k, v, scoring, out: seen.append((q, k, v, out))
+    ids = prompt(700)
+    cache = model(ids[:, :400], use_cache=True).past_key_values
+    model(ids[:, 400:], past_key_values=cache)
+    for q, k, v, out in seen:
+        rows = q.shape[2]
+        exact = (out - naive_attention(q, k, v)).abs().amax((0, 1, 3)) < 1e-5
+        first = (rows - 128) // 64 * 64
+        assert exact[first:].all()
+        assert not exact[64:first].any()
+    assert [q.shape[2] for q, *_ in seen] == [400, 400, 300, 300]
+
+
+@torch.no_grad()
 def test_attention_weights_that_are_asked_for_are_said_to_be_none(patched, ids, caplog):
     hf._warn_attentions.cache_clear()
     for _ in range(2):
@@ -102,35 +123,35 @@ def test_a_block_in_a_patched_model_gives_back_the_profile_before(eager, ids, mi
 
 def test_other_weights_warn_or_are_refused(eager, caplog):
     model = twin(eager)
-    made = dataclasses.replace(make_profile(model, 0.0), fingerprint="0" * 64)
+    profile = dataclasses.replace(make_profile(model, 0.0), fingerprint="0" * 64)
     with pytest.raises(ProfileError, match="calibrate this model, or patch with strict=False"):
-        patch(model, made, strict=True)
-    patch(model, made)
+        patch(model, profile, strict=True)
+    patch(model, profile)
     assert "the weights are not those of tiny" in caplog.text
 
 
 @pytest.mark.parametrize(("bad", "name"), [(math.nan, "NaN"), (math.inf, "inf")])
 def test_weights_that_are_no_numbers_are_named(bad, name, eager, caplog):
     model = twin(eager)
-    made = make_profile(model, 0.0)
+    profile = make_profile(model, 0.0)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight.fill_(bad)
     sentence = f"model.layers.1.self_attn.k_proj.weight holds {name}: check that the model's weights are whole"
     with pytest.raises(ProfileError, match=f"^{sentence}"):
-        patch(model, made, strict=True)
-    patch(model, made)
+        patch(model, profile, strict=True)
+    patch(model, profile)
     assert sentence in caplog.text
 
 
 def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, monkeypatch):
     model = twin(eager)
-    made = make_profile(model, 2.0)
-    patch(model, dataclasses.replace(made, device=DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1)))
+    profile = make_profile(model, 2.0)
+    patch(model, dataclasses.replace(profile, device=DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1)))
     with torch.no_grad():
         model(ids)
     assert used_s2o(model)
     monkeypatch.setattr(device_fit, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
-    patch(model, made)
+    patch(model, profile)
     with torch.no_grad():
         close(model(ids).logits, eager(ids).logits)
     assert paths(model) == {("dense", "there is no kernel for xpu: the model stays dense")}

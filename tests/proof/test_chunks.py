@@ -1,6 +1,6 @@
 """Proofs under a server's chunk: layers are fed in parts, errors are of the whole prompt, and everything proves so."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -47,6 +47,14 @@ def test_what_each_chunk_runs():
     assert [(keys, config.is_dense) for keys, config in short.by_keys] == [(64, True), (128, False), (150, False)]
     assert LayerRun.of(layers, CHUNK, 0, CHUNK) == LayerRun(SPARSE)
     assert LayerRun.of(layers, None, 0, LENGTH) == LayerRun(SPARSER)
+
+
+def test_no_chunk_has_dense_last_rows():
+    """Servers have none, in a short prompt either."""
+    layers = Layers(*(replace(config, last_rows=128) for config in (SPARSE, SPARSER)))
+    assert [config for _, config in LayerRun.of(layers, CHUNK, 0, LENGTH).by_keys] == [SPARSE, SPARSER, SPARSER]
+    assert LayerRun.of(layers, CHUNK, 0, CHUNK).config == SPARSE
+    assert LayerRun.of(layers, None, 0, LENGTH).config.last_rows == 128
 
 
 def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
@@ -115,13 +123,13 @@ class Chunks(dict):
 def finished(tmp_path_factory):
     """A calibration with chunks: the profile, the model's folder and what proved with which chunks."""
     folder = save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-    made = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS, chunk=RECIPE_CHUNK)
+    asked = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS, chunk=RECIPE_CHUNK)
     chunks = Chunks()
     with pytest.MonkeyPatch.context() as monkeypatch:
         chunks.watch(monkeypatch, verify, "prove", prove)
         chunks.watch(monkeypatch, certify, "prove", prove)
-        calibrate(made, progress=False)
-    return made.out, folder, chunks
+        calibrate(asked, progress=False)
+    return asked.out, folder, chunks
 
 
 def test_a_calibration_proves_in_the_recipes_chunks(finished):
