@@ -65,6 +65,9 @@ class Budget:
             model: KL(dense || patched) of the next token, the mean over the positions of the adjust prompts.
         value: above 0, in the kind's unit; of a KL nats per token.
         ceiling: the largest rel_mse beside an mse, so that a layer of small outputs keeps them; None or 0: no ceiling.
+
+    >>> Budget.of({"budget_mse": 1e-4})
+    Budget(kind='mse', value=0.0001, ceiling=0.01)
     """
 
     kind: BudgetKind
@@ -147,6 +150,10 @@ class Recipe:
 
     The field `budget` is one of the options budget_mse (with ceiling_rel_mse), budget_rel_mse and budget_kl, `scope`
     is the option budget_scope and `needles` the option keep_needles. docs/options.md lists all of them.
+
+    >>> from pathlib import Path
+    >>> Recipe.of({"model": "demo", "lengths": (1024, 2048), "out": Path("p.safetensors")}).budget
+    Budget(kind='rel_mse', value=0.001, ceiling=None)
     """
 
     model: str = option(

@@ -84,6 +84,9 @@ class HeadConfig:
         tail: add an estimate of what the keys behind the stop would bring (docs/how-it-works.md).
         linear: visit one chunk, whatever `tau` and `stop_rule` say, and estimate all keys behind it by an expansion to
             first order about the segment's mean query (docs/how-it-works.md); one representative, without `tail`.
+
+    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, tail=True).has_threshold
+    True
     """
 
     tau: float = 0.0
@@ -147,6 +150,9 @@ class TileConfig:
             was not: then both do.
 
     `validate` checks what holds on every GPU; `tiles.tile_obstacle` says whether a GPU can run the tile.
+
+    >>> TileConfig(block_m=64, block_n=64, chunk=4).stride  # keys between two stop checks
+    256
     """
 
     block_m: int = 128
@@ -206,6 +212,9 @@ class LayerConfig:
         scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
             bits ("int8"), also where keys are ranked and where heads are dense (docs/how-it-works.md).
         last_rows: so many queries at the end of each sequence of a call run dense, as in a dense head (`dense_from`).
+
+    >>> LayerConfig((HeadConfig(tau=0.3), HeadConfig(mode="dense"))).is_dense
+    False
     """
 
     heads: tuple[HeadConfig, ...]

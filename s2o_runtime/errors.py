@@ -4,11 +4,25 @@ from __future__ import annotations
 
 
 class S2OError(Exception):
-    """Base of every error this package raises on purpose. Its text is one sentence: found, expected, what to do."""
+    """Base of every error this package raises on purpose. Its text is one sentence: found, expected, what to do.
+
+    >>> from s2o_runtime import load_profile
+    >>> try:
+    ...     load_profile("README.md")
+    ... except S2OError as error:
+    ...     print(type(error).__name__)
+    ProfileError
+    """
 
 
 class ConfigError(S2OError, ValueError):
-    """A parameter is outside its range, or two parameters do not fit each other."""
+    """A parameter is outside its range, or two parameters do not fit each other.
+
+    >>> from s2o_runtime import HeadConfig
+    >>> HeadConfig(segment=100).validate()
+    Traceback (most recent call last):
+    s2o_runtime.errors.ConfigError: segment 100 is not a multiple of 64: round it
+    """
 
 
 class InputError(S2OError, ValueError):

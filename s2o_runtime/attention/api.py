@@ -181,6 +181,12 @@ def s2o_attention_varlen(
         InputError: the tensors do not fit one another or the config, or the backend asked for cannot do the call. What
             `cu_seqlens_q` and `cu_seqlens_k` hold is not checked: that would wait for the device.
         ConfigError: the config is illegal.
+
+    >>> q, k, v = (torch.randn(500, heads, 64) for heads in (4, 2, 2))
+    >>> starts = torch.tensor([0, 300, 500], dtype=torch.int32)  # two prompts, of 300 and of 200 tokens
+    >>> config = LayerConfig.uniform(4, tau=0.5, segment=128)
+    >>> s2o_attention_varlen(q, k, v, starts, starts, 300, 300, config).shape
+    torch.Size([500, 4, 64])
     """
     sinks = without_gradients(sinks)
     repeated = None

@@ -113,6 +113,15 @@ def s2o_attention_paged(
         InputError: the tensors do not fit one another or the config, or the backend asked for cannot do the call. What
             `cu_q`, `seq_lens` and `block_table` hold is not checked: that would wait for the device.
         ConfigError: the config is illegal.
+
+    >>> q, cache = torch.randn(128, 4, 64), torch.randn(32, 16, 2, 64)  # 128 new tokens, 32 pages of 16 tokens
+    >>> starts, keys = torch.tensor([0, 128], dtype=torch.int32), torch.tensor([384], dtype=torch.int32)
+    >>> pages = torch.arange(24, dtype=torch.int32)[None]  # of the sequence: 384 keys, 256 of them cached before
+    >>> config = LayerConfig.uniform(4, tau=0.5, segment=128)
+    >>> s2o_attention_paged(
+    ...     q, cache, cache, config, cu_q=starts, seq_lens=keys, block_table=pages, max_q=128, max_k=384
+    ... ).shape
+    torch.Size([128, 4, 64])
     """
     if seq_lens.dtype != torch.int32 or seq_lens.ndim != 1 or len(seq_lens) != len(cu_q) - 1:  # not in a plan's key
         raise InputError(

@@ -25,6 +25,11 @@ class AttentionStats:
         kv_start: integers [B], the first key of each sequence that counts, as it was given.
         visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None when the call was dense.
         cu_q, cu_k: int32 [N + 1], where packed sequences begin, as they were given.
+
+    >>> from s2o_runtime import s2o_attention
+    >>> q, k, v = (torch.randn(1, 2, 256, 64) for _ in range(3))
+    >>> s2o_attention(q, k, v, LayerConfig.uniform(2, mode="dense"), return_stats=True).stats.density.tolist()
+    [1.0, 1.0]
     """
 
     backend: str
@@ -53,6 +58,12 @@ class Attention(NamedTuple):
         out: the output, in the shape and type of q.
         lse: float32, the log-sum-exp of the scores that each row computed; None without `return_lse`.
         stats: what the call did; None without `return_stats`.
+
+    >>> from s2o_runtime import s2o_attention
+    >>> q, k, v = (torch.randn(1, 2, 256, 64) for _ in range(3))
+    >>> out, lse, stats = s2o_attention(q, k, v, LayerConfig.uniform(2, tau=0.5, segment=128), return_lse=True)
+    >>> lse.shape, stats
+    (torch.Size([1, 2, 256]), None)
     """
 
     out: Tensor

@@ -44,6 +44,8 @@ def warmup(
     Raises:
         InputError: the kernels cannot run such calls here.
         ConfigError: the config is illegal.
+
+    >>> warmup(LayerConfig.uniform(8, mode="dense"), kv_heads=2, head_dim=64)  # no S2O head, nothing to compile
     """
     segments = [head.segment for head in config.validate().heads if head.mode == "s2o"]
     if not segments:

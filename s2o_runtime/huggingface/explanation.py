@@ -54,6 +54,15 @@ def explain(model: nn.Module) -> Explanation:
 
     Counts are of all calls, but for the replays of a CUDA graph, which no one sees; densities and times are of a few
     sampled ones. Waits for the device.
+
+    >>> import torch
+    >>> import s2o_runtime
+    >>> from transformers import AutoModelForCausalLM
+    >>> model = AutoModelForCausalLM.from_pretrained("calibrate/demo/model")  # in a clone of the repository
+    >>> with s2o_runtime.patched(model, "profiles/demo/cpu/mse-0.0001.safetensors"), torch.no_grad():
+    ...     _ = model(torch.arange(1100)[None] % 256)
+    ...     [(row["layer"], row["path"], row["calls"]) for row in explain(model)][:2]
+    [(0, 's2o', 1), (1, 's2o', 1)]
     """
     rows = explained(all_states(model))
     rows.others = geometry(model.config).other_layers

@@ -179,6 +179,11 @@ def unpatch(model: Any) -> Any:
 
     A model that got its profile from S2O_PROFILE loses it, for good. Raises ModelError for what is not a model of
     transformers.
+
+    >>> from transformers import AutoModelForCausalLM
+    >>> model = AutoModelForCausalLM.from_pretrained("calibrate/demo/model")  # in a clone of the repository
+    >>> unpatch(patch(model, "profiles/demo/cpu/mse-0.0001.safetensors")).config._attn_implementation
+    'sdpa'
     """
     _check_model(model)
     if PREVIOUS in model.__dict__:
@@ -201,6 +206,12 @@ def patched(
 
     Whatever happens in the block, the model is after it what it was before: unpatched, or patched with the profile that
     it had.
+
+    >>> from transformers import AutoModelForCausalLM
+    >>> model = AutoModelForCausalLM.from_pretrained("calibrate/demo/model")  # in a clone of the repository
+    >>> with patched(model, "profiles/demo/cpu/mse-0.0001.safetensors"):
+    ...     model.config._attn_implementation
+    's2o'
     """
     _check_model(model, profile)
     layers = [(module, module.__dict__[STATE]) for module in model.modules() if STATE in module.__dict__]
@@ -227,6 +238,11 @@ def register() -> None:
 
     A model that is loaded with it gets the profile that the environment variable S2O_PROFILE names, or waits for
     `patch`. Raises ProfileError if S2O_PROFILE cannot be read.
+
+    >>> from transformers import AttentionInterface
+    >>> register()
+    >>> "s2o" in AttentionInterface().valid_keys()
+    True
     """
     available()
     _register()

@@ -58,6 +58,9 @@ class DriftCheck:
     the running mean may have, and half of what a check may have without being counted as high; after: checks before the
     running mean is judged, so that one unlucky prompt decides nothing; trial: a layer that is past its budget within so
     many checks never had the right settings, and runs dense whatever the action.
+
+    >>> DriftCheck(every=64, action="dense").validate().rows
+    32
     """
 
     every: int = ruled(256, Rule(int, low=1))

@@ -88,6 +88,13 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     Raises:
         ProfileError: `load_profile` would refuse the file, and why. Nothing is written.
         OSError: the file cannot be written.
+
+    >>> import tempfile
+    >>> path = Path("profiles/demo/cpu/mse-0.0001.safetensors")  # in a clone of the repository
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_profile(load_profile(path), f"{folder}/p.safetensors")
+    ...     load_profile(f"{folder}/p.safetensors") == load_profile(path)
+    True
     """
     write_atomically(Path(path), serialize(profile.validate()))
 
@@ -97,6 +104,9 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
     Raises:
         ProfileError: naming the file and what is wrong with it.
+
+    >>> load_profile("profiles/demo/cpu/mse-0.0001.safetensors").lengths  # in a clone of the repository
+    (1024, 1536, 2048)
     """
     path = Path(path)
     data = _bytes(path)

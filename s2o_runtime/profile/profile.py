@@ -26,6 +26,11 @@ class Profile:
     lengths: the calibrated buckets in tokens, ascending; layers[bucket][layer] is that layer's configuration.
     record: how it was made and what was shown. Of it the runtime reads the budget and the limits of the
         held-out proof (drift check), and `s2o-doctor` the proof, the certificate and the problems.
+
+    >>> from s2o_runtime import load_profile
+    >>> profile = load_profile("profiles/demo/cpu/mse-0.0001.safetensors")  # in a clone of the repository
+    >>> profile.min_length, profile.layer_config(0, 2048).num_heads
+    (1024, 8)
     """
 
     model_name: str
