@@ -7,9 +7,9 @@
 # make transformers: its tests with the oldest and the newest supported transformers, and with the packages that quantised
 #   weights, adapters, GGUF files and models spread over devices are loaded with. make transformers-quick: the fast ones,
 #   without those packages.
-# make architectures: the table of docs/models.md, from the tests that pass. make tables: those of README and
+# make architectures: the table of docs/results/architectures.md, from the tests that pass. make tables: those of README and
 # docs/budgets.md, from docs/results. make docs: the site, in an environment of its own. make profile-format: the tables of
-# docs/profile-format.md, from the record's fields. make wheel: sdist and wheel, and the wheel in empty environments: of
+# s2o_runtime/profile/FORMAT.md, from the record's fields. make wheel: sdist and wheel, and the wheel in empty environments: of
 # python3, or PYTHONS="python3.10 python3.14". make coverage: which lines the tests run. make mutants: which mistakes they notice.
 # make sglang: SGLang's engine on a CPU with S2O as its backend, in an environment of its own under build/sglang.
 # make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.

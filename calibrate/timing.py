@@ -20,7 +20,7 @@ ROUNDS = 7
 FEWEST_ROUNDS = 3
 FLUSHES = 8  # about 0.3 ms of work ahead of a call, so that its launch is not counted unless it takes longer
 MORE = 4  # times as much work ahead of a call that was launched too late, because the host was busy
-LONG = 0.02  # seconds: in a call as long as that, a late launch does not count
+LONG = 0.02  # seconds: in a call as long as that a late launch does not count, and dense attention is timed once
 CERTAIN = 0.02  # half the confidence interval over the median: a time as certain as this is not taken again
 HOPELESS = 1.3  # times the best known: a call that is slower than this in its first round is not timed again
 FAILURES = (RuntimeError, TritonError)  # what a call raises that this GPU cannot run; out of memory is one of them
@@ -47,7 +47,11 @@ class Timing:
 
 
 def against_dense(
-    call: Callable[[], Any], dense: Callable[[], Any], device: torch.device, best: float = math.inf
+    call: Callable[[], Any],
+    dense: Callable[[], Any],
+    device: torch.device,
+    best: float = math.inf,
+    dense_seconds: float | None = None,
 ) -> Timing:
     """Time a call against dense attention until its median is certain, or it is hopeless against `best` seconds.
 
@@ -55,6 +59,7 @@ def against_dense(
         call, dense: what is timed; both are run before, so that compiling is not counted.
         device: where they run.
         best: the seconds of the best call so far.
+        dense_seconds: what dense attention of these inputs took before; if that is long, it is not timed again.
 
     Raises:
         RuntimeError, TritonError: what a call raises (`FAILURES`).
@@ -62,12 +67,15 @@ def against_dense(
     timed = _on_gpu(device) if device.type == "cuda" else _by_clock
     timed(call)  # compiles
     timed(call)
-    timed(dense)
     ours: list[float] = []
-    theirs: list[float] = []
+    theirs: list[float] = [dense_seconds] if dense_seconds and dense_seconds >= LONG else []
+    with_dense = not theirs
+    if with_dense:
+        timed(dense)
     while len(ours) < ROUNDS:
         ours.append(timed(call))
-        theirs.append(timed(dense))
+        if with_dense:
+            theirs.append(timed(dense))
         if ours[0] > HOPELESS * best:
             break
         low, high = interval(ours)

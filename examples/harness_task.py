@@ -3,7 +3,7 @@
     python examples/harness_task.py [PROFILE] [TOKENS] [PROMPTS]
 
 Needs the extra: pip install -e '.[calibrate,harness]'. The task is written here, so nothing is downloaded: which of
-four codes was hidden in the prompt? docs/evaluation.md has RULER, NIAH and LongBench.
+four codes was hidden in the prompt? docs/production.md has RULER, NIAH and LongBench.
 """
 
 from __future__ import annotations

@@ -81,9 +81,9 @@ class HeadConfig:
         stop_rule: which number stops the visit once it is below the threshold (`StopRule`).
         representatives: the segment is cut into this many parts, and the mean query of each ranks the keys with a
             softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
-        tail: add an estimate of what the keys behind the stop would bring (docs/method.md).
+        tail: add an estimate of what the keys behind the stop would bring (docs/how-it-works.md).
         linear: visit one chunk, whatever `tau` and `stop_rule` say, and estimate all keys behind it by an expansion to
-            first order about the segment's mean query (docs/method.md); with one representative and without `tail`.
+            first order about the segment's mean query (docs/how-it-works.md); one representative, without `tail`.
     """
 
     tau: float = 0.0
@@ -204,7 +204,7 @@ class LayerConfig:
         row_reduce: the gain of a tile is the "mean" of its rows' gains, or the largest ("max", the paper's).
         grain: how many adjacent keys are ranked and visited together (a step); 1 is the paper's.
         scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
-            bits ("int8"), also where keys are ranked and where heads are dense (docs/method.md).
+            bits ("int8"), also where keys are ranked and where heads are dense (docs/how-it-works.md).
         last_rows: so many queries at the end of each sequence of a call run dense, as in a dense head (`dense_from`).
     """
 

@@ -144,9 +144,9 @@ def main(profile: str, model: str, name: str) -> int:
             answers = engine.generate(input_ids=ids[:1], sampling_params=parameters)
         answers += engine.generate(input_ids=ids[1:], sampling_params=parameters)
         seconds = time.time() - began
-        found = sum(code in answer["text"] for code, answer in zip(codes, answers, strict=True))
+        right = sum(code in answer["text"] for code, answer in zip(codes, answers, strict=True))
         cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
-        print(f"{name}: {found} of {len(codes)} needles in {seconds:.1f} s; from the cache: {cached}", flush=True)
+        print(f"{name}: {right} of {len(codes)} needles in {seconds:.1f} s; from the cache: {cached}", flush=True)
         if case.sparse:
             for rank in range(case.ranks):
                 rows = counted(METRICS_PORT + rank)
@@ -157,7 +157,7 @@ def main(profile: str, model: str, name: str) -> int:
                 assert not case.mixed or ("dense", "decode") in rows, "no row was decoded beside prompts"
     finally:
         engine.shutdown()
-    return int(found < len(codes))
+    return int(right < len(codes))
 
 
 def counted(port: int) -> dict[tuple[str, str], int]:

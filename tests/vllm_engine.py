@@ -86,9 +86,9 @@ def main(profile: str, model: str, name: str) -> int:
     began = time.time()
     answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=5))
     seconds = time.time() - began
-    found = sum(code in answer.outputs[0].text for code, answer in zip(codes, answers, strict=True))
+    right = sum(code in answer.outputs[0].text for code, answer in zip(codes, answers, strict=True))
     cached = [answer.num_cached_tokens for answer in answers]
-    print(f"{name}: {found} of {len(codes)} needles in {seconds:.1f} s; tokens from the cache: {cached}", flush=True)
+    print(f"{name}: {right} of {len(codes)} needles in {seconds:.1f} s; tokens from the cache: {cached}", flush=True)
     if case.sparse and case.processes == 1:
         from s2o_runtime.vllm.host import server
 
@@ -96,7 +96,7 @@ def main(profile: str, model: str, name: str) -> int:
         shares = server().counters.shares()
         assert any(path == "s2o" for path, _ in shares), "no row was computed by S2O"
         assert any(path == "dense" for path, _ in shares), "no row was computed by the stock backend"
-    return int(found < len(codes))
+    return int(right < len(codes))
 
 
 def set_environment(case: EngineCase) -> None:

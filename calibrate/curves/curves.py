@@ -130,19 +130,19 @@ def sparse_rows(length: int, last_rows: int, block_m: int) -> int:
     return max(length - last_rows, 0) // block_m * block_m if last_rows else length
 
 
-def window_pairs(length: int, segment: int, step: int, rows: int | None = None) -> int:
-    """Causal pairs that one head computes beside those of its prefixes.
+def pairs_from(row: int, length: int) -> int:
+    """Causal pairs of the rows of a head from this one on."""
+    return (length * (length + 1) - row * (row + 1)) // 2
 
-    Args:
-        length: rows and keys of the prompt.
-        segment: rows; a window begins at a multiple of `step` keys, before its segment.
-        step: keys.
-        rows: as many, the first ones, have a window; the others see all keys before them. All have by default.
+
+def window_pairs(rows: range, segment: int, step: int) -> int:
+    """Causal pairs of some rows of a head, whole segments, in their windows.
+
+    A window begins at a multiple of `step` keys, before its segment.
     """
-    rows = length if rows is None else rows
-    total = (length * (length + 1) - rows * (rows + 1)) // 2
-    for begin in range(0, rows, segment):
-        size = min(segment, rows - begin)
+    total = 0
+    for begin in range(rows.start, rows.stop, segment):
+        size = min(segment, rows.stop - begin)
         total += size * (size + 1) // 2 + size * (begin % step)
     return total
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calibrate.curves import trace_pass
-from calibrate.curves.curves import Curve, Ranking, Shape, head_norms, window_pairs
+from calibrate.curves.curves import Curve, Ranking, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import row_errors, tile_worst, worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.attention.api import s2o_attention
@@ -64,7 +64,7 @@ def measure(
 def density(length: int, config: LayerConfig) -> float:
     """The share of the causal pairs that a head of the layer with a linear tail computes."""
     tile, segment, rows = config.tile, config.segment, config.dense_from(length)
-    pairs = window_pairs(length, segment, tile.block_n, rows)
+    pairs = window_pairs(range(rows), segment, tile.block_n) + pairs_from(rows, length)
     for begin in range(0, rows, segment):
         prefix = begin // tile.block_n * tile.block_n
         pairs += min(segment, rows - begin) * min(tile.stride, prefix)

@@ -222,7 +222,7 @@ def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Cur
             for grain in recipe.grains
         ]
         curves |= measure(prompt, rankings, shapes, last_rows)
-        if recipe.linear_tails and "input" in recipe.scores:
+        if segment in recipe.linear_segments_for(length):
             linear = [Ranking(segment, grain=grain, linear=True) for grain in recipe.grains]
             curves |= linear_pass.measure(prompt, linear, shapes, last_rows)
     return curves
@@ -251,7 +251,7 @@ def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
         "representatives": list(recipe.representatives),
         "grains": list(recipe.grains),
         "scores": list(recipe.scores),
-        "linear_tails": recipe.linear_tails,
+        "linear_tails": bool(recipe.linear_segments_for(length)),
     }
     if last_rows := recipe.last_rows_at(length):
         key["last_rows"] = last_rows

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, sparse_rows, window_pairs
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, sparse_rows, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.quantisation import Int8Operands
@@ -80,7 +80,7 @@ def measure(
     for key in keys:
         squared, tail_squared, visited = torch.cat(totals[key], 1).cpu()
         sparse = sparse_rows(length, last_rows, key[1].block_m)
-        density = (visited + window_pairs(length, size, STEP, sparse)) / causal
+        density = (visited + window_pairs(range(sparse), size, STEP) + pairs_from(sparse, length)) / causal
         row, tail_row = torch.cat(worst[key], 1).cpu()
         power = float(norms.mean()) / head_dim
         curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)

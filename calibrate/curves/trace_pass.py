@@ -9,15 +9,17 @@ import torch
 import triton
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, sparse_rows, window_pairs
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, sparse_rows, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
+from calibrate.recipe import SAMPLED_ROWS
 from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability
 from s2o_runtime.shapes import laid_out
 from s2o_runtime.tiles import MIN_CAPABILITY, padded_head_dim, trace_tile
 
+WINDOW = 2048  # rows of a window of a sample, or one segment where that is longer
 FIRST_TRITON_FOR_SM_100 = 3, 9  # older ones fail to compile the kernel there
 
 
@@ -82,8 +84,8 @@ def traced(
     call = Call.of(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
-    sparse = sparse_rows(length, last_rows, tile.block_m)
-    for part in trace(call, truth, norms, _taus(q.device)):
+    sample, sparse = sampled_rows(length, method.segment), sparse_rows(length, last_rows, tile.block_m)
+    for part in trace(call, truth, norms, _taus(q.device), sample):
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
         kept = (edges < sparse)[:, None]
@@ -92,13 +94,29 @@ def traced(
         worst.append(torch.where(kept, torch.stack([part.worst, part.tail_worst]), 0))
     row, tail_row = worst_of(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()
-    density = (visited + window_pairs(length, method.segment, tile.block_n, sparse)) / (length * (length + 1) / 2)
-    values, power = length * value_dim, float(norms.mean()) / value_dim
+    rows = [range(part.start, min(part.stop, sparse)) for part in sample or [range(length)] if part.start < sparse]
+    windows = sum(window_pairs(part, method.segment, tile.block_n) for part in rows)
+    causal = sum(pairs_from(part.start, part.stop) for part in rows)
+    dense_pairs = pairs_from(sparse, length)
+    all_pairs = pairs_from(0, length)
+    density = ((visited + windows) * ((all_pairs - dense_pairs) / max(causal, 1)) + dense_pairs) / all_pairs
+    values = max(sum(map(len, rows)), 1) * value_dim * (length / max(sparse, 1))
+    power = float(norms.mean()) / value_dim
     return {
         (method, shape): Curve(squared[i] / values, tail_squared[i] / values, row[i], tail_row[i], density[i], power)
         for shape in shapes
         for i in (spacings[shape.stride],)
     }
+
+
+def sampled_rows(length: int, segment: int) -> list[range] | None:
+    """Windows of whole segments, evenly over a long prompt, that stand for all its rows; None for all rows."""
+    every = length // SAMPLED_ROWS
+    if every < 2:
+        return None
+    window = segment * max(1, WINDOW // segment)
+    begins = range(every // 2 * window, length, every * window)
+    return [range(begin, min(begin + window, length)) for begin in begins]
 
 
 @lru_cache(maxsize=8)

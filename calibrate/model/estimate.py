@@ -16,7 +16,8 @@ import torch
 
 from calibrate.model.streams import ROWS, decoder_layers
 from calibrate.model.weights import stays_resident
-from calibrate.recipe import Recipe
+from calibrate.recipe import SAMPLED_ROWS, Recipe
+from calibrate.timing import LONG
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.layer_kinds import text_config
@@ -83,6 +84,7 @@ FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle
     (12, 0): 1024,
 }
 TIMED = 12  # times dense attention that a trial runs: S2O and dense attention in turns, and before that to compile
+TIMED_ALONE = 4  # the same where dense attention takes so long that it is not timed with each trial
 TIMED_LAYERS = 15  # the same for a layer of the profile
 CROSSOVERS = 50  # times dense attention at `CROSSOVER_LENGTH` that all crossovers of a model take
 CROSSOVER_LENGTH = 131072
@@ -175,10 +177,11 @@ def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIde
     searching = rates.compiling
     trials = recipe.trials * min(layers, GROUPS * math.sqrt(layers))
     for length in recipe.lengths:
-        pairs = length * (length + 1) / 2
+        pairs = length * (length + 1) / 2 / max(1, length // SAMPLED_ROWS if on_gpu else 1)
         measuring += recipe.num_prompts * steps.curves(pairs, _rankings(recipe, length))
         measuring += recipe.num_prompts * steps.forward(length)
-        searching += trials * (rates.trial + on_gpu * TIMED * steps.attention(length))
+        timed = TIMED if steps.attention(length) < LONG else TIMED_ALONE
+        searching += trials * (rates.trial + on_gpu * timed * steps.attention(length))
     if recipe.budget.is_kl:
         searching += KL_PASSES * recipe.held_out * sum(map(steps.both, recipe.lengths))
     searching += on_gpu * CROSSOVERS * steps.attention(CROSSOVER_LENGTH)
@@ -250,8 +253,9 @@ def _faster(rates: Rates, times: float) -> Rates:
 
 def _rankings(recipe: Recipe, length: int) -> int:
     """How many rankings have curves at a length; those of linear tails take as long as two."""
-    of_segment = len(recipe.grains) * (len(recipe.scores) * len(recipe.representatives) + 2 * recipe.linear_tails)
-    return len(recipe.segments_for(length)) * of_segment
+    of_segment = len(recipe.scores) * len(recipe.representatives)
+    linear = 2 * len(recipe.linear_segments_for(length))
+    return len(recipe.grains) * (len(recipe.segments_for(length)) * of_segment + linear)
 
 
 def _memory(recipe: Recipe, sizes: Sizes, geometry: Geometry) -> float:

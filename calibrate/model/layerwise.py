@@ -52,14 +52,14 @@ class LayerwiseForward:
         """
         layer = self.next_layer
         self.number += 1
-        ways = through if isinstance(through, Sequence) else [through] * len(self.streams)
+        of_streams = through if isinstance(through, Sequence) else [through] * len(self.streams)
         count = Counter(map(id, self.streams))
         moved: dict[int, Stream] = {}  # of what is there several times
         with layer_on_device(self._loaded, layer):
-            for index, way in enumerate(ways):
+            for index, how in enumerate(of_streams):
                 stream = self.streams[index]
-                if way is not None:
-                    self.streams[index] = way(layer, stream)
+                if how is not None:
+                    self.streams[index] = how(layer, stream)
                 elif count[id(stream)] == 1:
                     self.streams[index] = layer.dense(stream)
                 else:

@@ -197,10 +197,10 @@ def _body_and_end(tokenizer: Any, turns: list[Turn]) -> tuple[str, str]:
     else:
         text = _laid_out(tokenizer, [*turns, ("user", ASK)])
     asked = text.rfind(ASK)
-    said = text.rfind(content, 0, max(asked, 0))
+    last_message = text.rfind(content, 0, max(asked, 0))
     if asked < 0:
         raise InputError("the tokenizer's chat template leaves the last message out: use text without conversations")
-    split = said + len(content) if content and said >= 0 else asked
+    split = last_message + len(content) if content and last_message >= 0 else asked
     return text[:split], text[split:]
 
 

@@ -57,8 +57,8 @@ class Document:
     @property
     def as_text(self) -> str:
         """The text; of a conversation, what each role says, up to where the assistant answers."""
-        said = (f"{role.capitalize()}: {content}{SEPARATOR}" for role, content in self.turns)
-        return "".join([*said, "Assistant: "]) if self.turns else self.text
+        turns = (f"{role.capitalize()}: {content}{SEPARATOR}" for role, content in self.turns)
+        return "".join([*turns, "Assistant: "]) if self.turns else self.text
 
     def beginning(self, share: float) -> Document:
         """About this share of it, and at least a character."""

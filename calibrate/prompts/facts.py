@@ -28,8 +28,10 @@ def _alike(count: int, rng: random.Random) -> Facts:
     """Codes of keys in families that differ in one digit, so that each key has the others for distractors."""
     keys = []
     for word in rng.sample(WORDS, -(-count // FAMILY)):
-        number, place = random_code(rng), rng.randrange(DIGITS)
-        keys += [f"{word}-{number[:place]}{digit}{number[place + 1 :]}" for digit in rng.sample("0123456789", FAMILY)]
+        number, changed = random_code(rng), rng.randrange(DIGITS)
+        keys += [
+            f"{word}-{number[:changed]}{digit}{number[changed + 1 :]}" for digit in rng.sample("0123456789", FAMILY)
+        ]
     return _stated([needle_of(key, random_code(rng)) for key in rng.sample(keys[:count], count)])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
@@ -142,7 +142,7 @@ def _of_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, 
 
     def prompts_of(purpose: str, length: int) -> list[Prompt]:
         rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
-        chosen = list(_in_turns(parts(shared[purpose], size, length)))[: wanted[length][purpose]]
+        chosen = _in_turns(parts(shared[purpose], size, length))[: wanted[length][purpose]]
         if wanted[length][purpose] and not chosen and purpose != CERTIFY:
             raise InputError(
                 f"{recipe.prompt_source} has 0 prompts {WORDS[purpose]} of {length} tokens or more (the longest of "
@@ -158,13 +158,16 @@ def _of_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, 
     return prompts
 
 
-def _in_turns(chosen: Iterable[list[Document]]) -> Iterable[list[Document]]:
-    """The parts with their domains in turns, in each domain's order."""
-    by_domain: dict[str, list[list[Document]]] = {}
+def _in_turns(chosen: Iterable[list[Document]]) -> list[list[Document]]:
+    """The parts with their domains in turns, and in each domain its groups: the first few are of many groups."""
+    domains: dict[str, dict[str, list[list[Document]]]] = {}
     for part in chosen:
-        by_domain.setdefault(part[0].domain, []).append(part)
-    for row in zip_longest(*by_domain.values()):
-        yield from (part for part in row if part is not None)
+        domains.setdefault(part[0].domain, {}).setdefault(part[0].group, []).append(part)
+    return _round_robin([_round_robin(list(groups.values())) for groups in domains.values()])
+
+
+def _round_robin(lists: Sequence[list[list[Document]]]) -> list[list[Document]]:
+    return [part for row in zip_longest(*lists) for part in row if part is not None]
 
 
 def _set_of(wanted: Mapping[int, Mapping[str, int]], prompts_of: Any) -> PromptSet:

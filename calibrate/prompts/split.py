@@ -21,7 +21,8 @@ def split(
 
     The longest length is served first, and a group stays where it was put, so it has one purpose at all lengths. At
     each length one prompt to calibrate and one to adjust on come first, then the others of these two, then those to
-    certify on. Groups with a document as long as the prompt go before those that must be joined.
+    certify on, each of another group if there are enough, because a certificate counts groups. Groups with a document
+    as long as the prompt go before those that must be joined.
 
     Args:
         documents: All of them.
@@ -69,7 +70,7 @@ def _next(tallies: Mapping[str, _Tally], wanted: Mapping[str, int]) -> str | Non
     both = [purpose for purpose in (CALIBRATION, HELD_OUT) if have[purpose] < wanted[purpose]]
     if both:
         return min(both, key=lambda purpose: (have[purpose] > 0, have[purpose] / wanted[purpose]))
-    return CERTIFY if have[CERTIFY] < wanted[CERTIFY] else None
+    return CERTIFY if len(tallies[CERTIFY].groups) < wanted[CERTIFY] else None
 
 
 class _Tally:
@@ -81,6 +82,7 @@ class _Tally:
         self._tokens: dict[Kind, int] = {}
         self._of_domain: dict[str, int] = {}
         self.prompts = 0
+        self.groups: set[str] = set()  # that a prompt begins with
         self.add(documents)
 
     def add(self, documents: Iterable[Document]) -> list[list[Document]]:
@@ -100,6 +102,7 @@ class _Tally:
                 self._tokens[kind] = 0
             self._of_domain[document.domain] = self._of_domain.get(document.domain, 0) + 1
         self.prompts += len(completed)
+        self.groups.update(prompt[0].group for prompt in completed)
         return completed
 
     def rarest(self, candidates: Sequence[str], groups: Mapping[str, Sequence[Document]]) -> str:

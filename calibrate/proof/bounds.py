@@ -107,8 +107,8 @@ def _mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tuple[floa
         variances = [max(variance, squares / degrees * m**2) for variance, m in zip(variances, means, strict=True)]
     parts = [variance / (len(groups) ** 2 * len(group)) for variance, group in zip(variances, groups, strict=True)]
     if min(freedoms) >= OWN_VARIANCE - 1:
-        each = sum(part**2 / freedom for part, freedom in zip(parts, freedoms, strict=True))
-        degrees = sum(parts) ** 2 / each if each else 1.0
+        spread = sum(part**2 / freedom for part, freedom in zip(parts, freedoms, strict=True))
+        degrees = sum(parts) ** 2 / spread if spread else 1.0
     return mean, math.sqrt(sum(parts)), degrees
 
 

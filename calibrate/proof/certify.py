@@ -15,9 +15,8 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -25,7 +24,7 @@ from torch.nn.attention import SDPBackend
 from calibrate.journal import Journal
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
-from calibrate.model.memory import within_memory
+from calibrate.model.models import LoadedModel
 from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import (
@@ -52,16 +51,15 @@ from calibrate.proof.bounds import (
     step_confidence,
     texts_for,
 )
-from calibrate.proof.layers import KIND, compare
+from calibrate.proof.layers import ProofItem, compare
 from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover, prove
 from calibrate.recipe import Recipe
 from calibrate.search.choice import DenseReason
 from calibrate.work.executor import Executor
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.items import WorkerState
 from calibrate.work.measured import measured
 from s2o_runtime.fields import counted
-from s2o_runtime.huggingface import hf
 from s2o_runtime.profile.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
 from s2o_runtime.reference.dense import sdpa_backend
 
@@ -512,7 +510,7 @@ def _noise_floor(
 
 
 @dataclass(frozen=True)
-class NoiseFloor(WorkItem):
+class NoiseFloor(ProofItem):
     """The KL of one prompt between the dense model and the same with another implementation of dense attention.
 
     What two exact implementations differ by is what rounding does to a model's predictions: a KL of that size says
@@ -520,18 +518,16 @@ class NoiseFloor(WorkItem):
     small to say anything.
     """
 
-    length: int
     prompt: str
-    stage: str = "noise"
-    kind: ClassVar[str] = KIND
+    stage: str = field(default="noise", kw_only=True)
 
     @property
     def affinity(self) -> Hashable:
         return self.prompt
 
     @property
-    def key(self) -> dict[str, Any]:
-        return {"stage": self.stage, "length": self.length, "prompt": self.prompt}
+    def inputs(self) -> dict[str, str]:
+        return {"prompt": self.prompt}
 
     def __str__(self) -> str:
         return f"noise of rounding at {self.length} tokens"
@@ -540,16 +536,14 @@ class NoiseFloor(WorkItem):
         loaded = worker.loaded
         if loaded.weights.device.type != "cuda" or loaded.model.dtype == torch.float32:
             return {"kl": None}
-        with within_memory(loaded.weights.device, self.length, loaded.weights.held, "measuring what rounding does"):
-            return {"kl": noise(worker, worker.prompts[self.prompt], SDPBackend.FLASH_ATTENTION)}
+        self.patching(worker)
+        with self.within_memory(worker, "measuring what rounding does"):
+            return {"kl": noise(loaded, worker.prompts[self.prompt], SDPBackend.FLASH_ATTENTION)}
 
 
 @torch.no_grad()
-def noise(worker: WorkerState, prompt: Prompt, backend: SDPBackend) -> float:
+def noise(loaded: LoadedModel, prompt: Prompt, backend: SDPBackend) -> float:
     """The KL between the dense model and the same, whose full attention another backend computes."""
-    loaded = worker.loaded
-    hf.register()
-    worker.attend_with(hf.NAME)
 
     def through_backend(layer: DecoderLayer, stream: Stream) -> Stream:
         with sdpa_backend(backend):

@@ -17,32 +17,30 @@ import logging
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from calibrate.journal import Journal
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
-from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import tighten_layer
-from calibrate.proof.layers import KIND, LayerRun, compare, layer_state
+from calibrate.proof.layers import LayerRun, ProofItem, compare, layer_state
 from calibrate.proof.state import Candidate, KlPass
 from calibrate.proof.verify import Prover
 from calibrate.search.allocate import Weights
 from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.items import WorkerState
 from calibrate.work.measured import measured
 from s2o_runtime.config import HeadConfig, LayerConfig
-from s2o_runtime.huggingface import hf
 
 WEIGHINGS = 2
 NEAR = 1.3  # times what was predicted: layers by themselves that cost no more than this were weighed near the budget
@@ -165,34 +163,31 @@ def kl_alone(
 
 
 @dataclass(frozen=True)
-class AlonePrompts(WorkItem):
+class AlonePrompts(ProofItem):
     """Some prompts with each group of layers patched by itself, as an item of work.
 
     Its result is, for each prompt, the KL of each group and that of rounding alone, in nats per token.
     """
 
-    length: int
     prompts: tuple[str, ...]
     runs: tuple[LayerRun, ...]
-    stage: str = "alone"
-    kind: ClassVar[str] = KIND
+    stage: str = field(default="alone", kw_only=True)
 
     @property
     def affinity(self) -> Hashable:
         return self.prompts
 
     @property
-    def key(self) -> dict[str, object]:
+    def inputs(self) -> dict[str, object]:
         runs = hashlib.sha256("/".join(run.digest for run in self.runs).encode()).hexdigest()
-        return {"stage": self.stage, "length": self.length, "prompts": list(self.prompts), "runs": runs}
+        return {"prompts": list(self.prompts), "runs": runs}
 
     def __str__(self) -> str:
         return f"groups of layers by themselves on {len(self.prompts)} prompts of {self.length} tokens"
 
     @torch.no_grad()
     def run(self, worker: WorkerState) -> list[list[float]]:
-        hf.register()
-        worker.attend_with(hf.NAME)
+        self.patching(worker)
         loaded, configs = worker.loaded, [run.config for run in self.runs]
         prompts = [worker.prompts[prompt] for prompt in self.prompts]
         nothing_skipped = HeadConfig(0.0, configs[0].segment)
@@ -209,8 +204,7 @@ class AlonePrompts(WorkItem):
                 for _ in prompts
                 for variant in variants
             ]
-            what = f"measuring layer {layer.number} by itself"
-            with within_memory(loaded.weights.device, self.length, loaded.weights.held, what):
+            with self.within_memory(worker, f"measuring layer {layer.number} by itself"):
                 forward.move(ways)
         results = []
         with logits_on_device(loaded) as logits:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -34,7 +35,6 @@ from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.scoring import Scoring
 
-KIND = "proof"  # of entries in a journal
 HISTORIES = 16  # that a process keeps unpacked
 ANSWER_ROWS, ANSWER_PART = 256, 8  # the rows that answer: so many last ones, and one in so many at most
 TILE_ROWS = 64  # rows of which the worst counts
@@ -250,36 +250,59 @@ class PairWalk:
 
 
 @dataclass(frozen=True)
-class Step(WorkItem):
+class ProofItem(WorkItem):
+    """What is measured of prompts of one length in the proof.
+
+    length: In tokens. stage: What it is done for, in a word.
+    """
+
+    length: int
+    stage: str = field(kw_only=True)
+    kind: ClassVar[str] = "proof"
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What its result depends on beside its length and what it is done for; for a journal."""
+        raise NotImplementedError
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"stage": self.stage, "length": self.length, **self.inputs}
+
+    def patching(self, worker: WorkerState) -> None:
+        """Let the model compute attention by S2O's function, which is dense where a layer runs nothing else."""
+        hf.register()
+        worker.attend_with(hf.NAME)
+
+    def within_memory(self, worker: WorkerState, what: str) -> AbstractContextManager[None]:
+        """Say what did not fit, and how long the prompt is, if the GPU's memory runs out inside the block."""
+        return within_memory(worker.loaded.weights.device, self.length, worker.loaded.weights.held, what)
+
+
+@dataclass(frozen=True)
+class Step(ProofItem):
     """One prompt at one layer, as an item of work.
 
-    index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs. stage:
-    What it is done for, in a word.
+    index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs.
 
     Its result has the mean squared error and the mean square of the dense output over all rows as `all_rows`, the same
     over the rows that answer as `last_rows`, the largest relative error of a row in each tile of rows as `tiles`,
     float32 [tiles], and the mean density over heads as `density`.
     """
 
-    length: int
     prompt: str
     index: int
     layer: int
     before: History
     runs: LayerRun
-    stage: str = ""
-    kind: ClassVar[str] = KIND
 
     @property
     def affinity(self) -> Hashable:
         return self.stage, self.length, self.index
 
     @property
-    def key(self) -> dict[str, Any]:
-        """What its result depends on, for a journal."""
+    def inputs(self) -> dict[str, Any]:
         return {
-            "stage": self.stage,
-            "length": self.length,
             "prompt": self.prompt,
             "index": self.index,
             "layer": self.layer,
@@ -300,22 +323,19 @@ class Step(WorkItem):
             result["last_rows"] = errors.mse_and_power(self.length - answer_rows(self.length))
             result["tiles"] = tile_worst(errors.off, TILE_ROWS).flatten().cpu()
 
-        with self._within_memory(worker):
+        with self._measuring(worker):
             density = self._walk(worker).measure(self.runs, observe)
         return {**result, "density": density}
 
     def _walk(self, worker: WorkerState) -> PairWalk:
         """The prompt before this layer."""
-        hf.register()
-        worker.attend_with(hf.NAME)
+        self.patching(worker)
         walk = worker.keep(self.affinity, lambda: PairWalk(worker, self.prompt, self.index))
         walk.move_to(self.before)
         return walk
 
-    def _within_memory(self, worker: WorkerState) -> Any:
-        weights = worker.loaded.weights
-        number = worker.loaded.geometry.layer_number(self.layer)
-        return within_memory(weights.device, self.length, weights.held, f"{self.stage} layer {number}")
+    def _measuring(self, worker: WorkerState) -> AbstractContextManager[None]:
+        return self.within_memory(worker, f"{self.stage} layer {worker.loaded.geometry.layer_number(self.layer)}")
 
 
 @dataclass(frozen=True)
@@ -323,14 +343,14 @@ class LastStep(Step):
     """What both models predict of a prompt after all layers, which `before` has; `layer` and `runs` are not read."""
 
     @property
-    def key(self) -> dict[str, Any]:
-        return {**super().key, "last": True}
+    def inputs(self) -> dict[str, Any]:
+        return {**super().inputs, "last": True}
 
     def __str__(self) -> str:
         return f"{self.stage}: predictions of prompt {self.index} of {self.length} tokens"
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
-        with self._within_memory(worker):
+        with self._measuring(worker):
             agreement = self._walk(worker).agreement()
         worker.kept.pop(self.affinity)
         return vars(agreement)

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from calibrate.curves.row_errors import worst_of
 from calibrate.journal import Journal
 from calibrate.model.layerwise import LayerwiseForward
-from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, layer_on_device
 from calibrate.progress import progress_bar
@@ -33,6 +32,7 @@ from calibrate.proof.layers import (
     LastStep,
     LayerRun,
     PromptAgreement,
+    ProofItem,
     Step,
     layer_state,
 )
@@ -40,15 +40,13 @@ from calibrate.proof.state import Candidate
 from calibrate.recipe import Budget, Recipe
 from calibrate.timing import medians
 from calibrate.work.executor import Executor, executor_of
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.items import WorkerState
 from calibrate.work.measured import Measuring, measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import Geometry
 from s2o_runtime.scoring import Scoring
 
-KIND = "prefill"  # of entries in a journal: times of decoder layers
 GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is small
@@ -277,7 +275,8 @@ class _Evaluation:
 
     def _measuring(self, make: type[Step], layer: int, runs: LayerRun) -> Measuring:
         steps = [
-            make(self.length, sha256, index, layer, self.history, runs, self._stage) for sha256, index in self._prompts
+            make(self.length, sha256, index, layer, self.history, runs, stage=self._stage)
+            for sha256, index in self._prompts
         ]
         return Measuring(steps, self._executor, self._journal)
 
@@ -353,7 +352,7 @@ def _with_times(
 
 
 @dataclass(frozen=True)
-class LayerTime(WorkItem):
+class LayerTime(ProofItem):
     """The times of one decoder layer on one prompt, as an item of work.
 
     number: Which decoder layer. ran: What all layers of full attention run. part: Which of the parts of the model, one
@@ -362,13 +361,12 @@ class LayerTime(WorkItem):
     dense, as `attention`.
     """
 
-    length: int
     prompt: str
     number: int
     ran: History
     part: int
-    stage: str = "timing"
-    kind: ClassVar[str] = KIND
+    stage: str = field(default="timing", kw_only=True)
+    kind: ClassVar[str] = "prefill"
     timed: ClassVar[bool] = True
 
     @property
@@ -383,10 +381,8 @@ class LayerTime(WorkItem):
         return f"times of layer {self.number} at {self.length} tokens"
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
-        hf.register()
-        worker.attend_with(hf.NAME)
-        weights = worker.loaded.weights
-        with within_memory(weights.device, self.length, weights.held, f"timing layer {self.number}"):
+        self.patching(worker)
+        with self.within_memory(worker, f"timing layer {self.number}"):
             walk = worker.keep((self.length, self.ran.digest), lambda: _TimedWalk(worker, self.prompt, self.ran))
             return walk.timed(self.number)
 

@@ -23,8 +23,8 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
         return f"Adjusted and checked on {same}; not certified."
     confidence = (certificate and certificate.confidence) or 0.0
     shares = [(one.error_over_limit or 0.0, one.domain) for length in lengths for one in length.domains or ()]
-    worst, kind = max(shares, default=(0.0, None), key=lambda share: share[0])
-    alone = "" if kind is None else f"; over the prompts of one kind, {kind}, the largest is {worst:.0%} of it"
+    worst, domain = max(shares, default=(0.0, None), key=lambda share: share[0])
+    alone = "" if domain is None else f"; over the prompts of one kind, {domain}, the largest is {worst:.0%} of it"
     return (
         f"Certified on {_range(length.prompts for length in lengths)} prompts of each length, of "
         f"{_range(length.groups for length in lengths)} groups of text ({', '.join(_domains(lengths))}): with "

@@ -278,13 +278,9 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
 def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
     chosen, layer_number = result.chosen.get(length), result.profile.geometry.layer_number
     return LengthReport(
+        **_copied(proof, "kl", "top1", "needles", "prefill_seconds", "dense_prefill_seconds"),
         length=length,
         calibrated=chosen is not None,
-        kl=proof.kl,
-        top1=proof.top1,
-        needles=proof.needles,
-        prefill_seconds=proof.prefill_seconds,
-        dense_prefill_seconds=proof.dense_prefill_seconds,
         uniform=_uniform(chosen),
         cost=None if chosen is None else statistics.fmean(choice.allocation.cost for choice in chosen.choices),
         attention_seconds=_total(layer.seconds for layer in proof.layers),
@@ -298,15 +294,8 @@ def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> 
 def _uniform(chosen: Chosen | None) -> UniformReport | None:
     if chosen is None or chosen.uniform is None:
         return None
-    head = chosen.uniform.head
-    return UniformReport(
-        tau=head.tau,
-        segment=head.segment,
-        representatives=head.representatives,
-        tail=head.tail,
-        cost=chosen.uniform.cost,
-        seconds=chosen.uniform.seconds,
-    )
+    head = _copied(chosen.uniform.head, "tau", "segment", "representatives", "tail")
+    return UniformReport(**head, **_copied(chosen.uniform, "cost", "seconds"))
 
 
 def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: LayerProof) -> LayerReport:
@@ -318,13 +307,11 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
     return LayerReport(
         layer=result.profile.geometry.layer_number(index),
         **head_counts(config.heads),
+        **_copied(config, "segment", "grain", "scores"),
+        **_copied(proof, "density", "worst", "seconds", "dense_seconds"),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
-        segment=config.segment,
-        grain=config.grain,
-        scores=config.scores,
         tile=str(config.tile),
         why_dense=None if choice is None else choice.dense_sentence,
-        density=proof.density,
         error=error,
         limit=limit,
         error_over_limit=error / limit if limit else 0.0,
@@ -332,11 +319,8 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
         predicted_error=None if choice is None else _in_unit(recipe, choice, choice.allocation.mse),
         held_out_mse=proof.mse,
         held_out_rel_mse=proof.rel_mse,
-        worst=proof.worst,
         tightened=result.tightened[length, index],
         predicted_seconds=None if choices is None else _predicted_seconds(choices[index], choices),
-        seconds=proof.seconds,
-        dense_seconds=proof.dense_seconds,
         heads=() if choice is None else _heads(recipe, choice),
         frontier=None if choice is None else _frontier(recipe, choice),
     )
@@ -357,13 +341,8 @@ def _predicted_seconds(choice: Choice, choices: Sequence[Choice]) -> float | Non
 def _heads(recipe: Recipe, choice: Choice) -> tuple[HeadReport, ...]:
     return tuple(
         HeadReport(
-            mode=point.head.mode,
-            tau=point.head.tau,
-            representatives=point.head.representatives,
-            tail=point.head.tail,
-            linear=point.head.linear,
-            density=point.density,
-            cost=point.cost,
+            **_copied(point.head, "mode", "tau", "representatives", "tail", "linear"),
+            **_copied(point, "density", "cost"),
             error=_in_unit(recipe, choice, point.mse),
         )
         for point in choice.allocation.points
@@ -387,9 +366,10 @@ def _in_unit(recipe: Recipe, choice: Choice, mse: float) -> float:
 
 def _total(values: Iterable[float | None]) -> float | None:
     """The sum; None if a value is missing."""
-    total = 0.0
-    for value in values:
-        if value is None:
-            return None
-        total += value
-    return total
+    known = list(values)
+    return None if None in known else sum(filter(None, known), 0.0)
+
+
+def _copied(source: object, *names: str) -> dict[str, Any]:
+    """What a report has under the same names."""
+    return {name: getattr(source, name) for name in names}

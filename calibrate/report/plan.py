@@ -65,8 +65,10 @@ def plan(
 
 def _takes(estimate: Estimate) -> str:
     """The time of the run, and of its longer phases."""
-    longer = {name: took for name, took in estimate.seconds.items() if took >= NOT_WORTH_SAYING * estimate.total}
-    phases = ", ".join(f"{name} {duration(took)}" for name, took in longer.items())
+    longer = {
+        name: seconds for name, seconds in estimate.seconds.items() if seconds >= NOT_WORTH_SAYING * estimate.total
+    }
+    phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in longer.items())
     return f"about {duration(estimate.total)} ({phases}), less what the journal has"
 
 

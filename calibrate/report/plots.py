@@ -81,8 +81,8 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     all_axes = panels(figure, titles, size, x="density", y=budget.kind, sharey=True)
     for axes, length in zip(all_axes, report.lengths, strict=True):
         axes.axhline(budget.value, color="black", lw=1, ls="--", label="budget")
-        for place, layer in enumerate(length.layers):
-            colour = of_layer.cmap(place / max(1, last) * DARK)
+        for number, layer in enumerate(length.layers):
+            colour = of_layer.cmap(number / max(1, last) * DARK)
             curve = [point for point in layer.frontier or () if min(point) > 0]  # as the budget rises
             axes.plot([x for x, _ in curve], [y for _, y in curve], color=colour, lw=0.8, alpha=0.8)
             axes.plot(layer.density, max(layer.error, bottom), color=colour, **circle)

@@ -53,8 +53,10 @@ def _kept(report: Report) -> str:
     """The largest error of a layer as a share of its limit, and the needles of all lengths."""
     largest = max(layer.error_over_limit for length in report.lengths for layer in length.layers)
     needles = [length.needles for length in report.lengths if length.needles is not None]
-    found = f", needles kept {sum(kept for kept, _ in needles)} of {sum(all for _, all in needles)}" if needles else ""
-    return f"error at most {largest:.0%} of a layer's limit{found}"
+    needles_kept = (
+        f", needles kept {sum(kept for kept, _ in needles)} of {sum(all for _, all in needles)}" if needles else ""
+    )
+    return f"error at most {largest:.0%} of a layer's limit{needles_kept}"
 
 
 def layer_table(report: Report, length: LengthReport, *, brief: bool = False) -> Table:

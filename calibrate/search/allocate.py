@@ -49,10 +49,13 @@ class Allowed:
     Attributes:
         tails: whether it may run without a tail, with one, or either.
         worst_rows: the largest `Point.worst` it may have; None does not look at rows.
+        head_cap: how many times its equal part of the budget it may spend. A layer whose error lies in one or two
+            heads is the first to break on text unlike the calibration's.
     """
 
     tails: tuple[bool, ...] = (False, True)
     worst_rows: float | None = None
+    head_cap: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def allocate_each(
     """`allocate` of one layer with each of several budgets."""
     options = [points_of(curves, head, allowed) for head in range(_heads(curves))]
     equal = [1.0 / len(options)] * len(options)
-    return [Allocation(tuple(_spend(options, equal, budget))) for budget in budgets]
+    return [Allocation(tuple(_spend(options, equal, budget, allowed.head_cap))) for budget in budgets]
 
 
 def allocate_together(
@@ -157,7 +160,7 @@ def allocate_together(
         for curves, of_layer in weighted
         for of_head in of_layer.heads or (1.0,) * _heads(curves)
     ]
-    chosen = iter(_spend(options, head_weights, budget * len(layers)))
+    chosen = iter(_spend(options, head_weights, budget * len(layers), allowed.head_cap))
     return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
 
 
@@ -211,12 +214,17 @@ def _heads(curves: Mapping[Ranking, Curve]) -> int:
     return len(next(iter(curves.values())).mse)
 
 
-def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float) -> list[Point]:
+def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float, head_cap: float) -> list[Point]:
     """One point of every head, such that the sum of their weighted errors is at most the budget.
 
     Where the first points alone cost more, as those of int8 scores may, it is these.
     """
     chosen = [points[0] for points in options]
+    most = head_cap * budget / len(options)
+    options = [
+        [first, *(point for point in rest if point.mse * weight <= most)]
+        for (first, *rest), weight in zip(options, weights, strict=True)
+    ]
     left = budget - sum(point.mse * weight for point, weight in zip(chosen, weights, strict=True))
     if left < 0.0:  # rounded scores alone cost more
         return chosen

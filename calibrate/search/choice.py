@@ -6,6 +6,7 @@ representatives and tail then follow from its curves and the budget, exactly (`a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -20,6 +21,7 @@ from s2o_runtime.config import LayerConfig, Scores, TileConfig
 from s2o_runtime.profile.record import PredictedLayer
 
 HARMLESS = 0.5  # of an equal part of a budget in KL: an error that costs less than this needs no tightening
+HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
 
 
@@ -156,8 +158,8 @@ def default_segment(segments: Sequence[int]) -> int:
 
 
 def allowed(recipe: Recipe) -> Allowed:
-    """What a recipe lets heads choose."""
-    return Allowed(recipe.tails, recipe.worst_rows or None)
+    """What a recipe lets heads choose. One budget over the model has no equal parts: it goes where it saves most."""
+    return Allowed(recipe.tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
 
 
 def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1) -> Weights:

@@ -1,6 +1,6 @@
 """Sparse attention of other papers: each selects key blocks for a whole layer, one kernel computes attention over them.
 
-They are what S2O is compared with, in evaluations and benches; docs/baselines.md describes each.
+They are what S2O is compared with, in evaluations and benches; README.md beside this file describes each.
 Names are loaded on first use: settings need no torch, and only a call on a GPU imports triton.
 """
 

@@ -1,4 +1,4 @@
-"""The linear tail: all keys behind a segment's first chunk, to first order in the queries (docs/method.md).
+"""The linear tail: all keys behind a segment's first chunk, to first order in the queries (docs/how-it-works.md).
 
 A head with a linear tail computes its window and the first chunk of its order. With w the softmax weights of the
 segment's representative c over the other keys of the prefix, mu and a the means of keys and values under w and C their

@@ -1,9 +1,9 @@
 """The tail's tables: what the keys that a row tile skips would bring, by the weights that ranked them.
 
 For every segment and for every second bucket of its order: the sum of the weights of all steps in this bucket and
-behind it, and of weights times mean values (docs/method.md). Steps are read where they lie, none is gathered: it is a
-matrix product of [segments x buckets, steps] with [steps, D]. Where segments are few, several programs share the steps
-of one, and another kernel adds up what they found.
+behind it, and of weights times mean values (docs/how-it-works.md). Steps are read where they lie, none is gathered: it
+is a matrix product of [segments x buckets, steps] with [steps, D]. Where segments are few, several programs share the
+steps of one, and another kernel adds up what they found.
 """
 
 from __future__ import annotations

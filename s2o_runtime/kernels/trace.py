@@ -6,7 +6,7 @@ until the lowest threshold has stopped, at every check spacing of interest at on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -212,7 +212,9 @@ def _trace(
         running = (done < tiles) & (tl.max(lowest, 0) >= least)
 
 
-def trace(call: Call, truth: Tensor, floor: Tensor, taus: Tensor) -> Iterator[Traced]:
+def trace(
+    call: Call, truth: Tensor, floor: Tensor, taus: Tensor, slices: Sequence[range] | None = None
+) -> Iterator[Traced]:
     """Follow every head of a call through its prefix, slice by slice of the queries.
 
     Args:
@@ -221,6 +223,7 @@ def trace(call: Call, truth: Tensor, floor: Tensor, taus: Tensor) -> Iterator[Tr
         truth: [1, Hq, L, D], the dense output.
         floor: float32 [Hq]; a row's squared norm counts at least so much.
         taus: float32 [T], ascending, above 0, of `StopRule.REST`.
+        slices: the rows that are followed, each beginning with a segment; by default all, as memory allows.
 
     Yields:
         What was traced of each slice.
@@ -231,7 +234,7 @@ def trace(call: Call, truth: Tensor, floor: Tensor, taus: Tensor) -> Iterator[Tr
     grid[: len(taus)] = taus
     keys = keys_of(call)
     ranker, k = Ranker(call, keys), keys.rows
-    for rows in row_slices(call, WORKSPACE_BYTES):
+    for rows in row_slices(call, WORKSPACE_BYTES) if slices is None else slices:
         ranked, tail = ranker.rank(rows)
         assert tail is not None
         tiles = -(-len(rows) // tile.block_m)

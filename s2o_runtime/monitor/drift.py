@@ -181,7 +181,7 @@ class DriftMonitor:
         self._generators: dict[torch.device, torch.Generator] = {}
         # float64 [4 + HISTORY]: running sums of errors over their limits and of what they are relative to, over all
         # rows and over the last eighth; then the shares of the last checks, the newest at the end.
-        self._found: Tensor | None = None
+        self._sums: Tensor | None = None
         self._sent: tuple[Tensor, int, torch.cuda.Event | None] | None = None  # on its way to the host, after n checks
 
     def __reduce__(self) -> tuple[type[DriftMonitor], tuple[DriftCheck, int, Allowed]]:
@@ -211,7 +211,7 @@ class DriftMonitor:
 
     def numbers(self) -> DriftNumbers | None:
         """What the checks found so far; waits for the device. None before the first one."""
-        return None if self._found is None else _numbers(self._found.tolist(), self.checks, self.check.margin)
+        return None if self._sums is None else _numbers(self._sums.tolist(), self.checks, self.check.margin)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -225,19 +225,19 @@ class DriftMonitor:
             power = last_power = torch.ones_like(error)
         new = torch.stack((error / limit, power, last_error / limit, last_power))
         share = torch.maximum(_divided(new[0], new[1]), _divided(new[2], new[3]) / LAST_SHARE)
-        if self._found is None or self._found.device != new.device:
-            self._found, self.checks = new.new_zeros(4 + HISTORY), 0
-        sums = self._found[:4] * (1 - 1 / MEMORY) + new
-        self._found = torch.cat((sums, self._found[5:], share[None]))
+        if self._sums is None or self._sums.device != new.device:
+            self._sums, self.checks = new.new_zeros(4 + HISTORY), 0
+        sums = self._sums[:4] * (1 - 1 / MEMORY) + new
+        self._sums = torch.cat((sums, self._sums[5:], share[None]))
         self.checks += 1
 
     def _send(self) -> None:
-        assert self._found is not None
+        assert self._sums is not None
         event = None
-        host = self._found.to("cpu", non_blocking=True)
-        if self._found.is_cuda:
+        host = self._sums.to("cpu", non_blocking=True)
+        if self._sums.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._found.device))
+            event.record(torch.cuda.current_stream(self._sums.device))
         self._sent = host, self.checks, event
 
     def _judge(self) -> None:
@@ -254,35 +254,35 @@ class DriftMonitor:
             log.warning("layer %d: %s: %s; calibrate with prompts like these", self.layer, self.verdict, then)
 
 
-def _numbers(found: Sequence[float], checks: int, margin: float) -> DriftNumbers:
-    error, unit, last_error, last_unit, *history = found
+def _numbers(sums: Sequence[float], checks: int, margin: float) -> DriftNumbers:
+    error, unit, last_error, last_unit, *history = sums
     kept = history[-min(checks, HISTORY) :]
     high = sum(not share <= HIGH * margin for share in kept)  # NaN is high
     return DriftNumbers(_ratio(error, unit), _ratio(last_error, last_unit), high / len(kept))
 
 
-def _problem(found: Sequence[float], checks: int, check: DriftCheck, kind: str) -> str | None:
+def _problem(sums: Sequence[float], checks: int, check: DriftCheck, unit: str) -> str | None:
     """What is too much about a layer's errors, None if nothing is.
 
     Args:
-        found: the running sums and the history, as `DriftMonitor` keeps them.
+        sums: the running sums and the history, as `DriftMonitor` keeps them.
         checks: that these are from.
         check: what is too much.
-        kind: the unit of the budget.
+        unit: the unit of the budget.
     """
-    numbers, margin = _numbers(found, checks, check.margin), check.margin
+    numbers, margin = _numbers(sums, checks, check.margin), check.margin
     if checks >= check.after:
         means = ((numbers.mean, margin, ""), (numbers.last, LAST_SHARE * margin, " in the last eighth of the prompts"))
         for share, most, where in means:
             if not share <= most:  # so NaN is too much
                 return (
-                    f"the sampled {kind}{where} is {share:.3g} times what the profile allows, expected at most {most:g}"
+                    f"the sampled {unit}{where} is {share:.3g} times what the profile allows, expected at most {most:g}"
                 )
     kept = min(checks, HISTORY)
     high = round(numbers.high * kept)
     if high >= HIGH_CHECKS:
         return (
-            f"in {high} of the last {kept} checks the sampled {kind} was more than {HIGH * margin:g} times what the "
+            f"in {high} of the last {kept} checks the sampled {unit} was more than {HIGH * margin:g} times what the "
             f"profile allows, expected in at most {HIGH_CHECKS - 1}"
         )
     return None

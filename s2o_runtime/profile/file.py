@@ -1,7 +1,7 @@
 """The file of a profile: one safetensors file, read with care and written atomically.
 
 Tensors hold what the runtime needs: one entry for each length bucket, layer and head. Everything else is one JSON
-document under one metadata key: with two keys safetensors files are not byte-reproducible. docs/profile-format.md
+document under one metadata key: with two keys safetensors files are not byte-reproducible. FORMAT.md beside this file
 specifies both. A file may come from anywhere: its sizes are bounded before it is read, and its values are checked
 before they are used. Files of `SCHEMAS` are read; what is written has the newest.
 """

@@ -75,7 +75,7 @@ def profiles() -> list[Found]:
     Raises:
         ConfigError: as `folders` does.
     """
-    found = []
+    candidates = []
     for folder in folders():
         of_folder = []
         for path in sorted(folder.rglob("*.safetensors")):
@@ -83,40 +83,40 @@ def profiles() -> list[Found]:
                 of_folder.append(Found(path, load_profile(path)))
             except ProfileError as error:
                 log.warning("left out of the search for a profile: %s", error)
-        found += sorted(of_folder, key=_rank)
-    return found
+        candidates += sorted(of_folder, key=_rank)
+    return candidates
 
 
-def _rank(found: Found) -> tuple[object, ...]:
+def _rank(candidate: Found) -> tuple[object, ...]:
     """What the profiles of one folder are sorted by."""
-    kind, value = found.budget
+    kind, value = candidate.budget
     order = len(KINDS) if kind is None or value is None else KINDS.index(kind)
-    return not found.profile.record.certified_lengths, order, value or 0.0, -found.profile.lengths[-1]
+    return not candidate.profile.record.certified_lengths, order, value or 0.0, -candidate.profile.lengths[-1]
 
 
-def none_like(found: Sequence[Found], config: Any) -> str | None:
+def none_like(candidates: Sequence[Found], config: Any) -> str | None:
     """Why none of some profiles fits a model, if none has its geometry; None if one has.
 
     Args:
-        found: profiles.
+        candidates: profiles.
         config: the model's transformers configuration.
 
     Raises:
         ModelError: the architecture is not supported.
     """
     model = geometry(config)
-    if any(one.profile.geometry == model for one in found):
+    if any(candidate.profile.geometry == model for candidate in candidates):
         return None
     return f"no profile is of a model like this one ({model}): {_advice(config)}"
 
 
 def fitting_profile(
-    found: Sequence[Found], config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]
+    candidates: Sequence[Found], config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]
 ) -> Found:
     """The first of some profiles that is of a model and for a device.
 
     Args:
-        found: profiles, as `profiles` sorts them.
+        candidates: profiles, as `profiles` sorts them.
         config: the model's transformers configuration.
         device: where its attention runs.
         mismatch: says how the model's weights and RoPE parameters differ from a profile's, or why they cannot be
@@ -127,15 +127,15 @@ def fitting_profile(
         ProfileError: none fits; the sentence says what the first that has the model's geometry is of, and how to make
             one that does.
     """
-    if reason := none_like(found, config):
+    if reason := none_like(candidates, config):
         raise ProfileError(reason)
     nearest, here, model = "", identify(device), geometry(config)
-    for one in (one for one in found if one.profile.geometry == model):
-        elsewhere = not same_product(one.profile.device, here)
-        difference = f"it is for {one.profile.device}" if elsewhere else mismatch(one.profile)
+    for candidate in (one for one in candidates if one.profile.geometry == model):
+        elsewhere = not same_product(candidate.profile.device, here)
+        difference = f"it is for {candidate.profile.device}" if elsewhere else mismatch(candidate.profile)
         if difference is None:
-            return one
-        nearest = nearest or f"{one.path}: {difference}"
+            return candidate
+        nearest = nearest or f"{candidate.path}: {difference}"
     raise ProfileError(f"no profile fits this model on {here} ({nearest}): {_advice(config)}")
 
 

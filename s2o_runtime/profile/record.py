@@ -11,7 +11,7 @@ follows three rules, because a record may come from an older version, from a new
 - A field that this version does not know, and a value that counts as missing, is kept in `extra` and written back as
   it was. So reading and writing a record changes nothing in it.
 
-The metadata of the fields (`unit`, `meaning`) is what docs/profile-format.md is generated from.
+The metadata of the fields (`unit`, `meaning`) is what FORMAT.md beside this file is generated from.
 """
 
 # ruff: noqa: RUF009 -- what `_recorded` returns is a field of dataclasses

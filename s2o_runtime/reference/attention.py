@@ -289,7 +289,7 @@ def _one_chunk(
 
 
 def with_linear_tail(state: State, q: Tensor, center: Tensor, k: Tensor, v: Tensor) -> State:
-    """Add an estimate of keys that are not visited, to first order about a query (docs/method.md).
+    """Add an estimate of keys that are not visited, to first order about a query (docs/how-it-works.md).
 
     With w the softmax weights of `center` over these keys, mu and a the means of keys and values under w and C their
     covariance, a row q has of them the log-sum-exp of `center` plus (q - center) mu, and the mean value
@@ -314,7 +314,7 @@ def with_linear_tail(state: State, q: Tensor, center: Tensor, k: Tensor, v: Tens
 
 
 def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, end: int) -> State:
-    """Add an estimate of what the keys behind the visited ones would bring (docs/method.md).
+    """Add an estimate of what the keys behind the visited ones would bring (docs/how-it-works.md).
 
     The ranking's weights give the ratio of the rest to the last chunk, and the mean value of the rest; the row itself
     gives what the chunk added to l. A key of the rest counts at most as much as a key of the chunk did on average.

@@ -2,7 +2,8 @@
 
 The paper ranks keys by their score with the mean query of the segment. Here the segment may be cut into parts whose
 mean queries each rank the keys, adjacent keys may be ranked together, and the ranking's weights estimate what the keys
-that are not visited would add (docs/method.md). With one representative and a grain of 1 the order is the paper's.
+that are not visited would add (docs/how-it-works.md). With one representative and a grain of 1 the order is the
+paper's.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import S2OError
 from s2o_runtime.lengths import length_step
 from s2o_runtime.pages import FP8_TYPES
@@ -86,7 +85,7 @@ def self_test(
         ours = s2o_attention_paged(
             query[run.rows], k_pages, v_pages, config, cu_q=call.cu_q, seq_lens=call.seq_lens,
             block_table=call.block_table, max_q=call.max_q, max_k=call.max_k, total_k=call.total_k, cu_k=call.cu_k,
-            scale=scale, backend="triton" if query.is_cuda or interpreted() else "reference",
+            scale=scale, backend="triton" if query.is_cuda else "reference",
         )  # fmt: skip
     except S2OError as error:
         layer.refuse(f"its self-test cannot run ({error})")

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import ast
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
 
 
-def interface_obstacle(interface: Any, folder: Path) -> str | None:
+class ServerInterface(ABC):
+    """What of a server a backend relies on, as names; each server's is a frozen dataclass.
+
+    A server promises nothing to backends outside its tree, so this is looked at, not the version alone.
+    """
+
+    @classmethod
+    @abstractmethod
+    def in_sources(cls, folder: Path) -> ServerInterface:
+        """The interface in a server's sources. Nothing is imported: plugins are loaded where no GPU may be touched.
+
+        Args:
+            folder: of the server's package.
+
+        Raises:
+            OSError: a file is not there.
+            ValueError: a class or function is not there, or a file is no Python.
+        """
+
+    @abstractmethod
+    def obstacle(self) -> str | None:
+        """What of it the backend was not written for, or None."""
+
+
+def interface_obstacle(interface: type[ServerInterface], folder: Path) -> str | None:
     """What of a server's interface a backend was not written for; None if it was.
 
     Args:
-        interface: the class that reads the interface (`in_sources`) and says what is not known of it (`obstacle`).
+        interface: of the server.
         folder: of the server's sources.
     """
     try:
-        obstacle: str | None = interface.in_sources(folder).obstacle()
+        return interface.in_sources(folder).obstacle()
     except (OSError, ValueError, SyntaxError) as error:
         return f"its sources are not as expected: {error}"
-    return obstacle
 
 
 def named_classes(path: Path, *names: str) -> list[ast.ClassDef]:

@@ -1,7 +1,6 @@
 """Whether a SGLang's interface is the one that S2O's backend was written for.
 
-SGLang promises nothing to backends outside its tree, so what the backend relies on is looked at, not the version alone:
-above all that its FlashAttention backend reads nothing of a batch that a part of a batch would not have.
+Above all its FlashAttention backend must read nothing of a batch that a part of a batch would not have.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.sources import fields, method, named_classes, parameters
+from s2o_runtime.serving.sources import ServerInterface, fields, method, named_classes, parameters
 
 READ = ("0.5.23",)  # the versions whose sources were read; its engine was run on a CPU
 FLASH = Path("layers/attention/flashattention_backend.py")
@@ -49,7 +48,7 @@ NEEDED = {*OF_REQUESTS, *OF_TOKENS, *COUNTS, "forward_mode"}
 
 
 @dataclass(frozen=True)
-class Interface:
+class Interface(ServerInterface):
     """What of SGLang the backend relies on, as names.
 
     Attributes:
@@ -72,15 +71,7 @@ class Interface:
 
     @classmethod
     def in_sources(cls, folder: Path) -> Interface:
-        """The interface in the sources of a SGLang.
-
-        Args:
-            folder: of the package `sglang.srt`.
-
-        Raises:
-            OSError: a file is not there.
-            ValueError: a class or function is not there, or a file is no Python.
-        """
+        """The interface, from the folder of the package `sglang.srt`."""
         (backend,) = named_classes(folder / FLASH, "FlashAttentionBackend")
         batch, modes = named_classes(folder / BATCH, "ForwardBatch", "ForwardMode")
         kv_pool, location = named_classes(folder / POOL, "MHATokenToKVPool", "KVWriteLoc")
@@ -97,7 +88,6 @@ class Interface:
         )
 
     def obstacle(self) -> str | None:
-        """What of it the backend was not written for, or None."""
         if self.forward[: len(FORWARD)] != FORWARD:
             return f"forward_extend takes {', '.join(self.forward)}"
         if self.write[: len(WRITE)] != WRITE:

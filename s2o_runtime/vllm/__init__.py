@@ -1,7 +1,6 @@
 """S2O as an attention backend of vLLM.
 
-`layouts` says how a cache is read, `batch` has the tensors of a batch, `compat` says which vLLM this is; what any
-server needs is in `s2o_runtime.serving`. None of these imports vLLM. `plugin` is what vLLM loads, `backend` makes a
-backend out of a stock one, which `flash` does for GPUs and `cpu` for tests on vLLM's CPU engine; `host` asks the vLLM
-around it. docs/serving.md has the user's view.
+`batch` has the tensors of a batch and of the cache, `compat` says which vLLM this is; what any server needs is in
+`s2o_runtime.serving`. None of these imports vLLM. `plugin` is what vLLM loads, `backend` makes a backend out of a stock
+one, which `flash` does for GPUs; `host` asks the vLLM around it. docs/serving.md has the user's view.
 """

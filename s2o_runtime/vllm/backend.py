@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import FP8_TYPES, page_obstacle
 from s2o_runtime.serving.attend import LayerCall, attend
-from s2o_runtime.serving.batch import Batch as AnyBatch
 from s2o_runtime.serving.calls import cache_obstacle, layer_obstacle, say_once, scales_obstacle
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
-from s2o_runtime.vllm.batch import Batch, whole_only
-from s2o_runtime.vllm.layouts import key_and_value_pages
+from s2o_runtime.vllm.batch import Batch, key_and_value_pages, whole_only
+from s2o_runtime.vllm.compat import INIT
 
 BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, or why S2O has no part in it
 
@@ -34,24 +34,14 @@ class Host:
     Attributes:
         server: gives the profile of this process, which is loaded when the first layer is made.
         layer_index: gives a layer's index in the whole model by its name.
-        cudagraph_support: limits what the stock backend supports to what S2O does, given its own answer.
     """
 
     server: Callable[[], Server]
     layer_index: Callable[[str], int]
-    cudagraph_support: Callable[[Any], Any]
 
 
-class Classes(NamedTuple):
-    """The backend, and what it names as its builder and implementation."""
-
-    backend: type
-    builder: type
-    implementation: type
-
-
-def mix_in(stock: type, name: str, host: Host) -> Classes:
-    """The classes of S2O's backend on top of a stock one.
+def mix_in(stock: type, name: str, host: Host) -> type:
+    """The class of S2O's backend on top of a stock one, which names those of its builder and implementation.
 
     Args:
         stock: a subclass of vLLM's AttentionBackend, such as FlashAttentionBackend.
@@ -87,7 +77,7 @@ def mix_in(stock: type, name: str, host: Host) -> Classes:
         def supports_device_cpu_query_lens_mismatch(cls) -> bool:
             return False  # a batch is planned and cut by the query lengths on the host; vLLM asks since 0.33
 
-    return Classes(S2OBackend, S2OMetadataBuilder, S2OImpl)
+    return S2OBackend
 
 
 class _Builder:
@@ -97,8 +87,9 @@ class _Builder:
 
     @classmethod
     def get_cudagraph_support(cls, *arguments: Any, **named: Any) -> Any:
+        """At most the graphs of batches whose requests are all alike, which are decode."""
         support = super().get_cudagraph_support(*arguments, **named)  # type: ignore[misc]
-        return cls.s2o_host.cudagraph_support(support)
+        return min(support, type(support).UNIFORM_BATCH, key=lambda level: level.value)
 
     def use_cascade_attention(self, *arguments: Any, **named: Any) -> bool:
         return False  # its metadata has no parts
@@ -109,10 +100,8 @@ class _Builder:
         server = self.s2o_host.server()
         if common_attn_metadata.max_query_len < server.fit.min_queries:
             return metadata
-
-        def build_part(common: Any) -> Any:
-            return stock_build(0, common, True)  # fast: no schedule in buffers that the whole batch's metadata uses
-
+        # fast: no schedule in buffers that the whole batch's metadata uses
+        build_part = partial(stock_build, 0, fast_build=True)
         reason = server.fit.obstacle or whole_only(common_attn_metadata)
         setattr(metadata, BATCH, reason or Batch(common_attn_metadata, build_part, server.max_keys))
         return metadata
@@ -136,73 +125,47 @@ class _Implementation:
     head_size: int
     scale: float
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        *more: Any,
-        **named: Any,
-    ) -> None:
-        super().__init__(  # type: ignore[call-arg]
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-            logits_soft_cap, attn_type, *more, **named,
-        )  # fmt: skip
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        given = {**dict(zip(INIT, arguments, strict=False)), **named}
         self.s2o_server = self.s2o_host.server()
         self.s2o_layers: dict[str, tuple[int, LayerFit | str]] = {}
         self.s2o_obstacle = say_once(layer_obstacle(
-            alibi=alibi_slopes is not None,
-            sliding_window=sliding_window,
-            soft_cap=logits_soft_cap,
-            attn_type=str(getattr(attn_type, "value", attn_type)),
-            sinks=named.get("sinks") is not None or any(isinstance(extra, Tensor) for extra in more),
-        ) or cache_obstacle(kv_cache_dtype, self.s2o_server.fit.made_for))  # fmt: skip
+            alibi=given.get("alibi_slopes") is not None,
+            sliding_window=given.get("sliding_window"),
+            soft_cap=given.get("logits_soft_cap"),
+            attn_type=str(getattr(given.get("attn_type"), "value", given.get("attn_type", "decoder"))),
+            sinks=named.get("sinks") is not None or any(isinstance(extra, Tensor) for extra in arguments[len(INIT) :]),
+        ) or cache_obstacle(given.get("kv_cache_dtype", "auto"), self.s2o_server.fit.made_for))  # fmt: skip
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *scales: Any,
-        **named: Any,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, *scales: Any, **named: Any,
+    ) -> Any:  # fmt: skip
         """vLLM's call of one layer; see its AttentionImpl."""
         stock = super().forward  # type: ignore[misc]
         if attn_metadata is None:
             self.s2o_server.reserve(query)
-        batch: AnyBatch | str | None = getattr(attn_metadata, BATCH, None)
+        batch: Batch | str | None = getattr(attn_metadata, BATCH, None)
 
-        def whole() -> Tensor:
-            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)  # type: ignore[no-any-return]
+        def whole() -> Any:
+            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)
 
         def part(run: Run, out: Tensor) -> None:
-            assert isinstance(batch, AnyBatch)
+            assert isinstance(batch, Batch)
             q, k, v = (None if tensor is None else tensor[run.rows] for tensor in (query, key, value))
             stock(layer, q, k, v, kv_cache, batch.part(run), output[run.rows], *scales, **named)
 
         if batch is None:
             return whole()
-        rows = attn_metadata.num_actual_tokens
-        number, fit = self._layer(layer, kv_cache)
         call = LayerCall(
-            number, fit, batch, query, self.scale,
+            *self._layer(layer, kv_cache), batch, query, self.scale,
             pages=lambda: key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size),
             whole=whole,
             part=part,
             output=lambda: (output, output.view(len(output), self.num_heads, self.head_size)),
         )  # fmt: skip
-        answer: Tensor = attend(call, rows, self.s2o_server.counters)
-        return answer
+        return attend(call, attn_metadata.num_actual_tokens, self.s2o_server.counters)
 
     def _layer(self, layer: Any, kv_cache: Tensor) -> tuple[int, LayerFit | str]:
         """The decoder layer's number, -1 for a part that is no decoder; the profile's layer, or why there is none."""
@@ -212,9 +175,8 @@ class _Implementation:
                 number = self.s2o_host.layer_index(name)
             except (AssertionError, ValueError):  # a name with several numbers, of a part that is no decoder
                 number = -1
-            fit = self.s2o_obstacle or self.s2o_server.fit.layer(
-                number, self.num_heads, self.num_kv_heads, self.head_size
-            )
+            sizes = self.num_heads, self.num_kv_heads, self.head_size
+            fit = self.s2o_obstacle or self.s2o_server.fit.layer(number, *sizes)
             if not isinstance(fit, str):
                 fit = self._cache_obstacle(layer, kv_cache) or fit
             self.s2o_layers[name] = number, fit

@@ -1,7 +1,6 @@
 """Which vLLM this is, and whether its interface is one that S2O's backend was written for.
 
-vLLM promises nothing to backends outside its tree, so what the backend relies on is looked at, not the version alone:
-the recorded interfaces in tests/vllm_interfaces are of the versions that were read.
+The recorded interfaces in tests/vllm_interfaces are of the versions that were read.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.sources import fields, named_classes, parameters
+from s2o_runtime.serving.sources import ServerInterface, fields, named_classes, parameters
 
 BACKEND = Path("v1/attention/backend.py")
 FLASH = Path("v1/attention/backends/flash_attn.py")
@@ -36,7 +35,7 @@ COMMON_MORE = {
 
 
 @dataclass(frozen=True)
-class Interface:
+class Interface(ServerInterface):
     """What of vLLM the backend relies on, as names.
 
     Attributes:
@@ -54,17 +53,7 @@ class Interface:
 
     @classmethod
     def in_sources(cls, folder: Path) -> Interface:
-        """The interface of FlashAttention's backend in the sources of a vLLM.
-
-        Nothing is imported: vLLM loads its plugins in processes that must not touch a GPU.
-
-        Args:
-            folder: of the package `vllm`.
-
-        Raises:
-            OSError: a file is not there.
-            ValueError: a class or function is not there, or a file is no Python.
-        """
+        """The interface of FlashAttention's backend, from the folder of the package `vllm`."""
         stock, implementation, builder = named_classes(
             folder / FLASH, "FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder"
         )
@@ -78,7 +67,6 @@ class Interface:
         )
 
     def obstacle(self) -> str | None:
-        """What of it the backend was not written for, or None."""
         if self.forward[: len(FORWARD)] != FORWARD or set(self.forward[len(FORWARD) :]) - FORWARD_MORE:
             return f"forward takes {', '.join(self.forward)}"
         if self.init[: len(INIT)] != INIT:

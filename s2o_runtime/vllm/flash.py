@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from s2o_runtime.vllm.backend import mix_in
 from s2o_runtime.vllm.host import host
-from s2o_runtime.vllm.plugin import NAME
+from s2o_runtime.vllm.plugin import backend_name
 
-_registered = NAME if NAME in AttentionBackendEnum.__members__ else "CUSTOM"
-S2OBackend, S2OMetadataBuilder, S2OImpl = mix_in(FlashAttentionBackend, _registered, host())
+S2OBackend = mix_in(FlashAttentionBackend, backend_name(), host())

@@ -25,17 +25,7 @@ def host() -> Host:
     """What S2O's classes ask of this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return Host(server, extract_layer_index, graphs_of_decode)
-
-
-def graphs_of_decode(support: Any) -> Any:
-    """What of a backend's CUDA graphs S2O can keep: those of batches whose requests are all alike, which are decode.
-
-    Args:
-        support: vLLM's AttentionCGSupport of the stock backend.
-    """
-    uniform = type(support).UNIFORM_BATCH
-    return support if support.value <= uniform.value else uniform
+    return Host(server, extract_layer_index)
 
 
 @lru_cache(maxsize=1)

@@ -42,8 +42,8 @@ def at_retrieval(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str
             digest of its file, another setting by its text.
     """
     identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
-    found = [row for row in evaluation["quality"] if row["length"] == entry.length and "difference" in row]
-    kept = {identities[row["variant"]] for row in found if row["difference"] >= -POINT}
+    answered = [row for row in evaluation["quality"] if row["length"] == entry.length and "difference" in row]
+    kept = {identities[row["variant"]] for row in answered if row["difference"] >= -POINT}
     return fastest(
         entry.rows,
         lambda row: row.method in (DENSE, FLASH) or (row.profile or text_of(row.method, row.setting)) in kept,

@@ -190,12 +190,12 @@ def _compare(work: Path, out: Path, gpus: int, recipe: Mapping[str, Any]) -> boo
 
 def _same_entries(one: Path, other: Path, kind: str) -> tuple[int, int]:
     """How many entries of a kind are the same in two journals, to the last bit, and how many there are."""
-    found = []
+    entries = []
     for path in (one, other):
         with closing(sqlite3.connect(path)) as database:
             rows = database.execute("SELECT key, value, tensors FROM entries WHERE kind = ?", (kind,))
-            found.append({key: (value, tensors) for key, value, tensors in rows})
-    return sum(found[0].get(key) == found[1].get(key) for key in found[0]), len(found[0] | found[1])
+            entries.append({key: (value, tensors) for key, value, tensors in rows})
+    return sum(entries[0].get(key) == entries[1].get(key) for key in entries[0]), len(entries[0] | entries[1])
 
 
 def profile_differences(one: Path, other: Path) -> list[str]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the table of architectures in docs/models.md from the tests that pass.
+"""Write the table of architectures in docs/results/architectures.md from the tests that pass.
 
     python -m scripts.docs.architectures            runs tests/huggingface/test_architectures.py and writes the table
     python -m scripts.docs.architectures --check    only collects them, and fails if the table is of other tests
@@ -21,7 +21,7 @@ import pytest
 from scripts.docs.markdown import between, table
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "results" / "architectures.md"
 TESTS = ROOT / "tests" / "huggingface" / "test_architectures.py"
 START, END = "<!-- architectures: make architectures writes what is between these lines -->", "<!-- /architectures -->"
 PASSED, SKIPPED, UNTESTED = "✓", "skipped", ""

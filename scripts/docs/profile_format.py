@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/profile-format.md that describe a profile's record, from the fields of its dataclasses.
+"""Write the tables of FORMAT.md in s2o_runtime/profile that describe a record, from the fields of its dataclasses.
 
 python -m scripts.docs.profile_format           writes the tables
 python -m scripts.docs.profile_format --check   writes nothing, and fails if the tables are not of these fields
@@ -16,7 +16,7 @@ from typing import get_args, get_origin
 from s2o_runtime.profile.record import FieldFormat, Part, Record
 from scripts.docs.markdown import between
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "profile-format.md"
+PAGE = Path(__file__).resolve().parents[2] / "s2o_runtime" / "profile" / "FORMAT.md"
 START, END = "<!-- record: make profile-format writes what is between these lines -->", "<!-- /record -->"
 SECTIONS = ("predicted", "held_out", "certificate", "retiled")  # fields of the record that have a table of their own
 ELSEWHERE = ("recipe",)  # described by the calibrator's options

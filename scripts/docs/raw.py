@@ -100,12 +100,12 @@ def retrieving(evaluation: Any, timed: Bench, same_run: bool = False) -> dict[st
     """
     identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
     fastest: dict[str, MethodRow] = {}
-    for found in evaluation["retrieval"]:
-        if found["task"] not in NEEDLE_TASKS or found["length"] != timed.length:
+    for retrieval in evaluation["retrieval"]:
+        if retrieval["task"] not in NEEDLE_TASKS or retrieval["length"] != timed.length:
             continue
-        if found["found"] < found["dense_found"] - found["asked"] / 100:
+        if retrieval["found"] < retrieval["dense_found"] - retrieval["asked"] / 100:
             continue
-        variant = found["variant"]
+        variant = retrieval["variant"]
         keys = {identities[variant], _setting(variant) if same_run or variant == identities[variant] else None}
         for row in timed.rows:
             key = row.profile or f"{row.method}:{row.setting.removesuffix(PROVEN)}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the tables of README and of docs/ that say what was measured, from the raw files in docs/results.
 
-    python -m scripts.docs.tables            writes every table between its marker lines, and the picture of README
+    python -m scripts.docs.tables            writes every table between its marker lines, and two pictures
     python -m scripts.docs.tables --check    writes nothing, and fails if a table is not what it would write
 
 A block is named by its marker lines, `<!-- table NAME: make tables writes what is between these lines -->` and
@@ -20,7 +20,7 @@ from s2o_runtime.files import write_atomically
 from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.schema import PROVEN, AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.markdown import between, table
-from scripts.docs.methods_plot import PICTURE, draw_errors, svg
+from scripts.docs.methods_plot import PICTURE, README_PICTURE, draw_errors, draw_speed, svg
 from scripts.docs.raw import METHODS, ROOT, S2O, Bench, bench, flags, raw, result_file, retrieving, three
 
 COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrator's default budget
@@ -40,21 +40,21 @@ def comparison() -> str:
     newest, default = [bench(name) for name in RIVALS], [bench(name) for name in DEFAULTS]
     evaluation = raw(NEEDLES)
     timed, older = (next(run for run in runs if run.length == 32768) for runs in (newest, default))
-    found = retrieving(evaluation, timed)
+    retrieved = retrieving(evaluation, timed)
     kept = retrieving(evaluation, older, same_run=True)[S2O]
     rows = []
     for method, name in METHODS.items():
-        needles = timed.faster(found[method]) if method in found else "-"
+        needles = timed.faster(retrieved[method]) if method in retrieved else "-"
         cells = [*(_within(compared, method) for compared in newest), needles]
         rows.append([name, *(f"**{cell}**" if method == S2O and cell != "-" else cell for cell in cells)])
         if method == S2O:
             cells = [*(_within(compared, S2O) for compared in default), older.faster(kept)]
-            rows.append(["S2O, calibrated by default, older kernels", *cells])
+            rows.append(["S2O, flags and kernels of 2026-11-21", *cells])
     lengths = [f"{compared.length} tokens" for compared in newest]
     caption = (
-        f"S2O as calibrated with {flags(raw(CALIBRATION)['command'])}, which are off by default, and with the default "
-        f"flags and the kernels of 2026-11-21; the needles of the latter at {_options(kept.setting)}. Of one threshold "
-        "and of the baselines the fastest measured setting counts."
+        f"S2O as calibrated with {flags(raw(CALIBRATION)['command'])}; the next row with the default flags and the "
+        f"kernels of 2026-11-21, its needles at {_options(kept.setting)}. Of one threshold and of the other methods "
+        "the fastest measured setting counts."
     )
     return f"{table(('method', *lengths, 'needles at 32768'), rows, 'lr')}\n\n{caption}"
 
@@ -83,8 +83,8 @@ def crossovers() -> str:
     for name, model in CALIBRATIONS.items():
         calibration = raw(name)
         prefills = {entry["length"]: _prefill(entry) for entry in calibration["lengths"]}
-        made = flags(calibration["command"]) or "the default flags"
-        rows.append([f"prefill of {model} with {made} (dense layers)", *(prefills.get(n, "-") for n in lengths)])
+        options = flags(calibration["command"]) or "the default flags"
+        rows.append([f"prefill of {model} with {options} (dense layers)", *(prefills.get(n, "-") for n in lengths)])
     shares: dict[str, dict[int, float]] = {}
     for prefill in result_file(PrefillFile, "bench-prefill-h200.json").results:
         shares.setdefault(prefill.model, {})[prefill.length] = prefill.rows[0].share
@@ -121,7 +121,7 @@ def speed() -> str:
             times = [three(1e3 * ranking), three(1e3 * (row.seconds - ranking)), compared.faster(row)]
             errors = [f"{row.density:.3f}", f"{row.rel_mse:.1e}"]
             rows.append([str(compared.length), f"{budget:.0e}", *errors, *times])
-    return f"{table(names, rows, 'r')}\n\nCalibrated with {flags(raw(CALIBRATION)['command'])}, off by default."
+    return f"{table(names, rows, 'r')}\n\nCalibrated with {flags(raw(CALIBRATION)['command'])}."
 
 
 def certified() -> str:
@@ -132,9 +132,9 @@ def certified() -> str:
         calibration = raw(name)
         prefills = {entry["length"]: _times(entry) for entry in calibration["lengths"]}
         for entry in calibration["certificate"]["lengths"]:
-            found = entry["retrieval"]
+            needles = entry["retrieval"]
             kls = [f"{value:.1e}" for value in (entry["mean_kl"], entry["kl"]["value"], entry["noise_floor"])]
-            kept = f"{found['kept']} of {found['found']}" if found else "-"
+            kept = f"{needles['kept']} of {needles['found']}" if needles else "-"
             length = entry["length"]
             rows.append([model, str(length), *kls, f"{entry['top1']['value']:.1%}", kept, prefills[length]])
     return table(names, rows, "lr")
@@ -174,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not check:
             benches = [bench(name) for name in RIVALS]
             write_atomically(PICTURE, svg(lambda figure: draw_errors(benches, figure)))
+            write_atomically(README_PICTURE, svg(lambda figure: draw_speed(benches[1], figure)))
     except S2OError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -39,15 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "p.safetensors"
-            made = calibrate(
+            result = calibrate(
                 args.model, lengths=args.lengths, seed=seed, per_prompt=args.per_prompt, out=out, progress=False
             )
             print(f"seed {seed}: calibrated in {time.monotonic() - begun:.0f} s", flush=True)
-            print_lines([gain(made.report), *map(str, made.problems)], console)
-            if not made.written:
+            print_lines([gain(result.report), *map(str, result.problems)], console)
+            if not result.written:
                 broken += 1
                 continue
-            certificate = made.profile.record.certificate
+            certificate = result.profile.record.certificate
             print_lines([statement(certificate, None), *sentences(certificate)], console)
             profile = opened(args.model, out, named_device(None)[0], needs_certificate=True)
             asked = replace(profile, recipe=replace(profile.recipe, num_certify=args.fresh))

@@ -38,8 +38,8 @@ def journal(tmp_path_factory):
 @pytest.fixture
 def run(tiny_folder, journal, tmp_path):
     def run(name="p.safetensors", **changes):
-        made = of(tiny_folder, tmp_path / name, **{"journal": journal} | changes)
-        return made, calibrate(made, progress=False)
+        recipe = of(tiny_folder, tmp_path / name, **{"journal": journal} | changes)
+        return recipe, calibrate(recipe, progress=False)
 
     return run
 
@@ -57,25 +57,25 @@ def close(config, other):
     )
 
 
-def assert_what_was_proven_is_written(made, result):
+def assert_what_was_proven_is_written(recipe, result):
     """At every length that was proven, in the file as a server would load it."""
     assert result.written
-    profile = load_profile(made.out)
+    profile = load_profile(recipe.out)
     assert profile.record == result.profile.record
-    lengths = {*made.lengths, *made.checked_lengths}
+    lengths = {*recipe.lengths, *recipe.checked_lengths}
     assert set(result.proofs) == lengths
     assert set(result.configs) == set(result.limits) == {(length, layer) for length in lengths for layer in range(2)}
     for (length, layer), config in result.configs.items():
         assert close(profile.layer_config(layer, length), config)
         proof = result.proofs[length].layers[layer]
-        assert config.is_dense or proof.error(made.budget) <= result.limits[length, layer]
+        assert config.is_dense or proof.error(recipe.budget) <= result.limits[length, layer]
     return profile
 
 
-def seen_from_outside(folder, made, profile):
+def seen_from_outside(folder, recipe, profile):
     """(length, layer) -> (rel mse, density), of a freshly loaded model, patched and watched."""
     loaded = load(str(folder), "cpu")
-    held_out = load_prompts(made, loaded.tokenizer).held_out
+    held_out = load_prompts(recipe, loaded.tokenizer).held_out
     patch(loaded.model, profile, strict=True)
     errors = {}
 
@@ -85,15 +85,15 @@ def seen_from_outside(folder, made, profile):
 
     for state in layer_states(loaded.model):
         state.observer = observe
-    found = {}
+    seen = {}
     for length, (prompt,) in held_out.items():
         with torch.no_grad():
             loaded.model(prompt.ids[None], use_cache=False)
         for index, state in enumerate(layer_states(loaded.model)):
             density = 1.0 if state.last is None else float(state.last.density.mean())
-            found[length, index] = errors[length, index], density
+            seen[length, index] = errors[length, index], density
     unpatch(loaded.model)
-    return found
+    return seen
 
 
 @SLOW
@@ -104,22 +104,22 @@ def seen_from_outside(folder, made, profile):
 )
 def test_the_profile_does_what_it_says(changes, tiny_folder, run):
     """Measured from outside, at the calibrated lengths and at the one that was only checked."""
-    made, result = run(**changes)
+    recipe, result = run(**changes)
     assert result.met
-    profile = assert_what_was_proven_is_written(made, result)
-    found = seen_from_outside(tiny_folder, made, profile)
+    profile = assert_what_was_proven_is_written(recipe, result)
+    outside = seen_from_outside(tiny_folder, recipe, profile)
     recorded = {proof.length: proof for proof in profile.record.held_out}
     assert {length: proof.calibrated for length, proof in recorded.items()} == {512: True, 1024: True, 768: False}
-    assert len(found) == 6
-    for (length, layer), (error, density) in found.items():
+    assert len(outside) == 6
+    for (length, layer), (error, density) in outside.items():
         proof = recorded[length].layers[layer]
         assert error == pytest.approx(proof.rel_mse, rel=1e-3)
         assert density == pytest.approx(proof.density)
         assert error <= proof.limit
         assert proof.tightened == result.tightened[length, layer]
     for length in recorded:
-        assert sum(found[length, layer][0] for layer in range(2)) / 2 <= made.budget.value
-    assert min(density for _, density in found.values()) < 0.7
+        assert sum(outside[length, layer][0] for layer in range(2)) / 2 <= recipe.budget.value
+    assert min(density for _, density in outside.values()) < 0.7
     assert (profile.record.proof, profile.record.problems) == ("held out", ())
     assert profile.record.objective == "predicted latency"
     assert profile.record.certificate is None
@@ -128,7 +128,7 @@ def test_the_profile_does_what_it_says(changes, tiny_folder, run):
     assert not {prompt.sha256 for prompt in hashes.calibration} & {prompt.sha256 for prompt in hashes.held_out}
     assert [prompt.length for prompt in hashes.held_out] == [512, 1024, 768]
     scores = {config.scores for bucket in profile.layers for config in bucket if not config.is_dense}
-    assert scores == set(made.scores)
+    assert scores == set(recipe.scores)
     if "tails" in changes:
         assert not any(head.tail for config in result.configs.values() for head in config.heads)
         every = [choice.allocation.points for each in result.chosen.values() for choice in each.choices]
@@ -141,15 +141,15 @@ CERTIFIED = {"num_certify": 3, "lengths": (512,), "budget_rel_mse": 2e-2}
 @pytest.fixture(scope="module")
 def certified(tiny_folder, journal, tmp_path_factory):
     """The recipe of a calibration with a certificate, and its result."""
-    made = of(tiny_folder, tmp_path_factory.mktemp("certified") / "first", journal=journal, **CERTIFIED)
-    return made, calibrate(made, progress=False)
+    recipe = of(tiny_folder, tmp_path_factory.mktemp("certified") / "first", journal=journal, **CERTIFIED)
+    return recipe, calibrate(recipe, progress=False)
 
 
 def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
     """Every layer's bound is within its limit, or the layer is dense; the same inputs give the same bytes."""
-    made, result = certified
+    recipe, result = certified
     assert result.met
-    profile = assert_what_was_proven_is_written(made, result)
+    profile = assert_what_was_proven_is_written(recipe, result)
     (length,) = profile.record.certificate.lengths
     assert (length.length, length.prompts, length.tokens) == (512, 3, 3 * 512)
     for layer, certified in enumerate(length.layers):
@@ -167,16 +167,16 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
     assert [len(part) for part in parts] == [2, 1, 3]
     assert len(set.union(*parts)) == 6
     assert profile.record.not_proven[-1].startswith("text unlike these prompts")
-    assert contents.report_of(made, result).certificate == profile.record.certificate
+    assert contents.report_of(recipe, result).certificate == profile.record.certificate
     again, _ = run("again", **CERTIFIED)
-    assert again.out.read_bytes() == made.out.read_bytes()
+    assert again.out.read_bytes() == recipe.out.read_bytes()
 
 
 def test_too_little_text_to_certify_on_is_refused_before_anything_is_measured(tiny_folder, tmp_path):
-    made = of(tiny_folder, tmp_path / "p", **CERTIFIED | {"num_certify": 2})
+    recipe = of(tiny_folder, tmp_path / "p", **CERTIFIED | {"num_certify": 2})
     with pytest.raises(InputError, match="2 groups of text to certify on allow no statement, 3 are the fewest"):
-        calibrate(made, progress=False)
-    assert not made.journal_path.exists()
+        calibrate(recipe, progress=False)
+    assert not recipe.journal_path.exists()
 
 
 def test_no_budget_at_all_gives_a_dense_profile(run):
@@ -232,20 +232,20 @@ def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():
     [((19, 20), False), ((18, 20), True), ((5, 6), False), ((4, 6), True), ((0, 0), False), (None, False)],
 )
 def test_how_many_needles_may_be_lost(needles, lost, tiny_folder, tmp_path):
-    made = of(tiny_folder, tmp_path / "p")  # 95% are to be kept
+    recipe = of(tiny_folder, tmp_path / "p")  # 95% are to be kept
     proofs = {512: LengthProof((), 0.0, 1.0, needles, 0.1, 0.1)}
-    assert bool(adjust.lost_needles(proofs, made)) is lost
-    all_of_them = replace(made, needles=1.0)
+    assert bool(adjust.lost_needles(proofs, recipe)) is lost
+    all_of_them = replace(recipe, needles=1.0)
     assert bool(adjust.lost_needles(proofs, all_of_them)) is (needles is not None and needles[0] < needles[1])
 
 
 def test_the_report_says_what_the_result_is(certified):
-    made, result = certified
-    found = json.loads(json.dumps(contents.report_of(made, result).to_json(), allow_nan=False))
-    assert (found["out"], found["met"], found["problems"]) == (str(made.out), True, [])
-    assert found["journal"] == {"path": str(made.journal), "reused": result.journal_reused}
-    assert found["trials"] == 2 * len(result.chosen[512].groups)
-    (entry,) = found["lengths"]
+    recipe, result = certified
+    document = json.loads(json.dumps(contents.report_of(recipe, result).to_json(), allow_nan=False))
+    assert (document["out"], document["met"], document["problems"]) == (str(recipe.out), True, [])
+    assert document["journal"] == {"path": str(recipe.journal), "reused": result.journal_reused}
+    assert document["trials"] == 2 * len(result.chosen[512].groups)
+    (entry,) = document["lengths"]
     for row, layer, choice in zip(entry["layers"], result.proofs[512].layers, result.chosen[512].choices, strict=True):
         place = 512, row["layer"]
         heads = Counter(head.mode for head in result.configs[place].heads)

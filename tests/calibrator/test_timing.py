@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from calibrate import timing
-from calibrate.timing import CERTAIN, FEWEST_ROUNDS, HOPELESS, ROUNDS, against_dense, interval, medians, samples
+from calibrate.timing import CERTAIN, FEWEST_ROUNDS, HOPELESS, LONG, ROUNDS, against_dense, interval, medians, samples
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -43,11 +43,20 @@ def counted(seconds, warm_up):
 def test_equal_times_are_certain_at_once(device):
     call, calls = counted([2.0], 2)
     dense, dense_calls = counted([3.0, 5.0, 4.0], 1)
-    found = against_dense(call, dense, device)
-    assert (found.seconds, found.low, found.high, found.dense_seconds) == (2.0, 2.0, 2.0, 4.0)
-    assert (found.rounds, found.rejected) == (FEWEST_ROUNDS, False)
+    timing = against_dense(call, dense, device)
+    assert (timing.seconds, timing.low, timing.high, timing.dense_seconds) == (2.0, 2.0, 2.0, 4.0)
+    assert (timing.rounds, timing.rejected) == (FEWEST_ROUNDS, False)
     assert len(calls) == FEWEST_ROUNDS + 2
     assert len(dense_calls) == FEWEST_ROUNDS + 1
+
+
+@pytest.mark.parametrize(("known", "again"), [(LONG, False), (LONG / 2, True), (None, True)])
+def test_long_dense_attention_is_not_timed_again(known, again, device):
+    dense, dense_calls = counted([3.0], 1)
+    timing = against_dense(counted([2.0], 2)[0], dense, device, dense_seconds=known)
+    assert (len(dense_calls) > 0) is again
+    assert timing.dense_seconds == (3.0 if again else known)
+    assert timing.rounds == FEWEST_ROUNDS
 
 
 @pytest.mark.parametrize(("first", "rejected"), [(1.31, True), (1.29, False)])
@@ -55,14 +64,14 @@ def test_what_is_hopeless_is_timed_once(first, rejected, device):
     assert HOPELESS == 1.3
     call, calls = counted([first, 0.1], 2)
     dense, dense_calls = counted([9.0], 1)
-    found = against_dense(call, dense, device, best=1.0)
-    assert found.rejected is rejected
+    timing = against_dense(call, dense, device, best=1.0)
+    assert timing.rejected is rejected
     if rejected:
-        assert (found.seconds, found.dense_seconds, found.rounds) == (first, 9.0, 1)
+        assert (timing.seconds, timing.dense_seconds, timing.rounds) == (first, 9.0, 1)
         assert (len(calls), len(dense_calls)) == (3, 2)
     else:
-        assert found.rounds > 1
-        assert found.seconds == 0.1
+        assert timing.rounds > 1
+        assert timing.seconds == 0.1
 
 
 NOISY = [1.0, 1.06, 0.97, 1.02, 1.01, 0.99, 1.0]
@@ -78,11 +87,11 @@ def test_timing_goes_on_until_the_median_is_certain(noise, device):
 
     certain = (n for n in range(3, 8) if half(n) < CERTAIN * statistics.median(seconds[:n]))
     expected = next(certain, ROUNDS)
-    found = against_dense(counted(seconds, 2)[0], counted([2.0], 1)[0], device)
-    assert found.rounds == expected
-    assert found.seconds == statistics.median(seconds[:expected])
-    assert found.high - found.seconds == pytest.approx(half(expected), rel=1e-3)
-    assert found.seconds - found.low == pytest.approx(half(expected), rel=1e-3)
+    timing = against_dense(counted(seconds, 2)[0], counted([2.0], 1)[0], device)
+    assert timing.rounds == expected
+    assert timing.seconds == statistics.median(seconds[:expected])
+    assert timing.high - timing.seconds == pytest.approx(half(expected), rel=1e-3)
+    assert timing.seconds - timing.low == pytest.approx(half(expected), rel=1e-3)
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says():
@@ -101,8 +110,8 @@ def test_calls_take_turns_and_the_first_turn_is_not_counted(device):
         order.append(name)
         return next(times[name])
 
-    found = samples({name: (lambda name=name: call(name)) for name in times}, device, 3)
-    assert found == {"a": [1.0, 9.0, 2.0], "b": [5.0, 4.0, 3.0]}
+    sampled = samples({name: (lambda name=name: call(name)) for name in times}, device, 3)
+    assert sampled == {"a": [1.0, 9.0, 2.0], "b": [5.0, 4.0, 3.0]}
     assert order == ["a", "b", "b", "a"] * 2
 
 

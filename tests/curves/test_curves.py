@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from calibrate.curves import torch_pass
-from calibrate.curves.curves import TAUS, Ranking, Shape, mean_curve
+from calibrate.curves import torch_pass, trace_pass
+from calibrate.curves.curves import TAUS, Ranking, Shape, mean_curve, window_pairs
 from calibrate.curves.passes import measure
 from calibrate.curves.row_errors import WORST, row_errors, tile_worst
 from calibrate.model.capture import Captured
@@ -114,3 +114,19 @@ def test_the_curve_of_two_prompts_has_the_larger_error_and_the_mean_density():
         assert torch.equal(getattr(mean, name), torch.maximum(getattr(first, name), getattr(second, name)))
     assert torch.equal(mean.density, (first.density + second.density) / 2)
     assert mean.dense_power == (first.dense_power + second.dense_power) / 2
+
+
+@pytest.mark.parametrize("segment", [256, 320, 2048, 4096])
+def test_rows_that_stand_for_a_long_prompt_are_spread_evenly_over_it(segment):
+    assert trace_pass.sampled_rows(32768, segment) is None
+    for length in (65536, 131072, 131072 - 999):
+        windows = trace_pass.sampled_rows(length, segment)
+        rows = torch.cat([torch.arange(window.start, window.stop) for window in windows])
+        assert all(window.start % segment == 0 for window in windows)
+        assert len(rows.unique()) == len(rows) == pytest.approx(32768, rel=0.35)
+        assert float(rows.double().mean()) == pytest.approx(length / 2, rel=0.13)
+
+
+def test_pairs_in_windows_of_parts_add_up():
+    parts = [window_pairs(range(begin, min(begin + 640, 1900)), 320, 128) for begin in (0, 640, 1280)]
+    assert sum(parts) == window_pairs(range(1900), 320, 128)

@@ -63,10 +63,12 @@ class Watched:
         self.measured.clear()
         self.steps.clear()
         with Journal.open(self.path, {}) as journal:
-            found = measure_model(self.loaded, prompts or make_prompts(), shapes, recipe(**changes), journal, self.step)
+            curves = measure_model(
+                self.loaded, prompts or make_prompts(), shapes, recipe(**changes), journal, self.step
+            )
             self.reused = journal.reused
         assert len(self.steps) == 4  # two layers at two lengths
-        return found
+        return curves
 
 
 @pytest.fixture
@@ -86,19 +88,19 @@ def assert_same(one, other):
 
 def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
     prompts = make_prompts()
-    found = watched.run(prompts)
+    curves = watched.run(prompts)
     for length in LENGTHS:
         segments = (64,) if length == 450 else (64, 256)  # at least half of a prompt lies in some prefix
         methods = [Ranking(segment, each, 4) for segment in segments for each in (1, 4)]
         alone = [list(map(list, capture.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
         for layer in range(2):
-            assert set(found[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
-            for (method, shape), curve in found[length][layer].items():
+            assert set(curves[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
+            for (method, shape), curve in curves[length][layer].items():
                 of_prompts = [passes.measure(each[layer][0], [method], [shape])[method, shape] for each in alone]
                 expected = mean_curve(of_prompts)
                 torch.testing.assert_close(curve.stacked(), expected.stacked(), rtol=1e-4, atol=1e-9)
                 assert curve.dense_power == pytest.approx(expected.dense_power, rel=1e-5)
-            assert max(float(curve.mse.max()) for curve in found[length][layer].values()) > 1e-4
+            assert max(float(curve.mse.max()) for curve in curves[length][layer].values()) > 1e-4
 
 
 def test_the_journal_answers_the_second_time_without_the_model(watched, monkeypatch):

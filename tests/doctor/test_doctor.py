@@ -249,8 +249,8 @@ def test_the_servers_are_named_whether_or_not_they_are_here(monkeypatch):
     ],
 )
 def test_a_device_that_cannot_be_examined(name, code, advice, capsys):
-    found, sections = doctor(capsys, "--device", name)
-    assert found == code
+    ended, sections = doctor(capsys, "--device", name)
+    assert ended == code
     assert advice in sections["device"]["device"]["advice"]
 
 

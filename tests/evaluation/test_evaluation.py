@@ -76,13 +76,13 @@ def measured(demo, tmp_path_factory):
     return whole, run(whole, demo)
 
 
-def rows(found, kind, variant):
-    return [row for row in found[kind] if row["variant"] == variant]
+def rows(results, kind, variant):
+    return [row for row in results[kind] if row["variant"] == variant]
 
 
 @SLOW
 def test_a_setting_that_never_stops_answers_exactly_what_dense_answers(measured):
-    plan, found = measured
+    plan, results = measured
     answers = {}
     for task, key, value in entries(plan):
         if "correct" in value:
@@ -90,25 +90,25 @@ def test_a_setting_that_never_stops_answers_exactly_what_dense_answers(measured)
     compared = [(answers[EXACT][name], correct) for name, correct in answers["dense"].items()]
     assert len(compared) == 2 * 2  # lengths x tasks
     assert all(mine == theirs for mine, theirs in compared)
-    needles = [row for row in rows(found, "retrieval", EXACT) if row["task"] == "needles"]
+    needles = [row for row in rows(results, "retrieval", EXACT) if row["task"] == "needles"]
     assert [(row["found"], row["kept"], row["dense_found"], row["density"]) for row in needles] == [(8, 8, 8, 1.0)] * 2
 
 
 @SLOW
 def test_agreement_is_exact_for_a_setting_that_never_stops_and_not_for_a_coarse_one(measured):
-    _, found = measured
-    for exact, coarse in zip(rows(found, "agreement", EXACT), rows(found, "agreement", COARSE), strict=True):
+    _, results = measured
+    for exact, coarse in zip(rows(results, "agreement", EXACT), rows(results, "agreement", COARSE), strict=True):
         assert exact["kl"] < 1e-8  # rounding of float32 log-probabilities, squared
         assert exact["top1"] == 1
         assert coarse["kl"] > 1e-2
         assert coarse["top1"] < 0.99
         assert coarse["density"] < 0.9
         assert coarse["positions"] == 512
-    lost = [row for row in rows(found, "retrieval", COARSE) if row["dense_can"]]
+    lost = [row for row in rows(results, "retrieval", COARSE) if row["dense_can"]]
     assert sum(row["kept"] for row in lost) < sum(row["dense_found"] for row in lost)
-    for exact in rows(found, "perplexity", EXACT):
+    for exact in rows(results, "perplexity", EXACT):
         assert exact["perplexity"] == pytest.approx(exact["dense_perplexity"], rel=1e-5)
-    assert rows(found, "perplexity", COARSE)[1]["perplexity"] > 1.01 * exact["dense_perplexity"]
+    assert rows(results, "perplexity", COARSE)[1]["perplexity"] > 1.01 * exact["dense_perplexity"]
 
 
 def test_rows_and_the_heat_map_are_what_the_lines_say(tiny, tmp_path):
@@ -125,18 +125,20 @@ def test_rows_and_the_heat_map_are_what_the_lines_say(tiny, tmp_path):
                 journal.put(case.tasks[0], case.key(variant.identity), value)
                 by_number = [correct[asked.index(number)] for number in (0, 1)]
                 by_hand.setdefault((case.tasks[0], case.length, variant.name), []).append((by_number, correct))
-        found = summary(plan, tiny, compared, (), journal)
-    for heat in found["heat"]:
+        results = summary(plan, tiny, compared, (), journal)
+    for heat in results["heat"]:
         shares = [by_hand["needles", length, heat["variant"]] for length in (512, 640)]
         assert heat["accuracy"] == [[sum(one[0][part] for one in share) / 5 for share in shares] for part in (0, 1)]
-    assert plots.pictures(found).keys() == {"needles"}
-    for length, pooled in zip((512, 640), found["quality"], strict=True):
+    assert plots.pictures(results).keys() == {"needles"}
+    for length, pooled in zip((512, 640), results["quality"], strict=True):
         pairs = []
         for task in tasks:
             dense, coarse = (
                 [right for _, correct in by_hand[task, length, name] for right in correct] for name in ("dense", COARSE)
             )
-            (row,) = [row for row in rows(found, "retrieval", COARSE) if (row["task"], row["length"]) == (task, length)]
+            (row,) = [
+                row for row in rows(results, "retrieval", COARSE) if (row["task"], row["length"]) == (task, length)
+            ]
             assert row["kept"] == sum(map(min, dense, coarse))
             pairs += zip(dense, coarse, strict=True)
         assert (pooled["length"], pooled["variant"], pooled["asked"]) == (length, COARSE, 20)
@@ -414,15 +416,15 @@ def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
         save_profile(make_profile(tiny.model, tau, min_length=400), tmp_path / f"{name}.safetensors")
     files = tuple(tmp_path / f"{name}.safetensors" for name in ("exact", "coarse"))
     plan = Plan("tiny", tmp_path / "out", (300, 500), ("needles", "agreement", "time"), files, needles=1, repeats=1)
-    found = run(plan, tiny)
-    assert [variant["name"] for variant in found["variants"]] == ["dense", "exact", "coarse"]
-    short, long = rows(found, "agreement", "coarse")
+    results = run(plan, tiny)
+    assert [variant["name"] for variant in results["variants"]] == ["dense", "exact", "coarse"]
+    short, long = rows(results, "agreement", "coarse")
     assert (short["kl"], short["density"]) == (pytest.approx(0, abs=1e-8), 1.0)
     assert long["kl"] > 1e-3
-    assert rows(found, "agreement", "exact")[1]["kl"] < 1e-8
-    assert rows(found, "time", "coarse")[0]["dense"] == {"shorter than the shortest calibrated length, 400": 2}
+    assert rows(results, "agreement", "exact")[1]["kl"] < 1e-8
+    assert rows(results, "time", "coarse")[0]["dense"] == {"shorter than the shortest calibrated length, 400": 2}
     assert "coarse at 300 tokens: 2 layers ran dense (shorter than the shortest calibrated length, 400)" in (
-        report.notes(found)
+        report.notes(results)
     )
     assert tiny.model.config._attn_implementation == "sdpa"
     save_profile(make_profile(tiny.model, 5.0, min_length=300), files[1])  # another profile under the same name

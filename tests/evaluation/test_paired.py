@@ -19,19 +19,19 @@ def test_test_and_interval_are_those_of_a_published_example():
     """Airway hyper-responsiveness before and after a transplantation, in Fagerland, Lydersen and Laake, "Recommended
     tests and confidence intervals for paired binomial proportions", Statistics in Medicine 33, 2014: McNemar's exact
     conditional test 0.0703, Tango's interval -0.517 to -0.026."""
-    found = compared(*pairs_of(1, 7, 1, 12))
-    assert (found["lost"], found["gained"]) == (7, 1)
-    assert found["difference"] == pytest.approx(-6 / 21)
-    assert (found["low"], found["high"]) == pytest.approx((-0.517, -0.026), abs=5e-4)
-    assert found["p"] == pytest.approx(0.0703, abs=5e-5)
-    assert found["p_by_prompt"] == pytest.approx(found["p"])
+    row = compared(*pairs_of(1, 7, 1, 12))
+    assert (row["lost"], row["gained"]) == (7, 1)
+    assert row["difference"] == pytest.approx(-6 / 21)
+    assert (row["low"], row["high"]) == pytest.approx((-0.517, -0.026), abs=5e-4)
+    assert row["p"] == pytest.approx(0.0703, abs=5e-5)
+    assert row["p_by_prompt"] == pytest.approx(row["p"])
 
 
 def test_models_that_never_differ_have_an_interval_and_no_evidence():
-    found = compared(*pairs_of(60, 0, 0, 40))
-    assert (found["difference"], found["p"], found["p_by_prompt"]) == (0, 1, 1)
+    row = compared(*pairs_of(60, 0, 0, 40))
+    assert (row["difference"], row["p"], row["p_by_prompt"]) == (0, 1, 1)
     square = 1.959964**2
-    assert (found["low"], found["high"]) == pytest.approx((-square / (100 + square), square / (100 + square)), rel=1e-5)
+    assert (row["low"], row["high"]) == pytest.approx((-square / (100 + square), square / (100 + square)), rel=1e-5)
 
 
 @pytest.mark.parametrize(("lost", "gained", "pairs"), [(5, 0, 5), (0, 5, 5), (0, 1, 300), (3, 3, 6)])
@@ -53,11 +53,11 @@ def test_answers_that_fail_together_count_as_one():
     """Answers that are lost eight at a time say as much as one answer for each prompt."""
     dense = [[True] * 8] * 40
     other = [[False] * 8] * 4 + [[True] * 8] * 36
-    found, single = compared(dense, other), compared(*pairs_of(36, 4, 0, 0))
+    grouped, single = compared(dense, other), compared(*pairs_of(36, 4, 0, 0))
     assert design_effect(32, 0, [-8] * 4 + [0] * 36, [8] * 40) == pytest.approx(8, rel=0.03)
-    assert (found["low"], found["high"]) == pytest.approx((single["low"], single["high"]), abs=2e-3)
-    assert found["p"] < 1e-6
-    assert found["p_by_prompt"] == single["p"] == 2 * 0.5**4
+    assert (grouped["low"], grouped["high"]) == pytest.approx((single["low"], single["high"]), abs=2e-3)
+    assert grouped["p"] < 1e-6
+    assert grouped["p_by_prompt"] == single["p"] == 2 * 0.5**4
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says():
@@ -70,6 +70,6 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says():
             luck = rng.choice((0.0, 0.2))  # of a prompt: how often an answer is lost; on average 0.1
             dense.append([rng.random() < 0.8 for _ in range(8)])
             other.append([right and rng.random() >= luck for right in dense[-1]])
-        found = compared(dense, other)
-        held += found["low"] <= -0.08 <= found["high"]
+        row = compared(dense, other)
+        held += row["low"] <= -0.08 <= row["high"]
     assert held >= 0.92 * 400

@@ -80,11 +80,11 @@ def test_all_rows_give_the_error_itself(q_len, rows, value_dim, features):
 def test_few_heads_at_a_time_give_the_same(monkeypatch):
     q, k, v = torch.randn(2, 6, 70, 32), torch.randn(2, 3, 90, 32), torch.randn(2, 3, 90, 32)
     out = torch.randn_like(q)
-    found = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), Scoring(0.3))
+    errors = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), Scoring(0.3))
     for scores in (1, 2 * 2 * 32 * 90 * 2):
         monkeypatch.setattr("s2o_runtime.monitor.drift.SCORES", scores)
         again = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), Scoring(0.3))
-        assert [float(each) for each in again] == pytest.approx([float(each) for each in found], rel=1e-6)
+        assert [float(each) for each in again] == pytest.approx([float(each) for each in errors], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["mse", "rel_mse"])

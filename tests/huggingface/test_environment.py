@@ -155,12 +155,12 @@ def test_random_weights_are_refused(profile, named):
 def test_taken_over_the_default_runs_s2o(model, profile, taken_over):
     """Exactly what a patched model gives, padded or not."""
     ids, mask = padded_batch()
-    found = model(ids, attention_mask=mask).logits, model(ids[:1]).logits
+    logits = model(ids, attention_mask=mask).logits, model(ids[:1]).logits
     assert paths(model) == {("s2o", RUNS)}
     assert environment.adopted == hf.layer_states(model)
     patch(model, profile)
-    assert torch.equal(found[0], model(ids, attention_mask=mask).logits)
-    assert torch.equal(found[1], model(ids[:1]).logits)
+    assert torch.equal(logits[0], model(ids, attention_mask=mask).logits)
+    assert torch.equal(logits[1], model(ids[:1]).logits)
     assert model.config._attn_implementation == "s2o"
 
 

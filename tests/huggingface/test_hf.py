@@ -123,35 +123,35 @@ def test_a_block_in_a_patched_model_gives_back_the_profile_before(eager, ids, mi
 
 def test_other_weights_warn_or_are_refused(eager, caplog):
     model = twin(eager)
-    made = dataclasses.replace(make_profile(model, 0.0), fingerprint="0" * 64)
+    profile = dataclasses.replace(make_profile(model, 0.0), fingerprint="0" * 64)
     with pytest.raises(ProfileError, match="calibrate this model, or patch with strict=False"):
-        patch(model, made, strict=True)
-    patch(model, made)
+        patch(model, profile, strict=True)
+    patch(model, profile)
     assert "the weights are not those of tiny" in caplog.text
 
 
 @pytest.mark.parametrize(("bad", "name"), [(math.nan, "NaN"), (math.inf, "inf")])
 def test_weights_that_are_no_numbers_are_named(bad, name, eager, caplog):
     model = twin(eager)
-    made = make_profile(model, 0.0)
+    profile = make_profile(model, 0.0)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight.fill_(bad)
     sentence = f"model.layers.1.self_attn.k_proj.weight holds {name}: check that the model's weights are whole"
     with pytest.raises(ProfileError, match=f"^{sentence}"):
-        patch(model, made, strict=True)
-    patch(model, made)
+        patch(model, profile, strict=True)
+    patch(model, profile)
     assert sentence in caplog.text
 
 
 def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, monkeypatch):
     model = twin(eager)
-    made = make_profile(model, 2.0)
-    patch(model, dataclasses.replace(made, device=DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1)))
+    profile = make_profile(model, 2.0)
+    patch(model, dataclasses.replace(profile, device=DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1)))
     with torch.no_grad():
         model(ids)
     assert used_s2o(model)
     monkeypatch.setattr(device_fit, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
-    patch(model, made)
+    patch(model, profile)
     with torch.no_grad():
         close(model(ids).logits, eager(ids).logits)
     assert paths(model) == {("dense", "there is no kernel for xpu: the model stays dense")}

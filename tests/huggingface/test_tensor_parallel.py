@@ -87,12 +87,12 @@ def test_layers_on_unlike_devices_get_tiles_of_their_own(monkeypatch, tmp_path):
     profile, asked = make_profile(model, 1.0), []
     other = TileConfig(64, 64, 2, 8, 1)
 
-    def fitted(made, device):
+    def fitted(profile, device):
         asked.append(device)
         if device.index != 1:
-            return made, None
-        moved = tuple(tuple(layer.with_tile(other) for layer in bucket) for bucket in made.layers)
-        return replace(made, layers=moved), None
+            return profile, None
+        moved = tuple(tuple(layer.with_tile(other) for layer in bucket) for bucket in profile.layers)
+        return replace(profile, layers=moved), None
 
     monkeypatch.setattr(layers, "fitted", fitted)
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]

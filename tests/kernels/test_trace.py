@@ -42,6 +42,9 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, s
     slices = list(trace(call_of(q, k, v, config, **features), truth, floor, torch.tensor(taus)))
     assert [each.rows for each in slices] == [range(length)]
     traced = slices[0]
+    (part,) = trace(call_of(q, k, v, config, **features), truth, floor, torch.tensor(taus), [range(segment, length)])
+    for ours, whole in zip(part[1:], traced[1:], strict=True):  # of some rows it is what it is of all
+        assert torch.equal(ours, whole[:, :, segment // TILE.block_m :])
     tiles = -(-length // TILE.block_m)
     size = torch.maximum(norms, floor[:, None])
     distinct = set()

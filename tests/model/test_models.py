@@ -57,10 +57,10 @@ def test_the_sizes_are_the_published_ones(name, offline):
 
 def test_a_profile_of_random_weights_is_refused():
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
-    made = replace(make_profile(model, 0.0), fingerprint="random-0-0123456789abcdef")
+    profile = replace(make_profile(model, 0.0), fingerprint="random-0-0123456789abcdef")
     for strict in (True, False):
         with pytest.raises(ProfileError, match="was calibrated on random weights, expected ones of a trained model"):
-            patch(model, made, strict=strict)
+            patch(model, profile, strict=strict)
 
 
 def test_a_folder_without_weights_will_do_for_random_ones(tmp_path, caplog):

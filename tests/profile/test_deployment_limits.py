@@ -108,23 +108,23 @@ def test_another_number_of_heads_than_the_profiles_runs_dense(eager):
 def test_offloaded_weights_stay_dense_with_a_reason(eager, caplog):
     with torch.device("meta"):
         model = new_model()
-    made = make_profile(twin(eager), 0.0)
-    patch(model, made)
+    profile = make_profile(twin(eager), 0.0)
+    patch(model, profile)
     assert "the weights are offloaded (model.embed_tokens.weight is not in memory)" in caplog.text
     assert all("offloaded" in state.rejected for state in layers.layer_states(model))
     with pytest.raises(ProfileError, match="offloaded"):
-        patch(model, made, strict=True)
+        patch(model, profile, strict=True)
 
 
 def test_other_rope_parameters_are_another_model(eager, caplog):
-    made = make_profile(twin(eager), 0.0)
+    profile = make_profile(twin(eager), 0.0)
     stretched = AutoModelForCausalLM.from_config(
         type(eager.config)(**{**eager.config.to_dict(), "rope_parameters": YARN}), attn_implementation="sdpa"
     )
     stretched.load_state_dict(eager.state_dict())
     with pytest.raises(ProfileError, match=r"the RoPE parameters .* are not those of tiny"):
-        patch(stretched, made, strict=True)
-    patch(stretched, made)
+        patch(stretched, profile, strict=True)
+    patch(stretched, profile)
     assert "RoPE parameters" in caplog.text
     without = fingerprint(eager).partition(ROPE)[0]  # as of a model without RoPE
     assert "RoPE" in fingerprint_mismatch(fingerprint(eager), without)

@@ -108,12 +108,12 @@ def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(
     ]
     for name, one in in_order:
         write(one, tmp_path / f"{name}.safetensors")
-    found = find.profiles()
-    assert [one.path.relative_to(tmp_path).with_suffix("").as_posix() for one in found] == [
+    candidates = find.profiles()
+    assert [one.path.relative_to(tmp_path).with_suffix("").as_posix() for one in candidates] == [
         name for name, _ in in_order
     ]
-    assert [one.profile for one in found] == [one for _, one in in_order]
-    assert [str(one).partition(" of ")[2] for one in found[5:8]] == [
+    assert [one.profile for one in candidates] == [one for _, one in in_order]
+    assert [str(one).partition(" of ")[2] for one in candidates[5:8]] == [
         "tiny (not certified, rel_mse 1e-06)", "tiny (not certified)", "tiny (not certified)"
     ]  # fmt: skip
     patch(model)

@@ -33,7 +33,7 @@ def layer(tau, segment=256, block_m=128):
 
 
 def profile(**changes):
-    made = Profile(
+    unchanged = Profile(
         "demo",
         GEOMETRY,
         "f" * 64,
@@ -42,7 +42,7 @@ def profile(**changes):
         ((layer(0.25), layer(0.5, 512)), (layer(1.0), layer(2.0, 512))),
         Record.from_json({"budget": {"kind": "mse", "value": 1e-4}, "note": "ü"}),
     )
-    return dataclasses.replace(made, **changes)
+    return dataclasses.replace(unchanged, **changes)
 
 
 def digested(document, tensors):
@@ -54,9 +54,9 @@ def digested(document, tensors):
     return file_of(document | {"digest": digest}, tensors)
 
 
-def unchecked(made):
+def unchecked(profile):
     """The bytes of a profile as a program would write them that does not check anything."""
-    return digested(DOCUMENT, profile_file._tensors(made))
+    return digested(DOCUMENT, profile_file._tensors(profile))
 
 
 DOCUMENT = document_of(serialize(profile()))  # of a profile that nobody changed, as are these tensors
@@ -95,8 +95,8 @@ def test_a_file_of_schema_6_is_written_back_as_the_newest(tmp_path):
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
     fields = set()
-    for made in (full, linear_tails, budget_in_kl, ceiling):
-        fields |= field_paths(document_of(serialize(made())))
+    for golden in (full, linear_tails, budget_in_kl, ceiling):
+        fields |= field_paths(document_of(serialize(golden())))
     fields |= field_paths(document_of(serialize(mixed()))) - {"record"}
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}
     fields |= {"record.recipe.kv_cache_dtype", "record.recipe.last_rows"}  # where cache or version have it
@@ -183,8 +183,8 @@ def test_a_document_that_says_what_no_profile_does_is_refused_by_name(tmp_path, 
 def test_tensors_that_say_what_there_is_not_are_refused_by_name(tmp_path, monkeypatch, name, value, expected):
     real = profile_file._tensors
 
-    def changed(made):
-        tensors = real(made)
+    def changed(profile):
+        tensors = real(profile)
         if name == "tile[specialized]":
             tensors["tile"][0, 0, profile_file.TILE_FIELDS.index("specialized")] = value
         else:
@@ -268,8 +268,8 @@ def test_damaged_bytes_end_in_profile_errors_only(tmp_path_factory, damage):
             data[place:place] = piece
         else:
             data[place : place + len(piece)] = piece if kind == "flip" else b""
-    found = outcome(data, tmp_path_factory.getbasetemp())
-    assert isinstance(found, str) or found == profile()
+    loaded = outcome(data, tmp_path_factory.getbasetemp())
+    assert isinstance(loaded, str) or loaded == profile()
 
 
 json_values = st.recursive(
@@ -304,14 +304,14 @@ def test_foreign_values_end_in_profile_errors_that_name_them(tmp_path_factory, f
         holder.pop(last, None)
     else:
         holder[last] = value
-    found = outcome(digested(document, TENSORS), tmp_path_factory.getbasetemp())
-    if isinstance(found, Profile):
+    loaded = outcome(digested(document, TENSORS), tmp_path_factory.getbasetemp())
+    if isinstance(loaded, Profile):
         path = tmp_path_factory.getbasetemp() / "again.safetensors"
-        save_profile(found, path)
-        assert load_profile(path) == found
+        save_profile(loaded, path)
+        assert load_profile(path) == loaded
     else:
         known = {*map(str, field), *TENSORS, "kv_heads"}  # sizes are found wrong by the tensors they do not fit
-        assert any(name in found for name in known), found
+        assert any(name in loaded for name in known), loaded
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -409,14 +409,14 @@ def test_what_could_not_be_read_is_not_written(tmp_path, changes, message):
 
 
 def test_thresholds_are_interpolated_in_log_length():
-    made = profile()
-    assert made.layer_config(0, 1024).heads[0].tau == 0.25
-    assert made.layer_config(0, 4096).heads[0].tau == 1.0
-    assert made.layer_config(0, 2048).heads[0].tau == pytest.approx(0.5)  # halfway in log length, geometric in tau
-    assert made.layer_config(0, 2048).heads[2].mode == "dense"
-    assert made.layer_config(0, 100).heads[0].tau == 0.25
-    assert made.layer_config(0, 1 << 20).heads[0].tau == 1.0
-    assert made.layer_config(0, 2040) == made.layer_config(0, 2050)
+    stored = profile()
+    assert stored.layer_config(0, 1024).heads[0].tau == 0.25
+    assert stored.layer_config(0, 4096).heads[0].tau == 1.0
+    assert stored.layer_config(0, 2048).heads[0].tau == pytest.approx(0.5)  # halfway in log length, geometric in tau
+    assert stored.layer_config(0, 2048).heads[2].mode == "dense"
+    assert stored.layer_config(0, 100).heads[0].tau == 0.25
+    assert stored.layer_config(0, 1 << 20).heads[0].tau == 1.0
+    assert stored.layer_config(0, 2040) == stored.layer_config(0, 2050)
 
 
 @pytest.mark.parametrize(

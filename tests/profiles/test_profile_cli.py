@@ -71,10 +71,10 @@ def test_every_field_of_a_real_profile_is_in_the_format(calibrated, tmp_path):
 @SLOW
 def test_show_says_what_was_proven(calibrated, run):
     profile = load_profile(calibrated)
-    code, found = run("show", calibrated, "--json")
+    code, shown = run("show", calibrated, "--json")
     assert code == 0
-    assert (found["model"], found["proof"], found["budget"]) == ("demo", "held out", "rel_mse 0.001 (layer)")
-    (length,) = found["lengths"]
+    assert (shown["model"], shown["proof"], shown["budget"]) == ("demo", "held out", "rel_mse 0.001 (layer)")
+    (length,) = shown["lengths"]
     layers = profile.record.held_out[0].layers
     assert length["density"] == pytest.approx(sum(layer.density for layer in layers) / len(layers))
     assert length["error_over_limit"] == max(layer.rel_mse / layer.limit for layer in layers)
@@ -106,8 +106,8 @@ def test_a_head_is_explained_by_its_curve(calibrated, run):
     seen = set()
     for layer, row in enumerate(rows):
         for head, expected in enumerate(row["heads"]):
-            _, found = run("show", calibrated, "--head", f"{layer}.{head}", "--json")
-            (length,) = found["lengths"]
+            _, shown = run("show", calibrated, "--head", f"{layer}.{head}", "--json")
+            (length,) = shown["lengths"]
             assert length["mode"] == expected["mode"]
             if row["why_dense"]:  # no point of a curve was chosen
                 assert (length["density"], "its whole layer is" in length["why"]) == (None, True)
@@ -135,33 +135,33 @@ def test_diff_counts_what_differs(calibrated, run, tmp_path):
     other = dataclasses.replace(profile, layers=((changed, *profile.layers[0][1:]),))
     other = dataclasses.replace(other, record=Record.from_json(record))
     save_profile(other, tmp_path / "other.safetensors")
-    _, found = run("diff", calibrated, tmp_path / "other.safetensors", "--json")
-    assert found["fields"] == {"recipe.seed": [0, 7]}
-    assert found["lengths"] == {}
-    first_row, second_row = found["layers"]
+    _, changes = run("diff", calibrated, tmp_path / "other.safetensors", "--json")
+    assert changes["fields"] == {"recipe.seed": [0, 7]}
+    assert changes["lengths"] == {}
+    first_row, second_row = changes["layers"]
     assert first_row["heads"] == 2
     assert first_row["changed"] == {"tau": 2, "tail": 1}
     assert (second_row["layer"], second_row["heads"], second_row["densities"][1]) == (1, 0, 0.25)
     code, text = run("diff", calibrated, tmp_path / "other.safetensors")
     assert code == 0
     assert "tau 2, tail 1" in text
-    _, found = run("diff", calibrated, FULL, "--json")
-    assert found["lengths"] == {"only_a": [512], "only_b": [1024, 8192, 131072]}
+    _, changes = run("diff", calibrated, FULL, "--json")
+    assert changes["lengths"] == {"only_a": [512], "only_b": [1024, 8192, 131072]}
 
 
 def test_export_holds_everything(run, tmp_path):
     profile = load_profile(FULL)
-    _, found = run("export", FULL)
-    found = json.loads(found)
-    assert found["record"] == profile.record.to_json()
-    assert found["lengths"] == list(profile.lengths)
-    for bucket, layers in zip(found["buckets"], profile.layers, strict=True):
+    _, document = run("export", FULL)
+    document = json.loads(document)
+    assert document["record"] == profile.record.to_json()
+    assert document["lengths"] == list(profile.lengths)
+    for bucket, layers in zip(document["buckets"], profile.layers, strict=True):
         expected = json.loads(json.dumps([dataclasses.asdict(layer) for layer in layers]))
         for head in (head for layer in expected for head in layer["heads"]):
             head["stop_rule"] = ["rest", "share", "paper"][head["stop_rule"]]  # the name, not the file's number
         assert bucket["layers"] == expected
     assert run("export", FULL, "--out", tmp_path / "p.json") == (0, f"wrote {tmp_path}/p.json\n")
-    assert json.loads((tmp_path / "p.json").read_text()) == found
+    assert json.loads((tmp_path / "p.json").read_text()) == document
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,11 @@ def test_flags_become_the_arguments_of_rebudget_and_retile(arguments, called, ou
 @SLOW
 def test_verify_makes_the_proof_again(calibrated, run):
     """The same prompts, device and model give the same errors, to the bit on one machine or nearly."""
-    code, found = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--json")
+    code, proof = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--json")
     assert code == 0
-    assert found["problems"] == []
-    assert found["same_prompts"]
-    (length,), (recorded,) = found["lengths"], load_profile(calibrated).record.held_out
+    assert proof["problems"] == []
+    assert proof["same_prompts"]
+    (length,), (recorded,) = proof["lengths"], load_profile(calibrated).record.held_out
     for layer, expected in zip(length["layers"], recorded.layers, strict=True):
         assert layer["error"] == pytest.approx(expected.rel_mse, rel=1e-2)
         assert layer["density"] == pytest.approx(expected.density, rel=1e-2)
@@ -251,10 +251,10 @@ def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, code, sai
 
 @SLOW
 def test_verify_checks_the_certificate_on_other_prompts(calibrated, run, tmp_path):
-    code, found = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--seed", "5", "--json")
-    assert code == 0, found
-    (length,), (stated,) = found["lengths"], load_profile(calibrated).record.certificate.lengths
-    assert (length["length"], length["prompts"], found["problems"]) == (512, 3, [])
+    code, check = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--seed", "5", "--json")
+    assert code == 0, check
+    (length,), (stated,) = check["lengths"], load_profile(calibrated).record.certificate.lengths
+    assert (length["length"], length["prompts"], check["problems"]) == (512, 3, [])
     assert length["groups"] == stated.groups == 3
     assert (length["broken"], length["above"]) == (0, 0)
     assert 0 < length["means"] < 2
@@ -281,20 +281,20 @@ def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monke
 @SLOW
 def test_a_card_is_of_its_profile_alone(calibrated):
     """What it says is what was proven; a foreign text in it is only text."""
-    made = card(load_profile(calibrated), "demo.safetensors")
-    assert made.startswith("# S2O profile of demo\n")
-    assert "**Certified on 3 prompts of each length, of 3 groups of text (" in made
-    assert "## Not proven" in made
-    assert 's2o_runtime.patch(model, "demo.safetensors")' in made
-    assert "made on cpu within rel_mse 0.001 (layer)" in made
+    text = card(load_profile(calibrated), "demo.safetensors")
+    assert text.startswith("# S2O profile of demo\n")
+    assert "**Certified on 3 prompts of each length, of 3 groups of text (" in text
+    assert "## Not proven" in text
+    assert 's2o_runtime.patch(model, "demo.safetensors")' in text
+    assert "made on cpu within rel_mse 0.001 (layer)" in text
     foreign = {"proof": "failed", "problems": ["a | b\n# c"], "recipe": {"seed": "<b>"}, "versions": ["`x`"]}
-    made = card(
+    text = card(
         dataclasses.replace(minimal(), record=Record.from_json(foreign), model_name="a\n|b"),
         "p.safetensors",
     )
-    assert made.startswith("# S2O profile of a \\|b\n")
-    assert "**Not proven** (failed).\n\n- a \\| b # c" in made
-    assert "| seed | \\<b\\> |" in made
+    assert text.startswith("# S2O profile of a \\|b\n")
+    assert "**Not proven** (failed).\n\n- a \\| b # c" in text
+    assert "| seed | \\<b\\> |" in text
     assert "| seed | not recorded |" in card(minimal(), "p.safetensors")
 
 
@@ -339,9 +339,9 @@ class Hub:
 def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
     hub = Hub(tmp_path / "hub")
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    code, found = run("push", calibrated, "hf://org/name", "--json")
+    code, pushed = run("push", calibrated, "hf://org/name", "--json")
     assert code == 0
-    assert found["files"][-1] == "hf://org/name/demo.safetensors"
+    assert pushed["files"][-1] == "hf://org/name/demo.safetensors"
     assert hub.commits == ["Add demo.safetensors"]  # one, so that nobody sees a part of it
     for address in ("hf://org/name", "hf://org/name/demo.safetensors"):
         shutil.rmtree(tmp_path / "here", ignore_errors=True)

@@ -51,11 +51,11 @@ def curves(recipe):
     shapes = sorted({Shape.of(tile) for tile in CPU_TILES}, key=lambda shape: (shape.block_m, shape.stride))
     identity = journal_identity(loaded, identify(torch.device("cpu")))
     with Journal.open(recipe.journal_path, identity) as journal:
-        found = measure_model(
+        measured = measure_model(
             loaded, prompts.calibration, dict.fromkeys(LENGTHS, shapes), recipe, journal, lambda *_, **__: None
         )
         assert journal.reused == len(LENGTHS) * 6
-    return found
+    return measured
 
 
 @pytest.fixture

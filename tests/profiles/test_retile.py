@@ -51,9 +51,9 @@ def profile(buckets, densities, device=H200, proof="held out", lengths=(1024, 20
 
 @pytest.fixture
 def old(tmp_path):
-    made = profile([[layer(), layer(), layer("dddd")]] * 2, [[DENSITY, DENSITY + 0.01, 1.0]] * 2)
-    save_profile(made, tmp_path / "old.safetensors")
-    return made
+    before = profile([[layer(), layer(), layer("dddd")]] * 2, [[DENSITY, DENSITY + 0.01, 1.0]] * 2)
+    save_profile(before, tmp_path / "old.safetensors")
+    return before
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def timed(monkeypatch):
     return made
 
 
-def run(tmp_path, made=None):
+def run(tmp_path, before=None):
     """The profile, the one of `old` by default, with other tiles."""
-    if made is not None:
-        save_profile(made, tmp_path / "old.safetensors")
+    if before is not None:
+        save_profile(before, tmp_path / "old.safetensors")
     return retile(tmp_path / "old.safetensors", "cpu", tmp_path / "new" / "new.safetensors")
 
 
@@ -160,23 +160,23 @@ def test_no_tile_checks_more_often_than_the_profile_did(timed, tmp_path):
 
 def test_a_layer_without_a_legal_tile_becomes_dense(timed, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "candidate_tiles", lambda *_: tuple(t for t in A100_TILES if t.block_m == 128))
-    made = profile([[layer(segment=192, tile=TileConfig(64, 64, 8, 8, 2)), layer(), layer()]] * 2, [[0.6] * 3] * 2)
-    done = run(tmp_path, made)
+    before = profile([[layer(segment=192, tile=TileConfig(64, 64, 8, 8, 2)), layer(), layer()]] * 2, [[0.6] * 3] * 2)
+    done = run(tmp_path, before)
     assert [config.is_dense for config in done.layers[0]] == [True, False, False]
     assert done.record.retiled.timed[0].tile is None
     assert done.record.retiled.dense_layers == 2
 
 
 def test_layers_that_lose_to_dense_become_dense(timed, tmp_path, monkeypatch):
-    made = profile([[layer(), layer(segment=512), layer(segment=512)]] * 2, [[0.3, 0.9, 0.9]] * 2)
+    before = profile([[layer(), layer(segment=512), layer(segment=512)]] * 2, [[0.3, 0.9, 0.9]] * 2)
     real = module.against_dense
 
     def slow_for_long_segments(call, *rest):
-        found = real(call, *rest)
-        return replace(found, seconds=1.1) if call.args[3].heads[0].segment == 512 else found
+        timing = real(call, *rest)
+        return replace(timing, seconds=1.1) if call.args[3].heads[0].segment == 512 else timing
 
     monkeypatch.setattr(module, "against_dense", slow_for_long_segments)
-    done = run(tmp_path, made)
+    done = run(tmp_path, before)
     for bucket in load_profile(tmp_path / "new" / "new.safetensors").layers:
         assert [config.is_dense for config in bucket] == [False, True, True]
         assert [head.tau for head in bucket[1].heads] == [0.125, 1.125, 2.125, 3.125]
@@ -221,8 +221,8 @@ def test_the_record_says_what_was_done(old, timed, tmp_path):
 
 @pytest.mark.parametrize("proof", ["none", "failed"])
 def test_what_was_not_proven_is_not_proven_now(proof, timed, tmp_path):
-    made = profile([[layer()] * 3] * 2, [[0.6] * 3] * 2, proof=proof)
-    assert run(tmp_path, made).record.proof == proof
+    before = profile([[layer()] * 3] * 2, [[0.6] * 3] * 2, proof=proof)
+    assert run(tmp_path, before).record.proof == proof
 
 
 def test_a_cpu_takes_the_profile_as_it_is(old, tmp_path):

@@ -51,9 +51,9 @@ def with_bos(tmp_path_factory):
     plain.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
-    made = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
-    made.chat_template = CHATML
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+    tokenizer.chat_template = CHATML
+    return tokenizer
 
 
 def recipe(**changes):
@@ -83,15 +83,15 @@ def numbers_of(tokenizer, prompts):
 
 
 def test_built_in_prompts_are_exact_distinct_and_reproducible(tokenizer):
-    made = load_prompts(recipe(), tokenizer)
+    drawn = load_prompts(recipe(), tokenizer)
     for length in (512, 1024):
-        prompts = made.calibration[length] + made.held_out[length] + made.certify[length]
+        prompts = drawn.calibration[length] + drawn.held_out[length] + drawn.certify[length]
         assert [prompt.length for prompt in prompts] == [length] * 9
         assert len({prompt.sha256 for prompt in prompts}) == 9
-    assert sorted(made.calibration) == [512, 1024]
-    assert sorted(made.held_out) == sorted(made.certify) == [512, 768, 1024]  # one between them is only checked
-    assert made.record() == load_prompts(recipe(), tokenizer).record()
-    assert made.record() != load_prompts(recipe(seed=1), tokenizer).record()
+    assert sorted(drawn.calibration) == [512, 1024]
+    assert sorted(drawn.held_out) == sorted(drawn.certify) == [512, 768, 1024]  # one between them is only checked
+    assert drawn.record() == load_prompts(recipe(), tokenizer).record()
+    assert drawn.record() != load_prompts(recipe(seed=1), tokenizer).record()
 
 
 def test_domains_are_checked():
@@ -161,9 +161,9 @@ def test_found_text_is_handed_out_once_whatever_takes_pieces_of_it(monkeypatch):
         for group in range(3)
         for part in "xy"
     ]
-    found = {"prose": few, "code": [], "chinese": []}
+    documents = {"prose": few, "code": [], "chinese": []}
     monkeypatch.setattr(
-        "calibrate.prompts.documents.found_documents", lambda domain: dict.fromkeys(PURPOSES, found[domain])
+        "calibrate.prompts.documents.found_documents", lambda domain: dict.fromkeys(PURPOSES, documents[domain])
     )
     supply = Supply(CERTIFY, random.Random(1))
     begun = [next(supply.drawn("prose")) for _ in range(3)]
@@ -184,13 +184,13 @@ def test_a_kind_that_runs_out_gives_its_place_to_others(tokenizer, monkeypatch, 
     }
     monkeypatch.setattr("calibrate.prompts.documents.found_documents", lambda domain: few)
     settings = {"lengths": (1024,), "check_lengths": (), "num_certify": 6}
-    made = load_prompts(recipe(domains=("prose", "logs"), **settings), tokenizer)
+    drawn = load_prompts(recipe(domains=("prose", "logs"), **settings), tokenizer)
     assert "the built-in text of prose at 1024 is used up" in caplog.text
-    assert [prompt.domain for prompt in made.certify[1024]] == ["prose", "logs"] + ["logs"] * 4
-    assert len({prompt.group for prompt in made.certify[1024]}) == 6
-    assert numbers_of(tokenizer, made.calibration) == {100, 101}
-    assert numbers_of(tokenizer, made.held_out) == {200, 201}
-    assert numbers_of(tokenizer, made.certify) == {300, 301}
+    assert [prompt.domain for prompt in drawn.certify[1024]] == ["prose", "logs"] + ["logs"] * 4
+    assert len({prompt.group for prompt in drawn.certify[1024]}) == 6
+    assert numbers_of(tokenizer, drawn.calibration) == {100, 101}
+    assert numbers_of(tokenizer, drawn.held_out) == {200, 201}
+    assert numbers_of(tokenizer, drawn.certify) == {300, 301}
     alone = load_prompts(recipe(domains=("prose",), held_out=1, **settings), tokenizer)
     assert [len(getattr(alone, purpose)[1024]) for purpose in PURPOSES] == [1, 1, 1]
     assert "1 to calibrate on, 1 to adjust on, 1 to certify on where 4, 1, 6 were asked for" in caplog.text
@@ -217,8 +217,8 @@ def test_every_prompt_asks_for_the_needles_that_it_hides(tokenizer, with_bos):
 
 
 def test_the_first_token_is_the_tokenizers_own_and_not_doubled_by_a_chat_template(tokenizer, with_bos, monkeypatch):
-    made = load_prompts(recipe(lengths=(512,)), with_bos)
-    for prompt in made.calibration[512]:
+    drawn = load_prompts(recipe(lengths=(512,)), with_bos)
+    for prompt in drawn.calibration[512]:
         assert prompt.ids[0] == with_bos.bos_token_id, prompt.domain
         assert prompt.ids[1] != with_bos.bos_token_id, prompt.domain
     assert all(prompt.ids[0] != 0 for prompt in load_prompts(recipe(lengths=(512,)), tokenizer).calibration[512])
@@ -263,9 +263,9 @@ def test_groups_stay_together_and_duplicates_are_dropped(tokenizer, tmp_path, ca
         {"text": words(100 + 10 * group + index, 250), "group": f"g{group}"} for group in range(9) for index in range(2)
     ]
     path = write(tmp_path / "p.jsonl", entries + entries[:5])
-    made = load_prompts(recipe(prompts=(path,), lengths=(512,)), tokenizer)
+    drawn = load_prompts(recipe(prompts=(path,), lengths=(512,)), tokenizer)
     assert "5 of 23 documents occur before" in caplog.text
-    sets = [numbers_of(tokenizer, prompts) for prompts in (made.calibration, made.held_out, made.certify)]
+    sets = [numbers_of(tokenizer, prompts) for prompts in (drawn.calibration, drawn.held_out, drawn.certify)]
     groups = [{number // 10 for number in numbers} for numbers in sets]
     assert [len(numbers) for numbers in sets] == [4, 2, 3]
     assert sum(map(len, groups)) == len(set.union(*groups))
@@ -276,17 +276,17 @@ def test_groups_stay_together_and_duplicates_are_dropped(tokenizer, tmp_path, ca
 )
 def test_too_few_texts_first_calibrate_and_adjust(tokenizer, tmp_path, caplog, texts, counts):
     path = write(tmp_path / "p.jsonl", [{"text": words(100 + index, 250)} for index in range(texts)])
-    made = load_prompts(recipe(prompts=(path,), lengths=(512,)), tokenizer)
-    assert [len(prompts[512]) for prompts in (made.calibration, made.held_out, made.certify)] == counts
+    drawn = load_prompts(recipe(prompts=(path,), lengths=(512,)), tokenizer)
+    assert [len(prompts[512]) for prompts in (drawn.calibration, drawn.held_out, drawn.certify)] == counts
     said = f"{counts[0]} to calibrate on, {counts[1]} to adjust on, {counts[2]} to certify on where 4, 2, 3"
     assert (said in caplog.text) == (counts != [4, 2, 3])
 
 
 def test_short_texts_of_one_domain_are_joined(tokenizer, tmp_path):
     entries = [{"text": words(100 + index, 60), "domain": "ab"[index % 2]} for index in range(90)]
-    made = load_prompts(recipe(prompts=(write(tmp_path / "p.jsonl", entries),), lengths=(512,)), tokenizer)
-    assert [prompt.domain for prompt in made.calibration[512]] in (["a", "b"] * 2, ["b", "a"] * 2)
-    for prompt in made.calibration[512] + made.held_out[512] + made.certify[512]:
+    drawn = load_prompts(recipe(prompts=(write(tmp_path / "p.jsonl", entries),), lengths=(512,)), tokenizer)
+    assert [prompt.domain for prompt in drawn.calibration[512]] in (["a", "b"] * 2, ["b", "a"] * 2)
+    for prompt in drawn.calibration[512] + drawn.held_out[512] + drawn.certify[512]:
         numbers = numbers_of(tokenizer, {512: [prompt]})
         assert len(numbers) > 1
         assert len({number % 2 for number in numbers}) == 1
@@ -299,8 +299,8 @@ def test_conversations_of_users(with_bos, tmp_path):
         {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": words(100 + index, 90)}]}
         for index in range(40)
     ]
-    made = load_prompts(recipe(prompts=(write(tmp_path / "chats.jsonl", entries),), lengths=(512,)), with_bos)
-    for prompt in made.calibration[512]:
+    drawn = load_prompts(recipe(prompts=(write(tmp_path / "chats.jsonl", entries),), lengths=(512,)), with_bos)
+    for prompt in drawn.calibration[512]:
         text = with_bos.decode(prompt.ids)
         assert prompt.length == 512
         assert text.count("be kind") == text.count("<|system|>") == text.count("<|user|>") == 1
@@ -321,10 +321,10 @@ def test_files_and_folders(tmp_path):
     write(folder / "lines.jsonl", [{"text": "four", "group": 7, "domain": "d"}, '"five"'])
     single = tmp_path / "single.txt"
     single.write_text("six")
-    found = read_documents([folder, single])
-    assert [document.text for document in found] == ["three", "two", "four", "five", "one", "six"]
-    assert [document.domain for document in found] == ["manuals", "manuals", "d", "lines", "manuals", "single"]
-    three, two, four, five, one, six = (document.group for document in found)
+    documents = read_documents([folder, single])
+    assert [document.text for document in documents] == ["three", "two", "four", "five", "one", "six"]
+    assert [document.domain for document in documents] == ["manuals", "manuals", "d", "lines", "manuals", "single"]
+    three, two, four, five, one, six = (document.group for document in documents)
     assert three == two == str(folder / "b")
     assert four == "7"
     assert len({three, four, five, one, six}) == 5
@@ -374,10 +374,10 @@ def test_unreadable_and_too_short_files(tokenizer, tmp_path):
 
 def test_a_split_says_where_each_group_is_at_once():
     """Sizes are given: at 100 tokens long groups come first, at 50 what is free is added to where it lacks."""
-    made = [Document("d", f"g{index}", f"{index}") for index in range(8)]
-    sizes = {document: 120 if index < 3 else 60 for index, document in enumerate(made)}
+    documents = [Document("d", f"g{index}", f"{index}") for index in range(8)]
+    sizes = {document: 120 if index < 3 else 60 for index, document in enumerate(documents)}
     wanted = {100: {"calibration": 2, "held_out": 1, "certify": 1}, 50: {"calibration": 2, "held_out": 1, "certify": 2}}
-    shared = split(made, sizes.__getitem__, wanted, random.Random(0))
+    shared = split(documents, sizes.__getitem__, wanted, random.Random(0))
     assert {len(shared["calibration"]), len(shared["held_out"])} == {2, 1}
     assert {sizes[document] for document in shared["calibration"] + shared["held_out"]} == {120}
     assert [sizes[document] for document in shared["certify"]] == [60, 60]  # joined at 100, two prompts at 50
@@ -386,13 +386,13 @@ def test_a_split_says_where_each_group_is_at_once():
 
 
 def test_prompts_take_the_kinds_in_turns_and_few_have_several_each(tokenizer):
-    made = load_prompts(recipe(lengths=(512,), num_prompts=5, num_certify=11), tokenizer)
-    assert [prompt.domain for prompt in made.certify[512]] == [*DOMAINS, "code"]
-    assert [prompt.domain for prompt in made.calibration[512]] == [
+    drawn = load_prompts(recipe(lengths=(512,), num_prompts=5, num_certify=11), tokenizer)
+    assert [prompt.domain for prompt in drawn.certify[512]] == [*DOMAINS, "code"]
+    assert [prompt.domain for prompt in drawn.calibration[512]] == [
         f"{one}+{other}" for one, other in zip(DOMAINS[:5], DOMAINS[5:], strict=True)
     ]
-    assert sorted("+".join(prompt.domain for prompt in made.held_out[512]).split("+")) == sorted(DOMAINS)
-    texts = {prompt.domain: tokenizer.decode(prompt.ids) for prompt in made.certify[512]}
+    assert sorted("+".join(prompt.domain for prompt in drawn.held_out[512]).split("+")) == sorted(DOMAINS)
+    texts = {prompt.domain: tokenizer.decode(prompt.ids) for prompt in drawn.certify[512]}
     assert texts["code"].startswith("# ")
     assert texts["chat"].startswith("System: ")
     assert sum("一" <= character <= "鿿" for character in texts["chinese"]) > 100

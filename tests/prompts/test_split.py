@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibrate.prompts.documents import CALIBRATION, CERTIFY, HELD_OUT, Document
-from calibrate.prompts.split import split
+from calibrate.prompts.prompts import _in_turns
+from calibrate.prompts.split import parts, split
 
 documents = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integers(1, 900)), max_size=14
@@ -29,3 +30,16 @@ def test_every_document_is_in_one_set_at_most_with_all_of_its_group(made, wanted
     assert sum(map(len, groups)) == len(set().union(*groups))
     for of_purpose, own in zip(shared.values(), groups, strict=True):
         assert set(of_purpose) == {document for document in all_documents if document.group in own}
+
+
+def test_a_group_of_many_documents_does_not_take_the_place_of_other_groups_to_certify_on():
+    """Whichever order the groups are drawn in."""
+    many = [Document("notes", "folder", text=f"{number}" + "x" * 100) for number in range(20)]
+    others = [Document("notes", f"file {number}", text=f"{number}" + "y" * 100) for number in range(5)]
+    wanted = {100: {CALIBRATION: 1, HELD_OUT: 1, CERTIFY: 4}}
+    for seed in range(8):
+        shared = split([*many, *others], lambda document: len(document.text), wanted, random.Random(seed))
+        groups = {document.group for document in shared[CERTIFY]}
+        assert len(groups) == 4
+        turns = _in_turns(parts(shared[CERTIFY], lambda document: len(document.text), 100))
+        assert {part[0].group for part in turns[:4]} == groups

@@ -229,31 +229,31 @@ def certified(seen, begun=None, scale=None, change=lambda layers: layers):
 
 
 def test_what_prompts_certify():
-    made = certified(length_proof(kept=3))
-    first, second = made.layers
+    outcome = certified(length_proof(kept=3))
+    first, second = outcome.layers
     assert (first.mean, first.limit, second.limit) == (pytest.approx(5.05e-5), 1e-4, 2e-4)
     assert (first.spent, second.spent) == (None, None)
     assert first.mean < first.bound <= first.limit
-    assert (made.prompts, made.groups, made.tokens) == (5, 5, 5 * 512)
-    assert made.share == pytest.approx(0.05**0.2)
-    assert made.error_over_limit == pytest.approx(3 * 1.25 * 5e-5 / 1e-4)  # of the rows that answer
-    assert made.kl == pytest.approx(made.error_over_limit * 4e-3)
-    assert (made.mean_kl, made.top1) == (pytest.approx(3e-3), pytest.approx(1 - 5e-3))  # the lowest
-    assert (made.retrieval.found, made.retrieval.kept, made.noise_floor) == (4, 3, 1e-4)
-    assert made.retrieval.low < 0.75 < made.retrieval.high < 1
-    code, prose = made.domains
-    assert [(one.domain, one.prompts, one.groups) for one in made.domains] == [("code", 3, 3), ("prose", 2, 2)]
+    assert (outcome.prompts, outcome.groups, outcome.tokens) == (5, 5, 5 * 512)
+    assert outcome.share == pytest.approx(0.05**0.2)
+    assert outcome.error_over_limit == pytest.approx(3 * 1.25 * 5e-5 / 1e-4)  # of the rows that answer
+    assert outcome.kl == pytest.approx(outcome.error_over_limit * 4e-3)
+    assert (outcome.mean_kl, outcome.top1) == (pytest.approx(3e-3), pytest.approx(1 - 5e-3))  # the lowest
+    assert (outcome.retrieval.found, outcome.retrieval.kept, outcome.noise_floor) == (4, 3, 1e-4)
+    assert outcome.retrieval.low < 0.75 < outcome.retrieval.high < 1
+    code, prose = outcome.domains
+    assert [(one.domain, one.prompts, one.groups) for one in outcome.domains] == [("code", 3, 3), ("prose", 2, 2)]
     assert (code.kl, prose.kl) == (pytest.approx(3e-3), pytest.approx(3e-3))
     assert prose.error_over_limit == pytest.approx(0.95 * 5e-5 / 1e-4)
     assert prose.answer_over_limit == pytest.approx(3 * 0.95 * 5e-5 / 1e-4)
-    assert CertifiedLength.from_json(made.to_json()) == made
+    assert CertifiedLength.from_json(outcome.to_json()) == outcome
     of_kl = certified(length_proof(kls=(1e-3, 1.0, 1e-3, 1e-3, 1e-3)))
     assert (of_kl.kl, of_kl.error_over_limit) == (pytest.approx(1.0), pytest.approx(1.0 / 4e-3))  # one joint number
 
 
 def test_the_claims_in_words():
-    made = certified(length_proof())
-    certificate = Certificate(confidence=0.95, lengths=(made,))
+    outcome = certified(length_proof())
+    certificate = Certificate(confidence=0.95, lengths=(outcome,))
     assert statement(certificate, 4) == (
         "Certified on 5 prompts of each length, of 5 groups of text (code, prose): with 95% confidence the mean error "
         "of every layer over prompts like these, at each of these lengths, is within its limit; over the prompts of "
@@ -268,13 +268,13 @@ def test_the_claims_in_words():
 
 def test_single_prompts_within_their_limits_are_said_to_be():
     begun = replace(candidate(), recipe=replace(RECIPE, per_prompt=True))
-    made = certified(length_proof(means=(2e-5, 2e-5)), begun)
-    assert (made.error_over_limit, made.kl, made.share) == (
+    outcome = certified(length_proof(means=(2e-5, 2e-5)), begun)
+    assert (outcome.error_over_limit, outcome.kl, outcome.share) == (
         1.0,
         pytest.approx(4e-3),
         pytest.approx(1 - 0.657, abs=1e-3),
     )
-    assert "keep every layer within its limit, over" in sentences(Certificate(confidence=0.95, lengths=(made,)))[0]
+    assert "keep every layer within its limit, over" in sentences(Certificate(confidence=0.95, lengths=(outcome,)))[0]
 
 
 def test_a_group_counts_once_by_its_largest_prompt():
@@ -316,13 +316,13 @@ def test_certificates_of_too_few_groups_are_a_problem_that_says_how_many_would_d
 def test_a_certificate_states_both_units_of_an_mse_and_which_limit_binds():
     begun = replace(candidate(), recipe=replace(RECIPE, budget=replace(BUDGET, ceiling=1e-2)))
     begun = replace(begun, chosen={**begun.chosen, 512: replace(begun.chosen[512], limits=[9e-5, 1e-4])})
-    made = certified(length_proof(), begun)
-    first, second = made.layers
-    assert [(one.limit, one.binds) for one in made.layers] == [(9e-5, "rel_mse"), (1e-4, "mse")]
+    outcome = certified(length_proof(), begun)
+    first, second = outcome.layers
+    assert [(one.limit, one.binds) for one in outcome.layers] == [(9e-5, "rel_mse"), (1e-4, "mse")]
     assert (first.rel_mse, second.rel_mse) == (pytest.approx(5e-5), pytest.approx(2e-5))  # the power is 1
     half = replace(first, rel_mse=2 * first.mean)  # of outputs with half the mean square
     assert half.rel_bound == pytest.approx(2 * first.bound)
-    _, units, _ = tables(Certificate(lengths=(made,)))
+    _, units, _ = tables(Certificate(lengths=(outcome,)))
     assert units.rows == [("512", f"{first.bound:.2e}", f"{first.rel_bound:.2e}", "1 of 2 layers")]
     in_rel_mse = replace(begun, recipe=replace(RECIPE, budget=Budget("rel_mse", 1e-4)))
     assert [one.rel_mse for one in certified(length_proof(), in_rel_mse).layers] == [None] * 2
@@ -330,13 +330,13 @@ def test_a_certificate_states_both_units_of_an_mse_and_which_limit_binds():
 
 def test_a_layer_that_became_dense_has_no_error():
     begun = candidate()
-    made = certified(length_proof(), begun, change=lambda layers: {**layers, 0: certify.Left(0.0, begun)})
-    first = made.layers[0]
+    outcome = certified(length_proof(), begun, change=lambda layers: {**layers, 0: certify.Left(0.0, begun)})
+    first = outcome.layers[0]
     assert (first.mean, first.bound, first.density, first.spent) == (0.0, 0.0, 1.0, 0.0)
-    assert made.error_over_limit == pytest.approx(1.875)  # the claim about prompts is of layers as adjusted
-    assert made.domains[0].error_over_limit == pytest.approx(1.05 * 2e-5 / 2e-4)
+    assert outcome.error_over_limit == pytest.approx(1.875)  # the claim about prompts is of layers as adjusted
+    assert outcome.domains[0].error_over_limit == pytest.approx(1.05 * 2e-5 / 2e-4)
     assert "0 layers got less of the budget than was adjusted, and 1 became dense" in sentences(
-        Certificate(lengths=(made,))
+        Certificate(lengths=(outcome,))
     )
 
 

@@ -123,13 +123,13 @@ class Chunks(dict):
 def finished(tmp_path_factory):
     """A calibration with chunks: the profile, the model's folder and what proved with which chunks."""
     folder = save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-    made = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS, chunk=RECIPE_CHUNK)
+    asked = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS, chunk=RECIPE_CHUNK)
     chunks = Chunks()
     with pytest.MonkeyPatch.context() as monkeypatch:
         chunks.watch(monkeypatch, verify, "prove", prove)
         chunks.watch(monkeypatch, certify, "prove", prove)
-        calibrate(made, progress=False)
-    return made.out, folder, chunks
+        calibrate(asked, progress=False)
+    return asked.out, folder, chunks
 
 
 def test_a_calibration_proves_in_the_recipes_chunks(finished):

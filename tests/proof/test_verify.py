@@ -71,8 +71,8 @@ def test_the_proof_is_what_the_patched_model_shows(tiny_folder, resident):
 def shown_by_patching(model, config, ids):
     """(KL, top-1, [(mse, power, density, worst rows of tiles) of each layer]) of one prompt."""
     dense = model(ids[None], use_cache=False).logits[0]
-    made = make_profile(model, 0.0, min_length=10)
-    patch(model, replace(made, layers=((config,) * 2,) * len(made.lengths)), strict=True)
+    profile = make_profile(model, 0.0, min_length=10)
+    patch(model, replace(profile, layers=((config,) * 2,) * len(profile.lengths)), strict=True)
     layers = {}
 
     def observe(layer, q, k, v, scoring, out):
@@ -90,8 +90,8 @@ def shown_by_patching(model, config, ids):
     unpatch(model)
     kl = F.kl_div(patched.log_softmax(-1), dense.log_softmax(-1), reduction="batchmean", log_target=True)
     top1 = (dense.argmax(-1) == patched.argmax(-1)).double().mean()
-    found = [(mse, power, density[index], worst) for index, (mse, power, worst) in sorted(layers.items())]
-    return float(kl), float(top1), found
+    errors = [(mse, power, density[index], worst) for index, (mse, power, worst) in sorted(layers.items())]
+    return float(kl), float(top1), errors
 
 
 def test_what_was_revised_is_what_is_proven(tiny_folder):
@@ -143,13 +143,13 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folde
     def log_probability(logits, begin, end):
         return float(logits.log_softmax(-1)[range(begin - 1, end - 1), ids[begin:end]].sum())
 
-    found = [torch.equal(patched.argmax(-1)[begin - 1 : end - 1], ids[begin:end]) for begin, end in spans[:3]]
+    exact = [torch.equal(patched.argmax(-1)[begin - 1 : end - 1], ids[begin:end]) for begin, end in spans[:3]]
     fell = [log_probability(dense, *span) - log_probability(patched, *span) for span in spans[:3]]
-    kept = sum(finds or nats < 1 for finds, nats in zip(found, fell, strict=True))
+    kept = sum(finds or nats < 1 for finds, nats in zip(exact, fell, strict=True))
     assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
     monkeypatch.setattr(layers, "KEPT_WITHIN", 0.01)  # the model is undecided nearly everywhere
-    kept = sum(finds or nats < 0.01 for finds, nats in zip(found, fell, strict=True))
-    assert not all(found)
+    kept = sum(finds or nats < 0.01 for finds, nats in zip(exact, fell, strict=True))
+    assert not all(exact)
     assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
 
 
@@ -163,18 +163,19 @@ def test_the_rows_that_answer_are_the_last_ones(tiny_folder, monkeypatch):
 
     monkeypatch.setattr(layers, "errors_of_rows", watch)
     prompts = {200: random_prompts(200)[200][:1]}
-    (found,) = prove_all(stream(tiny_folder, False), SPARSE, prompts)[200].layers[0].of_prompts
+    (errors,) = prove_all(stream(tiny_folder, False), SPARSE, prompts)[200].layers[0].of_prompts
     out, truth = seen[0]
-    for (mse, power), first in ((found.all_rows, 0), (found.last_rows, 175)):
+    for (mse, power), first in ((errors.all_rows, 0), (errors.last_rows, 175)):
         assert mse == pytest.approx(float((out - truth)[:, :, first:].square().mean()), rel=1e-3)
         assert power == pytest.approx(float(truth[:, :, first:].square().mean()), rel=1e-3)
-    assert found.last_rows[0] > 1e-6
+    assert errors.last_rows[0] > 1e-6
     assert [answer_rows(length) for length in (4, 200, 2048, 131072)] == [1, 25, 256, 256]
 
 
 def test_the_noise_floor_is_what_two_dense_implementations_differ_by(tiny_folder, monkeypatch):
     def on_cpu(item, worker):
-        return {"kl": certify.noise(worker, worker.prompts[item.prompt], certify.SDPBackend.MATH)}
+        item.patching(worker)
+        return {"kl": certify.noise(worker.loaded, worker.prompts[item.prompt], certify.SDPBackend.MATH)}
 
     monkeypatch.setattr(certify.NoiseFloor, "run", on_cpu)
     prompts, floors = random_prompts(200)[200], []

@@ -80,19 +80,19 @@ def test_a_linear_tail_is_the_first_order_of_the_keys_behind(length, grain, star
     starts = None if not start else torch.tensor([start])
     sinks = None if sink is None else torch.full((2,), sink, dtype=torch.float64)
     config = layer(grain=grain)
-    found = s2o_attention_reference(q, k, v, config, scale=0.3, kv_start=starts, sinks=sinks)
+    ours = s2o_attention_reference(q, k, v, config, scale=0.3, kv_start=starts, sinks=sinks)
     for head in range(2):
         sink_of_head = None if sinks is None else sinks[head]
         expected = by_derivatives(q[0, head] * 0.3, k[0, 0], v[0, 0], 128, TILE, grain, start, sink_of_head)
-        torch.testing.assert_close(found.out[0, head], expected, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(ours.out[0, head], expected, rtol=1e-9, atol=1e-11)
 
 
 def test_every_row_tile_visits_one_chunk_whatever_tau_says():
     q, k, v = diffuse()
     one, other = layer(tau=0.0), layer(tau=100.0)
-    found = s2o_attention_reference(q, k, v, one)
-    assert torch.equal(found.out, s2o_attention_reference(q, k, v, other).out)
-    assert found.visited[0, 0].tolist() == [0, 0, *[TILE.stride] * 9]
+    ours = s2o_attention_reference(q, k, v, one)
+    assert torch.equal(ours.out, s2o_attention_reference(q, k, v, other).out)
+    assert ours.visited[0, 0].tolist() == [0, 0, *[TILE.stride] * 9]
 
 
 def test_it_helps_where_no_order_can():
@@ -133,18 +133,18 @@ def test_int8_scores_and_soft_caps_do_not_go_with_it():
 
 @pytest.mark.parametrize("shorter", [True, False])
 def test_between_buckets_a_layer_with_linear_tails_is_as_in_the_longer_one(shorter):
-    made = a_profile()
-    assert len(made.lengths) > 1
-    begin, end = made.lengths[:2]
-    plain = made.layers[0][0]
+    profile = a_profile()
+    assert len(profile.lengths) > 1
+    begin, end = profile.lengths[:2]
+    plain = profile.layers[0][0]
     linear = replace(plain, heads=(HeadConfig(segment=512, linear=True), *plain.heads[1:]))
-    buckets = [list(layers) for layers in made.layers]
+    buckets = [list(layers) for layers in profile.layers]
     buckets[0][0], buckets[1][0] = (linear, plain) if shorter else (plain, linear)
-    made = replace(made, layers=tuple(map(tuple, buckets)))
+    profile = replace(profile, layers=tuple(map(tuple, buckets)))
     for length in (int(begin * 1.2), int((begin * end) ** 0.5), int(end / 1.2)):
-        assert made.layer_config(0, length) == buckets[1][0]
-        assert made.layer_config(1, length) != buckets[1][1]  # which is interpolated
-    assert made.layer_config(0, begin) == buckets[0][0]
+        assert profile.layer_config(0, length) == buckets[1][0]
+        assert profile.layer_config(1, length) != buckets[1][1]  # which is interpolated
+    assert profile.layer_config(0, begin) == buckets[0][0]
 
 
 def captured(length=700, **features):
@@ -203,11 +203,13 @@ def test_a_head_gets_a_linear_tail_where_that_is_cheapest():
     assert costs == pytest.approx(EXPANSION / 1024)
 
 
-def test_the_recipe_lets_heads_have_one_and_a_journal_knows():
-    base = {"model": "demo", "lengths": (1024,), "budget_rel_mse": 1e-3, "out": Path("p.safetensors")}
-    without, with_tails = Recipe.of(base), Recipe.of(base | {"linear_tails": True})
-    assert recipe_key(without, 1024)["linear_tails"] is False
-    assert recipe_key(with_tails, 1024)["linear_tails"] is True
+def test_the_recipe_lets_heads_of_long_prompts_have_one_and_a_journal_knows():
+    base = {"model": "demo", "lengths": (32768,), "budget_rel_mse": 1e-3, "out": Path("p.safetensors")}
+    without, with_tails = Recipe.of(base | {"linear_tails": False}), Recipe.of(base)
+    segments = [recipe.linear_segments_for(length) for recipe in (without, with_tails) for length in (8192, 32768)]
+    assert segments == [(), (), (), (512, 1024, 2048)]
+    keys = [recipe_key(recipe, length)["linear_tails"] for recipe in (without, with_tails) for length in (8192, 32768)]
+    assert keys == [False, False, False, True]
 
 
 def test_at_a_checked_length_what_has_no_threshold_to_lower_becomes_dense():

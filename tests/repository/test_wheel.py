@@ -38,8 +38,8 @@ def wheel(tmp_path_factory):
     (sdist,) = (folder / "dist").glob("s2o-*.tar.gz")
     with tarfile.open(sdist) as archive:  # the tests need more of the repository than belongs there
         assert not [name for name in archive.getnames() if "/tests" in name]
-    (found,) = (folder / "dist").glob("s2o-*.whl")
-    return found
+    (path,) = (folder / "dist").glob("s2o-*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from calibrate.model.models import load_config
 from s2o_runtime import LayerConfig, Profile, TileConfig, patch, save_profile, unpatch
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import fingerprint, geometry
+from support.processes import ROOT
 
 SLOW = pytest.mark.slow(reason="imports torch or transformers in cold processes")
 
@@ -40,11 +41,11 @@ known, start = set(sys.modules), time.process_time()
 {code}
 print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - known)]))
 """
-    found = []
+    outputs = []
     for _ in range(RUNS):
         run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-        found.append(json.loads(run.stdout))
-    return min(seconds for seconds, _ in found), set(found[0][1])
+        outputs.append(json.loads(run.stdout))
+    return min(seconds for seconds, _ in outputs), set(outputs[0][1])
 
 
 @SLOW
@@ -61,6 +62,26 @@ def test_importing_what_patches_a_model():
     assert seconds <= IMPORT_SECONDS
     assert "s2o_runtime.huggingface.hf" in modules
     assert not [name for name in modules if name.startswith("s2o_runtime.kernels")]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("calibrate", "--lengths 8192 --trials 0", "s2o-calibrate: trials is 0: expected a whole number of at least 1"),
+        ("evaluate", "--out-dir out --tasks none", "s2o-eval: tasks is ('none',): expected a list"),
+    ],
+)
+def test_flags_are_refused_before_torch_is_loaded(command, flags, said, tmp_path):
+    """In a process of its own, where nothing but the sentence is on standard error, whatever libraries would say."""
+    program = (
+        f"import sys; from calibrate.commands.{command} import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", program, "--model", "demo", *flags.split()]
+    run = subprocess.run(
+        words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "2 False\n"
+    assert (run.stderr.startswith(said), run.stderr.count("\n")) == (True, 1)
 
 
 def test_patching_a_model_of_seven_billion_parameters(tmp_path):

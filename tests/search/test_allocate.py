@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -31,16 +32,16 @@ def spend(heads, budget_mse):
 
 
 def test_the_budget_goes_where_it_saves_most():
-    made = spend([[(1.0, 0.2)], [(1.0, 0.6)]], 0.5)  # the sum over two heads may reach 1
-    assert made.heads == (HeadConfig(TAUS[0], 1024), HeadConfig(segment=1024, mode="dense"))
-    assert (made.mse, made.density) == (0.5, 0.6)
-    assert made.cost == pytest.approx(0.6 + EXTRA / 2)
+    allocation = spend([[(1.0, 0.2)], [(1.0, 0.6)]], 0.5)  # the sum over two heads may reach 1
+    assert allocation.heads == (HeadConfig(TAUS[0], 1024), HeadConfig(segment=1024, mode="dense"))
+    assert (allocation.mse, allocation.density) == (0.5, 0.6)
+    assert allocation.cost == pytest.approx(0.6 + EXTRA / 2)
 
 
 def test_a_budget_may_be_spent_to_its_last_bit():
     """The steepest step costs all there is; a flatter one that costs less would keep others from it."""
-    made = spend([[(0.9, 0.5)], [(1.0, 0.2)]], 0.5)
-    assert (made.mse, made.density) == (0.5, 0.6)
+    allocation = spend([[(0.9, 0.5)], [(1.0, 0.2)]], 0.5)
+    assert (allocation.mse, allocation.density) == (0.5, 0.6)
 
 
 def test_a_head_whose_ranking_costs_more_than_it_saves_is_dense():
@@ -54,12 +55,12 @@ def test_heads_choose_representatives_and_tail_where_they_pay():
     plain = curve([[(1.0, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
     tailed = dataclasses.replace(plain, tail_mse=torch.tensor([[1.0], [0.1], [0.1]]).double().expand(3, len(TAUS)))
     ranked = curve([[(0.1, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
-    made = allocate({METHOD: tailed, many: ranked}, 0.101)
-    assert [(head.representatives, head.tail) for head in made.heads] == [(32, False), (1, True), (1, False)]
-    assert made.density == pytest.approx(0.2)
+    allocation = allocate({METHOD: tailed, many: ranked}, 0.101)
+    assert [(head.representatives, head.tail) for head in allocation.heads] == [(32, False), (1, True), (1, False)]
+    assert allocation.density == pytest.approx(0.2)
     costs = [overhead(many, False), overhead(METHOD, True), overhead(METHOD, False)]
     assert min(costs) == costs[2]
-    assert made.cost == pytest.approx(0.2 + sum(costs) / 3)
+    assert allocation.cost == pytest.approx(0.2 + sum(costs) / 3)
 
 
 points = st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.05, 0.99)), min_size=1, max_size=4)
@@ -68,8 +69,8 @@ points = st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.05, 0.99)), min_si
 @settings(max_examples=200, deadline=None)
 @given(heads=st.lists(points, min_size=1, max_size=4), budget=st.floats(0.0, 1.0))
 def test_the_budget_holds_and_the_result_is_near_the_best_possible(heads, budget):
-    made = spend(heads, budget)
-    assert made.mse <= budget + 1e-12
+    allocation = spend(heads, budget)
+    assert allocation.mse <= budget + 1e-12
     best = min(
         sum(cost for _, cost in combination) / len(heads)
         for combination in itertools.product(
@@ -78,7 +79,7 @@ def test_the_budget_holds_and_the_result_is_near_the_best_possible(heads, budget
         if sum(error for error, _ in combination) / len(heads) <= budget
     )
     # the convex relaxation misses at most what one head's last step is worth
-    assert best - 1e-12 <= made.cost <= best + 1.0 / len(heads)
+    assert best - 1e-12 <= allocation.cost <= best + 1.0 / len(heads)
 
 
 def test_several_budgets_are_each_spent_as_if_alone():
@@ -101,15 +102,22 @@ def test_a_head_whose_rows_go_wrong_gets_no_such_point():
     assert not any(head.tail for head in allocate({METHOD: spared}, 1e10, Allowed((False,))).heads)
 
 
+def test_no_head_spends_more_than_its_cap():
+    """Of four equal parts of the budget a head takes at most `head_cap`, the best point that still fits."""
+    curves = {METHOD: curve([[(0.5, 0.8), (2.0, 0.2)], [(4.0, 0.3)], [(4.0, 0.3)], [(4.0, 0.3)]])}
+    densities = {cap: allocate(curves, 0.5, Allowed(head_cap=cap)).density for cap in (math.inf, 4.0, 2.0, 1.0)}
+    assert densities == {math.inf: 0.8, 4.0: 0.8, 2.0: 0.95, 1.0: 0.95}
+
+
 def test_layers_share_a_budget_by_weight():
     """What one layer leaves the other may spend; an error that weighs more buys less."""
     layers = [{METHOD: curve([[(1.0, 0.2)], [(1.0, 0.2)]])}, {METHOD: curve([[(1.0, 0.6)], [(1.0, 0.6)]])}]
     alone = [allocate(curves, 0.5).density for curves in layers]
     assert alone == [0.6, 0.8]  # one head of two in each
     together = allocate_together(layers, [Weights(), Weights()], 0.5)
-    assert [made.density for made in together] == [0.2, 1.0]
+    assert [allocation.density for allocation in together] == [0.2, 1.0]
     weighted = allocate_together(layers, [Weights(4.0), Weights()], 0.5)
-    assert [made.density for made in weighted] == [1.0, 0.6]
+    assert [allocation.density for allocation in weighted] == [1.0, 0.6]
 
 
 def int8_curve(floor, points):

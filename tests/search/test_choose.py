@@ -70,7 +70,7 @@ def journal(tmp_path):
 
 def run(curves, journal, device=CPU, executor=pretended, **changes):
     said = []
-    found = choose(
+    chosen = choose(
         executor(SimpleNamespace(layers=len(curves)), device),
         {LENGTH: curves},
         {LENGTH: TILES},
@@ -79,20 +79,20 @@ def run(curves, journal, device=CPU, executor=pretended, **changes):
         journal=journal,
         on_trial=said.append,
     )
-    assert list(found) == [LENGTH]
-    assert len(said) == found[LENGTH].trials
-    return found[LENGTH]
+    assert list(chosen) == [LENGTH]
+    assert len(said) == chosen[LENGTH].trials
+    return chosen[LENGTH]
 
 
 def true_errors(chosen):
     """(mse, rel mse) of every layer, from the reference."""
-    found = []
+    errors = []
     for layer, choice in zip(LAYERS, chosen.choices, strict=True):
         out, _, _ = s2o_attention_reference(layer.q, layer.k, layer.v, choice.config, scale=layer.scale)
         truth = exact_attention(layer.q, layer.k, layer.v, scale=layer.scale)
         mse = float((out - truth).square().mean())
-        found.append((mse, mse / float(truth.square().mean())))
-    return found
+        errors.append((mse, mse / float(truth.square().mean())))
+    return errors
 
 
 def test_layers_that_are_alike_share_a_study_and_spend_their_own_budget(curves, journal):
@@ -130,7 +130,7 @@ def test_layers_share_one_budget(kind, curves, journal):
         if not choice.config.is_dense:
             assert shared.limits[index] == pytest.approx(errors[index] / MARGIN, rel=2e-3)
         assert choice.point == each.choices[index].point
-    costs = [sum(found.choices[index].allocation.cost for index in live) for found in (each, shared)]
+    costs = [sum(chosen.choices[index].allocation.cost for index in live) for chosen in (each, shared)]
     assert costs[1] < costs[0]
 
 
@@ -200,7 +200,7 @@ def timings(monkeypatch, seconds_of):
     """A GPU whose times are made up; what was timed: (layer, config)."""
     seen = []
 
-    def against_dense(call, dense, device, best):
+    def against_dense(call, dense, device, best, dense_seconds):
         layer = next(each.layer for each in LAYERS if each.q is call.args[0])
         seen.append((layer, call.args[3]))
         seconds = seconds_of(layer, call.args[3])
@@ -328,7 +328,7 @@ def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monke
         [each.choices[layer].curves for layer in live],
         [Weights(1 / powers[layer]) for layer in live],
         0.8e-2 * 4 / 3,
-        allowed(recipe()),
+        allowed(recipe(budget_scope="model")),
     )
     assert [shared.choices[layer].allocation for layer in live] == expected
     assert shared.limits[1] == 0.0

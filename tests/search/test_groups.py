@@ -63,15 +63,15 @@ def test_no_group_is_wider_than_allowed_and_no_two_would_fit_together(seed):
     table = table.sort(dim=-1, descending=True).values
     table = torch.cat([table, table[:1] - APART / 100])  # so near to the first layer that these two share at least
     count += 1
-    found = grouped(table.tolist())
-    assert sorted(index for group in found for index in group) == list(range(count))
-    assert all(group == sorted(group) for group in found)
-    assert [group[0] for group in found] == sorted(group[0] for group in found)
+    groups = grouped(table.tolist())
+    assert sorted(index for group in groups for index in group) == list(range(count))
+    assert all(group == sorted(group) for group in groups)
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
 
     def width(group):
         of_group = table[list(group)].flatten(1)
         return float((of_group.amax(0) - of_group.amin(0)).max())
 
-    assert all(width(group) < APART for group in found)
-    assert all(width(one + other) >= APART for one, other in itertools.combinations(found, 2))
-    assert len(found) < count
+    assert all(width(group) < APART for group in groups)
+    assert all(width(one + other) >= APART for one, other in itertools.combinations(groups, 2))
+    assert len(groups) < count

@@ -96,10 +96,10 @@ def test_another_length_or_segment_is_timed_again(timed, journal):
 
 def test_illegal_tiles_never_reach_timing(timed, journal, caplog):
     """Rows that do not divide every segment: a tile may not cross a segment's end."""
-    found = find(journal, segments=(64, 256))
+    tiles = find(journal, segments=(64, 256))
     legal = [shape for shape in SHAPES if shape[0] == 64]
     assert [shape_of(tile) for tile, _, _ in timed.seen] == legal != SHAPES
-    assert found == tuple(tile for tile in CANDIDATES if tile.rows == 64)
+    assert tiles == tuple(tile for tile in CANDIDATES if tile.rows == 64)
     left_out = said_of_tiles(caplog)
     assert set(left_out.values()) == {"its 128 rows do not divide segments of 64"}
     assert len(left_out) == len(SHAPES) - len(legal)
@@ -116,8 +116,8 @@ def test_if_no_tile_runs_that_is_an_error_with_the_first_reason(timed, journal):
 
 def test_it_times_real_calls(journal):
     """On a CPU each of them runs the reference."""
-    found = find(journal, segments=(64,), length=128)
-    assert {tile.rows for tile in found} == {64}
+    tiles = find(journal, segments=(64,), length=128)
+    assert {tile.rows for tile in tiles} == {64}
     ((key, (seconds, failed)),) = journal.entries("tile")
     assert 0 < seconds < 10
     assert failed == ""

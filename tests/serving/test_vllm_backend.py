@@ -14,7 +14,7 @@ from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
-from s2o_runtime.vllm.layouts import key_and_value_pages
+from s2o_runtime.vllm.batch import key_and_value_pages
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine, Graphs, fake_backend
 from support.server_batches import FEWEST, all_dense, alone, dense, joint_density, two_layers
@@ -162,51 +162,51 @@ def test_batches_that_decode_are_not_planned_even_where_all_is_dense():
 
 def test_decoder_layers_get_their_own_rows_of_the_profile():
     """In a model whose layers 1 and 3 alone have full attention."""
-    made = server(layer_numbers=(1, 3))
-    config = made.fit.layers[0].config(300)
+    shared = server(layer_numbers=(1, 3))
+    config = shared.fit.layers[0].config(300)
     for number in range(4):
-        engine = FakeEngine(made)
+        engine = FakeEngine(shared)
         request = engine.add(300)
         out, _ = engine.feed([(request, 300)], layer=number)
         expected = alone(request, 300, config).out if number == 1 else dense(request, 300)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    assert made.counters.rows == {
+    assert shared.counters.rows == {
         (0, "dense", "the layer is none of the profile's"): 300,
         (1, "s2o", "the tensors are on the cpu, the kernel needs a GPU"): 300,
         (2, "dense", "the layer is none of the profile's"): 300,
         (3, "dense", "every head of the layer is dense"): 300,
     }
-    assert set(made.counters.sampled) == {1}
+    assert set(shared.counters.sampled) == {1}
 
 
 def test_pages_that_the_op_does_not_take_are_the_stock_backends():
-    made = server()
-    engine = FakeEngine(made, page_size=2048, pages=2)
+    shared = server()
+    engine = FakeEngine(shared, page_size=2048, pages=2)
     request = engine.add(300)
     out, _ = engine.feed([(request, 300)])
     torch.testing.assert_close(out, dense(request, 300), rtol=1e-4, atol=1e-5)
-    assert made.counters.rows == {(0, "dense", "pages have 2048 tokens, more than 1024"): 300}
+    assert shared.counters.rows == {(0, "dense", "pages have 2048 tokens, more than 1024"): 300}
 
 
 @pytest.mark.parametrize(("action", "path"), [("warn", "s2o"), ("dense", "dense")])
 def test_a_layer_past_its_budget_is_noticed(action, path, monkeypatch):
     """Sampled calls are compared with dense attention; with action "dense" the layer runs dense from then on."""
     monkeypatch.setattr(counters.Counters, "is_sampled", lambda self, layer, is_prompt: True)
-    made = server(tau=1e5)
-    layer = made.fit.layers[0]
+    shared = server(tau=1e5)
+    layer = shared.fit.layers[0]
     check = DriftCheck(every=1, after=2, action=action)
-    layer.drift = made.counters.drift[0] = DriftMonitor(check, 0, Allowed("rel_mse", {300: 1e-9}))
+    layer.drift = shared.counters.drift[0] = DriftMonitor(check, 0, Allowed("rel_mse", {300: 1e-9}))
     for _ in range(3):
-        engine = FakeEngine(made)
+        engine = FakeEngine(shared)
         request = engine.add(300)
         engine.feed([(request, 300)])
-    assert made.counters.errors()[0] > check.margin
-    assert "of what is allowed" in made.counters.summary()
+    assert shared.counters.errors()[0] > check.margin
+    assert "of what is allowed" in shared.counters.summary()
     assert "times what the profile allows" in layer.drift.verdict
-    made.counters.rows.clear()
-    engine = FakeEngine(made)
+    shared.counters.rows.clear()
+    engine = FakeEngine(shared)
     out, _ = engine.feed([(engine.add(300), 300)])
-    ((_, taken, _),) = made.counters.rows
+    ((_, taken, _),) = shared.counters.rows
     assert taken == path
     if path == "dense":
         torch.testing.assert_close(out, dense(engine.requests[0], 300), rtol=1e-4, atol=1e-5)
@@ -239,14 +239,13 @@ def test_what_s2o_cannot_do_is_a_reason(made_with, reason):
 
 
 def test_what_vllm_asks_of_the_backend():
-    classes = fake_backend(server())
-    assert classes.backend.get_name() == "S2O"
-    assert classes.backend.get_impl_cls() is classes.implementation
-    assert classes.backend.get_builder_cls() is classes.builder
-    assert not classes.backend.supports_batch_invariance()
-    assert not classes.backend.supports_device_cpu_query_lens_mismatch()  # the stock backend's would be inherited
-    assert classes.builder.get_cudagraph_support() is Graphs.UNIFORM_BATCH
-    assert not classes.builder().use_cascade_attention(1, 2, three=3)
+    backend = fake_backend(server())
+    builder = backend.get_builder_cls()
+    assert backend.get_name() == "S2O"
+    assert not backend.supports_batch_invariance()
+    assert not backend.supports_device_cpu_query_lens_mismatch()  # the stock backend's would be inherited
+    assert builder.get_cudagraph_support() is Graphs.UNIFORM_BATCH
+    assert not builder().use_cascade_attention(1, 2, three=3)
 
 
 @pytest.mark.parametrize("shape", [(5, 2, 4, 3, 8), (5, 3, 4, 16)])

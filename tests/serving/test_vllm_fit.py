@@ -32,8 +32,8 @@ def profile(query_heads=8, kv_heads=2, layers=2, lengths=(1024, 4096), heads=Non
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_ranks_hold_every_head_once_and_the_kv_heads_that_these_read(size, kv_heads):
-    made = profile(kv_heads=kv_heads)
-    fits = [ProfileFit(made, Rank(index, size), CPU) for index in range(size)]
+    calibrated = profile(kv_heads=kv_heads)
+    fits = [ProfileFit(calibrated, Rank(index, size), CPU) for index in range(size)]
     assert [head for fit in fits for head in fit.heads] == list(range(8))
     group = 8 // kv_heads
     for fit in fits:
@@ -51,13 +51,13 @@ def test_a_layer_of_another_model_has_no_fit():
 
 
 def test_layers_are_found_by_their_numbers_in_the_decoder():
-    made = profile()
+    calibrated = profile()
     others = {"layer_numbers": (1, 3), "others": (("sliding_attention", 2),)}
-    fit = ProfileFit(replace(made, geometry=replace(made.geometry, **others)), Rank(), CPU)
+    fit = ProfileFit(replace(calibrated, geometry=replace(calibrated.geometry, **others)), Rank(), CPU)
     assert [layer.layer for layer in fit.layers] == [1, 3]
-    found = [fit.layer(number, 8, 2, 64) for number in range(5)]
+    layers = [fit.layer(number, 8, 2, 64) for number in range(5)]
     none = "the layer is none of the profile's"
-    assert found == [none, fit.layers[0], none, fit.layers[1], none]
+    assert layers == [none, fit.layers[0], none, fit.layers[1], none]
 
 
 def test_why_requests_are_dense():
@@ -98,8 +98,8 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
     ]
     geometry = Geometry("llama", len(layers), 8, 2, 64)
     buckets = tuple(zip(*layers, strict=True))
-    made = Profile("made", geometry, "", DeviceIdentity("cuda", "H", (8, 0)), (1024, 4096), buckets).validate()
-    fit = ProfileFit(made, Rank(), CPU)
+    calibrated = Profile("made", geometry, "", DeviceIdentity("cuda", "H", (8, 0)), (1024, 4096), buckets).validate()
+    fit = ProfileFit(calibrated, Rank(), CPU)
     calls = [(queries, keys) for queries in (1, 150, 250, 1500) for keys in (1000, 1800, 4096, 9000) if queries <= keys]
     calls += [(keys, keys) for keys in (1024, 1800, 4096)]
     assert fit.rejected is None
@@ -151,12 +151,12 @@ def test_a_checkpoint_is_hashed_as_its_model(tmp_path):
 
 def test_weights_are_compared_where_they_can_be(tmp_path):
     hashed = checkpoint(tmp_path)
-    made = replace(profile(), fingerprint=with_rope(hashed, served()))
-    assert check_model(made, served(), tmp_path) == "weights compared"
-    assert "no safetensors" in check_model(made, served(), None)
-    assert "random" in check_model(replace(made, fingerprint="random-1"), served(), tmp_path)
-    assert "their types differ" in check_model(made, served(quantization_config={}), tmp_path)
-    other = replace(made, fingerprint="0" * 64)
+    calibrated = replace(profile(), fingerprint=with_rope(hashed, served()))
+    assert check_model(calibrated, served(), tmp_path) == "weights compared"
+    assert "no safetensors" in check_model(calibrated, served(), None)
+    assert "random" in check_model(replace(calibrated, fingerprint="random-1"), served(), tmp_path)
+    assert "their types differ" in check_model(calibrated, served(quantization_config={}), tmp_path)
+    other = replace(calibrated, fingerprint="0" * 64)
     with pytest.raises(ProfileError, match="the weights are not those of made: calibrate the model that you serve"):
         check_model(other, served(), tmp_path)
     assert (

@@ -31,11 +31,11 @@ def batches(draw):
 def test_every_row_is_computed_once_and_by_whom_it_should(batch):
     queries, keys = batch
     starts = [0, *accumulate(queries)]
-    made = plan(starts, keys, why_dense, MAX_KEYS)
-    assert [run.first for run in made.runs] == [0, *(run.last for run in made.runs)][: len(made.runs)]
-    assert (made.runs[-1].last if made.runs else 0) == len(queries)
+    planned = plan(starts, keys, why_dense, MAX_KEYS)
+    assert [run.first for run in planned.runs] == [0, *(run.last for run in planned.runs)][: len(planned.runs)]
+    assert (planned.runs[-1].last if planned.runs else 0) == len(queries)
     reasons = {}
-    for run in made.runs:
+    for run in planned.runs:
         own = range(run.first, run.last)
         assert (run.begin, run.end) == (starts[run.first], starts[run.last])
         assert (run.max_q, run.max_k) == (max(queries[r] for r in own), max(keys[r] for r in own))
@@ -50,17 +50,17 @@ def test_every_row_is_computed_once_and_by_whom_it_should(batch):
             else:
                 assert run.length_step == length_step(keys[request])
         assert not run.is_sparse or run.total_k <= MAX_KEYS or len(own) == 1
-    assert dict(made.dense_rows) == reasons
-    sparse_rows = sum(run.end - run.begin for run in made.runs if run.is_sparse)
+    assert dict(planned.dense_rows) == reasons
+    sparse_rows = sum(run.end - run.begin for run in planned.runs if run.is_sparse)
     assert sparse_rows + sum(reasons.values()) == sum(queries)
-    assert made.is_dense == (sparse_rows == 0)
+    assert planned.is_dense == (sparse_rows == 0)
 
 
 @given(batches())
 def test_neighbours_are_joined_where_they_may_be(batch):
     queries, keys = batch
-    made = plan([0, *accumulate(queries)], keys, why_dense, MAX_KEYS)
-    for run, after in pairwise(made.runs):
+    planned = plan([0, *accumulate(queries)], keys, why_dense, MAX_KEYS)
+    for run, after in pairwise(planned.runs):
         assert run.length_step != after.length_step or run.total_k + keys[after.first] > MAX_KEYS
 
 
@@ -72,11 +72,11 @@ def test_a_run_is_as_large_as_its_limit_and_no_larger():
 
 
 def test_a_batch_of_decodes_and_one_long_prompt():
-    made = plan([0, 1, 2, 3, 1003], [700, 9000, 12, 4000], why_dense, MAX_KEYS)
-    stock, sparse = made.runs
+    planned = plan([0, 1, 2, 3, 1003], [700, 9000, 12, 4000], why_dense, MAX_KEYS)
+    stock, sparse = planned.runs
     assert (stock.requests, stock.rows, stock.is_sparse) == (slice(0, 3), slice(0, 3), False)
     assert (sparse.requests, sparse.rows, sparse.max_q, sparse.max_k) == (slice(3, 4), slice(3, 1003), 1000, 4000)
-    assert made.dense_rows == {"few queries": 3}
+    assert planned.dense_rows == {"few queries": 3}
 
 
 @given(st.integers(1, 1 << 20), st.integers(0, 1 << 20), st.integers(0, 5000))

@@ -1,6 +1,6 @@
 """A small model of many architectures, and which of its layers run S2O.
 
-An architecture needs no entry here to be supported; those of the table in docs/models.md have one.
+An architecture needs no entry here to be supported; those of the table in docs/results/architectures.md have one.
 """
 
 from collections import Counter

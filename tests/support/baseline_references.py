@@ -66,7 +66,7 @@ def packed_rows(q, block_m, h, i, packed):
 
 def flash_prefill(q, k, s, scale):
     """Both versions; of the second, h counts KV heads."""
-    found = {}
+    selected = {}
     packed = q.shape[1] // k.shape[1] if s.packed else 1
     offset, row_blocks = k.shape[2] - q.shape[2], math.ceil(q.shape[2] * packed / s.block)
     for b, h, i in itertools.product(range(q.shape[0]), range(q.shape[1] // packed), range(row_blocks)):
@@ -83,16 +83,16 @@ def flash_prefill(q, k, s, scale):
         chosen |= set(touched) | set(full[: s.first]) | {j for j in seen if j > seen[-1] - s.window}
         if i >= row_blocks - s.last:
             chosen |= set(seen)
-        found[b, h, i] = sorted(chosen), None
-    return found
+        selected[b, h, i] = sorted(chosen), None
+    return selected
 
 
 def skip_softmax(q, k, s, scale):
-    found = {}
+    selected = {}
     for b, h, i, _ in every_block(q, k, s.block):
         full, touched = key_blocks(k, 64, *positions(q, k, s.block, i))
-        found[b, h, i] = full + touched, None
-    return found
+        selected[b, h, i] = full + touched, None
+    return selected
 
 
 def pbs(q, k, s, scale):
@@ -118,7 +118,7 @@ def pbs(q, k, s, scale):
             segment = slice(begin, begin + s.segment)
             order[segment] = sorted(order[segment], key=lambda row: (int((centroids @ q[b, h, row]).argmax()), row))
         rows[b, h], moved_q[b, h] = order, q[b, h, order]
-    found = {}
+    selected = {}
     for b, h, i, u in every_block(q, k, s.block):
         span = positions(q, k, s.block, i, s.segment if s.permute_queries else None)
         full, touched = key_blocks(k, s.block, *span, s.segment)
@@ -126,8 +126,8 @@ def pbs(q, k, s, scale):
         means = {j: moved_keys[b, u, j * s.block : (j + 1) * s.block].mean(0) for j in full}
         scores = {j: scale * float(mean_q @ mean) for j, mean in means.items()}
         chosen = heaviest(softmax(scores), s.keep) | set(full[: s.first]) | set(touched)
-        found[b, h, i] = sorted(chosen), orders[b, u]
-    return found, rows
+        selected[b, h, i] = sorted(chosen), orders[b, u]
+    return selected, rows
 
 
 def self_similarity(rows):
@@ -137,7 +137,7 @@ def self_similarity(rows):
 
 
 def sparge(q, k, s, scale):
-    found = {}
+    selected = {}
     for b, h, i, u in every_block(q, k, s.block):
         full, touched = key_blocks(k, s.block_k, *positions(q, k, s.block, i))
         rows = q[b, h, i * s.block : (i + 1) * s.block]
@@ -148,14 +148,14 @@ def sparge(q, k, s, scale):
         chosen |= set(range(s.first)) & set(keys)
         if self_similarity(rows) < s.similarity:
             chosen |= set(keys)
-        found[b, h, i] = sorted(chosen), None
-    return found
+        selected[b, h, i] = sorted(chosen), None
+    return selected
 
 
 def xattention(q, k, s, scale):
     q_len, kv_len = q.shape[2], k.shape[2]
     offset, stride = kv_len - q_len, s.stride
-    found = {}
+    selected = {}
     for b, h, i, u in every_block(q, k, s.block):
         first, last = positions(q, k, s.block, i)
         full, touched = key_blocks(k, s.block, first, last)
@@ -172,15 +172,15 @@ def xattention(q, k, s, scale):
                 if key // s.block in mass:
                     mass[key // s.block] += weight
         chosen = heaviest(mass, s.keep) | set(touched) | set(range(s.first)) & set(mass)
-        found[b, h, i] = sorted(chosen), None
-    return found
+        selected[b, h, i] = sorted(chosen), None
+    return selected
 
 
-def flash_prefill_v2_attention(q, k, v, found, s, scale):
+def flash_prefill_v2_attention(q, k, v, selected, s, scale):
     """(output, pairs of each head, the mean of those that share a KV head) over a selection, one row at a time."""
     out, pairs = torch.zeros_like(q), torch.zeros(k.shape[1])
     packed, offset = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
-    for (b, u, i), (blocks, _) in found.items():
+    for (b, u, i), (blocks, _) in selected.items():
         rows = packed_rows(q, s.block, u, i, packed)
         whole, _ = key_blocks(k, s.block, offset + rows[0][1], offset + rows[-1][1])
         for head, row in rows:
@@ -196,7 +196,7 @@ def flash_prefill_v2_attention(q, k, v, found, s, scale):
     return out, pairs.repeat_interleave(packed).tolist()
 
 
-def attention(q, k, v, found, block_m, block_n, scale, rows=None, skip=None):
+def attention(q, k, v, selected, block_m, block_n, scale, rows=None, skip=None):
     """(output, pairs of each head) over a selection, float64, one row at a time; rows: the order of queries.
 
     skip: (limit, rows, keys, whether the denominator loses them too) of the tiles that are left out where every score
@@ -204,7 +204,7 @@ def attention(q, k, v, found, block_m, block_n, scale, rows=None, skip=None):
     """
     out, pairs = torch.zeros_like(q), [0] * q.shape[1]
     q_len, kv_len = q.shape[2], k.shape[2]
-    for (b, h, i), (blocks, order) in found.items():
+    for (b, h, i), (blocks, order) in selected.items():
         u = h // (q.shape[1] // k.shape[1])
         places = [t for j in blocks for t in range(j * block_n, min((j + 1) * block_n, kv_len))]
         keys = [order[t] for t in places] if order else places

@@ -102,9 +102,8 @@ class Stock:
 
 
 def fake_backend(server: Any) -> Any:
-    """S2O's three classes on the stock backend, for a server; layers are named "layers.N"."""
-    limit = lambda support: Graphs.UNIFORM_BATCH if support is Graphs.ALWAYS else support  # noqa: E731
-    return mix_in(Stock, "S2O", Host(lambda: server, lambda name: int(name.rpartition(".")[2]), limit))
+    """S2O's backend on the stock one, for a server; layers are named "layers.N"."""
+    return mix_in(Stock, "S2O", Host(lambda: server, lambda name: int(name.rpartition(".")[2])))
 
 
 def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: int, **like: Any) -> Tensor:
@@ -137,9 +136,9 @@ class FakeEngine(Requests):
 
     def __post_init__(self) -> None:
         heads, kv_heads, head_dim = self.sizes
-        self.classes = fake_backend(self.server)
-        self.builder = self.classes.builder()
-        self.impl = self.classes.implementation(
+        backend = fake_backend(self.server)
+        self.builder = backend.get_builder_cls()()
+        self.impl = backend.get_impl_cls()(
             heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=self.kv_cache_dtype
         )
         like = {"dtype": self.dtype, "device": self.device}

@@ -134,8 +134,8 @@ def save(name, folder, change=lambda model: None, **options):
 def stream(folder, resident, dtype=torch.float32):
     """A saved model without a tokenizer, as `models.load` gives it."""
     model = skeleton(AutoConfig.from_pretrained(folder), dtype, CPU)
-    made = Weights(model, checkpoint(folder), CPU, resident)
-    return LoadedModel("tiny", model, None, geometry(model.config), made.fingerprint, made)
+    weights = Weights(model, checkpoint(folder), CPU, resident)
+    return LoadedModel("tiny", model, None, geometry(model.config), weights.fingerprint, weights)
 
 
 def checkpoint(folder):

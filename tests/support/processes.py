@@ -40,3 +40,11 @@ def called(main, *arguments, cwd):
         sys.argv = typed
         signal.signal(signal.SIGTERM, terminate)
     return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def refusal(outcome, program):
+    """The one sentence of a command that refused its input."""
+    (line,) = [line for line in outcome.stderr.splitlines() if line.strip()]
+    assert outcome.returncode == 2, outcome
+    assert line.startswith(f"{program}: "), line
+    return line

@@ -7,7 +7,7 @@ from safetensors.torch import save
 
 from s2o_runtime.profile import METADATA_KEY
 
-FORMAT = Path(__file__).parents[2] / "docs" / "profile-format.md"
+FORMAT = Path(__file__).parents[2] / "s2o_runtime" / "profile" / "FORMAT.md"
 
 
 # of one length and three layers: one was left as it was, one got less of its budget, one became dense

@@ -42,4 +42,4 @@ class _Plain(AttentionBackend):  # type: ignore[misc]
         return [MultipleOf(16)]
 
 
-S2OBackend, S2OMetadataBuilder, S2OImpl = mix_in(_Plain, "CPU_ATTN", host())
+S2OBackend = mix_in(_Plain, "CPU_ATTN", host())

@@ -15,7 +15,7 @@ from torch import Tensor
 from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.pages import PagedKeys, packed_starts
-from s2o_runtime.vllm.layouts import key_and_value_pages
+from s2o_runtime.vllm.batch import key_and_value_pages
 
 
 @dataclass
@@ -79,17 +79,9 @@ class PlainImpl:
                 pages[page, slot] = new
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: PlainMetadata | None,
-        output: Tensor,
-        *scales: Any,
-        **named: Any,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: PlainMetadata | None, output: Tensor, *scales: Any, **named: Any,
+    ) -> Tensor:  # fmt: skip
         """vLLM's call of one layer; see its AttentionImpl."""
         if attn_metadata is None:
             return output.fill_(0)

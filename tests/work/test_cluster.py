@@ -186,9 +186,9 @@ def test_options_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")
 def test_a_host_without_gpus_may_coordinate_those_that_have_some(tmp_path):
     options = {"model": "demo", "device": "cuda", "target_gpu": "NVIDIA H200"}
-    made, device = on_this_machine(options | {"scheduler": "tcp://head:8786"})
-    assert (made.device, made.lengths, device.name) == ("cuda", (8192, 32768), "NVIDIA H200")
-    assert made.out == Path("profiles/demo/nvidia-h200/rel-mse-0.001.safetensors")
+    recipe, device = on_this_machine(options | {"scheduler": "tcp://head:8786"})
+    assert (recipe.device, recipe.lengths, device.name) == ("cuda", (8192, 32768), "NVIDIA H200")
+    assert recipe.out == Path("profiles/demo/nvidia-h200/rel-mse-0.001.safetensors")
     with pytest.raises(ResourceError, match="is not here"):
         on_this_machine(options | {"gpus": 2})
 
