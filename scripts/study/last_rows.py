@@ -116,9 +116,9 @@ def check(device: torch.device) -> None:
             ours, without = (run(call_q, k, v, layer, kv_start=start) for layer in (rows, config))
             compare(f"{name}, {kind}", ours, without, truth, rows.dense_from(call_q.shape[2]))
         edges = torch.tensor([0, 900, 3333], dtype=torch.int32, device=device)
-        packed_q, packed_k, packed_v = (tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v))
-        out = s2o_attention_varlen(packed_q, packed_k, packed_v, edges, edges, 2433, 2433, rows, backend=backend)
-        out = out.transpose(0, 1)[None]
+        q_rows, k_rows, v_rows = (tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v))
+        packed = s2o_attention_varlen(q_rows, k_rows, v_rows, edges, edges, 2433, 2433, rows, backend=backend)
+        out = packed.transpose(0, 1)[None]
         for part in (slice(0, 900), slice(900, 3333)):
             alone = [tensor[:1, :, part] for tensor in (q, k, v)]
             first = rows.dense_from(part.stop - part.start)

@@ -86,7 +86,7 @@ def test_the_table_has_the_ops_density_and_time(layer):
 
 
 @torch.no_grad()
-def test_bookkeeping_takes_little_time_on_the_host(layer, monkeypatch, capsys):
+def test_bookkeeping_takes_little_time_on_the_host(layer, monkeypatch, capsys, alone):
     module, _ = layer
     call, qkv = prefill(module, 1024)
     op = partial(s2o_attention, *qkv, CONFIG, return_stats=True)

@@ -28,7 +28,7 @@ def test_bfloat16_on_the_gpu_weighs_layers_as_float32_on_the_cpu(tmp_path):
     assert torch.tensor(sensitivity(on_gpu, prompts, seed=0)).double().allclose(weighed, rtol=0.02)
 
 
-def test_a_calibration_on_the_gpu_keeps_to_its_kl(tmp_path):
+def test_a_calibration_on_the_gpu_keeps_to_its_kl(tmp_path, alone):
     """The final proof may round unlike the passes, so what it finds is near the best of them, not equal."""
     options = {"lengths": (8192,), "budget_kl": NATS, "num_certify": 4, "check_lengths": (), "trials": 4}
     result = calibrate(Recipe.of({"model": "demo", "device": "cuda", "out": tmp_path / "p", **options}), progress=False)
