@@ -458,8 +458,10 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
     """Raise ProfileError for a type, a shape or a value that no profile has. outer: buckets and layers."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
     shapes |= dict.fromkeys((*LAYER_TENSORS, *OPTIONAL_TENSORS), outer) | {"tile": (*outer, tile_fields)}
-    for name, tensor in tensors.items():
-        dtype = (TENSORS | OPTIONAL_TENSORS)[name]
+    for name, dtype in (TENSORS | OPTIONAL_TENSORS).items():
+        if name not in tensors:
+            continue
+        tensor = tensors[name]
         if tensor.dtype != dtype or tuple(tensor.shape) != shapes[name]:
             raise ProfileError(
                 f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shapes[name]}"

@@ -77,7 +77,7 @@ def test_dense_last_rows_follow_the_length():
     assert recipe(last_rows=512).last_rows_at(1024) == 512
     assert recipe(last_rows=512, chunk=4096).last_rows_at(8192) == 0
     record = made.record()
-    assert Recipe.from_record(record, made.out) == made
+    assert Recipe.from_record(record, made.out).last_rows_at(8192) == 256
     del record["last_rows"]  # as versions before there were any
     assert Recipe.from_record(record, made.out).last_rows_at(8192) == 0
 
