@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.evaluation.plan import OPTIONS, OUTPUT, PROMPTS, TASKS, Plan
@@ -15,6 +15,10 @@ from calibrate.options import add_flags
 from calibrate.recipe import DEFAULT_LENGTHS
 from s2o_runtime.command_line import BAD_INPUT, INTERRUPTED, NO_RESOURCE, OK, Parser, add_information, exit_codes
 from s2o_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from calibrate.evaluation.results import Summary
+    from calibrate.prompts.prompt import Prompt
 
 PROGRAM = "s2o-eval"
 FIRST = ("--model", "--profile", "--setting", "--lengths", "--tasks", "--prompts", "--out-dir", "--dry-run")
@@ -76,12 +80,7 @@ def _run(flags: Flags) -> int:
     from calibrate.evaluation import own, report, tasks
     from calibrate.tables import print_lines, terminal
 
-    tokenizer = load_tokenizer(
-        plan.model,
-        random_weights=plan.random_weights,
-        trust_remote_code=plan.trust_remote_code,
-        tokenizer=plan.tokenizer,
-    )
+    tokenizer = load_tokenizer(plan.model, **plan.loading)
     tasks.check(plan, tokenizer)
     user_prompts = [] if plan.prompts is None else own.read(plan.prompts, tokenizer, limit)
     lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.cases(plan, user_prompts)))
@@ -91,29 +90,7 @@ def _run(flags: Flags) -> int:
     report.print_plan(lines, console)
     if "dry_run" in flags:
         return OK
-
-    from calibrate.evaluation.results import open_journal, summary
-    from calibrate.evaluation.run import evaluate
-    from calibrate.evaluation.variants import variants
-    from calibrate.model.models import load
-    from calibrate.progress import PhaseClock
-    from calibrate.versions import now
-
-    with PhaseClock().phase("loading the model", "quiet" not in flags):
-        loaded = load(
-            plan.model,
-            plan.device,
-            random_weights=plan.random_weights,
-            seed=plan.seed,
-            resident=True,
-            trust_remote_code=plan.trust_remote_code,
-            tokenizer=plan.tokenizer,
-        )
-    compared = variants(plan, loaded)
-    with open_journal(plan, loaded) as journal:
-        evaluate(plan, loaded, compared, user_prompts, journal, progress="quiet" not in flags)
-        outcome = summary(plan, loaded, compared, user_prompts, journal)
-    outcome |= {"date": now(), "command": shlex.join([PROGRAM, *sys.argv[1:]])}
+    outcome = _measured(plan, user_prompts, progress="quiet" not in flags)
     with writing(plan.out):
         files = report.write_report(outcome, plan)
     if "json" in flags:
@@ -122,6 +99,24 @@ def _run(flags: Flags) -> int:
         report.print_summary(outcome, console)
     print_lines([f"wrote {', '.join(files)} to {plan.out}"], console)
     return OK
+
+
+def _measured(plan: Plan, user_prompts: Sequence[Prompt], progress: bool) -> Summary:
+    """The summary of what the plan's journal has and what is measured now."""
+    from calibrate.evaluation.results import open_journal, summary
+    from calibrate.evaluation.run import evaluate
+    from calibrate.evaluation.variants import variants
+    from calibrate.model.models import load
+    from calibrate.progress import PhaseClock
+    from calibrate.versions import now
+
+    with PhaseClock().phase("loading the model", progress):
+        loaded = load(plan.model, plan.device, seed=plan.seed, resident=True, **plan.loading)
+    compared = variants(plan, loaded)
+    with open_journal(plan, loaded) as journal:
+        evaluate(plan, loaded, compared, user_prompts, journal, progress=progress)
+        outcome = summary(plan, loaded, compared, user_prompts, journal)
+    return outcome | {"date": now(), "command": shlex.join([PROGRAM, *sys.argv[1:]])}
 
 
 def _draft(flags: Flags) -> Plan:

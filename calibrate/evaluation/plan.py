@@ -99,6 +99,11 @@ class Plan:
     trust_remote_code: bool = shared(CALIBRATION["trust_remote_code"], default=False, group=COMPARED)
 
     @property
+    def loading(self) -> dict[str, Any]:
+        """How the model and its tokenizer are read, as `model.models.load` and `load_tokenizer` take it."""
+        return {name: getattr(self, name) for name in ("random_weights", "trust_remote_code", "tokenizer")}
+
+    @property
     def journal_path(self) -> Path:
         return self.out / "results.sqlite"
 

@@ -79,21 +79,15 @@ def opened(
     profile = load_profile(path)
     if needs_certificate and not certified_lengths(profile):
         raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
-    recipe = replace(recipe_of(profile, path), model=model, device=device, tokenizer=tokenizer)
+    recipe = replace(recipe_of(profile, path), model=model, device=device)
+    recipe = replace(recipe, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
     if recipe.scope == "model" and not profile.record.held_out:
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
     profile, rejected = fitted(profile, torch.device(device))
     if rejected is not None:
         raise InputError(f"{path} cannot be proven here: {rejected}")
-    loaded = load(
-        model,
-        device,
-        random_weights=recipe.random_weights,
-        seed=recipe.seed,
-        trust_remote_code=trust_remote_code,
-        tokenizer=tokenizer,
-    )
+    loaded = load(model, device, seed=recipe.seed, **recipe.loading)
     if difference := loaded.geometry.difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
