@@ -50,9 +50,9 @@ class Watched:
     reused: int = 0
 
     def __post_init__(self):
-        def watch(prompt, rankings, shapes):
+        def watch(prompt, rankings, shapes, last_rows):
             self.measured.append((prompt.layer, int(prompt.q.shape[2])))
-            return passes.measure(prompt, rankings, shapes)
+            return passes.measure(prompt, rankings, shapes, last_rows)
 
         self.monkeypatch.setattr(measure, "measure", watch)
 
