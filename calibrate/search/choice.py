@@ -122,7 +122,8 @@ class Choice:
     @property
     def dense_sentence(self) -> str | None:
         """Why the layer is dense as a whole, in words; None if it is not."""
-        return self.measured or (self.why_dense and self.why_dense.value)
+        why = self.why_dense or (DenseReason.NO_GAIN if self.config.is_dense else None)
+        return self.measured or (why and why.value)
 
     def predicted(self, layers: int) -> PredictedLayer:
         """What a profile keeps of it, in a model of so many layers: what the curves say, and the times if there are."""

@@ -308,6 +308,11 @@ def test_int8_scores_that_cost_more_than_the_budget_are_given_up():
     choice = choice_at(point, both, recipe(value=1e-9, scores=("int8",)))
     assert choice.dense_sentence == "int8 scores alone cost more than the budget"
     assert (choice.config.scores, choice.config.is_dense, choice.spent) == ("input", True, 0.0)
+    in_16_bits = choice_at(
+        DEFAULT, measured(make_prompts(1)), recipe(value=1e-30)
+    )  # nothing made it dense but its budget
+    assert in_16_bits.why_dense is None
+    assert in_16_bits.dense_sentence == "no head gains anything within the budget"
     affordable = choice_at(point, both, recipe(value=0.1, scores=("int8",)))
     assert affordable.config.scores == "int8"
     assert affordable.spending(1e-12, allowed(recipe())).config.scores == "input"
