@@ -81,6 +81,10 @@ MUTANTS = (
         ALLOCATE, "budget * len(layers)", "budget", ALLOCATE_TESTS,
     ),
     Mutant(
+        "one head may spend all of its layer's budget",
+        ALLOCATE, "if point.mse * weight <= most", "if point.mse * weight <= budget", ALLOCATE_TESTS,
+    ),
+    Mutant(
         "the hull of a head's points is the upper one",
         ALLOCATE, "<= _slope(hull[-2], point)", ">= _slope(hull[-2], point)", ALLOCATE_TESTS,
     ),
@@ -246,6 +250,11 @@ MUTANTS = (
     ),
     # masks
     Mutant(
+        "the last rows are as sparse as others",
+        REFERENCE, "last = config.dense_from(shape.q_len)", "last = shape.q_len",
+        ("tests/attention/test_last_rows.py", "-k", "reference"),
+    ),
+    Mutant(
         "a row of the window sees the key after its own",
         REFERENCE, "device=k.device) > last_key[..., None]", "device=k.device) > last_key[..., None] + 1",
         REFERENCE_TESTS,
@@ -349,6 +358,12 @@ MUTANTS = (
         "another cache group reads this group's pages",
         BATCH, "other._calls, other._parts = {}, {}", "other._calls, other._parts = self._calls, self._parts",
         BATCH_TESTS,
+    ),
+    # prompts
+    Mutant(
+        "a group of many documents takes the place of other groups to certify on",
+        "calibrate/prompts/split.py", "len(tallies[CERTIFY].groups)", "tallies[CERTIFY].prompts",
+        ("tests/prompts/test_split.py",),
     ),
 )  # fmt: skip
 
