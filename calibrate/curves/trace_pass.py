@@ -97,9 +97,8 @@ def traced(
     rows = [range(part.start, min(part.stop, sparse)) for part in sample or [range(length)] if part.start < sparse]
     windows = sum(window_pairs(part, method.segment, tile.block_n) for part in rows)
     causal = sum(pairs_from(part.start, part.stop) for part in rows)
-    dense_pairs = pairs_from(sparse, length)
-    all_pairs = pairs_from(0, length)
-    density = ((visited + windows) * ((all_pairs - dense_pairs) / max(causal, 1)) + dense_pairs) / all_pairs
+    sparse_pairs = (visited + windows) * (pairs_from(0, sparse) / max(causal, 1))
+    density = (sparse_pairs + pairs_from(sparse, length)) / pairs_from(0, length)
     values = max(sum(map(len, rows)), 1) * value_dim * (length / max(sparse, 1))
     power = float(norms.mean()) / value_dim
     return {
