@@ -34,7 +34,7 @@ class StopRule(IntEnum):
     """When a row tile stops visiting its prefix: what the gain of its last chunk is compared with.
 
     The gain is what the chunk added to the softmax denominator, relative to it, for each tile of the chunk. The
-    numbers are those of the tensor `stop_rule` in a profile file. Written in lower case: "rest", "share", "paper".
+    numbers are those of the tensor `stop_rule` in a profile file. Written in lower case: "rest", "paper".
     """
 
     REST = 0
@@ -42,8 +42,6 @@ class StopRule(IntEnum):
 
     One tau then means nearly the same at every length and tile size. This is the rule that the calibrator uses.
     """
-    SHARE = 1
-    """Stop once a tile's gain is below `tau * tile keys / prefix keys`. Only the reference backend has this rule."""
     PAPER = 2
     """Stop once a tile's gain is below `tau` (Algorithm 3 of the paper). The text "raw" names it too."""
 
@@ -356,13 +354,6 @@ class LayerConfig:
     @property
     def _values(self) -> tuple[object, ...]:
         return self.heads, self.tile, self.row_reduce, self.grain, self.scores, self.last_rows
-
-
-def config_obstacle(config: LayerConfig) -> str | None:
-    """Why no kernel computes a layer, whatever its tensors, tile and GPU; None if the kernels can."""
-    if any(head.mode == "s2o" and head.stop_rule is StopRule.SHARE for head in config.heads):
-        return f'stop_rule "{StopRule.SHARE}" is not supported by the kernel ({StopRule.REST}, {StopRule.PAPER})'
-    return None
 
 
 def plain(config: HeadConfig | LayerConfig) -> dict[str, Any]:
