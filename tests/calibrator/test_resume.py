@@ -1,4 +1,4 @@
-"""A calibration that is killed goes on where it was: real signals to real processes, and the bytes of a run in one go."""
+"""A calibration that is killed goes on where it was: signals to real processes, and the bytes of a run in one go."""
 
 import json
 import signal
