@@ -281,8 +281,7 @@ class LayerConfig:
         >>> LayerConfig.uniform(1, last_rows=256).dense_from(1000)  # row tiles of 128
         640
         """
-        rows = self.tile.rows
-        return max(q_len - self.last_rows, 0) // rows * rows if self.last_rows else q_len
+        return dense_from(q_len, self.last_rows, self.tile.rows)
 
     def as_dense(self) -> LayerConfig:
         """The same layer with every head dense, and scores in the type of the inputs."""
@@ -354,6 +353,11 @@ class LayerConfig:
     @property
     def _values(self) -> tuple[object, ...]:
         return self.heads, self.tile, self.row_reduce, self.grain, self.scores, self.last_rows
+
+
+def dense_from(q_len: int, last_rows: int, rows: int) -> int:
+    """`LayerConfig.dense_from` for programs of so many rows."""
+    return max(q_len - last_rows, 0) // rows * rows if last_rows else q_len
 
 
 def plain(config: HeadConfig | LayerConfig) -> dict[str, Any]:
