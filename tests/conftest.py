@@ -79,14 +79,6 @@ def nan_filled():
 
 
 @pytest.fixture
-def small_sample(monkeypatch):
-    """Triton's interpreter sorts the ranking's sample element by element: 20 s for each test at its shipped size."""
-    from s2o_runtime.kernels.rank import order
-
-    monkeypatch.setattr(order, "SAMPLES", 64)
-
-
-@pytest.fixture
 def offline(monkeypatch):
     """Any attempt to reach the hub is an error."""
     import huggingface_hub.constants
