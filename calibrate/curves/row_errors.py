@@ -21,12 +21,9 @@ def row_errors(out: Tensor, truth: Tensor) -> Tensor:
         float32 [B, H, L].
     """
     truth = truth.float()
-    return relative((out.float() - truth).square().sum(-1), truth.square().sum(-1))
-
-
-def relative(squares: Tensor, powers: Tensor) -> Tensor:
-    """`row_errors` from squared norms [..., L], of what rows are off by and of the rows."""
-    return (squares / powers.maximum(powers.mean(-1, keepdim=True)).clamp(min=1e-30)).sqrt()
+    power = truth.square().sum(-1)
+    scale = power.maximum(power.mean(-1, keepdim=True)).clamp(min=1e-30)
+    return ((out.float() - truth).square().sum(-1) / scale).sqrt()
 
 
 def worst_of(errors: Tensor, dim: int = -1) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import relative, tile_worst
+from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import within_memory
@@ -92,9 +92,10 @@ def errors_of_rows(out: Tensor, dense: Tensor) -> RowErrors:
     squares, powers = torch.zeros(2, rows, dtype=torch.float64, device=out.device)
     off = torch.empty(heads, rows, dtype=torch.float32, device=out.device)
     for head in range(heads):  # one at a time: a long output in float32 is large
-        ours, truth = out[0, head].float(), dense[0, head].float()
-        squared, power = (ours - truth).square().sum(-1), truth.square().sum(-1)
-        squares, powers, off[head] = squares + squared, powers + power, relative(squared, power)
+        ours, truth = out[:, head : head + 1].float(), dense[:, head : head + 1].float()
+        squares += (ours - truth).square().sum(-1)[0, 0]
+        powers += truth.square().sum(-1)[0, 0]
+        off[head] = row_errors(ours, truth)[0, 0]
     return RowErrors(squares / (heads * value_dim), powers / (heads * value_dim), off)
 
 
