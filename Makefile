@@ -57,7 +57,7 @@ SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.1
 	setproctitle soundfile tiktoken transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
 BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: docs tables demo check test test-all aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
+.PHONY: docs tables demo check test test-all pytest aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -66,10 +66,14 @@ demo: $(READY)
 check: MARKS := not slow and not exhaustive
 test: MARKS := not exhaustive
 test-all: MARKS :=
-check test-all: lint
+check test-all: BESIDE := lint
+
+# mypy has one thread, so it runs beside the tests
+check test test-all: $(READY)
+	$(MAKE) --no-print-directory -j2 $(BESIDE) pytest MARKS="$(MARKS)"
 
 # one thread in every worker: threads of several processes that wait for one another on few cores stand still
-check test test-all: $(READY)
+pytest:
 	if $(RUN) -c "import xdist" 2> /dev/null; \
 	then OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal --durations=10 -m "$(MARKS)" $(TESTS); \
 	else OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10 -m "$(MARKS)" $(TESTS); fi

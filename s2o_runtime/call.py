@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, config_obstacle
-from s2o_runtime.errors import InputError
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
 from s2o_runtime.pages import PageTable
 from s2o_runtime.scoring import PLAIN, Scoring
 from s2o_runtime.shapes import CallShape, call_shape, check_heads, packed_shape
@@ -165,7 +164,7 @@ class Call:
 
     @cached_property
     def tables(self) -> HeadTables:
-        """The settings of its heads on its device. Raises InputError: the kernels cannot compute such a layer."""
+        """The settings of its heads on its device."""
         return head_tables(self.config, self.q.device)
 
     @property
@@ -184,13 +183,7 @@ class Call:
 
 @lru_cache(maxsize=4096)
 def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
-    """The tables of a layer on a device; they are kept for the calls to come.
-
-    Raises:
-        InputError: the kernels cannot compute such a layer.
-    """
-    if obstacle := config_obstacle(config):
-        raise InputError(f'{obstacle}: run with backend="reference"')
+    """The tables of a layer on a device; they are kept for the calls to come."""
     ranked = [head for head in config.heads if head.mode == "s2o"]
 
     def table(value: Callable[[HeadConfig], float], dtype: torch.dtype = torch.int32) -> Tensor:

@@ -34,7 +34,7 @@ class StopRule(IntEnum):
     """When a row tile stops visiting its prefix: what the gain of its last chunk is compared with.
 
     The gain is what the chunk added to the softmax denominator, relative to it, for each tile of the chunk. The
-    numbers are those of the tensor `stop_rule` in a profile file. Written in lower case: "rest", "share", "paper".
+    numbers are those of the tensor `stop_rule` in a profile file. Written in lower case: "rest", "paper".
     """
 
     REST = 0
@@ -42,8 +42,6 @@ class StopRule(IntEnum):
 
     One tau then means nearly the same at every length and tile size. This is the rule that the calibrator uses.
     """
-    SHARE = 1
-    """Stop once a tile's gain is below `tau * tile keys / prefix keys`. Only the reference backend has this rule."""
     PAPER = 2
     """Stop once a tile's gain is below `tau` (Algorithm 3 of the paper). The text "raw" names it too."""
 
@@ -283,8 +281,7 @@ class LayerConfig:
         >>> LayerConfig.uniform(1, last_rows=256).dense_from(1000)  # row tiles of 128
         640
         """
-        rows = self.tile.rows
-        return max(q_len - self.last_rows, 0) // rows * rows if self.last_rows else q_len
+        return dense_from(q_len, self.last_rows, self.tile.rows)
 
     def as_dense(self) -> LayerConfig:
         """The same layer with every head dense, and scores in the type of the inputs."""
@@ -358,11 +355,9 @@ class LayerConfig:
         return self.heads, self.tile, self.row_reduce, self.grain, self.scores, self.last_rows
 
 
-def config_obstacle(config: LayerConfig) -> str | None:
-    """Why no kernel computes a layer, whatever its tensors, tile and GPU; None if the kernels can."""
-    if any(head.mode == "s2o" and head.stop_rule is StopRule.SHARE for head in config.heads):
-        return f'stop_rule "{StopRule.SHARE}" is not supported by the kernel ({StopRule.REST}, {StopRule.PAPER})'
-    return None
+def dense_from(q_len: int, last_rows: int, rows: int) -> int:
+    """`LayerConfig.dense_from` for programs of so many rows."""
+    return max(q_len - last_rows, 0) // rows * rows if last_rows else q_len
 
 
 def plain(config: HeadConfig | LayerConfig) -> dict[str, Any]:

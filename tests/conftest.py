@@ -1,5 +1,6 @@
 """Where there is no GPU, kernels run in Triton's interpreter; that must be said before triton is imported."""
 
+import importlib.util
 import logging
 import os
 import signal
@@ -9,6 +10,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton"):
+        from support.interpreter import hasten
+
+        hasten()
 
 # a shell lets what it starts in the background ignore interrupts, and so would the programs that tests interrupt
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -71,14 +76,6 @@ def nan_filled():
     assert torch.ones(1).new_empty(4).isnan().all()
     yield
     torch.use_deterministic_algorithms(previous)
-
-
-@pytest.fixture
-def small_sample(monkeypatch):
-    """Triton's interpreter sorts the ranking's sample element by element: 20 s for each test at its shipped size."""
-    from s2o_runtime.kernels.rank import order
-
-    monkeypatch.setattr(order, "SAMPLES", 64)
 
 
 @pytest.fixture

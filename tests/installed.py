@@ -50,6 +50,9 @@ with torch.no_grad(), s2o_runtime.patched(model, "p.safetensors", strict=True):
     assert any(row["path"] == "s2o" for row in s2o_runtime.explain(model))
 with torch.no_grad():
     assert sparse.isfinite().all() and not sparse.equal(model(ids).logits)
+with torch.no_grad(), s2o_runtime.patched(model, strict=True):  # with a profile of the catalogue that is installed
+    model(torch.randint(3, 256, (1, 1100)))
+    assert any(row["path"] == "s2o" for row in s2o_runtime.explain(model))
 """
 
 

@@ -125,11 +125,6 @@ def head_norms(dense: Tensor) -> Tensor:
     return torch.stack([head.float().square().sum(-1).mean() for head in dense[0]])
 
 
-def sparse_rows(length: int, last_rows: int, block_m: int) -> int:
-    """How many of a prompt's rows are not dense for being among the last: `LayerConfig.dense_from`, by row tiles."""
-    return max(length - last_rows, 0) // block_m * block_m if last_rows else length
-
-
 def pairs_from(row: int, length: int) -> int:
     """Causal pairs of the rows of a head from this one on."""
     return (length * (length + 1) - row * (row + 1)) // 2

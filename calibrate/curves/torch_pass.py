@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, sparse_rows, window_pairs
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
+from s2o_runtime.config import dense_from
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.attention import dense_window
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means
@@ -70,7 +71,7 @@ def measure(
                 for ranking in of_scores:
                     trace = _trace(segment, ranking)
                     for shape in shapes:
-                        sparse = sparse_rows(length, last_rows, shape.block_m) - begin
+                        sparse = dense_from(length, last_rows, shape.block_m) - begin
                         stopped[ranking, shape].append(_stops(trace, shape, norms[heads], sparse))
         for key, segments in stopped.items():
             totals[key].append(torch.stack([segment.sums for segment in segments]).sum(0))
@@ -79,7 +80,7 @@ def measure(
     curves = {}
     for key in keys:
         squared, tail_squared, visited = torch.cat(totals[key], 1).cpu()
-        sparse = sparse_rows(length, last_rows, key[1].block_m)
+        sparse = dense_from(length, last_rows, key[1].block_m)
         density = (visited + window_pairs(range(sparse), size, STEP) + pairs_from(sparse, length)) / causal
         row, tail_row = torch.cat(worst[key], 1).cpu()
         power = float(norms.mean()) / head_dim

@@ -9,12 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, sparse_rows, window_pairs
+from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from calibrate.recipe import SAMPLED_ROWS
 from s2o_runtime.call import Call
-from s2o_runtime.config import HEAD_DIMS, LayerConfig
+from s2o_runtime.config import HEAD_DIMS, LayerConfig, dense_from
 from s2o_runtime.devices import capability
 from s2o_runtime.shapes import laid_out
 from s2o_runtime.tiles import MIN_CAPABILITY, padded_head_dim, trace_tile
@@ -84,7 +84,7 @@ def traced(
     call = Call.of(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
-    sample, sparse = sampled_rows(length, method.segment), sparse_rows(length, last_rows, tile.block_m)
+    sample, sparse = sampled_rows(length, method.segment), dense_from(length, last_rows, tile.block_m)
     for part in trace(call, truth, norms, _taus(q.device), sample):
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from s2o_runtime.call import Call
-from s2o_runtime.config import HEAD_DIMS, LayerConfig, config_obstacle
+from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability, interpreted, tensor_obstacle
 from s2o_runtime.errors import InputError
@@ -106,8 +106,6 @@ def _kernel_obstacle(call: Call) -> str | None:
     sinks = () if call.scoring.sinks is None else (call.scoring.sinks,)
     if needs_gradients(call.q, call.k, call.v, *sinks):
         return "the kernel has no backward pass and gradients are enabled"
-    if obstacle := config_obstacle(call.config):
-        return obstacle
     if call.config.scores == "int8" and call.scoring.softcap is not None:
         return "int8 scores cannot be soft-capped by the kernel"
     if head_dim > HEAD_DIMS[-1]:  # no GPU has a tile for it, and the interpreter none either

@@ -76,10 +76,11 @@ SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as nu
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
 LINEAR_TAIL = 2  # in the tensor `tail`
 _INDEXED: dict[str, tuple[Any, ...]] = {  # fields that are names, which tensors hold as their numbers
-    "mode": MODES, "stop_rule": tuple(StopRule), "row_reduce": get_args(RowReduce), "scores": get_args(Scores),
+    "mode": MODES, "row_reduce": get_args(RowReduce), "scores": get_args(Scores),
 }  # fmt: skip
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
-_ALLOWED |= {"tail": (0, 1, LINEAR_TAIL), "representatives": REPRESENTATIVES, "grain": GRAINS, "last_rows": LAST_ROWS}
+_ALLOWED |= {"stop_rule": tuple(map(int, StopRule)), "tail": (0, 1, LINEAR_TAIL)}
+_ALLOWED |= {"representatives": REPRESENTATIVES, "grain": GRAINS, "last_rows": LAST_ROWS}
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -187,7 +188,8 @@ def _coded(name: str, config: HeadConfig | LayerConfig) -> Any:
 def _decoded(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a head or of a layer, by what their tensors hold."""
     if (tail := fields.get("tail")) is not None:
-        fields = fields | {"tail": tail == 1, "linear": tail == LINEAR_TAIL}
+        rule = StopRule(fields["stop_rule"])
+        fields = fields | {"tail": tail == 1, "linear": tail == LINEAR_TAIL, "stop_rule": rule}
     return {name: _INDEXED[name][value] if name in _INDEXED else value for name, value in fields.items()}
 
 

@@ -363,11 +363,6 @@ def stops(gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, til
     Returns:
         bool [T].
     """
-    tiles = (end - begin) / tile.block_n
-    match head.stop_rule:
-        case StopRule.REST:
-            return gain * (prefix - end) < head.tau * (end - begin)
-        case StopRule.SHARE:
-            return gain < tiles * (head.tau * tile.block_n / prefix)
-        case StopRule.PAPER:
-            return gain < tiles * head.tau
+    if head.stop_rule is StopRule.REST:
+        return gain * (prefix - end) < head.tau * (end - begin)
+    return gain < (end - begin) / tile.block_n * head.tau

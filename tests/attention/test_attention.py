@@ -13,8 +13,6 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from support.marks import INTERPRETED
 from support.naive import naive_attention
 
-pytestmark = pytest.mark.usefixtures("small_sample")
-
 TILE = TileConfig(64, 32, 2, 4, 1)
 
 

@@ -16,11 +16,9 @@ from support.layouts import pack, unpacked
 from support.marks import INTERPRETED
 from support.paging import PagedBatch
 
-pytestmark = pytest.mark.usefixtures("small_sample")
-
 BACKENDS = ["reference", pytest.param("triton", marks=INTERPRETED)]
 LINEAR = LayerConfig((HeadConfig(segment=64, linear=True), HeadConfig(1.0, 64, tail=True)), TILE, grain=4)
-TWENTY_SECONDS = pytest.mark.exhaustive(reason="the kernels take 20 s in the interpreter; padded calls are quick")
+SLOW = pytest.mark.slow(reason="the kernels take seconds in the interpreter; padded calls are quick")
 KEPT = {"return_lse": True, "return_stats": True}
 SHAPES = [
     pytest.param((1, 2, 1, 333, 333, 64, None), id="odd-GQA"),
@@ -63,7 +61,7 @@ def test_a_linear_tail_ends_before_them(backend, nan_filled):
     assert not torch.allclose(without.out[:, 0, 192:], dense_attention(q, k, v)[:, 0, 192:], atol=1e-2)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=[INTERPRETED, TWENTY_SECONDS])])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=[INTERPRETED, SLOW])])
 def test_of_packed_and_paged_sequences_each_has_its_own(backend, nan_filled):
     config = replace(mixed_config(4, 20.0, grain=4), last_rows=128)
     queries, lengths = [333, 40, 0, 70, 200], [333, 150, 0, 70, 260]

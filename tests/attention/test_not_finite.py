@@ -20,7 +20,6 @@ from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.scoring import Scoring
 from support.marks import INTERPRETED, pairwise
 
-pytestmark = pytest.mark.usefixtures("small_sample")
 LENGTH, SEGMENT, HEADS, HEAD_DIM, PADDING = 250, 64, 2, 64, 170
 TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 STOPS_AT_ONCE = 1e6

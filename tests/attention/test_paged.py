@@ -13,8 +13,6 @@ from s2o_runtime.pages import PagedKeys
 from support.marks import INTERPRETED, pairwise
 from support.paging import LAYOUTS, PagedBatch, paged
 
-pytestmark = pytest.mark.usefixtures("small_sample")
-
 SLOW = pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs one after another")
 TILE = TileConfig(64, 32, 2, 4, 1)
 CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, grain=4, tile=TILE)

@@ -1,4 +1,4 @@
-"""A calibration that is killed goes on where it was: real processes, real signals, and the bytes of a run in one go."""
+"""A calibration that is killed goes on where it was: signals to real processes, and the bytes of a run in one go."""
 
 import json
 import signal
@@ -9,21 +9,23 @@ from contextlib import closing
 
 import pytest
 
-from support.processes import command, environment
+from calibrate.commands import calibrate
+from support.processes import called, command, environment
 
 SLOW = pytest.mark.slow(reason="kills and resumes calibrations in processes of their own")
 
 OPTIONS = ["--lengths", "512,1024", "--segments", "64,128", "--representatives", "1,4", "--num-prompts", "6"]
 OPTIONS += ["--num-certify", "0"]
 OPTIONS += ["--num-held-out", "1", "--trials", "2", "--budget-rel-mse", "1e-2", "--device", "cpu", "--quiet", "--json"]
+OPTIONS += ["--out", "p.safetensors", "--journal", "j.sqlite"]
 CURVES = 4  # of a whole journal: two layers at two lengths
 LONG = 120  # seconds that nothing here should take
 
 
-def start(folder, cwd, out="p.safetensors", journal="j.sqlite"):
+def start(folder, cwd):
     """`s2o-calibrate` as a process of its own."""
     return subprocess.Popen(
-        command("calibrate.commands.calibrate", "--model", folder, *OPTIONS, "--out", out, "--journal", journal),
+        command("calibrate.commands.calibrate", "--model", folder, *OPTIONS),
         cwd=cwd,
         env=environment(folder.parent),
         stdout=subprocess.PIPE,
@@ -33,10 +35,19 @@ def start(folder, cwd, out="p.safetensors", journal="j.sqlite"):
 
 
 def finish(process):
-    """Its exit code, its result and the last line of what it said besides."""
+    """Its exit code, what it wrote and the last line of what it said besides."""
     output, errors = process.communicate(timeout=LONG)
     lines = errors.splitlines()
-    return process.returncode, json.loads(output) if output else None, lines[-1] if lines else ""
+    return process.returncode, output, lines[-1] if lines else ""
+
+
+def whole(folder, cwd):
+    """The result of `s2o-calibrate` when nothing disturbs it, in this process."""
+    outcome = called(calibrate.main, "--model", folder, *OPTIONS, cwd=cwd)
+    assert outcome.returncode == 0, outcome
+    result = json.loads(outcome.stdout)
+    assert result["met"]
+    return result
 
 
 def entries(path):
@@ -58,24 +69,11 @@ def wait_for(process, path, count):
     assert process.poll() is None
 
 
-def assert_as_in_one_go(one_go, cwd, outcome, reused):
-    """The same profile and the same journal, without one measurement twice."""
-    code, result, said = outcome
-    assert code == 0, said
-    assert result["met"]
-    assert (cwd / "p.safetensors").read_bytes() == (one_go / "p.safetensors").read_bytes()
-    assert entries(cwd / "j.sqlite") == entries(one_go / "j.sqlite")
-    assert result["journal"]["reused"] == reused
-
-
 @pytest.fixture(scope="module")
 def one_go(tiny_folder, tmp_path_factory):
     """Where a run that nothing disturbed left its files."""
     cwd = tmp_path_factory.mktemp("one")
-    code, result, said = finish(start(tiny_folder, cwd))
-    assert code == 0, said
-    assert result["met"]
-    assert result["journal"]["reused"] == 0
+    assert whole(tiny_folder, cwd)["journal"]["reused"] == 0
     kinds = [kind for kind, *_ in entries(cwd / "j.sqlite")]
     assert kinds.count("curves") == CURVES
     assert set(kinds) == {"curves", "proof"}
@@ -91,8 +89,8 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(tiny_folder, on
         process = start(tiny_folder, tmp_path)
         wait_for(process, journal, count)
         process.send_signal(number)
-        code, result, said = finish(process)
-        assert (code, result) == (130 if number == signal.SIGINT else -signal.SIGKILL, None)
+        code, output, said = finish(process)
+        assert (code, output) == (130 if number == signal.SIGINT else -signal.SIGKILL, "")
         if number == signal.SIGINT:
             kept = "run the same command to continue: everything measured so far is kept in j.sqlite"
             assert said == f"s2o-calibrate: interrupted; {kept}"
@@ -100,4 +98,6 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_in_one_go(tiny_folder, on
         assert after[: len(before)] == before
         assert len(after) >= count
         assert sorted(path.name for path in tmp_path.iterdir()) == ["j.sqlite", "j.sqlite.lock"]
-    assert_as_in_one_go(one_go, tmp_path, finish(start(tiny_folder, tmp_path)), len(after))
+    assert whole(tiny_folder, tmp_path)["journal"]["reused"] == len(after)  # no measurement is made twice
+    assert (tmp_path / "p.safetensors").read_bytes() == (one_go / "p.safetensors").read_bytes()
+    assert entries(journal) == entries(one_go / "j.sqlite")

@@ -289,7 +289,6 @@ def test_naive_attention_is_softmax_row_by_row():
 
 @pytest.mark.slow(reason="runs the kernels in Triton's interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_doctor_gpu.py runs the compiled kernel")
-@pytest.mark.usefixtures("small_sample")
 def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypatch):
     tile = TileConfig(64, 32, 2, 4, 1)
     real, results = self_test.s2o_attention, {}

@@ -458,7 +458,7 @@ def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
         ("tau=1,tau=2", "gives tau twice"),
         ("tau=1,segment=100", "segment 100 is not a multiple of 64: round it"),
         ("tau=-1", "tau -1.0 is out of range"),
-        ("tau=1,stop_rule=last", "stop_rule 'last' is not known: use one of rest, share, paper"),
+        ("tau=1,stop_rule=last", "stop_rule 'last' is not known: use one of rest, paper"),
         ("tau=1,grain=3", "grain 3 is not supported: use one of"),
     ],
 )

@@ -113,7 +113,6 @@ def near(out, lse, expected, of_sums=2e-3):
 
 
 @INTERPRETED
-@pytest.mark.usefixtures("small_sample")
 @pytest.mark.parametrize(("shape", "tau", "grain"), all_but_first(CASES, SLOW))
 def test_the_kernels_equal_the_reference(shape, tau, grain, nan_filled):
     q, k, v, kv_start = drawn(shape)
@@ -125,7 +124,6 @@ def test_the_kernels_equal_the_reference(shape, tau, grain, nan_filled):
 
 
 @INTERPRETED
-@pytest.mark.usefixtures("small_sample")
 @pytest.mark.parametrize("stop_rule", all_but_first([StopRule.REST, StopRule.PAPER], SLOW), ids=str)
 def test_sinks_and_dense_heads(stop_rule, nan_filled):
     q, k, v = inputs(1, 2, 1, 200, 200, 64)
@@ -170,7 +168,6 @@ def test_caps_are_refused(monkeypatch):
 
 
 @INTERPRETED
-@pytest.mark.usefixtures("small_sample")
 def test_packed_sequences(nan_filled):
     """Each has a middle and units of its own; one is empty, one has a prefix from a cache."""
     cu_q = torch.tensor([0, 90, 90, 150], dtype=torch.int32)

@@ -30,10 +30,9 @@ from support.naive import naive_attention
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 
-pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
+pytestmark = INTERPRETED
 
 BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
-SHIPPED_SAMPLES = order_module.SAMPLES
 
 
 def rank_of(q, k, config, kv_start=None):
@@ -336,9 +335,8 @@ def bucket_order(scores):
 
 
 @SLOW
-def test_the_coarse_order_is_nearly_the_full_order(monkeypatch):
+def test_the_coarse_order_is_nearly_the_full_order():
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
-    monkeypatch.setattr(order_module, "SAMPLES", SHIPPED_SAMPLES)
     q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
     scores, ranked = rank_of(q, k, LayerConfig.uniform(1, segment=64, tile=TILE))
     prefix = (3000 - 64) // 32 * 32
@@ -350,8 +348,9 @@ def test_the_coarse_order_is_nearly_the_full_order(monkeypatch):
 
 
 @pytest.mark.parametrize("prefix", [96, 160, 224, 480])
-def test_the_order_knows_the_last_keys_however_long_the_prefix_is(prefix):
+def test_the_order_knows_the_last_keys_however_long_the_prefix_is(prefix, monkeypatch):
     """Recent keys often matter most: those behind the last whole multiple of the sample must be seen by it too."""
+    monkeypatch.setattr(order_module, "SAMPLES", 64)
     direction = torch.full((64,), 0.125)
     q = direction.expand(1, 1, 64, 64)
     k = torch.linspace(0, 6, prefix + 64)[None, None, :, None] * direction * 8  # scores rise with the position

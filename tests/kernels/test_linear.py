@@ -25,7 +25,7 @@ from support.naive import naive_attention
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 
-pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
+pytestmark = INTERPRETED
 
 LINEAR = HeadConfig(0.3, 64, linear=True)
 MIXED = (

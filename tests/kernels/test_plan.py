@@ -24,7 +24,6 @@ from support.paging import LAYOUTS, PagedBatch
 
 SLOW = pytest.mark.slow(reason="runs kernels in Triton's interpreter, seconds each")
 
-pytestmark = pytest.mark.usefixtures("small_sample")
 
 TABLE = torch.arange(64)  # was there before any call
 

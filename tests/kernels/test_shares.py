@@ -23,7 +23,6 @@ from support.paging import PagedBatch
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 
-pytestmark = pytest.mark.usefixtures("small_sample")
 
 GPU = Resources(132, 50 << 20)
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)

@@ -12,7 +12,7 @@ from s2o_runtime.reference.dense import exact_attention
 from support.kernels import call_of, inputs
 from support.marks import INTERPRETED
 
-pytestmark = [INTERPRETED, pytest.mark.usefixtures("small_sample")]
+pytestmark = INTERPRETED
 
 SLOW = pytest.mark.slow(reason="runs the kernels in Triton's interpreter at every threshold and spacing")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further settings of that, half a minute each")

@@ -15,7 +15,7 @@ from calibrate.profiles.rebudget import rebudget
 from calibrate.profiles.retile import retile
 from calibrate.recipe import Budget
 from calibrate.report.card import card
-from s2o_runtime.config import HeadConfig
+from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.profile import Record, load_profile, save_profile
 from support.artefacts import shared
 from support.golden_profiles import field_paths, minimal, path_of
@@ -158,7 +158,7 @@ def test_export_holds_everything(run, tmp_path):
     for bucket, layers in zip(document["buckets"], profile.layers, strict=True):
         expected = json.loads(json.dumps([dataclasses.asdict(layer) for layer in layers]))
         for head in (head for layer in expected for head in layer["heads"]):
-            head["stop_rule"] = ["rest", "share", "paper"][head["stop_rule"]]  # the name, not the file's number
+            head["stop_rule"] = str(StopRule(head["stop_rule"]))  # the name, not the file's number
         assert bucket["layers"] == expected
     assert run("export", FULL, "--out", tmp_path / "p.json") == (0, f"wrote {tmp_path}/p.json\n")
     assert json.loads((tmp_path / "p.json").read_text()) == document

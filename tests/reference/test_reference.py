@@ -43,7 +43,7 @@ def mixed_heads(count, tau, stop_rule):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tau_zero_is_dense_attention(shape):
     q, k, v, kv_start = drawn(shape)
-    config = LayerConfig(mixed_heads(shape[1], 0.0, StopRule.SHARE), TILE)
+    config = LayerConfig(mixed_heads(shape[1], 0.0, StopRule.REST), TILE)
     out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start)
     torch.testing.assert_close(out, naive_attention(q, k, v, kv_start=kv_start), rtol=1e-10, atol=1e-12)
     share = density(visited, config, call_shape(q, k, v), kv_start)
@@ -61,7 +61,7 @@ def equals_the_naive_loop(q, k, v, config, **options):
         torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
 
 
-TAU = {StopRule.REST: 1.0, StopRule.SHARE: 1.5, StopRule.PAPER: 0.4}
+TAU = {StopRule.REST: 1.0, StopRule.PAPER: 0.4}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from support.pages import ROOT
 
 # From the bottom up: a file imports only from rooms before its own, or other files of its room.
@@ -103,14 +101,6 @@ def modules_after(code: str) -> set[str]:
 
 def test_the_runtime_imports_nothing_heavy():
     assert not modules_after("import s2o_runtime").intersection(HEAVY)
-
-
-@pytest.mark.slow(reason="a process of its own")
-def test_using_the_runtime_imports_torch_only():
-    loaded = modules_after("from s2o_runtime import s2o_attention, load_profile, LayerConfig, Profile")
-    assert "torch" in loaded
-    # torch itself brings triton where it is installed
-    assert not loaded.intersection(set(HEAVY) - modules_after("import torch"))
 
 
 def test_the_command_line_imports_no_torch():

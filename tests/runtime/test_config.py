@@ -63,5 +63,5 @@ def test_a_stop_rule_is_written_in_lower_case(text, rule):
     assert LayerConfig.uniform(1, stop_rule=text).heads[0].stop_rule is rule
     assert f"{rule}" == f"{rule:s}" == str(StopRule.parse(text)) == rule.name.lower()
     assert json.loads(json.dumps(plain(HeadConfig(stop_rule=rule))))["stop_rule"] == str(rule)
-    with pytest.raises(ConfigError, match="stop_rule 'Rest' is not known: use one of rest, share, paper"):
+    with pytest.raises(ConfigError, match="stop_rule 'Rest' is not known: use one of rest, paper"):
         LayerConfig.uniform(1, stop_rule="Rest")

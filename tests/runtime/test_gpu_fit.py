@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from s2o_runtime import devices
-from s2o_runtime.call import head_tables
-from s2o_runtime.config import LayerConfig, TileConfig, config_obstacle
+from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity, Fit, capability, fit, identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.tiles import candidate_tiles, default_tile, tile_obstacle
@@ -137,13 +136,3 @@ ONE_STAGE, FOUR_STAGES = (dataclasses.replace(SPECIALIZED, num_stages=stages) fo
 def test_one_function_says_why_a_tile_is_not_legal(tile, head_dim, capability, obstacle):
     answer = tile_obstacle(tile.validate(), head_dim, capability)
     assert answer is None if obstacle is None else answer.endswith(obstacle)
-
-
-def test_the_share_rule_has_no_kernel():
-    config = LayerConfig.uniform(2, stop_rule="share")
-    obstacle = 'stop_rule "share" is not supported by the kernel (rest, paper)'
-    assert config_obstacle(config) == obstacle
-    assert config_obstacle(LayerConfig.uniform(2, stop_rule="paper", row_reduce="max")) is None
-    assert config_obstacle(LayerConfig.uniform(2, stop_rule="share", mode="dense")) is None
-    with pytest.raises(InputError, match=r"share.* run with backend"):
-        head_tables(config, torch.device("cpu"))

@@ -14,8 +14,6 @@ from scripts.bench import breakdown, prefill
 from scripts.bench.calls import bisect, kernel_parts
 from scripts.bench.schema import AttentionFile, PrefillFile, read
 
-pytestmark = pytest.mark.usefixtures("small_sample")
-
 EXHAUSTIVE = pytest.mark.exhaustive(reason="runs a whole benchmark")
 
 TINY = ["--heads", "2/1", "--head-dim", "64", "--dtype", "float32", "--segment", "64", "--tile", "64x32x1:4:2"]

@@ -32,12 +32,12 @@ def full() -> Profile:
     """Several buckets, every value that a head or layer may have in some of them, every field of a record."""
     heads = [
         HeadConfig(0.25, 256, "s2o", StopRule.REST, 1, False),
-        HeadConfig(1e6, 256, "s2o", StopRule.SHARE, 2, True),
+        HeadConfig(1e6, 256, "s2o", StopRule.PAPER, 2, True),
         HeadConfig(0.0, 512, "s2o", StopRule.PAPER, 4, False),
         HeadConfig(0.5, 65536, "dense", StopRule.REST, 8, False),
         HeadConfig(2.0**-20, 128, "s2o", StopRule.REST, 16, True),
         HeadConfig(2.0, 1024, "s2o", StopRule.REST, 32, True),
-        HeadConfig(0.125, 65536, "s2o", StopRule.SHARE, 64, False),
+        HeadConfig(0.125, 65536, "s2o", StopRule.PAPER, 64, False),
         HeadConfig(0.0, 64, "dense", StopRule.PAPER, 1, True),
     ]
     tiles = [

@@ -134,7 +134,6 @@ def _one_tile(score, members, window, order, rows_q, keys, offset, head, tile, r
         begun, done = done, done + len(new)
         if head.stop_rule is StopRule.REST:
             gain *= (len(order) - done) / tile.block_n
-        unit = tile.block_n / len(order) if head.stop_rule is StopRule.SHARE else 1.0
-        if gain < head.tau * unit:
+        if gain < head.tau:
             return {"visited": done, "begun": begun, "kept": done - len(new) if paper_literal else done}
     return {"visited": done, "begun": begun, "kept": done}
