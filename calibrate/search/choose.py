@@ -212,7 +212,7 @@ class CallTime(WorkItem):
         if form(self.config) not in compiled:
             needed = {form(config): config for config in (*self.likely, self.config)}
             layers = [config for name, config in needed.items() if name not in compiled and not config.is_dense]
-            compiled |= needed.keys()
+            compiled.update(needed)
             compile_ahead(captured.s2o(each) for config in layers for each in with_tiles(config, self.tiles))
         try:
             known: dict[Hashable, float] = worker.keep("seconds of dense attention", dict)

@@ -11,7 +11,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from calibrate.curves.curves import Shape, unpacked
-from calibrate.curves.measure import _of_prompt, combined
+from calibrate.curves.measure import combined, of_prompt
 from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.capture import Captured
 from calibrate.recipe import Recipe
@@ -52,7 +52,7 @@ def recipe(kind="rel_mse", value=1e-2, **changes):
 
 def measured(prompts, **changes):
     shapes = sorted({Shape.of(tile) for tile in TILES}, key=str)
-    return unpacked(combined([_of_prompt(prompt, shapes, recipe(**changes)) for prompt in prompts]))
+    return unpacked(combined([of_prompt(prompt, shapes, recipe(**changes)) for prompt in prompts]))
 
 
 @pytest.fixture(scope="module")
