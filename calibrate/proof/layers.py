@@ -25,7 +25,7 @@ from torch import Tensor
 from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
-from calibrate.model.memory import within_memory
+from calibrate.model.memory import plenty_is_free, within_memory
 from calibrate.model.predictions import ROWS, agreement
 from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompt import Prompt
@@ -195,6 +195,7 @@ class PairWalk:
         self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
         self._runs: tuple[LayerRun, ...]
         self._tried: tuple[LayerRun, Stream] | None
+        self._dense: Tensor | None
         self._begin()
 
     def move_to(self, history: History) -> None:
@@ -204,7 +205,7 @@ class PairWalk:
         for run in history.runs[len(self._runs) :]:
             self._pass()
             self._forward.move([partial(self._accepted, run), None])
-            self._runs, self._tried = (*self._runs, run), None
+            self._runs, self._tried, self._dense = (*self._runs, run), None, None
 
     @torch.no_grad()
     def measure(self, run: LayerRun, observer: hf.Observer) -> float:
@@ -224,6 +225,14 @@ class PairWalk:
             self._tried = run, layer.patched(self._forward.streams[0], state)
         return state.density
 
+    def dense(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The next layer's dense attention, [1, Hq, L, Dv], the same whatever it runs: kept while memory is plenty."""
+        if self._dense is not None:
+            return self._dense
+        out = compute()
+        self._dense = out if plenty_is_free(out.device) else None
+        return out
+
     @torch.no_grad()
     def agreement(self) -> PromptAgreement:
         """What both models predict in the end, after all layers."""
@@ -236,7 +245,7 @@ class PairWalk:
     def _begin(self) -> None:
         (stream,) = begin(self._worker.loaded, [self._prompt.ids], self._worker.keep("calls of patched layers", dict))
         self._forward = LayerwiseForward(self._worker.loaded, [replace(stream, prompt=self._index)] * 2)
-        self._runs, self._tried = (), None
+        self._runs, self._tried, self._dense = (), None, None
 
     def _pass(self) -> None:
         """Move to the next layer of full attention."""
@@ -318,13 +327,16 @@ class Step(ProofItem):
         result: dict[str, Any] = {}
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-            errors = errors_of_rows(out, fastest_dense_attention(q, k, v, scoring))
+            whole = self.runs.config.is_dense and self.runs.chunk is None  # what ran is dense attention itself
+            dense = out if whole else walk.dense(lambda: fastest_dense_attention(q, k, v, scoring))
+            errors = errors_of_rows(out, dense)
             result["all_rows"] = errors.mse_and_power()
             result["last_rows"] = errors.mse_and_power(self.length - answer_rows(self.length))
             result["tiles"] = tile_worst(errors.off, TILE_ROWS).flatten().cpu()
 
         with self._measuring(worker):
-            density = self._walk(worker).measure(self.runs, observe)
+            walk = self._walk(worker)
+            density = walk.measure(self.runs, observe)
         return {**result, "density": density}
 
     def _walk(self, worker: WorkerState) -> PairWalk:

@@ -1,5 +1,6 @@
 """The streamed proof against what one sees by patching the whole model and watching it."""
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from calibrate.proof.layers import History, answer_rows
 from calibrate.proof.verify import LayerProof, LengthProof, prove
 from calibrate.work.executor import executor_of
 from s2o_runtime import patch, unpatch
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
@@ -67,6 +69,15 @@ def test_the_proof_is_what_the_patched_model_shows(tiny_folder, resident):
             assert layer.worst > layer.rel_mse
 
 
+def test_a_layer_that_is_dense_is_compared_with_itself(tiny_folder, monkeypatch):
+    expected = prove_all(stream(tiny_folder, True), SPARSE.as_dense())
+    monkeypatch.setattr(layers, "fastest_dense_attention", None)
+    for length, proof in prove_all(stream(tiny_folder, True), SPARSE.as_dense()).items():
+        assert [(layer.mse, layer.worst, layer.density) for layer in proof.layers] == [(0.0, 0.0, 1.0)] * 2
+        assert [layer.dense_power for layer in proof.layers] == [one.dense_power for one in expected[length].layers]
+        assert proof.kl == pytest.approx(0.0, abs=1e-7)
+
+
 @torch.no_grad()
 def shown_by_patching(model, config, ids):
     """(KL, top-1, [(mse, power, density, worst rows of tiles) of each layer]) of one prompt."""
@@ -94,8 +105,17 @@ def shown_by_patching(model, config, ids):
     return float(kl), float(top1), errors
 
 
-def test_what_was_revised_is_what_is_proven(tiny_folder):
-    asked = []
+@pytest.mark.parametrize("plenty", [True, False], ids=["memory is plenty", "memory is scarce"])
+def test_what_was_revised_is_what_is_proven(tiny_folder, plenty, monkeypatch):
+    """Where memory is plenty, a layer that is revised is compared with the same dense attention again."""
+    asked, computed = [], []
+    monkeypatch.setattr(layers, "plenty_is_free", lambda device: plenty)
+
+    def dense_attention(*inputs):
+        computed.append(inputs[0].shape[2])
+        return fastest_dense_attention(*inputs)
+
+    monkeypatch.setattr(layers, "fastest_dense_attention", dense_attention)
 
     def revise(layers, length, layer, proof):
         asked.append((length, layer, layers.configs, proof))
@@ -111,6 +131,8 @@ def test_what_was_revised_is_what_is_proven(tiny_folder):
         (130, 1, revised.configs), (200, 1, revised.configs),
     ]  # fmt: skip
     assert len(steps) == 4
+    of_layers = {130: 2 if plenty else 3, 200: 2}  # only the revised one is tried twice
+    assert Counter(computed) == {length: 2 * tries for length, tries in of_layers.items()}  # of two prompts
     assert asked[0][3].mse > 1e-6
     same, expected = prove(loaded, random_prompts(*LENGTHS), revised)
     assert same is revised
