@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import row_errors, tile_worst
+from calibrate.curves.row_errors import relative_errors, tile_worst
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import plenty_is_free, within_memory
@@ -69,7 +69,7 @@ class RowErrors:
     """What every row of one output is off by.
 
     squares, powers: Means over heads and Dv of the squared error and of the dense output's squares, float64 [Lq]. off:
-    Each row's relative error (`row_errors`), float32 [Hq, Lq].
+    Each row's relative error (`row_errors.row_errors`), float32 [Hq, Lq].
     """
 
     squares: Tensor
@@ -93,9 +93,10 @@ def errors_of_rows(out: Tensor, dense: Tensor) -> RowErrors:
     off = torch.empty(heads, rows, dtype=torch.float32, device=out.device)
     for head in range(heads):  # one at a time: a long output in float32 is large
         ours, truth = out[:, head : head + 1].float(), dense[:, head : head + 1].float()
-        squares += (ours - truth).square().sum(-1)[0, 0]
-        powers += truth.square().sum(-1)[0, 0]
-        off[head] = row_errors(ours, truth)[0, 0]
+        squared, power = (ours - truth).square().sum(-1)[0, 0], truth.square().sum(-1)[0, 0]
+        squares += squared
+        powers += power
+        off[head] = relative_errors(squared, power)
     return RowErrors(squares / (heads * value_dim), powers / (heads * value_dim), off)
 
 
