@@ -26,7 +26,7 @@ from calibrate.curves.row_errors import relative_errors, tile_worst
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
 from calibrate.model.memory import plenty_is_free, within_memory
-from calibrate.model.predictions import ROWS, agreement
+from calibrate.model.predictions import agreement, rows_at_once
 from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompt import Prompt
 from calibrate.work.items import WorkerState, WorkItem
@@ -396,23 +396,23 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
         dense, patched: Hidden states [1, L, H] after the last layer.
         logits: [1, R, H] -> [1, R, V].
     """
-    kl, same = 0.0, 0
     following = torch.roll(prompt.ids, -1).to(dense.device)
+    rows = rows_at_once(logits(dense[:, :1]).shape[-1])
+    kls: list[Tensor] = []
     tokens: list[list[Tensor]] = [[], []]
     log_probabilities: list[list[Tensor]] = [[], []]
     pieces = zip(
-        *(torch.split(tensor, ROWS, 1) for tensor in (dense, patched)), torch.split(following, ROWS), strict=True
+        *(torch.split(tensor, rows, 1) for tensor in (dense, patched)), torch.split(following, rows), strict=True
     )
     for *hidden, next_tokens in pieces:
-        both = [logits(rows)[0].float().log_softmax(-1) for rows in hidden]
+        both = [logits(piece)[0].float().log_softmax(-1) for piece in hidden]
         compared = agreement(*both)
-        kl += float(compared.kl.sum())
-        same += int(compared.same.sum())
+        kls.append(compared.kl)
         for model, best in enumerate((compared.dense_tokens, compared.tokens)):
-            tokens[model].append(best.cpu())
-            log_probabilities[model].append(both[model].gather(1, next_tokens[:, None])[:, 0].double().cpu())
+            tokens[model].append(best)
+            log_probabilities[model].append(both[model].gather(1, next_tokens[:, None])[:, 0].double())
     by_dense, by_patched = (
-        _Predicted(prompt, torch.cat(best), torch.cat(of_next))
+        _Predicted(prompt, torch.cat(best).cpu(), torch.cat(of_next).cpu())
         for best, of_next in zip(tokens, log_probabilities, strict=True)
     )
     answers = [span for span in prompt.answers if by_dense.finds(span)]
@@ -421,8 +421,8 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
         for span in answers
     ]
     return PromptAgreement(
-        kl=kl / prompt.length,
-        top1=same / prompt.length,
+        kl=float(torch.cat(kls).mean()),
+        top1=float((by_dense.best == by_patched.best).double().mean()),
         found=len(answers),
         kept=sum(kept),
     )

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from calibrate.curves.row_errors import row_errors, tile_worst
+from calibrate.model.predictions import rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
 from calibrate.proof.layers import History, answer_rows
@@ -67,6 +68,29 @@ def test_the_proof_is_what_the_patched_model_shows(tiny_folder, resident):
             rows = torch.cat([layers[index][3] for _, _, layers in shown])
             assert layer.worst == pytest.approx(float(rows.quantile(0.99, interpolation="nearest")), rel=1e-3)
             assert layer.worst > layer.rel_mse
+
+
+def test_predictions_are_compared_alike_in_pieces_of_any_size(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    dense, patched = (torch.randn(1, 90, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    prompt = Prompt(torch.randint(40, (90,), generator=generator), answers=((20, 23), (50, 52)))
+    head = torch.randn(16, 40, generator=generator, dtype=torch.float64)
+
+    def compared(rows):
+        monkeypatch.setattr(layers, "rows_at_once", lambda vocabulary: rows if vocabulary == 40 else None)
+        return layers.compare(prompt, dense, dense + patched / 9, lambda hidden: hidden @ head)
+
+    whole, pieces = compared(90), compared(7)
+    assert pieces == replace(whole, kl=pieces.kl)
+    assert pieces.kl == pytest.approx(whole.kl, rel=1e-12)
+    ours, theirs = ((hidden[0] @ head).float().log_softmax(-1) for hidden in (dense, dense + patched / 9))
+    assert whole.kl == pytest.approx(float(F.kl_div(theirs, ours, log_target=True, reduction="batchmean")), rel=1e-5)
+    assert whole.top1 == pytest.approx(float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()))
+
+
+def test_a_small_vocabulary_is_compared_at_more_positions_at_once():
+    assert rows_at_once(151936) == rows_at_once(65536) == 512
+    assert rows_at_once(4096) == 8192
 
 
 def test_a_layer_that_is_dense_is_compared_with_itself(tiny_folder, monkeypatch):
