@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,7 @@ from calibrate.work.executor import Executor, StageWork, local_executor
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity, capability
-from s2o_runtime.errors import InputError
+from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.identity import geometry
 from s2o_runtime.profile import Profile, save_profile
 from s2o_runtime.tiles import candidate_tiles
@@ -150,12 +150,21 @@ def _first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[]
         s2o_attention(*inputs(SEGMENTS * tested.segment), tested, kv_start=start)
 
     def curves() -> None:
-        tiles = candidate_tiles(shape.head_dim, capability(device))
-        shapes = {Shape.of(tile) for tile in tiles if tile.block_m == tested.tile.block_m}
+        segments = recipe.segments_for(max(recipe.lengths))
+        tiles = [
+            tile
+            for tile in candidate_tiles(shape.head_dim, capability(device))
+            if not any(segment % tile.rows for segment in segments)
+        ]
+        shapes = {Shape.of(tile) for tile in tiles if tile.block_m == tiles[0].block_m}
         prompt = Captured(*inputs(min(max(recipe.lengths), LONGEST)), shape.head_dim**-0.5)
         of_prompt(prompt, sorted(shapes, key=lambda shape: shape.stride), recipe)
 
-    return [partial(tests, False), partial(tests, True), curves]
+    def tried(call: Callable[[], None]) -> None:
+        with suppress(S2OError):  # what is wrong is said where the model itself is called
+            call()
+
+    return [partial(tried, call) for call in (partial(tests, False), partial(tests, True), curves)]
 
 
 def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
