@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from calibrate.timing import FAILURES
@@ -23,10 +23,29 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
     Args:
         calls: those that differ in the kernels they need; others would only compile the same kernel several times.
     """
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-        for made in [threads.submit(call) for call in calls]:
+    with compiling(calls) as finish:
+        finish()
+
+
+@contextmanager
+def compiling(calls: Iterable[Callable[[], object]]) -> Iterator[Callable[[], None]]:
+    """Make calls as `compile_ahead` does, beside what is done inside the block.
+
+    Yields:
+        A function that waits for the calls. Those that did not begin before the block ends are not made.
+    """
+    threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+    made = [threads.submit(call) for call in calls]
+
+    def finish() -> None:
+        for call in made:
             with suppress(*FAILURES):
-                made.result()
+                call.result()
+
+    try:
+        yield finish
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def with_tiles(config: LayerConfig, tiles: Iterable[TileConfig]) -> list[LayerConfig]:

@@ -9,19 +9,25 @@ layers' sensitivities, and up to five to find what they may spend.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from calibrate.compiling import compiling
 from calibrate.curves.curves import Shape
-from calibrate.curves.measure import LayersCurves, measure_model
+from calibrate.curves.measure import LayersCurves, measure_model, of_prompt
 from calibrate.curves.sensitivities import measured_sensitivity
 from calibrate.journal import Journal
-from calibrate.model.models import LoadedModel, load, load_tokenizer
-from calibrate.model.self_test import self_test
+from calibrate.model.capture import Captured
+from calibrate.model.models import LoadedModel, load, load_config, load_tokenizer
+from calibrate.model.self_test import SEGMENTS, never_stops, self_test
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
@@ -44,13 +50,16 @@ from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen, choose
 from calibrate.search.crossover import Layer, crossovers
 from calibrate.search.study import open_storage
-from calibrate.search.tiles import tiles_for
+from calibrate.search.tiles import LONGEST, random_inputs, tiles_for
 from calibrate.versions import versions
 from calibrate.work.executor import Executor, StageWork, local_executor
+from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import TileConfig
-from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import InputError
+from s2o_runtime.devices import DeviceIdentity, capability
+from s2o_runtime.errors import InputError, S2OError
+from s2o_runtime.identity import geometry
 from s2o_runtime.profile import Profile, save_profile
+from s2o_runtime.tiles import candidate_tiles
 
 log = logging.getLogger("calibrate")
 
@@ -104,15 +113,58 @@ def calibrate(
         ResourceError: Memory ran out, or another resource is missing.
     """
     clock = PhaseClock(expected)
-    with clock.phase("making prompts", progress):
-        prompts = _prompts(recipe, loaded)
-    recipe.out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        _executor(recipe, loaded, prompts, clock, progress) as executor,
-        Journal.open(recipe.journal_path, journal_identity(executor, executor.device)) as journal,
-    ):
-        log.info("calibrating for %s", executor.device)
-        return _calibrated(_Run(recipe, executor, prompts, journal, progress), clock)
+    with compiling(_first_calls(recipe, loaded)) as compiled:
+        with clock.phase("making prompts", progress):
+            prompts = _prompts(recipe, loaded)
+        recipe.out.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            _executor(recipe, loaded, prompts, clock, progress, compiled) as executor,
+            Journal.open(recipe.journal_path, journal_identity(executor, executor.device)) as journal,
+        ):
+            log.info("calibrating for %s", executor.device)
+            return _calibrated(_Run(recipe, executor, prompts, journal, progress), clock)
+
+
+def _first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[], object]]:
+    """Calls that need the kernels of the model's test and of its curves, on random inputs of the model's sizes.
+
+    None without a GPU of this process's. A model whose layers are called in another way compiles its own later.
+    """
+    device = torch.device(recipe.device)
+    if device.type != "cuda" or recipe.is_distributed:
+        return []
+    if loaded is None:
+        options = {"random_weights": recipe.random_weights, "trust_remote_code": recipe.trust_remote_code}
+        shape = geometry(load_config(recipe.model, **options))
+    else:
+        shape = loaded.geometry
+    tested = never_stops(shape, device)
+    if tested is None:
+        return []
+
+    def inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
+        return random_inputs(shape, length, length, torch.bfloat16, device)
+
+    def tests(padded: bool) -> None:
+        start = torch.zeros(1, dtype=torch.int64, device=device) if padded else None
+        s2o_attention(*inputs(SEGMENTS * tested.segment), tested, kv_start=start)
+
+    def curves() -> None:
+        segments = recipe.segments_for(max(recipe.lengths))
+        tiles = [
+            tile
+            for tile in candidate_tiles(shape.head_dim, capability(device))
+            if not any(segment % tile.rows for segment in segments)
+        ]
+        shapes = {Shape.of(tile) for tile in tiles if tile.block_m == tiles[0].block_m}
+        prompt = Captured(*inputs(min(max(recipe.lengths), LONGEST)), shape.head_dim**-0.5)
+        of_prompt(prompt, sorted(shapes, key=lambda shape: shape.stride), recipe)
+
+    def tried(call: Callable[[], None]) -> None:
+        with suppress(S2OError):  # what is wrong is said where the model itself is called
+            call()
+
+    return [partial(tried, call) for call in (partial(tests, False), partial(tests, True), curves)]
 
 
 def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
@@ -173,9 +225,14 @@ def _calibrated(run: _Run, clock: PhaseClock) -> Result:
 
 @contextmanager
 def _executor(
-    recipe: Recipe, loaded: LoadedModel | None, prompts: PromptSet, clock: PhaseClock, progress: bool
+    recipe: Recipe,
+    loaded: LoadedModel | None,
+    prompts: PromptSet,
+    clock: PhaseClock,
+    progress: bool,
+    compiled: Callable[[], None],
 ) -> Iterator[Executor]:
-    """Who runs the recipe: the workers that it names, or this process."""
+    """Who runs the recipe: the workers that it names, or this process, once the first kernels are compiled."""
     if recipe.is_distributed:
         from calibrate.work.cluster import cluster_executor
 
@@ -186,6 +243,7 @@ def _executor(
         with clock.phase("loading the model", progress):
             loaded = load(recipe.model, recipe.device, seed=recipe.seed, **recipe.loading)
     with clock.phase("testing the model's attention", progress):
+        compiled()
         self_test(loaded)
     with local_executor(loaded) as executor:
         yield executor

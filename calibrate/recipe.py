@@ -266,10 +266,10 @@ class Recipe:
         default=False,
         plan_text=lambda recipe: "within the limit" if recipe.per_prompt else "stated, not limited",
     )
-    seed: int = option(Rule(int, low=0), "seed of prompts, search and random weights", INPUT, default=0)
+    seed: int = option(Rule(int, low=0), "seed of prompts and random weights", INPUT, default=0)
     trials: int = option(
         Rule(int, low=1),
-        "trials of the search for each group of like layers at each length",
+        "most trials of the search for each group of like layers at each length",
         SPACE,
         default=16,
         plan_text="{} for each group of like layers at each length",

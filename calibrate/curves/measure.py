@@ -130,7 +130,7 @@ class LayerCurves(WorkItem):
         with within_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
             walk = dense_walk(worker, self.prompts)
             of_prompts = [
-                packed(_of_prompt(captured.cached(self.recipe.kv_cache_dtype), self.shapes, self.recipe), torch.float64)
+                packed(of_prompt(captured.cached(self.recipe.kv_cache_dtype), self.shapes, self.recipe), torch.float64)
                 for captured in walk.inputs(self.layer)
             ]
             walk.finish()
@@ -209,7 +209,7 @@ def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWa
     return worker.keep((STAGE, prompts), begin)
 
 
-def _of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curves:
+def of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curves:
     """The curves of one layer on one prompt."""
     curves: dict[tuple[Ranking, Shape], Curve] = {}
     length = int(prompt.q.shape[2])

@@ -21,9 +21,13 @@ def row_errors(out: Tensor, truth: Tensor) -> Tensor:
         float32 [B, H, L].
     """
     truth = truth.float()
-    power = truth.square().sum(-1)
+    return relative_errors((out.float() - truth).square().sum(-1), truth.square().sum(-1))
+
+
+def relative_errors(squared: Tensor, power: Tensor) -> Tensor:
+    """The same from each row's squared error and squared norm of the truth, float32 [..., L]."""
     scale = power.maximum(power.mean(-1, keepdim=True)).clamp(min=1e-30)
-    return ((out.float() - truth).square().sum(-1) / scale).sqrt()
+    return (squared / scale).sqrt()
 
 
 def worst_of(errors: Tensor, dim: int = -1) -> Tensor:

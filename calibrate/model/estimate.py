@@ -89,8 +89,9 @@ TIMED_LAYERS = 15  # the same for a layer of the profile
 CROSSOVERS = 50  # times dense attention at `CROSSOVER_LENGTH` that all crossovers of a model take
 CROSSOVER_LENGTH = 131072
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
+TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
 KL_PASSES = 4  # over the adjust prompts that find what layers may spend of a budget in KL, of five at most
-PROOFS = 2.0  # how often a layer is proven, with those that are tightened and proven again
+PROOFS = 1.8  # how often a layer is proven, with those that are revised, which need dense attention once
 ATTEMPTS = 1.2  # how often a layer is certified, with those whose bound is over its limit at first
 NOISE = 2  # prompts of each length whose rounding is measured
 SCRATCH = 3  # rows of an MLP that are in memory at a time: its two factors and their product
@@ -175,7 +176,7 @@ def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIde
 
     measuring = read + rates.compiling
     searching = rates.compiling
-    trials = recipe.trials * min(layers, GROUPS * math.sqrt(layers))
+    trials = TRIED * recipe.trials * min(layers, GROUPS * math.sqrt(layers))
     for length in recipe.lengths:
         pairs = length * (length + 1) / 2 / max(1, length // SAMPLED_ROWS if on_gpu else 1)
         measuring += recipe.num_prompts * steps.curves(pairs, _rankings(recipe, length))

@@ -49,6 +49,13 @@ def free_memory(device: torch.device) -> int:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
+def plenty_is_free(device: torch.device) -> bool:
+    """Whether half of a GPU's memory is free, so that some may be taken for what is only quicker; False on a CPU."""
+    if device.type != "cuda":
+        return False
+    return free_memory(device) >= torch.cuda.get_device_properties(device).total_memory / 2
+
+
 def longest_that_fits(length: int, needed: int, resident: int, total: int) -> int:
     """A length in tokens that fits, if all memory but what is resident grows with the length.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 ROWS = 512  # positions whose logits exist at once: 512 x 152064 in float32 are 0.3 GB
+LOGITS = 1 << 25  # numbers of logits at once, of a vocabulary that is so small that more positions have no more
 
 
 class Agreement(NamedTuple):
@@ -39,6 +40,11 @@ def agreement(dense: Tensor, other: Tensor) -> Agreement:
     """
     kl = (dense.exp() * (dense - other)).sum(-1, dtype=torch.float64)
     return Agreement(kl, dense.argmax(-1), other.argmax(-1))
+
+
+def rows_at_once(vocabulary: int) -> int:
+    """How many positions' logits exist at once: a small vocabulary's work is otherwise that of launching kernels."""
+    return max(ROWS, LOGITS // vocabulary)
 
 
 @torch.no_grad()

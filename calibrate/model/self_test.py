@@ -59,7 +59,7 @@ def self_test(loaded: LoadedModel) -> None:
     if not loaded.weights.resident:
         first = next(index for index, layer in enumerate(layers) if layer.row is not None)
         layers = layers[: first + 1]
-    config = _never_stops(loaded.geometry, device)
+    config = never_stops(loaded.geometry, device)
     if config is None:  # no kernel for this head dim here: the search says so
         return
     length = min(SEGMENTS * config.segment - 20, positions(loaded.model.config))
@@ -86,7 +86,7 @@ def self_test(loaded: LoadedModel) -> None:
                     raise ModelError(f"layer {layer.number} cannot run S2O ({reason}): the model is not supported")
 
 
-def _never_stops(geometry: Geometry, device: torch.device) -> LayerConfig | None:
+def never_stops(geometry: Geometry, device: torch.device) -> LayerConfig | None:
     """A configuration with which S2O is dense attention; None if this GPU has no kernel for the model's heads."""
     tile: TileConfig | None = CPU_TILE
     if device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -14,7 +15,7 @@ import torch
 from calibrate.prompts.documents import SEPARATOR, Document, Turn
 from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import Retrieval, encode, isolated_in, needles_in, spread, start_of
+from calibrate.prompts.retrieval import Retrieval, encode, encode_all, isolated_in, needles_in, spread, start_of
 from s2o_runtime.errors import InputError
 
 ASK = "List the secret codes that are hidden in the text above."
@@ -73,7 +74,7 @@ def assembled(
         else:
             text, tokens = _plain(tokenizer, first, documents, length)
             ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
-    return Prompt(torch.tensor(ids), answers, *tokens.most_common(1)[0][0])
+    return Prompt(torch.frombuffer(array("q", ids), dtype=torch.int64), answers, *tokens.most_common(1)[0][0])
 
 
 def in_equal_parts(tokenizer: Any, kinds: Sequence[Iterator[Document]], length: int) -> Iterator[Document]:
@@ -92,7 +93,7 @@ def in_equal_parts(tokenizer: Any, kinds: Sequence[Iterator[Document]], length: 
 def size_of(tokenizer: Any, document: Document) -> int:
     """How many tokens a document brings to a prompt, without what a layout of turns adds."""
     contents = [content for _, content in document.turns] if document.turns else [document.text]
-    return sum(_count(tokenizer, content) for content in contents)
+    return sum(map(len, encode_all(tokenizer, contents)))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -100,28 +101,32 @@ def _count(tokenizer: Any, text: str) -> int:
     return len(encode(tokenizer, text))
 
 
-def _first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
-    """All tokens of a text, or the first `count` and some more: long files are not read to their end for a few."""
-    most = count * _CHARACTERS
-    if len(text) > most:
-        ids = encode(tokenizer, text[:most])
-        if len(ids) > count:
-            return ids
-    return encode(tokenizer, text)
-
-
 def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> tuple[list[int], Origins]:
     """The first tokens of documents, and what they are of."""
-    ids = start_of(tokenizer)
+    ids, separator = start_of(tokenizer), encode(tokenizer, SEPARATOR)
     tokens: Origins = Counter()
-    for document in chain([first], others):
-        before = len(ids)
-        ids += encode(tokenizer, SEPARATOR) if tokens else []
-        ids += _first_tokens(tokenizer, document.as_text, length - len(ids))
-        tokens[document.domain, document.group] += min(len(ids), length) - before
-        if len(ids) >= length:
-            return ids[:length], tokens
+    documents = chain([first], others)
+    while needed := list(_needed(documents, length - len(ids))):
+        most = _CHARACTERS * (length - len(ids))  # long files are not read to their end for a few tokens
+        texts = [document.as_text for document in needed]
+        for document, text, of_text in zip(
+            needed, texts, encode_all(tokenizer, [text[:most] for text in texts]), strict=True
+        ):
+            before = len(ids)
+            ids += separator if tokens else []
+            cut_short = len(text) > most and len(of_text) <= length - len(ids)
+            ids += encode(tokenizer, text) if cut_short else of_text
+            tokens[document.domain, document.group] += min(len(ids), length) - before
+            if len(ids) >= length:
+                return ids[:length], tokens
     raise _too_short(length)
+
+
+def _needed(documents: Iterator[Document], missing: int) -> Iterator[Document]:
+    """The next documents, as many as so many tokens take at least: a text has no more tokens than bytes."""
+    while missing > 0 and (document := next(documents, None)) is not None:
+        yield document
+        missing -= len(document.as_text.encode("utf-8", "surrogatepass"))
 
 
 def _joined_turns(

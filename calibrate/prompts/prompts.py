@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
@@ -17,11 +18,13 @@ from calibrate.prompts.assembly import TooShortError, assembled, in_equal_parts,
 from calibrate.prompts.documents import (
     CALIBRATION,
     CERTIFY,
+    FOUND,
     HELD_OUT,
     PURPOSES,
     Document,
     Supply,
     distinct,
+    found_documents,
 )
 from calibrate.prompts.files import read_documents
 from calibrate.prompts.prompt import Prompt, PromptSet
@@ -89,6 +92,8 @@ def _built_in(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, 
     """
     kinds = recipe.used_domains
     used_up: set[str] = set()
+    for kind in FOUND:
+        found_documents(kind)  # read once, not by each thread
 
     def prompts_of(purpose: str, length: int) -> list[Prompt]:
         rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
@@ -170,9 +175,17 @@ def _round_robin(lists: Sequence[list[list[Document]]]) -> list[list[Document]]:
     return [part for row in zip_longest(*lists) for part in row if part is not None]
 
 
-def _set_of(wanted: Mapping[int, Mapping[str, int]], prompts_of: Any) -> PromptSet:
-    return PromptSet(
-        calibration={length: prompts_of(CALIBRATION, length) for length, count in wanted.items() if count[CALIBRATION]},
-        held_out={length: prompts_of(HELD_OUT, length) for length in wanted},
-        certify={length: prompts_of(CERTIFY, length) for length, count in wanted.items() if count[CERTIFY]},
-    )
+def _set_of(wanted: Mapping[int, Mapping[str, int]], prompts_of: Callable[[str, int], list[Prompt]]) -> PromptSet:
+    """The prompts of every purpose and length, made beside one another: tokenizers leave Python's lock."""
+    with ThreadPoolExecutor() as threads:
+        made = {
+            (purpose, length): threads.submit(prompts_of, purpose, length)
+            for length in sorted(wanted, reverse=True)  # the longest take longest
+            for purpose in reversed(PURPOSES)
+            if wanted[length][purpose] or purpose == HELD_OUT
+        }
+        calibration, held_out, certify = (
+            {length: made[purpose, length].result() for length in wanted if (purpose, length) in made}
+            for purpose in PURPOSES
+        )
+    return PromptSet(calibration=calibration, held_out=held_out, certify=certify)

@@ -43,12 +43,11 @@ class Retrieval:
         questions: list[int] = []
         answers = []
         order = rng.sample(range(len(asked)), len(asked))
-        for needle in (asked[number] for number in order):
-            first, end = code_tokens(tokenizer, needle)
+        for ids, (first, end) in _asked(tokenizer, [asked[number] for number in order]):
             answers.append((len(questions) + first, len(questions) + end))
-            questions += encode(tokenizer, needle.question + needle.answer)
+            questions += ids
         texts = [needle.fact for needle in asked] if facts is None else facts
-        return cls([encode(tokenizer, fact) for fact in texts], questions, answers, order)
+        return cls(encode_all(tokenizer, texts), questions, answers, order)
 
     def within(self, most: int) -> Retrieval:
         """The same with at most `most` tokens of questions, and the answers that are whole within them."""
@@ -117,18 +116,31 @@ def with_facts(text: Sequence[int], facts: Sequence[Sequence[int]], positions: S
     return ids[: len(text)]
 
 
-def code_tokens(tokenizer: Any, needle: Needle) -> Span:
-    """Which tokens of a needle's question and answer hold a digit of its code."""
-    text = needle.question + needle.answer
-    characters = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
-    begin, end = len(needle.question), len(needle.question) + len(needle.code)
-    digits = [index for index, (first, behind) in enumerate(characters) if first < end and behind > begin]
-    return digits[0], digits[-1] + 1
+def _asked(tokenizer: Any, needles: Sequence[Needle]) -> list[tuple[list[int], Span]]:
+    """Each needle's question and answer as token ids, and which of these hold a digit of its code."""
+    if not needles:
+        return []
+    texts = [needle.question + needle.answer for needle in needles]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+    asked = []
+    for needle, ids, characters in zip(needles, encoded.input_ids, encoded.offset_mapping, strict=True):
+        begin, end = len(needle.question), len(needle.question) + len(needle.code)
+        digits = [index for index, (first, behind) in enumerate(characters) if first < end and behind > begin]
+        asked.append((ids, (digits[0], digits[-1] + 1)))
+    return asked
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """A text's token ids, without the special tokens that a tokenizer may add."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return encode_all(tokenizer, [text])[0]
+
+
+def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of several texts, as `encode` gives them; a tokenizer shares them out over the machine's cores."""
+    if not texts:
+        return []
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    ids: list[list[int]] = tokenizer(list(texts), **options).input_ids
     return ids
 
 

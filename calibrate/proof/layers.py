@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import row_errors, tile_worst
+from calibrate.curves.row_errors import relative_errors, tile_worst
 from calibrate.model.layerwise import LayerwiseForward
 from calibrate.model.logits import logits_on_device
-from calibrate.model.memory import within_memory
-from calibrate.model.predictions import ROWS, agreement
+from calibrate.model.memory import plenty_is_free, within_memory
+from calibrate.model.predictions import agreement, rows_at_once
 from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompt import Prompt
 from calibrate.work.items import WorkerState, WorkItem
@@ -69,7 +69,7 @@ class RowErrors:
     """What every row of one output is off by.
 
     squares, powers: Means over heads and Dv of the squared error and of the dense output's squares, float64 [Lq]. off:
-    Each row's relative error (`row_errors`), float32 [Hq, Lq].
+    Each row's relative error (`row_errors.row_errors`), float32 [Hq, Lq].
     """
 
     squares: Tensor
@@ -93,9 +93,10 @@ def errors_of_rows(out: Tensor, dense: Tensor) -> RowErrors:
     off = torch.empty(heads, rows, dtype=torch.float32, device=out.device)
     for head in range(heads):  # one at a time: a long output in float32 is large
         ours, truth = out[:, head : head + 1].float(), dense[:, head : head + 1].float()
-        squares += (ours - truth).square().sum(-1)[0, 0]
-        powers += truth.square().sum(-1)[0, 0]
-        off[head] = row_errors(ours, truth)[0, 0]
+        squared, power = (ours - truth).square().sum(-1)[0, 0], truth.square().sum(-1)[0, 0]
+        squares += squared
+        powers += power
+        off[head] = relative_errors(squared, power)
     return RowErrors(squares / (heads * value_dim), powers / (heads * value_dim), off)
 
 
@@ -195,6 +196,7 @@ class PairWalk:
         self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
         self._runs: tuple[LayerRun, ...]
         self._tried: tuple[LayerRun, Stream] | None
+        self._dense: Tensor | None
         self._begin()
 
     def move_to(self, history: History) -> None:
@@ -204,7 +206,7 @@ class PairWalk:
         for run in history.runs[len(self._runs) :]:
             self._pass()
             self._forward.move([partial(self._accepted, run), None])
-            self._runs, self._tried = (*self._runs, run), None
+            self._runs, self._tried, self._dense = (*self._runs, run), None, None
 
     @torch.no_grad()
     def measure(self, run: LayerRun, observer: hf.Observer) -> float:
@@ -224,6 +226,14 @@ class PairWalk:
             self._tried = run, layer.patched(self._forward.streams[0], state)
         return state.density
 
+    def dense(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The next layer's dense attention, [1, Hq, L, Dv], the same whatever it runs: kept while memory is plenty."""
+        if self._dense is not None:
+            return self._dense
+        out = compute()
+        self._dense = out if plenty_is_free(out.device) else None
+        return out
+
     @torch.no_grad()
     def agreement(self) -> PromptAgreement:
         """What both models predict in the end, after all layers."""
@@ -236,7 +246,7 @@ class PairWalk:
     def _begin(self) -> None:
         (stream,) = begin(self._worker.loaded, [self._prompt.ids], self._worker.keep("calls of patched layers", dict))
         self._forward = LayerwiseForward(self._worker.loaded, [replace(stream, prompt=self._index)] * 2)
-        self._runs, self._tried = (), None
+        self._runs, self._tried, self._dense = (), None, None
 
     def _pass(self) -> None:
         """Move to the next layer of full attention."""
@@ -318,13 +328,16 @@ class Step(ProofItem):
         result: dict[str, Any] = {}
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-            errors = errors_of_rows(out, fastest_dense_attention(q, k, v, scoring))
+            whole = self.runs.config.is_dense and self.runs.chunk is None  # what ran is dense attention itself
+            dense = out if whole else walk.dense(lambda: fastest_dense_attention(q, k, v, scoring))
+            errors = errors_of_rows(out, dense)
             result["all_rows"] = errors.mse_and_power()
             result["last_rows"] = errors.mse_and_power(self.length - answer_rows(self.length))
             result["tiles"] = tile_worst(errors.off, TILE_ROWS).flatten().cpu()
 
         with self._measuring(worker):
-            density = self._walk(worker).measure(self.runs, observe)
+            walk = self._walk(worker)
+            density = walk.measure(self.runs, observe)
         return {**result, "density": density}
 
     def _walk(self, worker: WorkerState) -> PairWalk:
@@ -383,23 +396,23 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
         dense, patched: Hidden states [1, L, H] after the last layer.
         logits: [1, R, H] -> [1, R, V].
     """
-    kl, same = 0.0, 0
     following = torch.roll(prompt.ids, -1).to(dense.device)
+    rows = rows_at_once(logits(dense[:, :1]).shape[-1])
+    kls: list[Tensor] = []
     tokens: list[list[Tensor]] = [[], []]
     log_probabilities: list[list[Tensor]] = [[], []]
     pieces = zip(
-        *(torch.split(tensor, ROWS, 1) for tensor in (dense, patched)), torch.split(following, ROWS), strict=True
+        *(torch.split(tensor, rows, 1) for tensor in (dense, patched)), torch.split(following, rows), strict=True
     )
     for *hidden, next_tokens in pieces:
-        both = [logits(rows)[0].float().log_softmax(-1) for rows in hidden]
+        both = [logits(piece)[0].float().log_softmax(-1) for piece in hidden]
         compared = agreement(*both)
-        kl += float(compared.kl.sum())
-        same += int(compared.same.sum())
+        kls.append(compared.kl)
         for model, best in enumerate((compared.dense_tokens, compared.tokens)):
-            tokens[model].append(best.cpu())
-            log_probabilities[model].append(both[model].gather(1, next_tokens[:, None])[:, 0].double().cpu())
+            tokens[model].append(best)
+            log_probabilities[model].append(both[model].gather(1, next_tokens[:, None])[:, 0].double())
     by_dense, by_patched = (
-        _Predicted(prompt, torch.cat(best), torch.cat(of_next))
+        _Predicted(prompt, torch.cat(best).cpu(), torch.cat(of_next).cpu())
         for best, of_next in zip(tokens, log_probabilities, strict=True)
     )
     answers = [span for span in prompt.answers if by_dense.finds(span)]
@@ -408,8 +421,8 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
         for span in answers
     ]
     return PromptAgreement(
-        kl=kl / prompt.length,
-        top1=same / prompt.length,
+        kl=float(torch.cat(kls).mean()),
+        top1=float((by_dense.best == by_patched.best).double().mean()),
         found=len(answers),
         kept=sum(kept),
     )

@@ -9,7 +9,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from typing import Any, ClassVar
 
@@ -144,7 +144,13 @@ def choose(
     deadline = None if recipe.time_limit is None else time.monotonic() + recipe.time_limit
     studies = Studies(recipe, executor.name, executor.device.name)
     on_gpu = executor.device.kind == "cuda"
-    searches = {}
+    searches: dict[int, _LengthSearch] = {}
+
+    @cache
+    def likely() -> tuple[LayerConfig, ...]:
+        configs = [config for search in searches.values() for config in search.likely()]
+        return tuple({form(config): config for config in configs}.values())
+
     for length in recipe.lengths:
         prompt = prompts.calibration[length][0]
         executor.know([prompt])
@@ -156,7 +162,7 @@ def choose(
             studies,
             lambda: deadline is not None and time.monotonic() > deadline,
             on_trial,
-            partial(_timed, executor, journal, length, prompt.sha256, tuple(tiles[length])) if on_gpu else None,
+            partial(_timed, executor, journal, length, prompt.sha256, tuple(tiles[length]), likely) if on_gpu else None,
             sensitivity,
         )
     waiting: list[Pending[None]] = []
@@ -172,9 +178,9 @@ def choose(
 class CallTime(WorkItem):
     """The time of a configuration on one layer's inputs, as an item of work.
 
-    best: the seconds of the best configuration so far. tiles: those that other trials try; when a layer that needs
-    other kernels than those before it comes first, they are compiled for all of these. Its result is a `Timing` as a
-    mapping, or why the GPU cannot run the configuration, as a text.
+    best: the seconds of the best configuration so far. tiles: those that other trials try. likely: configurations that
+    are timed later. When a layer comes that needs other kernels than those before it, they are compiled for all of
+    these. Its result is a `Timing` as a mapping, or why the GPU cannot run the configuration, as a text.
     """
 
     layer: int
@@ -183,6 +189,7 @@ class CallTime(WorkItem):
     config: LayerConfig
     best: float
     tiles: tuple[TileConfig, ...] = ()
+    likely: tuple[LayerConfig, ...] = ()
     stage: str = "search"
     kind: ClassVar[str] = "timing"
     timed: ClassVar[bool] = True
@@ -203,8 +210,10 @@ class CallTime(WorkItem):
         captured = self._captured(worker)
         compiled: set[Hashable] = worker.keep("compiled", set)
         if form(self.config) not in compiled:
-            compiled.add(form(self.config))
-            compile_ahead(map(captured.s2o, with_tiles(self.config, self.tiles)))
+            needed = {form(config): config for config in (*self.likely, self.config)}
+            layers = [config for name, config in needed.items() if name not in compiled and not config.is_dense]
+            compiled.update(needed)
+            compile_ahead(captured.s2o(each) for config in layers for each in with_tiles(config, self.tiles))
         try:
             known: dict[Hashable, float] = worker.keep("seconds of dense attention", dict)
             s2o, device = captured.s2o(self.config), captured.q.device
@@ -279,6 +288,7 @@ def _timed(
     length: int,
     sha256: str,
     tiles: tuple[TileConfig, ...],
+    likely: Callable[[], tuple[LayerConfig, ...]],
     layer: int,
     config: LayerConfig,
     best: float,
@@ -290,7 +300,7 @@ def _timed(
     Raises:
         RuntimeError: the GPU cannot run the configuration.
     """
-    item = CallTime(layer, length, sha256, config, best, tiles)
+    item = CallTime(layer, length, sha256, config, best, tiles, likely())
     key = {**item.key, **taken_on(executor.device)}
     known = journal.get(item.kind, key)
     if known is None or (known["rejected"] and known["seconds"] <= HOPELESS * best):
@@ -334,62 +344,73 @@ class _LengthSearch:
         self._groups = groups(by_segment, budgets, allowed(recipe))
         self._first_of_group = {layer: group[0] for group in self._groups for layer in group}
         self._points: dict[int, Pending[SearchPoint]] = {}  # the best one, by the first layer of a group
-        self._searches: dict[int, LayerSearch] = {}
         self._choices: dict[int, Choice] = {}
         default = default_segment(self._segments)
         self._uniform = None  # a KL belongs to no single setting, because its search goes on in the proof
         if not recipe.budget.is_kl:
             self._uniform = _uniform([of_segment[default] for of_segment in by_segment], budgets, recipe.tails)
         self._uniform_seconds: dict[int, float] = {}
+        self._searches = [
+            LayerSearch(
+                layer,
+                length,
+                of_layer,
+                recipe,
+                self._segments,
+                tiles,
+                None if timer is None else partial(timer, layer),
+                weights,
+            )
+            for layer, (of_layer, weights) in enumerate(zip(curves, self._weights, strict=True))
+        ]
 
     def begin(self, layer: int, executor: Executor) -> list[Pending[Any]]:
         """Begin to choose for a layer, the layers in their order; all is done when what is returned is."""
-        timer = None if self._timer is None else partial(self._timer, layer)
-        search = LayerSearch(
-            layer,
-            self.length,
-            self._curves[layer],
-            self._recipe,
-            self._segments,
-            self._tiles,
-            timer,
-            self._weights[layer],
-        )
-        self._searches[layer] = search
-        run = executor.background if timer is not None else at_once
+        search = self._searches[layer]
+        run = executor.background if self._timer is not None else at_once
         first = self._first_of_group[layer]
         pending: list[Pending[Any]]
         if layer == first:
-            self._points[layer] = run(partial(self._search, search, next(iter(self._points.values()), None)))
+            self._points[layer] = run(partial(self._search, search))
             pending = [self._points[layer]]
         else:
             pending = [run(partial(self._adopt, search, self._points[first]))]
-        if self._uniform is not None and timer is not None:
-            heads = next(iter(self._curves[layer].values())).density.shape[0]
-            pending.append(run(partial(self._time_uniform, layer, self._uniform.head, heads, timer)))
+        if (config := self._uniform_config(layer)) is not None and search.timer is not None:
+            pending.append(run(partial(self._time_uniform, layer, config, search.timer)))
         return pending
 
-    def _search(self, search: LayerSearch, first_point: Pending[SearchPoint] | None) -> SearchPoint:
-        """The best point of a group. A study that cannot try all points begins with the first group's best."""
+    def likely(self) -> list[LayerConfig]:
+        """What is going to be timed first of every search, and of the single setting."""
+        first = [self._searches[group[0]] for group in self._groups]
+        uniform = self._uniform_config(0)
+        return [search.choice_at(search.default).config for search in first] + ([] if uniform is None else [uniform])
+
+    def _search(self, search: LayerSearch) -> SearchPoint:
+        """The best point of a group."""
 
         def tried() -> None:
             best = min((choice.cost for choice in search.tried.values()), default=float("nan"))
             text = f"{best * 1e3:.2f} ms" if search.timer else f"cost {best:.3f}"
             self._on_trial(f"layer {search.layer}, {self.length} tokens, best {text}")
 
-        start_from = [] if first_point is None or search.points <= self._recipe.trials else [first_point.result()]
-        choice = search.run(self._studies, start_from, tried, self._out_of_time)
+        choice = search.run(self._studies, tried, self._out_of_time)
         self._choices[search.layer] = choice
         return choice.point
 
     def _adopt(self, search: LayerSearch, point: Pending[SearchPoint]) -> None:
         self._choices[search.layer] = search.adopted(point.result())
 
-    def _time_uniform(self, layer: int, head: HeadConfig, heads: int, timer: Timer) -> None:
-        """Take a layer's time with the single setting; if one cannot be timed, there is no sum of them."""
+    def _uniform_config(self, layer: int) -> LayerConfig | None:
+        """What a layer runs with the single setting; None if there is none."""
+        if self._uniform is None:
+            return None
+        heads = next(iter(self._curves[layer].values())).density.shape[0]
         grain, scores = self._recipe.grains[-1], self._recipe.scores[0]
         last_rows = self._recipe.last_rows_at(self.length)
-        config = LayerConfig((head,) * heads, self._tiles[0], "mean", grain, scores, last_rows).validate()
+        return LayerConfig((self._uniform.head,) * heads, self._tiles[0], "mean", grain, scores, last_rows).validate()
+
+    def _time_uniform(self, layer: int, config: LayerConfig, timer: Timer) -> None:
+        """Take a layer's time with the single setting; if one cannot be timed, there is no sum of them."""
         try:
             self._uniform_seconds[layer] = timer(config, math.inf).seconds
         except FAILURES as failure:

@@ -9,12 +9,13 @@ from typing import ClassVar
 
 import torch
 
+from calibrate.compiling import any_stride, form
 from calibrate.journal import Journal
-from calibrate.search.tiles import random_inputs
+from calibrate.search.tiles import Compilation, random_inputs
 from calibrate.timing import medians
 from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState, WorkItem
-from calibrate.work.measured import measured
+from calibrate.work.measured import measured, unmeasured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.identity import Geometry
@@ -26,6 +27,7 @@ LENGTHS = tuple(1 << power for power in range(9, 18))
 TAIL_KEYS = (8192, 32768, 131072)  # keys that tails are timed behind
 TAILS = tuple(1 << power for power in range(4, 14))  # queries; some beyond the end of a segment join them
 ENDED_SEGMENTS = (1, 2, 4)
+SEGMENTS = 4  # of the prompt that kernels are compiled on
 ROUNDS = 3
 PAYS = 0.95  # of dense attention's time: what is nearly a tie in so few rounds may be slower in the next
 TAIL_PAYS = 0.85  # the same for tails: with few row tiles the one that visits most is what takes the time
@@ -50,6 +52,11 @@ class Kind:
         dearest = max(ranked, key=lambda head: (head.linear, head.representatives, head.tail))
         bare = replace(config.tile, dense_below=0, min_queries=0, tail_keys=0)
         return cls(bare, replace(dearest, tau=MAX_TAU), config.grain, config.scores)
+
+    def call(self, geometry: Geometry) -> LayerConfig:
+        """What is timed: all heads alike, with a tile that sends no short call to dense attention."""
+        tile = replace(self.tile, dense_below=0, min_queries=DECODE, tail_keys=0)
+        return LayerConfig((self.head,) * geometry.query_heads, tile, grain=self.grain, scores=self.scores).validate()
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,10 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
     for layer in layers.values():
         cases.setdefault(Kind.of(layer.config), {})[layer.case] = None
     items = [Crossovers(kind, tuple(of_kind)) for kind, of_kind in cases.items()]
+    calls = [item.of.call(executor.geometry) for item in unmeasured(items, executor, journal)]
+    if len(kernels := {(any_stride(config.tile), form(config)): config for config in calls}) > 1:
+        length = SEGMENTS * max(config.segment for config in kernels.values())
+        executor.submit(Compilation(tuple(kernels.values()), length, stage=Crossovers.stage)).result()
     found = {
         (item.of, case): crossover
         for item, of_cases in zip(items, measured(items, executor, journal), strict=True)
@@ -219,9 +230,7 @@ def seconds(kind: Kind, geometry: Geometry, device: torch.device, queries: int, 
         keys: All of them, those before the queries included.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tile = replace(kind.tile, dense_below=0, min_queries=DECODE, tail_keys=0)  # so that no short call goes dense
-    heads = (kind.head,) * geometry.query_heads
-    config = LayerConfig(heads, tile, grain=kind.grain, scores=kind.scores).validate()
+    config = kind.call(geometry)
     q, k, v = random_inputs(geometry, queries, keys, dtype, device)
     times = medians(
         {"dense": partial(dense_attention, q, k, v), "s2o": partial(s2o_attention, q, k, v, config)}, device, ROUNDS

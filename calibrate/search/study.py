@@ -1,8 +1,8 @@
 """Optuna over segment, grain, tile and scores, with the allocation of the budget as the inner step.
 
-On a GPU the objective is the layer's measured time, on a CPU the time its density predicts. A space that has no more
-points than the recipe has trials is searched exhaustively; in a larger one a tree-structured Parzen estimator (TPE)
-proposes points, none of them twice. Layers with similar curves share one study, made on the first of them.
+On a GPU the objective is the layer's measured time, on a CPU the time its density predicts. What a point costs is
+predicted before any is tried, so the points come in that order, and those that are predicted to be much slower than the
+best are no trials. Layers with similar curves share one study, made on the first of them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ import hashlib
 import json
 import logging
 import math
-import random
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
-from calibrate.curves.curves import Curves
+from calibrate.curves.curves import Curves, Shape
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Weights
 from calibrate.search.choice import Choice, DenseReason, SearchPoint, choice_at, default_segment
@@ -35,8 +33,9 @@ from s2o_runtime.errors import ResourceError
 log = logging.getLogger("calibrate")
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are logged here, in one line each
 
-RANDOM_TRIALS = 4  # before TPE proposes; Optuna's 10 would leave it few of the usual 16
-PROPOSALS = 40  # of TPE for one trial; if all are known, a random point takes their place
+# times the least predicted cost: dearer points get no trial. Of what searches chose so far, the ratio of measured to
+# predicted cost varied between a model's layers by 5 to 18% (calibrate-*-h200.json in docs/results).
+PROMISING = 1.3
 
 Timer = Callable[[LayerConfig, float], Timing]  # times a configuration, given the best seconds so far
 
@@ -62,8 +61,9 @@ class Studies:
         self._begin = f"{model}, {device}, {recipe.budget}"
         self._digest = hashlib.sha256(json.dumps(recipe.record(), sort_keys=True).encode()).hexdigest()[:8]
 
-    def create(self, length: int, layer: int, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
-        """A new study of one layer at one length."""
+    def create(self, length: int, layer: int) -> optuna.Study:
+        """A new study of one layer at one length, whose trials all are enqueued: its sampler draws nothing."""
+        sampler = optuna.samplers.RandomSampler()
         if self._storage is None:
             return optuna.create_study(sampler=sampler)
         name = f"{self._begin}, {length} tokens, layer {layer} ({self._digest})"
@@ -101,36 +101,6 @@ def open_storage(url: str | None) -> optuna.storages.BaseStorage | None:
         ) from error
 
 
-class NewPointsSampler(optuna.samplers.TPESampler):
-    """TPE that proposes no point twice; where it has nothing new to propose, a random point that is new."""
-
-    def __init__(self, parameters: Mapping[str, Sequence[Any]], seed: int) -> None:
-        super().__init__(seed=seed, n_startup_trials=RANDOM_TRIALS, constant_liar=False)  # one trial runs at a time
-        names = [name for name, values in parameters.items() if len(values) > 1]  # Optuna asks for no others
-        self._distributions = {name: CategoricalDistribution(parameters[name]) for name in names}
-        self._points = [
-            dict(zip(names, values, strict=True)) for values in product(*(parameters[name] for name in names))
-        ]
-        self._random = random.Random(seed)
-
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return dict(self._distributions)
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        known = [
-            {name: other.params[name] for name in self._distributions}
-            for other in study.get_trials(deepcopy=False)
-            if other.state.is_finished()
-        ]
-        for _ in range(PROPOSALS):
-            proposed = super().sample_relative(study, trial, search_space)
-            if proposed and proposed not in known:
-                return proposed
-        return self._random.choice([point for point in self._points if point not in known])
-
-
 @dataclass
 class LayerSearch:
     """The search for one group of layers at one length, on the curves of one of them.
@@ -159,17 +129,26 @@ class LayerSearch:
     tried: dict[SearchPoint, Choice] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     trials: int = 0
+    _allocated: dict[Hashable, Choice] = field(default_factory=dict)
 
     @property
-    def points(self) -> int:
-        """How many search points there are."""
-        return len(self.segments) * len(self.recipe.grains) * len(self.tiles) * len(self.recipe.scores)
+    def default(self) -> SearchPoint:
+        """The point that is tried first, whatever is predicted of it."""
+        return SearchPoint(default_segment(self.segments), self.recipe.grains[-1], self.tiles[0], self.recipe.scores[0])
+
+    def promising(self) -> list[SearchPoint]:
+        """The points to try, in order: the default, and those that may win by their predicted cost, the least first."""
+        recipe = self.recipe
+        points = [SearchPoint(*each) for each in product(self.segments, recipe.grains, self.tiles, recipe.scores)]
+        costs = {point: self.choice_at(point).allocation.cost for point in points}
+        most = PROMISING * min(costs.values())
+        by_cost = sorted((point for point in points if costs[point] <= most), key=costs.__getitem__)
+        return list(dict.fromkeys((self.default, *by_cost)))[: recipe.trials]
 
     @_one_sentence()
     def run(
         self,
         studies: Studies,
-        start_from: Sequence[SearchPoint] = (),
         on_trial: Callable[[], None] = lambda: None,
         out_of_time: Callable[[], bool] = lambda: False,
     ) -> Choice:
@@ -177,7 +156,6 @@ class LayerSearch:
 
         Args:
             studies: makes the study.
-            start_from: points that were best for similar layers, tried first after the default.
             on_trial: called after each trial.
             out_of_time: asked after each trial whether it was the last.
 
@@ -195,57 +173,47 @@ class LayerSearch:
             "tile": tuple(tiles),
             "scores": self.recipe.scores,
         }
-        seed, trials = self.recipe.seed + self.layer, self.recipe.trials
-        sampler = NewPointsSampler(parameters, seed) if self.points > trials else _exhaustive_sampler(seed)
-        study = studies.create(self.length, self.layer, sampler)
-        recipe = self.recipe
-        default = SearchPoint(default_segment(self.segments), recipe.grains[-1], self.tiles[0], recipe.scores[0])
-        first = [point for point in dict.fromkeys((default, *start_from)) if self._has(point)]
-        for point in first[:trials]:
-            study.enqueue_trial(point._asdict() | {"tile": str(point.tile)})
-
-        def point_of(params: Mapping[str, Any]) -> SearchPoint:
-            return SearchPoint(params["segment"], params["grain"], tiles[params["tile"]], params["scores"])
+        study = studies.create(self.length, self.layer)
 
         def objective(trial: optuna.Trial) -> float:
-            params = {name: trial.suggest_categorical(name, parameters[name]) for name in parameters}
-            return self._tried(point_of(params), trial)
+            params = {name: trial.suggest_categorical(name, values) for name, values in parameters.items()}
+            return self._tried(SearchPoint(**params | {"tile": tiles[params["tile"]]}), trial)
 
         def after(study: optuna.Study, trial: FrozenTrial) -> None:
             self.trials += 1
             on_trial()
-            if out_of_time():
-                study.stop()
 
-        study.optimize(objective, min(self.points, trials), catch=(TrialFailedError,), callbacks=[after])
-        completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        if not completed:
-            return self._choice_at(default).as_dense(DenseReason.NO_TRIAL)
-        # Optuna's best_trial does not say which of several equal ones it is
-        best = min(completed, key=lambda trial: (trial.value, trial.number))
-        return self.tried[point_of(best.params)].settled()
+        for point in self.promising():
+            study.enqueue_trial(point._asdict() | {"tile": str(point.tile)})
+            study.optimize(objective, 1, catch=(TrialFailedError,), callbacks=[after])
+            if out_of_time():
+                break
+        if not self.tried:
+            return self.choice_at(self.default).as_dense(DenseReason.NO_TRIAL)
+        return min(self.tried.values(), key=attrgetter("cost")).settled()  # of equal ones the first
 
     def adopted(self, point: SearchPoint) -> Choice:
         """What was best for a similar layer, with this layer's own curves; dense if it fails or gains nothing."""
         if point.scores not in self.recipe.scores:  # the similar layer is dense, which has no scores of its own
             point = point._replace(scores=self.recipe.scores[0])
-        choice = self._choice_at(point)
+        choice = self.choice_at(point)
         try:
             return self._timed(choice).settled()
         except FAILURES as failure:
             return choice.as_dense(DenseReason.FAILED, self._failed(point, failure))
 
-    def _choice_at(self, point: SearchPoint) -> Choice:
-        return choice_at(point, self.curves, self.recipe, self.weights, self.recipe.last_rows_at(self.length))
-
-    def _has(self, point: SearchPoint) -> bool:
-        recipe = self.recipe
-        shared = point.grain in recipe.grains and point.scores in recipe.scores
-        return shared and point.segment in self.segments and point.tile in self.tiles
+    def choice_at(self, point: SearchPoint) -> Choice:
+        """The budget spent at one point, not timed; tiles of one shape have the same curves."""
+        key = point.segment, point.grain, point.scores, Shape.of(point.tile)
+        if key not in self._allocated:
+            last_rows = self.recipe.last_rows_at(self.length)
+            self._allocated[key] = choice_at(point, self.curves, self.recipe, self.weights, last_rows)
+        known = self._allocated[key]
+        return replace(known, point=known.point._replace(tile=point.tile))
 
     def _tried(self, point: SearchPoint, trial: optuna.Trial) -> float:
         """The cost of a point; what it is made of goes into the trial's attributes."""
-        choice = self._choice_at(point)
+        choice = self.choice_at(point)
         for name, value in (_attributes(choice) | {"layer": self.layer, "length": self.length}).items():
             trial.set_user_attr(name, value)
         try:
@@ -269,12 +237,6 @@ class LayerSearch:
         self.failures[why] += 1
         log.warning("segment %d, grain %d, %s, %s scores failed: %s", *point, why)
         return why
-
-
-def _exhaustive_sampler(seed: int) -> optuna.samplers.BaseSampler:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.samplers.BruteForceSampler(seed=seed)
 
 
 def _attributes(choice: Choice) -> dict[str, Any]:

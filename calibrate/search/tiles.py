@@ -93,7 +93,8 @@ def _times(
     items = {timed: TileTime(first_of[timed], length, segment) for timed in dict.fromkeys(map(any_stride, legal))}
     unknown = unmeasured(list(items.values()), executor, journal)
     if len(unknown) > 1:
-        executor.submit(Compilation(tuple(item.tile for item in unknown), length, segment)).result()
+        config = _whole_prefix(unknown[0].tile, executor.geometry, segment)
+        executor.submit(Compilation(tuple(with_tiles(config, [item.tile for item in unknown])), length)).result()
     seconds: dict[TileConfig, float] = {}
     for timed, (tile_seconds, failed) in zip(items, measured(list(items.values()), executor, journal), strict=True):
         if failed:
@@ -131,21 +132,22 @@ class TileTime(WorkItem):
 
 @dataclass(frozen=True)
 class Compilation(WorkItem):
-    """The kernels of several tiles that are timed next, compiled beside one another, as an item of work."""
+    """The kernels of several layers that are timed next, compiled beside one another, as an item of work.
 
-    tiles: tuple[TileConfig, ...]
+    configs: One for each kernel. length: Of the prompts that they are compiled on, in tokens.
+    """
+
+    configs: tuple[LayerConfig, ...]
     length: int
-    segment: int
     stage: str = "tiles"
 
     def __str__(self) -> str:
-        return f"compilation of {len(self.tiles)} tiles"
+        return f"compilation of {len(self.configs)} layers"
 
     def run(self, worker: WorkerState) -> None:
         geometry, where = worker.loaded.geometry, worker.loaded.weights.device
         q, k, v = random_inputs(geometry, self.length, self.length, torch.bfloat16, where)
-        config = _whole_prefix(self.tiles[0], geometry, self.segment)
-        compile_ahead(partial(s2o_attention, q, k, v, layer) for layer in with_tiles(config, self.tiles))
+        compile_ahead(partial(s2o_attention, q, k, v, config) for config in self.configs)
 
 
 def _seconds(tile: TileConfig, geometry: Geometry, where: torch.device, length: int, segment: int) -> tuple[float, str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from calibrate.compiling import THREADS, any_stride, compile_ahead, form, with_tiles
+from calibrate.compiling import THREADS, any_stride, compile_ahead, compiling, form, with_tiles
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.kernels import keys, linear, prefill, shares, tail
@@ -39,6 +39,26 @@ def test_a_call_that_the_gpu_cannot_run_does_not_stop_the_others():
 def test_a_call_that_is_wrong_is_an_error():
     with pytest.raises(KeyError):
         compile_ahead([{}.popitem])
+
+
+def test_a_block_goes_on_while_calls_are_made_and_leaves_out_what_did_not_begin(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    begun, inside, made = threading.Event(), threading.Event(), []
+
+    def waits():
+        begun.set()
+        made.append(inside.wait(20))
+
+    with compiling([waits]) as finish:
+        inside.set()
+        finish()
+        assert made == [True]
+    inside.clear()
+    begun.clear()
+    with compiling([waits, lambda: made.append("left out")]):
+        begun.wait(20)
+    inside.set()  # nobody has waited for what was begun
+    assert "left out" not in made
 
 
 def test_tiles_that_differ_in_their_stride_alone_have_one_kernel():

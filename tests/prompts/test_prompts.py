@@ -426,3 +426,18 @@ def test_a_prompt_is_of_the_kind_and_group_of_most_of_its_text(tokenizer):
     ]
     prompt = assembled(tokenizer, iter(documents), 512, random.Random(0), needles=False)
     assert (prompt.domain, prompt.group) == ("b", "y")
+
+
+@pytest.mark.parametrize("domain", ["code", "chinese", "json"])
+def test_no_document_is_drawn_that_a_prompt_has_no_token_of(tokenizer, domain):
+    drawn = []
+
+    def documents():
+        for document in Supply(CERTIFY, random.Random(0)).drawn(domain):
+            drawn.append(document)
+            yield document
+
+    prompt = assembled(tokenizer, documents(), 4096, random.Random(0), needles=False)
+    ids = [tokenizer(document.as_text + "\n\n", verbose=False).input_ids for document in drawn]
+    assert sum(map(len, ids[:-1])) < prompt.length
+    assert prompt.ids[:64].tolist() == ids[0][:64]

@@ -1,5 +1,6 @@
 """The streamed proof against what one sees by patching the whole model and watching it."""
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,12 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from calibrate.curves.row_errors import row_errors, tile_worst
+from calibrate.model.predictions import rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
 from calibrate.proof.layers import History, answer_rows
 from calibrate.proof.verify import LayerProof, LengthProof, prove
 from calibrate.work.executor import executor_of
 from s2o_runtime import patch, unpatch
+from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
@@ -67,6 +70,38 @@ def test_the_proof_is_what_the_patched_model_shows(tiny_folder, resident):
             assert layer.worst > layer.rel_mse
 
 
+def test_predictions_are_compared_alike_in_pieces_of_any_size(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    dense, patched = (torch.randn(1, 90, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    prompt = Prompt(torch.randint(40, (90,), generator=generator), answers=((20, 23), (50, 52)))
+    head = torch.randn(16, 40, generator=generator, dtype=torch.float64)
+
+    def compared(rows):
+        monkeypatch.setattr(layers, "rows_at_once", lambda vocabulary: rows if vocabulary == 40 else None)
+        return layers.compare(prompt, dense, dense + patched / 9, lambda hidden: hidden @ head)
+
+    whole, pieces = compared(90), compared(7)
+    assert pieces == replace(whole, kl=pieces.kl)
+    assert pieces.kl == pytest.approx(whole.kl, rel=1e-12)
+    ours, theirs = ((hidden[0] @ head).float().log_softmax(-1) for hidden in (dense, dense + patched / 9))
+    assert whole.kl == pytest.approx(float(F.kl_div(theirs, ours, log_target=True, reduction="batchmean")), rel=1e-5)
+    assert whole.top1 == pytest.approx(float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()))
+
+
+def test_a_small_vocabulary_is_compared_at_more_positions_at_once():
+    assert rows_at_once(151936) == rows_at_once(65536) == 512
+    assert rows_at_once(4096) == 8192
+
+
+def test_a_layer_that_is_dense_is_compared_with_itself(tiny_folder, monkeypatch):
+    expected = prove_all(stream(tiny_folder, True), SPARSE.as_dense())
+    monkeypatch.setattr(layers, "fastest_dense_attention", None)
+    for length, proof in prove_all(stream(tiny_folder, True), SPARSE.as_dense()).items():
+        assert [(layer.mse, layer.worst, layer.density) for layer in proof.layers] == [(0.0, 0.0, 1.0)] * 2
+        assert [layer.dense_power for layer in proof.layers] == [one.dense_power for one in expected[length].layers]
+        assert proof.kl == pytest.approx(0.0, abs=1e-7)
+
+
 @torch.no_grad()
 def shown_by_patching(model, config, ids):
     """(KL, top-1, [(mse, power, density, worst rows of tiles) of each layer]) of one prompt."""
@@ -94,8 +129,17 @@ def shown_by_patching(model, config, ids):
     return float(kl), float(top1), errors
 
 
-def test_what_was_revised_is_what_is_proven(tiny_folder):
-    asked = []
+@pytest.mark.parametrize("plenty", [True, False], ids=["memory is plenty", "memory is scarce"])
+def test_what_was_revised_is_what_is_proven(tiny_folder, plenty, monkeypatch):
+    """Where memory is plenty, a layer that is revised is compared with the same dense attention again."""
+    asked, computed = [], []
+    monkeypatch.setattr(layers, "plenty_is_free", lambda device: plenty)
+
+    def dense_attention(*inputs):
+        computed.append(inputs[0].shape[2])
+        return fastest_dense_attention(*inputs)
+
+    monkeypatch.setattr(layers, "fastest_dense_attention", dense_attention)
 
     def revise(layers, length, layer, proof):
         asked.append((length, layer, layers.configs, proof))
@@ -111,6 +155,8 @@ def test_what_was_revised_is_what_is_proven(tiny_folder):
         (130, 1, revised.configs), (200, 1, revised.configs),
     ]  # fmt: skip
     assert len(steps) == 4
+    of_layers = {130: 2 if plenty else 3, 200: 2}  # only the revised one is tried twice
+    assert Counter(computed) == {length: 2 * tries for length, tries in of_layers.items()}  # of two prompts
     assert asked[0][3].mse > 1e-6
     same, expected = prove(loaded, random_prompts(*LENGTHS), revised)
     assert same is revised

@@ -8,9 +8,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from calibrate.compiling import form
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, unpacked
-from calibrate.curves.measure import _of_prompt, combined
+from calibrate.curves.measure import combined, of_prompt
 from calibrate.journal import Journal
 from calibrate.model.capture import Captured
 from calibrate.prompts.prompt import Prompt, PromptSet
@@ -59,7 +60,7 @@ def recipe(**changes):
 @pytest.fixture(scope="module")
 def curves():
     shapes = [Shape.of(tile) for tile in TILES]
-    return [unpacked(combined([_of_prompt(layer, shapes, recipe())])) for layer in LAYERS]
+    return [unpacked(combined([of_prompt(layer, shapes, recipe())])) for layer in LAYERS]
 
 
 @pytest.fixture
@@ -99,8 +100,8 @@ def test_layers_that_are_alike_share_a_study_and_spend_their_own_budget(curves, 
     chosen = run(curves, journal)
     assert chosen.groups[0] == [0, 2]
     assert len(chosen.groups) > 1
-    assert chosen.trials == 3 * len(chosen.groups)
-    assert chosen.tried == (3,) * len(chosen.groups)
+    assert len(chosen.tried) == len(chosen.groups)
+    assert all(1 <= trials <= 3 for trials in chosen.tried)
     first, follower = chosen.choices[0], chosen.choices[2]
     assert follower.point == first.point
     assert follower.budget_mse == pytest.approx(9 * first.budget_mse, rel=1e-3)  # its values are three times as large
@@ -245,6 +246,33 @@ def test_layers_that_are_searched_beside_one_another_choose_the_same(curves, jou
     assert (many.uniform, many.tried, many.failures) == (one.uniform, one.tried, one.failures)
 
 
+def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
+    timings(monkeypatch, lambda layer, config: 0.5)
+    compiled = []
+    monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
+    plain, tail, linear = (
+        LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0], **kind)
+        for kind in ({}, {"tail": True}, {"linear": True})
+    )
+    worker = pretended(SimpleNamespace(layers=4), GPU)._worker
+    for layer, config in enumerate((plain, tail, linear, linear)):
+        CallTime(layer, LENGTH, "a", config, 1.0, TILES, (tail, config.as_dense())).run(worker)
+    assert [{form(config) for config in of_call} for of_call in compiled] == [{form(plain), form(tail)}, {form(linear)}]
+
+
+def test_a_search_compiles_for_the_first_trial_of_every_group_and_the_single_setting(curves, journal, monkeypatch):
+    seen = timings(monkeypatch, lambda layer, config: 0.5)
+    compiled = []
+    monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
+    chosen = run(curves, journal, GPU, trials=1)
+    assert {config.tile for configs in compiled for config in configs} == {
+        TILES[0]
+    }  # the other differs in its stride alone
+    first_layers = {group[0] for group in chosen.groups}
+    first = {form(config) for layer, config in seen if layer in first_layers and not config.is_dense}
+    assert {form(config) for config in compiled[0]} >= first
+
+
 def captured_of(size, layer=0):
     q = torch.empty(1, 1, size, 1, dtype=torch.uint8)
     return Captured(q, q[:, :, :1], q[:, :, 1:], 1.0, layer)
@@ -307,7 +335,7 @@ def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, m
     config = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
 
     def timed(best):
-        return _timed(pretended(None, GPU), journal, LENGTH, "a", TILES, 0, config, best)
+        return _timed(pretended(None, GPU), journal, LENGTH, "a", TILES, tuple, 0, config, best)
 
     assert timed(1.0).rejected
     assert timed(1.5).rejected

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from calibrate.compiling import form
 from calibrate.journal import Journal
-from calibrate.search import crossover
+from calibrate.search import crossover, tiles
 from calibrate.search.crossover import Kind, Layer
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
@@ -124,6 +125,26 @@ def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
         assert executor.work["crossovers"].items == 2
         assert crossover.crossovers(executor, layers, journal) == tiles
         assert executor.work["crossovers"].items == 2
+
+
+def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, tmp_path):
+    """One call for each kernel: strides and representatives make none."""
+    monkeypatch.setattr(crossover, "_crossover", lambda *_: (512, 16))
+    compiled = []
+    monkeypatch.setattr(tiles, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
+    layers = {
+        number: Layer(LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, chunk), **kind))
+        for number, (chunk, kind) in enumerate(
+            [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"tail": True}), (2, {"linear": True})]
+        )
+    }
+    with Journal.open(tmp_path / "j", {}) as journal:
+        for _ in range(2):  # the second time the journal answers
+            crossover.crossovers(pretended(GEOMETRY, GPU), layers, journal)
+    (configs,) = compiled
+    assert {form(config) for config in configs} == {form(layer.config) for layer in layers.values()}
+    assert len(configs) == 3
+    assert {head.tau for config in configs for head in config.heads} == {MAX_TAU}
 
 
 def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
