@@ -320,20 +320,24 @@ class Interpreted:
     def __getitem__(self, grid):
         def run(*args, **options):
             self.kernel[grid](*args, **options)
-            kinds = [arg.dtype for arg in args if isinstance(arg, torch.Tensor)]
+            pointers = [arg for arg in args if isinstance(arg[0] if isinstance(arg, tuple) else arg, torch.Tensor)]
             launch_options = {name: value for name, value in options.items() if name not in self.arg_names}
 
             def again(x, y, z, stream, function, metadata, a, b, c, *args):
-                pointers = [at_address(address, kind) for address, kind in zip(args, kinds, strict=False)]
+                tensors = [at_address(address, pointer) for address, pointer in zip(args, pointers, strict=False)]
                 with _disable_current_modes():  # the interpreter's own tensors
-                    self.kernel[x, y, z](*pointers, *args[len(kinds) :], **launch_options)
+                    self.kernel[x, y, z](*tensors, *args[len(pointers) :], **launch_options)
 
             return types.SimpleNamespace(run=again, function=None, packed_metadata=None)
 
         return run
 
 
-def at_address(address, dtype):
+def at_address(address, like):
+    """An element in place of a pointer, or a group of them in place of a group."""
+    if isinstance(like, tuple):
+        return type(like)._make(map(at_address, address, like))
+    dtype = like.dtype
     return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
 
