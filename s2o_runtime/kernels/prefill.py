@@ -8,7 +8,6 @@ stays in registers and the prefix continues it. The stop check sits in a `while`
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -19,7 +18,7 @@ from s2o_runtime.call import Call
 from s2o_runtime.devices import Resources, resources
 from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Starts, Strides
 from s2o_runtime.kernels.keys import Keys, keys_of
-from s2o_runtime.kernels.launch import launch, stride_groups, strides
+from s2o_runtime.kernels.launch import launch, stride_group
 from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
 from s2o_runtime.kernels.primitives import (
     ELSEWHERE,
@@ -415,10 +414,10 @@ def prefill(
     # dense heads read no order, but Triton types the code that would: any int32 pointer stands in for it
     ordered = tables.segment[None, None] if ranked is None else ranked.order
     first, mass, sums = (None, None, None) if tail is None else tail
-    stride_o = Strides(*out.stride()[:3])
-    one_entry: dict[str, Any] = (
-        {"stride_o": stride_o._replace(batch=0), "stride_eb": 0} if call.packed else {"stride_o": stride_o}
-    )
+    stride_o = stride_group(out)
+    stride_eb, stride_eh = (0, 0) if lse is None else lse.stride()[:2]
+    if call.packed:  # one batch entry
+        stride_o, stride_eb = stride_o._replace(batch=0), 0
     programs, rounds, shares = -(-len(rows) // tile.rows), 1, None
     grid = (programs, shape.query_heads, shape.batch)
     if tables.turns is not None:
@@ -441,8 +440,9 @@ def prefill(
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
             "rounds": rounds, "dense": tables.dense, "last_rows": call.config.last_rows,
-            **stride_groups(q=q, k=k, v=v, i=ordered), **strides("bh", c=visited, e=lse),
-            **one_entry,
+            "stride_q": stride_group(q), "stride_k": stride_group(k), "stride_v": stride_group(v), "stride_o": stride_o,
+            "stride_i": stride_group(ordered), "stride_cb": visited.stride(0), "stride_ch": visited.stride(1),
+            "stride_eb": stride_eb, "stride_eh": stride_eh,
         },
         {
             "SIZES": Sizes(
