@@ -62,6 +62,14 @@ class HeadTables(NamedTuple):
         return self.counts[-1:] > (1,)
 
 
+class Starts(NamedTuple):
+    """Where the sequences of a call begin: the fields of `Call` that kernels take together."""
+
+    kv_start: Tensor | None
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+
+
 @dataclass(frozen=True)
 class Call:
     """The tensors and settings of one call; `of` and `of_packed` make one.
@@ -169,9 +177,9 @@ class Call:
         return head_tables(self.config, self.q.device)
 
     @property
-    def starts(self) -> dict[str, Tensor | None]:
-        """The arguments KV_START, CU_Q and CU_K of a kernel."""
-        return {"KV_START": self.kv_start, "CU_Q": self.cu_q, "CU_K": self.cu_k}
+    def starts(self) -> Starts:
+        """The argument STARTS of a kernel."""
+        return Starts(self.kv_start, self.cu_q, self.cu_k)
 
     @property
     def paging(self) -> dict[str, Tensor | int | None]:

@@ -19,14 +19,6 @@ class Strides(NamedTuple):
     row: Any
 
 
-class Starts(NamedTuple):
-    """Where sequences begin: KV_START, the first key that counts, and CU_Q and CU_K of packed sequences."""
-
-    kv_start: Tensor | None
-    cu_q: Tensor | None
-    cu_k: Tensor | None
-
-
 class Ranking(NamedTuple):
     """The order of each segment's prefix, and FIRST, MASS and SUMS of its tail, as `tail.Tail` has them."""
 

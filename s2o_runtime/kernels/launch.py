@@ -77,7 +77,7 @@ def launch(
         grid: programs in each of the three dimensions.
         arguments: for every pointer a tensor, or None for one that is absent, which the kernel must not read: it
             gets the address of its first tensor, which may be neither absent nor in a group. For every other parameter
-            a number; `strides` and `stride_group` make those of strides. For a parameter that takes a group
+            a number; `strides` and `stride_groups` make those of strides. For a parameter that takes a group
             (`groups`), a tuple of at least two tensors or of integers, always of the same length.
         constants: the kernel's constexprs.
         options: Triton's, such as num_warps.
@@ -146,9 +146,12 @@ def strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
     return arguments
 
 
-def stride_group(tensor: Tensor) -> Strides:
-    """The strides of a tensor [B, H, rows, D], for a parameter that takes the three in a group."""
-    return _stride_group(tensor.stride())
+def stride_groups(**tensors: Tensor) -> dict[str, Strides]:
+    """The stride arguments of some tensors in groups: `stride_groups(q=q)` gives stride_q.
+
+    tensors: [B, H, rows, D], by the letter that the kernel's parameters have for them.
+    """
+    return {f"stride_{letter}": _stride_group(tensor.stride()) for letter, tensor in tensors.items()}
 
 
 def hooked() -> bool:

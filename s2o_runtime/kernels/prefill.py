@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
+from s2o_runtime.call import Call, Starts
 from s2o_runtime.devices import Resources, resources
-from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Starts, Strides
+from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Strides
 from s2o_runtime.kernels.keys import Keys, keys_of
-from s2o_runtime.kernels.launch import launch, stride_group
+from s2o_runtime.kernels.launch import Argument, launch, stride_groups
 from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
 from s2o_runtime.kernels.primitives import (
     ELSEWHERE,
@@ -30,6 +30,7 @@ from s2o_runtime.kernels.primitives import (
     WIDE_ELEMENTS,
     absorb_chunk,
     absorb_window,
+    at_head,
     behind,
     dense_from,
     diagonal_start,
@@ -157,11 +158,11 @@ def _prefill(
     real = (rows < q_len) & (position >= start)
 
     head_row = (q_first + row0).to(tl.int64)
-    q_base = Q + b.to(tl.int64) * stride_q.batch + h.to(tl.int64) * stride_q.head + head_row * stride_q.row
+    q_base = at_head(Q, stride_q, b, h) + head_row * stride_q.row
     offs_row = tl.arange(0, BM)[:, None]
     q = tl.load(q_base + offs_row * stride_q.row + offs_d[None, :], mask=rows[:, None] < q_len, other=0.0)
-    k_base = K + b.to(tl.int64) * stride_k.batch + (h // GROUP).to(tl.int64) * stride_k.head
-    v_base = V + b.to(tl.int64) * stride_v.batch + (h // GROUP).to(tl.int64) * stride_v.head
+    k_base = at_head(K, stride_k, b, h // GROUP)
+    v_base = at_head(V, stride_v, b, h // GROUP)
     pages = PAGES
     if MODE.PAGED:
         pages += b.to(tl.int64) * stride_pb
@@ -199,7 +200,7 @@ def _prefill(
     tiles = prefix // BN
     tau = tl.load(HEADS.tau + h)
     real_rows = tl.sum(real.to(tl.float32), 0)
-    order = RANKING.order + b.to(tl.int64) * stride_i.batch + h.to(tl.int64) * stride_i.head
+    order = at_head(RANKING.order, stride_i, b, h)
     of_slice = n - row_begin // tl.maximum(segment, 1)  # the segment's number in the slice
     order += of_slice.to(tl.int64) * stride_i.row
     done = 0
@@ -248,7 +249,7 @@ def _prefill(
         share_base = SHARES.share_out + share_row.to(tl.int64) * D
         tl.store(share_base + tl.arange(0, BM)[:, None] * D + offs_d[None, :], acc, mask=rows[:, None] < q_len)
     else:
-        out_base = OUT + b.to(tl.int64) * stride_o.batch + h.to(tl.int64) * stride_o.head + head_row * stride_o.row
+        out_base = at_head(OUT, stride_o, b, h) + head_row * stride_o.row
         tl.store(
             out_base + offs_row * stride_o.row + offs_d[None, :],
             acc.to(OUT.dtype.element_ty),
@@ -414,10 +415,10 @@ def prefill(
     # dense heads read no order, but Triton types the code that would: any int32 pointer stands in for it
     ordered = tables.segment[None, None] if ranked is None else ranked.order
     first, mass, sums = (None, None, None) if tail is None else tail
-    stride_o = stride_group(out)
     stride_eb, stride_eh = (0, 0) if lse is None else lse.stride()[:2]
-    if call.packed:  # one batch entry
-        stride_o, stride_eb = stride_o._replace(batch=0), 0
+    one_entry: dict[str, Argument] = {}
+    if call.packed:
+        one_entry = {"stride_o": Strides(0, *out.stride()[1:3]), "stride_eb": 0}
     programs, rounds, shares = -(-len(rows) // tile.rows), 1, None
     grid = (programs, shape.query_heads, shape.batch)
     if tables.turns is not None:
@@ -434,15 +435,14 @@ def prefill(
         grid,
         {
             "Q": q, "K": k, "V": v, "RANKING": Ranking(ordered, first, mass, sums), "OUT": out, "LSE": lse,
-            "VISITED": visited, "STARTS": Starts(call.kv_start, call.cu_q, call.cu_k), **call.paging,
+            "VISITED": visited, "STARTS": call.starts, **call.paging,
             "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.turns, call.sinks),
             "LEVELS": Levels(keys.unit, keys.middle), "SHARES": ShareOutputs(share_out, share_lse),
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
             "rounds": rounds, "dense": tables.dense, "last_rows": call.config.last_rows,
-            "stride_q": stride_group(q), "stride_k": stride_group(k), "stride_v": stride_group(v), "stride_o": stride_o,
-            "stride_i": stride_group(ordered), "stride_cb": visited.stride(0), "stride_ch": visited.stride(1),
-            "stride_eb": stride_eb, "stride_eh": stride_eh,
+            **stride_groups(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
+            "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,
         },
         {
             "SIZES": Sizes(
