@@ -1,7 +1,7 @@
 """Arguments that travel together: kernels take each of these types as one parameter, a tuple.
 
-A kernel unpacks a group in its first lines, under the names that its table of tensors has. Triton specialises every
-number of a group, whatever `do_not_specialize` says, so numbers that differ from call to call are not in groups.
+Triton specialises every number of a group, whatever `do_not_specialize` says, so numbers that differ from call to call
+are not in groups. Compiled kernels do not know of groups: their parameters are the members, in this order.
 """
 
 from __future__ import annotations

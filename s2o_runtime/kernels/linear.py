@@ -75,8 +75,8 @@ def _mask_visited(
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
         ORDER               int32 [B, Hq, N', P / GRAIN], strides i: as `order._order` wrote it
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     n = tl.program_id(0)
@@ -127,8 +127,8 @@ def _weights(
         KEY_SUMS            float32 [B, heads, N', SPANS, D]
         VALUE_SUMS          float32 [B, heads, N', SPANS, D]
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     n = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPANS * BS + tl.arange(0, BS)
@@ -205,8 +205,8 @@ def _products(
         WEIGHT              float32 [B, heads, N', P], strides w: as `_weights` wrote it, 0 behind the shorter prefix
         PRODUCTS            float32 [B, heads, N', shares, D, D]
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     BLOCKS: tl.constexpr = D // BD
@@ -294,8 +294,8 @@ def _covariances(
         MEAN_VALUE          float32 [B, heads, N', D]
         COVARIANCE          T or float32 [B, heads, N', D, D]
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     BLOCKS: tl.constexpr = D // BD
@@ -361,8 +361,8 @@ def _add_linear(
         COVARIANCE          T or float32 [B, heads, N', D, D]: likewise
         LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     i = tl.program_id(1)

@@ -87,26 +87,27 @@ def _prefill(
     and the sink too, and `shares.combine` makes one output of theirs. Rows, positions, lengths and strides count
     elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
     float16). Letters name the strides that a tensor has; tensors without are contiguous. A tensor with the name of a
-    constant behind it is read or written only if that constant is true, and may be absent otherwise.
+    constant behind it is read or written only if that constant is true, and may be absent otherwise. Constants are the
+    fields of SIZES and MODE (`groups`).
 
-        Q, OUT            T [B, Hq, Lq, D], strides q and o
-        K, V              T [B, Hkv, Lk, D], strides k and v
-        ORDER             int32 [B, Hq, N', P / GRAIN], strides i: where the keys of each step begin, important first
-        FIRST             int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (HAS_TAIL)
-        MASS              float32 [B, Hq, N', EDGES]: the ranking's mass from each edge of the order on (HAS_TAIL)
-        SUMS              float32 [B, Hq, N', EDGES, D]: that mass times values (HAS_TAIL)
-        LSE               float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
-        VISITED           int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
-        KV_START          int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K        int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES             int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
-        TAU               float32 [Hq]: the stop rule's threshold, without a unit
-        SEGMENT, FLAGS    int32 [Hq]: as in `call.HeadTables`
-        TURNS             int32 [Hq]: as in `call.HeadTables` (HAS_TURNS)
-        K_UNIT            float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
-        K_MIDDLE          float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
-        SHARE_OUT         float32 [B, dense * shares, rows of all row tiles, D]: `shares.Shares.out` (HAS_SHARES)
-        SHARE_LSE         float32 [B, dense * shares, rows of all row tiles]: `shares.Shares.lse` (HAS_SHARES)
+        Q, OUT                 T [B, Hq, Lq, D], strides q and o
+        K, V                   T [B, Hkv, Lk, D], strides k and v
+        RANKING.order          int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
+        RANKING.first          int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (HAS_TAIL)
+        RANKING.mass           float32 [B, Hq, N', EDGES]: the ranking's mass from each edge of the order on (HAS_TAIL)
+        RANKING.sums           float32 [B, Hq, N', EDGES, D]: that mass times values (HAS_TAIL)
+        LSE                    float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
+        VISITED                int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
+        STARTS.kv_start        int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k     int32 [B + 1]: where packed sequences begin (PACKED)
+        PAGES                  int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
+        HEADS.tau              float32 [Hq]: the stop rule's threshold, without a unit
+        HEADS.segment, .flags  int32 [Hq]: as in `call.HeadTables`
+        HEADS.turns            int32 [Hq]: as in `call.HeadTables` (HAS_TURNS)
+        LEVELS.k_unit          float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
+        LEVELS.k_middle        float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
+        SHARES.share_out       float32 [B, dense * shares, rows of all row tiles, D]: `shares.Shares.out` (HAS_SHARES)
+        SHARES.share_lse       float32 [B, dense * shares, rows of all row tiles]: `shares.Shares.lse` (HAS_SHARES)
 
     With PAGED, B counts the sequences of PACKED too, K and V are rows of a cache, T [rows, D] of each KV head, and so
     are the entries of ORDER: the steps' first rows. `primitives.cache_rows` has page_shift and page_rows.

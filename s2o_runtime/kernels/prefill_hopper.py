@@ -463,24 +463,24 @@ def _prefill_hopper(
     Programs: (pairs of row tiles of the slice; Hq; B), with HAS_TURNS (Hq / rounds; pairs of row tiles of the slice;
     rounds * B), with HAS_SHARES as in `primitives.place_share`. `_prefill` says what each tensor holds.
 
-        Q, OUT              T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
-        K, V                T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
-        ORDER               int32 [B, Hq, N', P / GRAIN], strides i
-        FIRST               int32 [B, Hq, N', BUCKETS] (HAS_TAIL)
-        MASS, SUMS          float32 [B, Hq, N', EDGES] and [B, Hq, N', EDGES, D] (HAS_TAIL)
-        LSE                 float32 [B, Hq, Lq], strides e (HAS_LSE)
-        VISITED             int32 [B, Hq, row tiles], strides c
-        KV_START            int64 or int32 [B] (HAS_START)
-        CU_Q, CU_K          int32 [B + 1] (PACKED)
-        PAGES               int32 [B, M], stride p (PAGED)
-        TAU                 float32 [Hq]
-        SEGMENT, FLAGS      int32 [Hq]
-        TURNS               int32 [Hq] (HAS_TURNS)
-        SINKS               any floating type [Hq] (HAS_SINKS)
-        K_UNIT              float32 [B, Hkv, D] (INT8)
-        K_MIDDLE            float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
-        SHARE_OUT           float32 [B, dense * shares, rows of all pairs of row tiles, D] (HAS_SHARES)
-        SHARE_LSE           float32 [B, dense * shares, rows of all pairs of row tiles] (HAS_SHARES)
+        Q, OUT                 T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
+        K, V                   T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
+        RANKING.order          int32 [B, Hq, N', P / GRAIN], strides i
+        RANKING.first          int32 [B, Hq, N', BUCKETS] (HAS_TAIL)
+        RANKING.mass, .sums    float32 [B, Hq, N', EDGES] and [B, Hq, N', EDGES, D] (HAS_TAIL)
+        LSE                    float32 [B, Hq, Lq], strides e (HAS_LSE)
+        VISITED                int32 [B, Hq, row tiles], strides c
+        STARTS.kv_start        int64 or int32 [B] (HAS_START)
+        STARTS.cu_q, .cu_k     int32 [B + 1] (PACKED)
+        PAGES                  int32 [B, M], stride p (PAGED)
+        HEADS.tau              float32 [Hq]
+        HEADS.segment, .flags  int32 [Hq]
+        HEADS.turns            int32 [Hq] (HAS_TURNS)
+        HEADS.sinks            any floating type [Hq] (HAS_SINKS)
+        LEVELS.k_unit          float32 [B, Hkv, D] (INT8)
+        LEVELS.k_middle        float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
+        SHARES.share_out       float32 [B, dense * shares, rows of all pairs of row tiles, D] (HAS_SHARES)
+        SHARES.share_lse       float32 [B, dense * shares, rows of all pairs of row tiles] (HAS_SHARES)
 
     With INT8 K is int8. STAGES: of the ring.
     """

@@ -106,8 +106,8 @@ def _tail(
         VALUES              T [B, Hkv, steps, D], strides v: the steps' mean values
         MASS                float32 [B, Hq, N', EDGES]
         SUMS                float32 [B, Hq, N', EDGES, D]
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
     # long prefixes first

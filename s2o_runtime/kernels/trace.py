@@ -75,17 +75,17 @@ def _trace(
     rows are reduced by their mean and the stop rule is StopRule.REST. N' counts the segments of the slice of rows that
     begins at row_begin; T is the input type in this table.
 
-        Q, TRUTH            T [Hq, Lq, D], strides q and t; TRUTH is the dense output
-        K, V                T [Hkv, Lk, D], strides k and v
-        ORDER               int32 [Hq, N', P / GRAIN], strides i: where the keys of each step begin, important first
-        FIRST               int32 [Hq, N', BUCKETS]: where in the order each bucket begins
-        MASS                float32 [Hq, N', EDGES]: the ranking's mass from each edge of the order on
-        SUMS                float32 [Hq, N', EDGES, D]: that mass times values
-        FLOOR               float32 [Hq]: a row's squared norm counts at least so much
-        TAUS                float32 [T]: thresholds, ascending; fillers at the end are -1
-        SINKS               any floating type [Hq]: as in `_prefill` (HAS_SINKS)
-        K_UNIT, K_MIDDLE    float32 [Hkv, D]: as in `_prefill` (INT8)
-        TRACED              float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: the fields of `Traced`
+        Q, TRUTH                  T [Hq, Lq, D], strides q and t; TRUTH is the dense output
+        K, V                      T [Hkv, Lk, D], strides k and v
+        RANKING.order             int32 [Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
+        RANKING.first             int32 [Hq, N', BUCKETS]: where in the order each bucket begins
+        RANKING.mass              float32 [Hq, N', EDGES]: the ranking's mass from each edge of the order on
+        RANKING.sums              float32 [Hq, N', EDGES, D]: that mass times values
+        FLOOR                     float32 [Hq]: a row's squared norm counts at least so much
+        TAUS                      float32 [T]: thresholds, ascending; fillers at the end are -1
+        SINKS                     any floating type [Hq]: as in `_prefill` (HAS_SINKS)
+        LEVELS.k_unit, .k_middle  float32 [Hkv, D]: as in `_prefill` (INT8)
+        TRACED                    float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: fields of `Traced`
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two checks of the first spacing; segment:
     queries that share a ranking; segments: N'; count: row tiles; T: thresholds, a power of two; CAP: the soft cap times

@@ -35,8 +35,8 @@ def _representatives(
         Q                   T [B, Hq, Lq, D], strides q
         REP                 T, or int8 (INT8), [B, Hq, parts, D], contiguous, strides r
         REP_SCALE           float32 [B, Hq, parts]: the scale of each representative (INT8)
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         PART                int32 [Hq]: queries of a part, 0 for a head without a prefix
         REPRESENTATIVES     int32 [Hq]: parts of a segment
         K_UNIT              float32 [B, Hkv, D]: what a level of each channel of the keys is worth (INT8)

@@ -155,8 +155,8 @@ def _order(
         FIRST               int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (written if HAS_TAIL)
         EDGE                float32 [B, Hq, N', BUCKETS]: the highest score of each bucket (written if HAS_TAIL)
         SHARE_OF_RANK       float32 [BUCKETS]: as `bucket_shares` gives it
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
 

@@ -48,8 +48,8 @@ def _log_sums(
         REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
         K                   T [B, Hkv, Lk, D], strides k
         LOG_SUM             float32 [B, Hq, parts]
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         SEGMENT, PART       int32 [Hq]: queries of a segment and of a part, 0 for a head without a prefix
         REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
@@ -141,8 +141,8 @@ def _scores(
         K                   T [B, Hkv, Lk, D], strides k
         LOG_SUM             float32 [B, Hq, parts]: as `_log_sums` wrote it
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         PAGES               int32 [B, M], stride p: as for `_log_sums` (PAGED)
         SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
         REPRESENTATIVES     int32 [Hq]: parts of a segment
