@@ -77,8 +77,8 @@ def launch(
         grid: programs in each of the three dimensions.
         arguments: for every pointer a tensor, or None for one that is absent, which the kernel must not read: it
             gets the address of its first tensor, which may be neither absent nor in a group. For every other parameter
-            a number; `strides` and `stride_groups` make those of strides. For a parameter that takes a group
-            (`groups`), a tuple of at least two tensors or of integers, always of the same length.
+            a number; `strides` and `stride_groups` make those of strides. For a parameter that takes a group, one
+            of the types in `groups`: of at least two tensors, or of integers.
         constants: the kernel's constexprs.
         options: Triton's, such as num_warps.
 

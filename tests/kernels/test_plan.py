@@ -18,6 +18,7 @@ from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import plan as plan_module
+from s2o_runtime.kernels.groups import Levels
 from s2o_runtime.kernels.launch import hooked, launch, observed
 from s2o_runtime.kernels.plan import Recorder
 from support.paging import LAYOUTS, PagedBatch
@@ -104,6 +105,30 @@ def test_a_replay_passes_its_own_addresses(gpu, two_launches):
     assert rest == (6, 16, 1)
     again, *_ = plan.replay((x, y))
     assert again.data_ptr() != out.data_ptr()
+
+
+def test_a_replay_passes_groups_of_its_own_addresses(gpu):
+    """Two kernels that take the same two tensors as a group, ahead of one of them alone."""
+    kernels = Kernel(3), Kernel(3)
+
+    def call(x):
+        out, temporary = torch.empty(8), torch.empty(100)
+        for kernel in kernels:
+            named = {"P0": x, "P1": Levels(temporary, TABLE), "P2": out}
+            launch(kernel, (3, 2, 1), {**named, "n": 5, "stride": (16, 32)}, {"A": 1}, num_warps=4)
+        return out, None, None
+
+    plan = recorded(call, torch.zeros(64))
+    assert len(plan.groups) == 1  # of both kernels
+    for kernel in kernels:
+        kernel.seen.clear()
+    x = torch.zeros(64)
+    out, *_ = plan.replay((x,))
+    for kernel in kernels:
+        [(_, (at_x, (_, table), at_out), rest)] = kernel.seen
+        assert (at_x, table, at_out) == (x.data_ptr(), TABLE.data_ptr(), out.data_ptr())
+        assert rest == (5, (16, 32), 1)
+    assert kernels[0].seen == kernels[1].seen
 
 
 def test_a_plan_keeps_no_memory_but_that_of_constants(gpu):
