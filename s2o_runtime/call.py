@@ -15,7 +15,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, config_obstacl
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PageTable
 from s2o_runtime.scoring import PLAIN, Scoring
-from s2o_runtime.shapes import CallShape, call_shape, check_heads, packed_shape
+from s2o_runtime.shapes import CallShape, Packed, call_shape, check_heads, packed_shape
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
@@ -123,20 +123,17 @@ class Call:
         k: Tensor,
         v: Tensor,
         config: LayerConfig,
+        packed: Packed,
         *,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
         scoring: Scoring = PLAIN,
         with_lse: bool = False,
     ) -> Call:
         """A call of `s2o_attention_varlen`. Raises InputError and ConfigError as the op does."""
-        shape = packed_shape(q, k, v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
+        shape = packed_shape(q, k, v, packed)
         check_heads(config.validate(), shape)
         scoring = scoring.checked(shape, q)
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        return cls(q, k, v, config, shape, scoring, None, cu_q, cu_k, with_lse)
+        return cls(q, k, v, config, shape, scoring, None, packed.cu_q, packed.cu_k, with_lse)
 
     def sequence(self, rows: range, keys: range) -> Call:
         """One of the packed sequences as a call of its own, from its rows and keys."""
