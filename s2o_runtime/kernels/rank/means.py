@@ -13,7 +13,7 @@ from s2o_runtime.call import Call, Starts
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import LOG2E, at_head, quantised, sequence
+from s2o_runtime.kernels.primitives import LOG2E, quantised, sequence
 
 REPRESENTATIVE_WARPS = 4
 REPRESENTATIVE_STAGES = 5  # a program's loads are all that it waits for, and few programs run beside it
@@ -53,7 +53,7 @@ def _representatives(
         offs_d = tl.arange(0, D)
         parts = n + tl.arange(0, PARTS)
         total = tl.zeros([PARTS if PARTS > 1 else ROWS, D], tl.float32)
-        base = at_head(Q, stride_q, b, h)
+        base = Q + b.to(tl.int64) * stride_q.batch + h.to(tl.int64) * stride_q.head
         for row in tl.range(begin, end, ROWS, num_stages=STAGES):
             rows = row + tl.arange(0, ROWS)
             q = tl.load(
@@ -70,7 +70,12 @@ def _representatives(
             total = tl.sum(total, 0)[None, :]
         size = tl.minimum((parts + 1) * part, q_len) - tl.maximum(parts * part, start - offset)
         mean = total * (qk_scale / tl.maximum(size, 1).to(tl.float32))[:, None]
-        out = at_head(REP, stride_r, b, h) + parts[:, None].to(tl.int64) * stride_r.row
+        out = (
+            REP
+            + b.to(tl.int64) * stride_r.batch
+            + h.to(tl.int64) * stride_r.head
+            + parts[:, None].to(tl.int64) * stride_r.row
+        )
         if INT8:
             unit = tl.load(K_UNIT + (b * (tl.num_programs(1) // GROUP) + h // GROUP).to(tl.int64) * D + offs_d)
             mean, scale = quantised(mean * unit[None, :])

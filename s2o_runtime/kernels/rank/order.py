@@ -19,7 +19,7 @@ from s2o_runtime.call import Call, Starts
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import at_head, cache_rows, sequence, window_start
+from s2o_runtime.kernels.primitives import cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.scores import SCORE_LIMIT
 
 ORDER_WARPS = 4
@@ -175,8 +175,8 @@ def _order(
     first = window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, start, BN)
     prefix = (first - start) // GRAIN
     if (segment > 0) & (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (prefix > 0):
-        score = at_head(SCORE, stride_s, b, h) + n.to(tl.int64) * stride_s.row
-        order = at_head(ORDER, stride_i, b, h) + n.to(tl.int64) * stride_i.row
+        score = SCORE + b.to(tl.int64) * stride_s.batch + h.to(tl.int64) * stride_s.head + n.to(tl.int64) * stride_s.row
+        order = ORDER + b.to(tl.int64) * stride_i.batch + h.to(tl.int64) * stride_i.head + n.to(tl.int64) * stride_i.row
         pages = PAGES + b.to(tl.int64) * stride_pb
 
         # edges: sampled quantiles at geometric ranks
