@@ -184,7 +184,7 @@ class _Binding(NamedTuple):
     parameters: int  # how many
     tensors: int  # likewise
     groups: tuple[tuple[int, ...], ...]
-    group_types: tuple[type[tuple[Any, ...]], ...]
+    group_types: tuple[Any, ...]
     group_pickers: tuple[Picker, ...]
     order: Picker
     pointers: Picker
@@ -200,8 +200,11 @@ class _Binding(NamedTuple):
 
     def named(self, tensors: list[Tensor]) -> Sequence[Any]:
         """`nested` for Triton's own launch, which knows the fields of a group by its type."""
-        pairs = zip(self.group_types, self.groups, strict=True)
-        return self.order([*tensors, *(kind._make(tensors[place] for place in places) for kind, places in pairs)])  # type: ignore[attr-defined]
+        groups = [
+            group_type._make(pick(tensors))
+            for group_type, pick in zip(self.group_types, self.group_pickers, strict=True)
+        ]
+        return self.order([*tensors, *groups])
 
 
 _bindings: dict[int, _Binding] = {}
@@ -223,7 +226,7 @@ def _bind(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str
     if pointers[0] in grouped:
         raise TypeError(f"the first parameter of {_name(kernel)}, {pointers[0]}, got a group: expected a tensor")
     groups: list[tuple[int, ...]] = []
-    tensors = len(plain)
+    tensors = len(plain)  # so far
     for name in grouped:
         size = len(arguments[name])  # type: ignore[arg-type]
         groups.append(tuple(range(tensors, tensors + size)))
@@ -235,7 +238,7 @@ def _bind(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str
         len(names),
         tensors,
         tuple(groups),
-        tuple(type(arguments[name]) for name in grouped),  # type: ignore[misc]
+        tuple(type(arguments[name]) for name in grouped),
         tuple(picker(group) for group in groups),
         picker([places[name] for name in pointers]),
         picker(plain),
@@ -279,14 +282,15 @@ def _specialisation(numbers: tuple[Any, ...], types: tuple[type, ...]) -> tuple[
     numbers: floats, integers and groups of integers.
     types: of all numbers of the launch, for the cache, to which 1 and 1.0 are the same key.
     """
-    return tuple(
-        _specialisation(number, ())
-        if isinstance(number, tuple)
-        else 0
-        if isinstance(number, float)
-        else (not number & 15) | (number == 1) << 1 | (number >= 1 << 31) << 2
-        for number in numbers
-    )
+
+    def of(number: Any) -> Any:
+        if isinstance(number, tuple):
+            return tuple(map(of, number))
+        if isinstance(number, float):
+            return 0
+        return (not number & 15) | (number == 1) << 1 | (number >= 1 << 31) << 2
+
+    return tuple(map(of, numbers))
 
 
 @lru_cache(maxsize=4096)
