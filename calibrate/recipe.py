@@ -230,7 +230,7 @@ class Recipe:
         INPUT,
         default=None,
         metavar="NAME,NAME",
-        default_text=text(DOMAINS),
+        default_text="all",
         example="code,prose",
         plan_text=lambda recipe: "your prompts'" if recipe.prompts else text(recipe.used_domains, ", "),
     )

@@ -129,17 +129,10 @@ def questions(
     tokenizer: object, length: int = LENGTH, count: int = NEEDLES
 ) -> tuple[list[dict[str, list[int]]], list[str]]:
     """A prompt of about `length` tokens for each needle, all with one text, and the codes that answer them."""
-    from calibrate.prompts.needles import make_needles
-    from calibrate.prompts.retrieval import Retrieval, encode, spread, with_facts
-    from calibrate.prompts.stdlib import first_tokens, sources
+    from calibrate.prompts.stdlib import one_text
 
-    rng = random.Random(SEED)
-    needles = make_needles(count, rng)
-    retrieval = Retrieval.of(tokenizer, needles, rng)
-    asked = [encode(tokenizer, needle.question) for needle in needles]
-    text = first_tokens(tokenizer, sources(rng, held_out=True), length - max(map(len, asked)))
-    text = with_facts(text, retrieval.facts, spread(count, 0, len(text)))
-    return [{"prompt_token_ids": text + question} for question in asked], [needle.code for needle in needles]
+    prompts, codes = one_text(tokenizer, length, count, random.Random(SEED))
+    return [{"prompt_token_ids": prompt} for prompt in prompts], codes
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 
 from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import Retrieval, encode, needles_in
+from calibrate.prompts.retrieval import Retrieval, encode, needles_in, spread, with_facts
 from s2o_runtime.errors import InputError
 
 HELD_OUT_FILES = 3  # one of this many of the standard library's files is held out
@@ -69,6 +69,26 @@ def _with_needles(tokenizer: Any, files: Iterator[str], length: int, rng: random
     text = first_tokens(tokenizer, files, length - len(retrieval.questions))
     ids, answers = retrieval.hidden_in(text, 0)
     return Prompt(torch.tensor(ids), answers)
+
+
+def one_text(tokenizer: Any, length: int, count: int, rng: random.Random) -> tuple[list[list[int]], list[str]]:
+    """Prompts that hide the same codes in the same held-out text, and each ask for another of them.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        length: Tokens of the longest prompt.
+        count: How many codes, and prompts.
+        rng: What draws the text and the codes.
+
+    Returns:
+        Each prompt's token ids, and the codes that answer them.
+    """
+    needles = make_needles(count, rng)
+    retrieval = Retrieval.of(tokenizer, needles, rng)
+    questions = [encode(tokenizer, needle.question) for needle in needles]
+    text = first_tokens(tokenizer, sources(rng, held_out=True), length - max(map(len, questions)))
+    text = with_facts(text, retrieval.facts, spread(count, 0, len(text)))
+    return [text + question for question in questions], [needle.code for needle in needles]
 
 
 def first_tokens(tokenizer: Any, texts: Iterator[str], length: int) -> list[int]:

@@ -2,13 +2,18 @@
 """The time to the first token of vLLM's whole engine, its stock backend against S2O.
 
     python -m scripts.bench.first_token --model demo --profile profiles/demo/nvidia-h200/rel-mse-0.001.safetensors
-    python -m scripts.bench.first_token --model llama-3.1-8b --density 0.25
+    python -m scripts.bench.first_token --model llama-3.1-8b --density 0.25 --chunks 2048,8192 --hits 0,0.5,0.99
 
 Each engine runs in a process of its own, one after the other, because vLLM keeps the GPU's memory. Both read the same
-prompts, one at a time, in chunks, with the prefix cache off, without CUDA graphs and torch.compile, and S2O without its
-drift check. The first prompts of a length are not counted: they may include compiling, and S2O records launches in the
-second to the fourth of like calls, to replay them from then on.
+prompts, one at a time, with CUDA graphs, torch.compile and the prefix cache, as a server does by default. The cache is
+emptied before a prompt that is not to hit it. S2O runs without its drift check. The first prompts of a kind are not
+counted: they may include compiling, and S2O records launches in the second to the fourth of like calls, to replay them
+from then on. All chunks are timed in one engine, which is started for the largest.
 
+--rates has requests arrive at random times, so many a second on average, and generate --tokens tokens each (an open
+loop): the time to the first token is then counted from a request's arrival.
+
+With --profile each engine is asked for eight codes that are hidden in a text of the longest length.
 With --density vLLM draws weights for the model's sizes, prompts are random tokens, and the profile is written here.
 Random weights attend nearly evenly, so one tau for all heads has them compute about that share of the keys before a
 segment; a segment's own keys are always computed. Their answers say nothing.
@@ -22,11 +27,12 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import accumulate, pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +40,7 @@ from typing import Any, ClassVar
 import torch
 
 from calibrate.model.models import load_config, load_tokenizer, resolve
-from calibrate.prompts.stdlib import first_tokens, sources
+from calibrate.prompts.stdlib import first_tokens, one_text, sources
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError
@@ -46,6 +52,7 @@ from scripts.bench.schema import ResultFile, Spread, write
 
 NAME = "scripts.bench.first_token"
 STOCK, S2O = "stock", "S2O"
+NEEDLES, NEEDLE_TOKENS = 8, 16  # codes that are asked for, and tokens of an answer
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the counters are in the engine's process
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # a prompt of the longest length, and its answer
@@ -56,29 +63,63 @@ VARIABLES = {
 
 
 @dataclass(frozen=True)
+class Kind:
+    """A kind of prompt. chunk: tokens of a step. hit: the share of its tokens that is in the prefix cache."""
+
+    length: int
+    chunk: int
+    hit: float
+
+
+@dataclass(frozen=True)
 class FirstTokens:
-    """One engine at one length. first_seconds: of the first prompt. answers: the first token after each prompt."""
+    """One engine with one kind of prompt.
+
+    first_seconds: of the first prompt. cached: tokens from the prefix cache, the fewest of a timed prompt.
+    answers: the first token after each prompt.
+    """
+
+    engine: str
+    kind: Kind
+    seconds: Spread
+    first_seconds: float
+    cached: int
+    answers: list[int]
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """One engine under requests that arrive at random times. Times are in seconds.
+
+    rate: of the requests, a second. first_median, first_p99: from a request's arrival to its first token.
+    between_median, between_p99: from a token of a request to its next, while others are read.
+    """
 
     engine: str
     length: int
-    seconds: Spread
-    first_seconds: float
-    answers: list[int]
+    rate: float
+    first_median: float
+    first_p99: float
+    between_median: float
+    between_p99: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenFile(ResultFile):
     """What both engines, or one of them, did. settings: the options.
 
+    needles: how many of the hidden codes each engine named; none without --profile.
     summary: where S2O's query rows went, and why. density: of each layer's last sampled call, by the layer's number;
     few prompts have but one, the first.
     """
 
     program: ClassVar[str] = f"python -m {NAME}"
 
-    format: str = "s2o-bench-first-token/1"
+    format: str = "s2o-bench-first-token/2"
     settings: dict[str, Any]
     rows: list[FirstTokens]
+    open_loop: list[OpenLoop] = field(default_factory=list)
+    needles: dict[str, int] = field(default_factory=dict)
     summary: str
     density: dict[str, float]
 
@@ -89,9 +130,22 @@ def parser() -> common.Parser:
     add("--profile", help="the model's profile", type=Path, metavar="FILE")
     add("--density", help="draw weights, and skip so that this share is computed", type=float, metavar="X")
     add("--lengths", "8192,32768,131072", "tokens of a prompt", type=common.int_list("8192,131072"), metavar="N,N")
-    add("--chunk", 8192, "tokens of a prompt that the engine reads in one step", type=int, metavar="N")
-    add("--repeats", 3, "prompts of each length that are timed", type=int, metavar="N")
-    add("--uncounted", 4, "prompts of each length that are read before those", type=int, metavar="N")
+    add(
+        "--chunks", "8192", "tokens that the engine reads in one step", type=common.int_list("2048,8192"), metavar="N,N"
+    )
+    add("--hits", "0", "shares of a prompt that are cached", type=common.float_list("0,0.5"), metavar="X,X")
+    add("--repeats", 3, "prompts of each kind that are timed", type=int, metavar="N")
+    add("--uncounted", 4, "prompts of each kind that are read before those", type=int, metavar="N")
+    add(
+        "--rates",
+        (),
+        "requests a second of an open loop, none by default",
+        type=common.float_list("0.5,1"),
+        metavar="X,X",
+    )
+    add("--requests", 16, "at each rate, of the longest length and the largest chunk", type=int, metavar="N")
+    add("--tokens", 64, "that each of them generates", type=int, metavar="N")
+    out.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts sooner")
     common.add_device(add)
     add("--out", Path("build/bench_first_token.json"), type=Path, metavar="FILE")
     return out
@@ -103,18 +157,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run both engines, print the table and write --out."""
+    """Run both engines, print the table and write --out, after the first too."""
     check(args)
-    stock, s2o = (alone(engine, args) for engine in (STOCK, S2O))
-    file = replace(s2o, rows=[*stock.rows, *s2o.rows])
-    report(file)
+    stock = alone(STOCK, args)
+    write(args.out, stock)
+    s2o = alone(S2O, args)
+    file = replace(
+        s2o,
+        rows=[*stock.rows, *s2o.rows],
+        open_loop=[*stock.open_loop, *s2o.open_loop],
+        needles=stock.needles | s2o.needles,
+    )
     write(args.out, file)
+    report(file)
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError or ProfileError for what can be known before an engine starts, which takes a minute."""
     common.check_device(args)
-    common.check_least(args, 1, "repeats", "uncounted", "chunk")
+    common.check_least(args, 1, "repeats", "uncounted", "requests", "tokens")
+    if min(args.lengths[0], args.chunks[0]) < 1:
+        raise ConfigError("--lengths and --chunks need numbers of at least 1")
+    if not 0 <= args.hits[0] <= args.hits[-1] < 1:
+        raise ConfigError(f"--hits are {', '.join(map(str, args.hits))}: use shares from 0 to below 1")
+    if args.rates and args.rates[0] <= 0:
+        raise ConfigError(f"--rates begin with {args.rates[0]:g}: use numbers above 0")
     if find_spec("vllm") is None:
         raise ConfigError("vllm is not installed: run pip install vllm, on a machine with an NVIDIA GPU")
     if (args.profile is None) == (args.density is None):
@@ -151,21 +218,20 @@ def run_engine(engine: str, args: argparse.Namespace) -> FirstTokenFile:
 
 
 def timed(engine: str, args: argparse.Namespace, folder: Path) -> FirstTokenFile:
-    """One engine over all lengths. folder: for what `engine_options` makes."""
+    """One engine over all kinds of prompts, which prints each time. folder: for what `engine_options` makes."""
     import vllm
 
-    llm = vllm.LLM(**engine_options(engine, args, folder))
-    parameters = vllm.SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-    rows, all_prompts = [], prompts(args)
-    for length in args.lengths:
-        seconds, answers = [], []
-        for _ in range(args.uncounted + args.repeats):
-            prompt = next(all_prompts)
-            began = time.perf_counter()
-            (output,) = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
-            seconds.append(time.perf_counter() - began)
-            answers.append(int(output.outputs[0].token_ids[0]))
-        rows.append(FirstTokens(engine, length, common.spread(seconds[args.uncounted :]), seconds[0], answers))
+    llm, text = vllm.LLM(**engine_options(engine, args, folder)), Text(args)
+    rows = []
+    for kind in (Kind(*of) for of in product(args.lengths, args.chunks, args.hits)):
+        row = first_tokens_of(llm, engine, kind, text, args)
+        print(
+            f"{engine}: {kind}: {row.seconds.median * 1e3:.1f} ms, the first {row.first_seconds * 1e3:.0f}", flush=True
+        )
+        rows.append(row)
+    needles = {} if args.profile is None else {engine: needles_named(llm, args)}
+    print(f"{engine}: needles {needles}", flush=True)
+    loops = [open_loop(llm, engine, rate, text, args) for rate in args.rates]
     summary, density = "", {}
     if engine == S2O:
         from s2o_runtime.vllm import host
@@ -179,7 +245,92 @@ def timed(engine: str, args: argparse.Namespace, folder: Path) -> FirstTokenFile
     machine["versions"]["vllm"] = vllm.__version__
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "profile")}
     settings["profile"] = None if args.profile is None else str(args.profile)
-    return FirstTokenFile(settings=settings, rows=rows, summary=summary, density=density, **machine)
+    return FirstTokenFile(
+        settings=settings, rows=rows, open_loop=loops, needles=needles, summary=summary, density=density, **machine
+    )
+
+
+def first_tokens_of(llm: Any, engine: str, kind: Kind, text: Text, args: argparse.Namespace) -> FirstTokens:
+    """Time one kind of prompt."""
+    set_chunk(llm, kind.chunk)
+    shared = text.tokens(int(kind.hit * kind.length))
+    if shared:
+        llm.reset_prefix_cache()
+        answer(llm, [shared])
+    seconds, cached, answers = [], [], []
+    for _ in range(args.uncounted + args.repeats):
+        if not shared:
+            llm.reset_prefix_cache()
+        prompt = [*shared, *text.tokens(kind.length - len(shared))]
+        began = time.perf_counter()
+        (output,) = answer(llm, [prompt])
+        seconds.append(time.perf_counter() - began)
+        cached.append(int(output.num_cached_tokens or 0))
+        answers.append(int(output.outputs[0].token_ids[0]))
+    timed_seconds = common.spread(seconds[args.uncounted :])
+    return FirstTokens(engine, kind, timed_seconds, seconds[0], min(cached[args.uncounted :]), answers)
+
+
+def set_chunk(llm: Any, chunk: int) -> None:
+    """Have the engine, which is in this process, read so many tokens in a step: at most those it is started for."""
+    llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = chunk
+
+
+def answer(llm: Any, prompts: Sequence[list[int]], tokens: int = 1) -> Any:
+    """vLLM's outputs for some prompts, so many tokens each."""
+    import vllm
+
+    parameters = vllm.SamplingParams(temperature=0, max_tokens=tokens, detokenize=False)
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+
+
+def needles_named(llm: Any, args: argparse.Namespace) -> int:
+    """How many of `NEEDLES` codes in one text of the longest length the engine names; all but the first hit a cache."""
+    tokenizer = load_tokenizer(args.model)
+    prompts, codes = one_text(tokenizer, args.lengths[-1] - NEEDLE_TOKENS, NEEDLES, random.Random(7))
+    set_chunk(llm, args.chunks[-1])
+    llm.reset_prefix_cache()
+    outputs = answer(llm, prompts, NEEDLE_TOKENS)
+    said = [tokenizer.decode(output.outputs[0].token_ids) for output in outputs]
+    return sum(code in words for code, words in zip(codes, said, strict=True))
+
+
+def open_loop(llm: Any, engine: str, rate: float, text: Text, args: argparse.Namespace) -> OpenLoop:
+    """Requests that arrive at random times, `rate` a second, of the longest length with their answers."""
+    import vllm
+
+    set_chunk(llm, args.chunks[-1])
+    llm.reset_prefix_cache()
+    length = args.lengths[-1] - args.tokens
+    prompts = [text.tokens(length) for _ in range(args.requests)]
+    arrivals = list(accumulate(text.rng.expovariate(rate) for _ in prompts))
+    parameters = vllm.SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
+    times: list[list[float]] = [[] for _ in prompts]
+    added, began = 0, time.perf_counter()
+    while added < len(prompts) or llm.llm_engine.has_unfinished_requests():
+        now = time.perf_counter() - began
+        while added < len(prompts) and arrivals[added] <= now:
+            llm.llm_engine.add_request(f"{rate}/{added}", {"prompt_token_ids": prompts[added]}, parameters)
+            added += 1
+        if not llm.llm_engine.has_unfinished_requests():
+            time.sleep(max(arrivals[added] - now, 1e-3))
+            continue
+        outputs, now = llm.llm_engine.step(), time.perf_counter() - began
+        for output in outputs:
+            of_request = times[int(output.request_id.split("/")[1])]
+            of_request += [now] * (len(output.outputs[0].token_ids) - len(of_request))
+    first = [of_request[0] - arrival for of_request, arrival in zip(times, arrivals, strict=True)]
+    between = [after - before for of_request in times for before, after in pairwise(of_request)]
+    loop = OpenLoop(engine, length, rate, *p50_p99(first), *p50_p99(between))
+    print(f"{engine}: {loop}", flush=True)
+    return loop
+
+
+def p50_p99(seconds: list[float]) -> list[float]:
+    """The median and the 99th percentile; 0 where there are none."""
+    quantiles = torch.tensor([0.5, 0.99], dtype=torch.float64)
+    values: list[float] = torch.tensor(seconds or [0.0]).double().quantile(quantiles).tolist()
+    return values
 
 
 def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -191,10 +342,10 @@ def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "max_model_len": args.lengths[-1] + 64,
-        "max_num_batched_tokens": args.chunk,
+        "max_num_batched_tokens": args.chunks[-1],
         "max_num_seqs": 8,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
+        "enforce_eager": args.eager,
+        "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "gpu_memory_utilization": 0.8,
     }
@@ -234,34 +385,57 @@ def even_profile(args: argparse.Namespace, path: Path) -> Path:
     return path
 
 
-def prompts(args: argparse.Namespace) -> Iterator[list[int]]:
-    """The prompts in the order in which an engine reads them: held-out sources, or random tokens for random weights."""
-    rng = random.Random(7)
-    drawn = args.density is not None
-    vocabulary = load_config(args.model, random_weights=True).vocab_size if drawn else 0
-    tokenizer = None if drawn else load_tokenizer(args.model)
-    for length in args.lengths:
-        for _ in range(args.uncounted + args.repeats):
-            if drawn:
-                yield [rng.randrange(vocabulary) for _ in range(length)]
-            else:
-                yield first_tokens(tokenizer, sources(rng, held_out=True), length)
+class Text:
+    """What prompts are cut from, the same for both engines: held-out sources, or random tokens for random weights."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rng = random.Random(7)
+        if args.density is not None:
+            vocabulary = load_config(args.model, random_weights=True).vocab_size
+            self.ids = [self.rng.randrange(vocabulary) for _ in range(2 * args.lengths[-1])]
+        else:
+            files = sources(self.rng, held_out=True)
+            self.ids = first_tokens(load_tokenizer(args.model), files, 2 * args.lengths[-1])
+
+    def tokens(self, length: int) -> list[int]:
+        """So many tokens from a random place on."""
+        start = self.rng.randrange(len(self.ids) - length)
+        return self.ids[start : start + length]
 
 
 def report(file: FirstTokenFile) -> None:
-    """Print the table and where S2O's rows went."""
-    rows = {(row.engine, row.length): row for row in file.rows}
+    """Print the tables, the needles and where S2O's rows went."""
+    rows = {(row.engine, row.kind): row for row in file.rows}
     cells = []
-    for length in sorted({row.length for row in file.rows}):
-        stock, s2o = rows[STOCK, length], rows[S2O, length]
+    for kind in dict.fromkeys(row.kind for row in file.rows):
+        stock, s2o = rows[STOCK, kind], rows[S2O, kind]
         alike = sum(a == b for a, b in zip(stock.answers, s2o.answers, strict=True))
         medians = [f"{row.seconds.median * 1e3:.1f}" for row in (stock, s2o)]
         ratio = f"{stock.seconds.median / s2o.seconds.median:.2f}x"
         first = [f"{row.first_seconds * 1e3:.0f}" for row in (stock, s2o)]
-        cells.append([str(length), *medians, ratio, *first, f"{alike} of {len(stock.answers)}"])
+        numbers = [str(kind.length), str(kind.chunk), str(s2o.cached)]
+        cells.append([*numbers, *medians, ratio, *first, f"{alike} of {len(stock.answers)}"])
     title = f"first token of {file.settings['model']}, vLLM {file.versions['vllm']}"
-    names = ["tokens", "stock, ms", "S2O, ms", "stock / S2O", "first stock, ms", "first S2O, ms", "same token"]
-    common.print_table(title, names, cells)
+    names = ["tokens", "chunk", "cached", "stock, ms", "S2O, ms", "stock / S2O", "first stock, ms", "first S2O, ms"]
+    common.print_table(title, [*names, "same token"], cells)
+    if file.open_loop:
+        names = [
+            "engine",
+            "tokens",
+            "requests / s",
+            "first p50, ms",
+            "first p99, ms",
+            "between p50, ms",
+            "between p99, ms",
+        ]
+        cells = [
+            [row.engine, str(row.length), f"{row.rate:g}"]
+            + [f"{t * 1e3:.1f}" for t in (row.first_median, row.first_p99, row.between_median, row.between_p99)]
+            for row in file.open_loop
+        ]
+        common.print_table("open loop", names, cells)
+    for engine, right in file.needles.items():
+        print(f"{engine}: {right} of {NEEDLES} needles")
     print(f"S2O: {file.summary}")
 
 

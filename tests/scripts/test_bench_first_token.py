@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
 import sys
+from itertools import product
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from calibrate.model.models import DEMO_FOLDER
+from calibrate.model.models import DEMO_FOLDER, load_tokenizer
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import load_profile
 from s2o_runtime.vllm import host
@@ -17,33 +19,79 @@ from scripts.bench.schema import Spread, read
 from support.pages import DEMO_PROFILE
 
 DENSITY = 0.25
+TOKENIZER = load_tokenizer("demo")
 SETTINGS = {  # of the times that docs/serving.md states
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
-    "enforce_eager": True,
-    "enable_prefix_caching": False,
+    "enforce_eager": False,
+    "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
 }
 
 
+def alike(prompt, other):
+    """How many of their first tokens are the same."""
+    return next(
+        (at for at, pair in enumerate(zip(prompt, other, strict=False)) if len(set(pair)) == 2),
+        min(len(prompt), len(other)),
+    )
+
+
 class FakeEngine:
-    """What the bench uses of vllm.LLM: a second for a prompt, half of it with S2O, more for the first two."""
+    """What the bench uses of vllm.LLM, its engine and its scheduler, in one.
+
+    A step takes a second, half of it with S2O, and the first two prompts of a length and chunk take more. A step that
+    generates takes a tenth. Codes that are asked for are looked up.
+    """
 
     def __init__(self, clock, counters, **options):
         self.options, self.clock, self.counters = options, clock, counters
-        self.prompts = []
+        self.llm_engine = self.engine_core = self.scheduler = self
+        self.max_num_scheduled_tokens = options["max_num_batched_tokens"]
+        self.prompts, self.kinds, self.cache, self.running = [], [], [], {}
         self.seconds = 0.5 if options.get("additional_config") else 1.0
 
+    def reset_prefix_cache(self):
+        self.cache = []
+
     def generate(self, prompts, parameters, use_tqdm):
-        assert parameters.max_tokens == 1
-        (prompt,) = prompts
-        self.prompts.append(prompt["prompt_token_ids"])
-        of_length = [len(other) for other in self.prompts].count(len(self.prompts[-1]))
-        self.clock.now += self.seconds * {1: 10, 2: 3}.get(of_length, 1)
+        return [self.read(prompt["prompt_token_ids"], parameters.max_tokens) for prompt in prompts]
+
+    def read(self, prompt, tokens):
+        cached = max((alike(prompt, other) for other in self.cache), default=0)
+        self.prompts.append(prompt)
+        self.cache.append(prompt)
+        self.kinds.append((len(prompt), self.max_num_scheduled_tokens))
+        steps = -(-(len(prompt) - cached) // self.max_num_scheduled_tokens)
+        self.clock.now += self.seconds * steps * {1: 10, 2: 3}.get(self.kinds.count(self.kinds[-1]), 1)
         if self.options.get("additional_config"):
-            self.counters.add(0, "s2o", "the kernel supports this call", len(self.prompts[-1]))
-        answer = len(self.prompts) if self.seconds == 1.0 else 1  # they agree on the first prompt alone
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[answer])])]
+            self.counters.add(0, "s2o", "the kernel supports this call", len(prompt))
+        answer = [len(self.prompts) if self.seconds == 1.0 else 1]  # they agree on the first prompt alone
+        if tokens > 1:
+            text = TOKENIZER.decode(prompt)
+            key = text.split()[-2]
+            answer = TOKENIZER.encode(re.search(rf"code for {key} is (\d+)", text)[1])
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=answer)], num_cached_tokens=cached)
+
+    def add_request(self, name, prompt, parameters):
+        assert parameters.ignore_eos
+        self.running[name] = (prompt["prompt_token_ids"], parameters.max_tokens, [])
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def step(self):
+        """A token of each request that runs; those that have none are read first, in the same step."""
+        self.clock.now += 0.1
+        outputs = []
+        for name, (prompt, tokens, written) in list(self.running.items()):
+            if not written:
+                self.read(prompt, 1)
+            written.append(0)
+            if len(written) == tokens:
+                del self.running[name]
+            outputs.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=list(written))]))
+        return outputs
 
 
 @pytest.fixture
@@ -52,6 +100,9 @@ def engines(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     started, clock, counters = [], SimpleNamespace(now=0.0), Counters()
     counters.keep(0, SimpleNamespace(density=torch.tensor([0.2, 0.4])))
+
+    def sleep(seconds):
+        clock.now += seconds
 
     def start(**options):
         started.append(FakeEngine(clock, counters, **options))
@@ -62,47 +113,79 @@ def engines(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(bench, "find_spec", lambda name: object())
     monkeypatch.setattr(bench, "alone", bench.run_engine)
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(host, "server", lambda: SimpleNamespace(counters=counters))
     return started
 
 
 def run(tmp_path, *arguments):
     out = tmp_path / "f.json"
-    sizes = ["--lengths", "48,64", "--uncounted", "2", "--repeats", "2", "--device", "cpu"]
-    code = bench.main([*arguments, *sizes, "--out", str(out)])
+    sizes = ["--lengths", "48,1024", "--uncounted", "2", "--repeats", "2", "--device", "cpu"]
+    code = bench.main(["--profile", str(DEMO_PROFILE), *sizes, *arguments, "--out", str(out)])
     return code, read(bench.FirstTokenFile, json.loads(out.read_text())) if out.exists() else None
 
 
 def test_both_engines_read_the_same_prompts_and_are_compared(tmp_path, engines, capsys):
-    code, file = run(tmp_path, "--profile", str(DEMO_PROFILE), "--chunk", "512")
+    code, file = run(tmp_path, "--chunks", "512")
     assert code == 0
     stock, s2o = engines
     assert stock.prompts == s2o.prompts
-    assert [len(prompt) for prompt in stock.prompts] == [48] * 4 + [64] * 4
-    assert len(set(map(tuple, stock.prompts))) == 8
-    assert [(row.engine, row.length) for row in file.rows] == [("stock", 48), ("stock", 64), ("S2O", 48), ("S2O", 64)]
-    assert [row.seconds for row in file.rows] == [Spread(*[seconds] * 3) for seconds in (1.0, 1.0, 0.5, 0.5)]
-    assert [row.first_seconds for row in file.rows] == [10.0, 10.0, 5.0, 5.0]
+    assert [len(prompt) for prompt in stock.prompts[:8]] == [48] * 4 + [1024] * 4
+    assert len(set(map(tuple, stock.prompts))) == 8 + 8
+    assert [(row.engine, row.kind.length) for row in file.rows] == list(product(("stock", "S2O"), (48, 1024)))
+    assert [row.seconds for row in file.rows] == [Spread(*[seconds] * 3) for seconds in (1.0, 2.0, 0.5, 1.0)]
+    assert [row.first_seconds for row in file.rows] == [10.0, 20.0, 5.0, 10.0]
     assert file.density == {"0": pytest.approx(0.3)}
     assert file.versions["vllm"] == "0.0.1"
     printed = capsys.readouterr().out
-    rows = [line.replace("│", " ").split() for line in printed.splitlines() if " 1000.0 " in line]
+    rows = [line.replace("│", " ").split() for line in printed.splitlines() if " of 4" in line]
     assert rows == [
-        ["48", "1000.0", "500.0", "2.00x", "10000", "5000", "1", "of", "4"],
-        ["64", "1000.0", "500.0", "2.00x", "10000", "5000", "0", "of", "4"],
+        ["48", "512", "0", "1000.0", "500.0", "2.00x", "10000", "5000", "1", "of", "4"],
+        ["1024", "512", "0", "2000.0", "1000.0", "2.00x", "20000", "10000", "0", "of", "4"],
     ]
     assert "S2O: 100.0% s2o (the kernel supports this call); mean density 0.300 of 1 layers" in printed
 
 
+def test_codes_are_asked_for_in_one_text(tmp_path, engines, capsys):
+    _, file = run(tmp_path)
+    assert file.needles == {"stock": 8, "S2O": 8}
+    asked = engines[0].prompts[-8:]
+    assert max(map(len, asked)) == 1024 - bench.NEEDLE_TOKENS
+    assert alike(*asked[:2]) > 1024 - bench.NEEDLE_TOKENS - 64
+    assert "S2O: 8 of 8 needles" in capsys.readouterr().out
+
+
+def test_chunks_and_shares_of_the_cache_are_timed_in_one_engine(tmp_path, engines):
+    _, file = run(tmp_path, "--lengths", "1024", "--chunks", "256,512", "--hits", "0,0.5")
+    kinds = [bench.Kind(1024, chunk, hit) for chunk, hit in product((256, 512), (0, 0.5))]
+    assert [row.kind for row in file.rows] == kinds * 2
+    assert [row.cached for row in file.rows] == [0, 512, 0, 512] * 2
+    assert [row.seconds.median for row in file.rows[:4]] == [4.0, 2.0, 2.0, 1.0]
+    assert len(engines) == 2
+    assert {engine.options["max_num_batched_tokens"] for engine in engines} == {512}
+
+
+def test_requests_of_an_open_loop_wait_for_the_prompts_of_others(tmp_path, engines):
+    _, file = run(
+        tmp_path, "--lengths", "1024", "--chunks", "1024", "--rates", "0.01,100", "--requests", "3", "--tokens", "5"
+    )
+    alone, together = file.open_loop[:2]
+    assert (alone.length, alone.rate, together.rate) == (1024 - 5, 0.01, 100)
+    # the fake takes 10, 3 and 1 times as long for the first prompts of a length
+    assert alone.first_median == pytest.approx(0.1 + 3)
+    assert alone.between_median == alone.between_p99 == pytest.approx(0.1)
+    assert together.first_p99 > together.first_median > 1
+    assert together.between_p99 > 1 > together.between_median
+
+
 def test_engines_differ_by_the_backend_alone(tmp_path, engines):
-    run(tmp_path, "--profile", str(DEMO_PROFILE), "--chunk", "512")
+    run(tmp_path, "--chunks", "512")
     stock, s2o = (engine.options for engine in engines)
     assert s2o.pop("additional_config") == {"s2o": {"profile": str(DEMO_PROFILE), "drift": "off"}}
     assert stock == s2o
     assert stock.items() >= SETTINGS.items()
     assert (stock["model"], stock["load_format"]) == (str(DEMO_FOLDER), "auto")
-    assert (stock["max_num_batched_tokens"], stock["max_model_len"]) == (512, 64 + 64)
+    assert (stock["max_num_batched_tokens"], stock["max_model_len"]) == (512, 1024 + 64)
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
