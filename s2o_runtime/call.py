@@ -14,7 +14,7 @@ from torch import Tensor
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
 from s2o_runtime.pages import PageTable
 from s2o_runtime.scoring import PLAIN, Scoring
-from s2o_runtime.shapes import CallShape, call_shape, check_heads, packed_shape
+from s2o_runtime.shapes import CallShape, Packed, call_shape, check_heads, packed_shape
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
@@ -59,6 +59,14 @@ class HeadTables(NamedTuple):
     def several(self) -> bool:
         """Whether any head has more than one representative."""
         return self.counts[-1:] > (1,)
+
+
+class Starts(NamedTuple):
+    """Where the sequences of a call begin: the fields of `Call` that kernels take together."""
+
+    kv_start: Tensor | None
+    cu_q: Tensor | None
+    cu_k: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -114,20 +122,17 @@ class Call:
         k: Tensor,
         v: Tensor,
         config: LayerConfig,
+        packed: Packed,
         *,
-        cu_q: Tensor,
-        cu_k: Tensor,
-        max_q: int,
-        max_k: int,
         scoring: Scoring = PLAIN,
         with_lse: bool = False,
     ) -> Call:
         """A call of `s2o_attention_varlen`. Raises InputError and ConfigError as the op does."""
-        shape = packed_shape(q, k, v, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k)
+        shape = packed_shape(q, k, v, packed)
         check_heads(config.validate(), shape)
         scoring = scoring.checked(shape, q)
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        return cls(q, k, v, config, shape, scoring, None, cu_q, cu_k, with_lse)
+        return cls(q, k, v, config, shape, scoring, None, packed.cu_q, packed.cu_k, with_lse)
 
     def sequence(self, rows: range, keys: range) -> Call:
         """One of the packed sequences as a call of its own, from its rows and keys."""
@@ -168,9 +173,9 @@ class Call:
         return head_tables(self.config, self.q.device)
 
     @property
-    def starts(self) -> dict[str, Tensor | None]:
-        """The arguments KV_START, CU_Q and CU_K of a kernel."""
-        return {"KV_START": self.kv_start, "CU_Q": self.cu_q, "CU_K": self.cu_k}
+    def starts(self) -> Starts:
+        """The argument STARTS of a kernel."""
+        return Starts(self.kv_start, self.cu_q, self.cu_k)
 
     @property
     def paging(self) -> dict[str, Tensor | int | None]:

@@ -9,9 +9,12 @@ import json
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from s2o_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Mode = Literal["s2o", "dense"]
 RowReduce = Literal["mean", "max"]
@@ -125,6 +128,18 @@ class HeadConfig:
         return self
 
 
+class HeadOptions(TypedDict, total=False):
+    """The fields of `HeadConfig` as optional arguments; `stop_rule` may be a text that `StopRule.parse` reads."""
+
+    tau: float
+    segment: int
+    mode: Mode
+    stop_rule: StopRule | str
+    representatives: int
+    tail: bool
+    linear: bool
+
+
 @dataclass(frozen=True)
 class TileConfig:
     """The shape of the kernel's work on one GPU.
@@ -227,20 +242,14 @@ class LayerConfig:
         cls,
         num_heads: int,
         *,
-        tau: float = 0.0,
-        segment: int = 512,
-        mode: Mode = "s2o",
-        stop_rule: StopRule | str = StopRule.REST,
-        representatives: int = 1,
-        tail: bool = False,
         tile: TileConfig | None = None,
         row_reduce: RowReduce = "mean",
         grain: int = 1,
         scores: Scores = "input",
-        linear: bool = False,
         last_rows: int = 0,
+        **head: Unpack[HeadOptions],
     ) -> LayerConfig:
-        """The same settings for all `num_heads` query heads; `stop_rule` may be a text that `StopRule.parse` reads.
+        """The same settings for all `num_heads` query heads, those of a `HeadConfig` among them.
 
         Raises:
             ConfigError: as `validate`.
@@ -248,9 +257,11 @@ class LayerConfig:
         >>> LayerConfig.uniform(32, tau=0.1, segment=1024).heads[31].tau
         0.1
         """
-        rule = stop_rule if isinstance(stop_rule, StopRule) else StopRule.parse(stop_rule)
-        head = HeadConfig(tau, segment, mode, rule, representatives, tail, linear)
-        return cls((head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores, last_rows).validate()
+        fields: dict[str, Any] = dict(head)
+        if isinstance(rule := head.get("stop_rule"), str):
+            fields["stop_rule"] = StopRule.parse(rule)
+        of_head = HeadConfig(**fields)
+        return cls((of_head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores, last_rows).validate()
 
     @property
     def num_heads(self) -> int:

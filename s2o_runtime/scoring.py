@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
 from s2o_runtime.shapes import CallShape
+
+
+class ScoringOptions(TypedDict, total=False):
+    """The fields of `Scoring` as optional arguments."""
+
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 class Scoring(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,9 +116,20 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
     return CallShape(batch, query_heads, kv_heads, q_len, kv_len, head_dim, v.shape[3])
 
 
-def packed_shape(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
-) -> CallShape:  # fmt: skip
+class Packed(NamedTuple):
+    """Where packed sequences lie, one behind another, among Tq queries and Tk keys.
+
+    cu_q: int32 [N + 1], where the queries of each sequence begin, from 0 to Tq; cu_k: int32 [N + 1], where its keys do,
+    from 0 to Tk; max_q, max_k: queries and keys, at least as many as the longest sequence has.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+def packed_shape(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> CallShape:
     """Check the tensors of a packed call against each other and return their sizes.
 
     The contents of `cu_q` and `cu_k` are not read: that would wait for the device.
@@ -125,14 +137,12 @@ def packed_shape(
     Args:
         q: [Tq, Hq, D]; k: [Tk, Hkv, D]; v: [Tk, Hkv, Dv]; the sequences lie one behind another along the first
             dimension.
-        cu_q: int32 [N + 1], where the queries of each sequence begin, from 0 to Tq.
-        cu_k: int32 [N + 1], where the keys of each sequence begin, from 0 to Tk.
-        max_q: queries, at least as many as the longest sequence has.
-        max_k: keys, at least as many as the longest sequence has.
+        packed: where they lie.
 
     Raises:
         InputError: a tensor or a maximum does not fit; the sentence names it.
     """
+    cu_q, cu_k, max_q, max_k = packed
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 3:
             raise InputError(f"{name} has {tensor.ndim} dimensions: expected [total length, heads, head_dim]")

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import typing
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -605,19 +606,32 @@ def compile_kernel(
     Upper case arguments are pointers; they and the strides are multiples of 16, as they are for real tensors,
     unless the kernel says not to look. Constants that are not in `constants` are switches that are off.
     """
-    signature: dict[str, str] = {}
+    from s2o_runtime.kernels.groups import CONSTANT_GROUPS
+
+    signature: dict[str, Any] = {}
     values: dict[str, object] = {}
     attributes = {}
+    annotations = typing.get_type_hints(kernel.fn)
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
             signature[name] = "constexpr"
-            values[name] = constants.get(name, False)
+            if group := CONSTANT_GROUPS.get(name):
+                values[name] = group(*(constants.get(field, False) for field in group._fields))
+            else:
+                values[name] = constants.get(name, False)
             continue
         pointer = name.isupper()
-        signature[name] = f"*{types[name]}" if pointer else "fp32" if name in FLOATS else "i32"
-        if (pointer or name.startswith("stride_")) and not parameter.do_not_specialize:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+        aligned = (pointer or name.startswith("stride_")) and not parameter.do_not_specialize
+        if group := annotations.get(name):
+            kinds = (f"*{types[field.upper()]}" if pointer else "i32" for field in group._fields)
+            signature[name] = group._make(kinds)
+            paths = [(index, place) for place in range(len(group._fields))]
+        else:
+            signature[name] = f"*{types[name]}" if pointer else "fp32" if name in FLOATS else "i32"
+            paths = [(index,)]
+        if aligned:
+            attributes |= {path: [["tt.divisibility", 16]] for path in paths}
     tree = source(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     built = triton.compile(tree, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _resource_usage(built.asm["cubin"])

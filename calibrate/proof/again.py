@@ -23,7 +23,7 @@ from calibrate.proof.adjust import kl_over_budget, lost_needles, over_limit
 from calibrate.proof.bounds import CONFIDENCE, excess_probability, mean_lower_bound
 from calibrate.proof.certify import FEWEST, Groups, Scale, retrieval_of
 from calibrate.proof.layers import Configured
-from calibrate.proof.verify import LayerProof, LengthProof, prove
+from calibrate.proof.verify import LayerProof, LengthProof, Progress, prove
 from calibrate.recipe import OPTIONS, Recipe
 from s2o_runtime.errors import InputError
 from s2o_runtime.fields import counted
@@ -221,11 +221,11 @@ def recertified(opened: Opened, seed: int) -> Recertified:
                 f"there are fresh prompts of {counted(len(groups), 'group')} of text of {length} tokens, expected at "
                 f"least {FEWEST}: give another --seed, or --prompts with more text"
             )
-    chunk, stage = recipe.chunk, "certifying"
-    seen = {
-        length: prove(opened.loaded, {length: fresh[length]}, profile, timed=False, chunk=chunk, stage=stage)[1][length]
-        for length in certified
-    }
+    seen, progress = {}, Progress(stage="certifying")
+    for length in certified:
+        prompts = {length: fresh[length]}
+        _, proofs = prove(opened.loaded, prompts, profile, progress=progress, timed=False, chunk=recipe.chunk)
+        seen[length] = proofs[length]
     return compared(profile, recipe, certified, seen)
 
 

@@ -53,7 +53,7 @@ from calibrate.proof.bounds import (
 )
 from calibrate.proof.layers import ProofItem, compare
 from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, lengths_of
-from calibrate.proof.verify import LayerProof, LengthProof, Prover, prove
+from calibrate.proof.verify import LayerProof, LengthProof, Progress, Prover, prove
 from calibrate.recipe import Recipe
 from calibrate.search.choice import DenseReason
 from calibrate.work.executor import Executor
@@ -210,8 +210,9 @@ def _measured(
 ) -> tuple[Means, LengthProof]:
     """What each layer is left with, and what was seen of layers as they are in a candidate."""
     means, recipe = Means(candidate, length, Groups.of(prompts)), candidate.recipe
-    run = partial(prove, prover.executor, {length: prompts}, candidate, means.revise, on_step, timed=False)
-    _, seen = run(chunk=recipe.chunk, journal=prover.journal, stage="certifying")
+    progress = Progress(on_step, "certifying")
+    run = partial(prove, prover.executor, {length: prompts}, candidate, means.revise, progress, timed=False)
+    _, seen = run(chunk=recipe.chunk, journal=prover.journal)
     return means, seen[length]
 
 

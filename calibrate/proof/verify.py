@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,16 +168,22 @@ def accept(configured: Configured, length: int, layer: int, proof: LayerProof) -
     """Accept what was measured, whatever came out."""
 
 
+class Progress(NamedTuple):
+    """How a proof is followed: `on_step` is called after each length of each layer, `stage` says what it is for."""
+
+    on_step: Callable[[], object] = lambda: None
+    stage: str = "proving"
+
+
 def prove(
     model: LoadedModel | Executor,
     prompts: Mapping[int, Sequence[Prompt]],
     configured: C,
     revise: Callable[[C, int, int, LayerProof], C | None] = accept,
-    on_step: Callable[[], object] = lambda: None,
+    progress: Progress = Progress(),  # noqa: B008, it is immutable
     timed: bool = True,
     chunk: int | None = None,
     journal: Journal | None = None,
-    stage: str = "proving",
 ) -> tuple[C, dict[int, LengthProof]]:
     """Measure what a configuration does to every layer at every length, and to the model's predictions.
 
@@ -190,11 +196,10 @@ def prove(
         configured: What each layer runs at each length.
         revise: Given the configuration, the length, the layer's index and its proof, without times: what to measure
             instead on the same inputs, or None to accept this one.
-        on_step: Called after each length of each layer.
+        progress: Who is told of it, and what it is done for.
         timed: Whether to take times too, of whole prompts; without, those of the proofs are 0 or None.
         chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
         journal: Where steps are kept, and found again; None if nowhere.
-        stage: What it is done for, in a word.
 
     Returns:
         What was accepted in the end, and what was measured of it by length in tokens.
@@ -205,7 +210,7 @@ def prove(
     """
     with executor_of(model) as executor:
         evaluations = [
-            _Evaluation(executor, journal, stage, length, of_length) for length, of_length in prompts.items()
+            _Evaluation(executor, journal, progress.stage, length, of_length) for length, of_length in prompts.items()
         ]
         layers: dict[int, list[LayerProof]] = {length: [] for length in prompts}
         for index in range(executor.geometry.layers):
@@ -221,7 +226,7 @@ def prove(
                     revised = revise(configured, length, index, proof)
                 layers[length].append(proof)
                 evaluation.accept(runs)
-                on_step()
+                progress.on_step()
         proofs = {
             evaluation.length: LengthProof.of(
                 layers[evaluation.length], evaluation.agreements(), prompts[evaluation.length]
@@ -315,7 +320,7 @@ class Prover:
         prompts = {length: prompts for length, prompts in self.held_out.items() if length in lengths}
         with self.bar(title, len(prompts)) as step:
             chunk = candidate.recipe.chunk
-            return prove(self.executor, prompts, candidate, revise, step, timed, chunk, self.journal)
+            return prove(self.executor, prompts, candidate, revise, Progress(step), timed, chunk, self.journal)
 
 
 def _with_times(

@@ -16,7 +16,8 @@ from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_
 from s2o_runtime.attention.result import Attention, AttentionStats
 from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.scoring import Scoring, without_gradients
+from s2o_runtime.scoring import Scoring, ScoringOptions, without_gradients
+from s2o_runtime.shapes import Packed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
     from s2o_runtime.kernels.plan import Recorder
 
 
-class PackedOptions(TypedDict, total=False):
+class ResultOptions(TypedDict, total=False):
+    """The optional arguments that change the type of a result."""
+
+    return_stats: bool
+    return_lse: bool
+
+
+class PackedOptions(ScoringOptions, total=False):
     """The optional arguments of `s2o_attention_varlen` that do not change the type of its result."""
 
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
     backend: Backend
 
 
@@ -37,6 +42,14 @@ class Options(PackedOptions, total=False):
     """The optional arguments of `s2o_attention` that do not change the type of its result."""
 
     kv_start: Tensor | None
+
+
+class AllOptions(Options, ResultOptions, total=False):
+    """All optional arguments of `s2o_attention`."""
+
+
+class AllPackedOptions(PackedOptions, ResultOptions, total=False):
+    """All optional arguments of `s2o_attention_varlen`."""
 
 
 @overload
@@ -51,18 +64,7 @@ def s2o_attention(
     q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> Attention: ...
 def s2o_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: LayerConfig,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
-    backend: Backend = "auto",
-    return_stats: bool = False,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, **options: Unpack[AllOptions]
 ) -> Tensor | Attention:
     """Causal attention that computes only the part of the prefix that counts.
 
@@ -102,6 +104,15 @@ def s2o_attention(
     >>> s2o_attention(q, k, v, config, return_stats=True).stats.backend
     'reference'
     """
+    return _attention(q, k, v, config, **options)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig,
+    *, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    kv_start: Tensor | None = None, backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
+) -> Tensor | Attention:  # fmt: skip
+    """`s2o_attention` with its defaults."""
     sinks = without_gradients(sinks)
     repeated, inputs = None, (q, k, v, kv_start, sinks)
     if not torch.compiler.is_compiling():
@@ -138,22 +149,9 @@ def s2o_attention_varlen(
     config: LayerConfig, *, return_lse: Literal[True], **options: Unpack[PackedOptions],
 ) -> Attention: ...  # fmt: skip
 def s2o_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    config: LayerConfig,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    backend: Backend = "auto",
-    return_stats: bool = False,
-    return_lse: bool = False,
-) -> Tensor | Attention:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    config: LayerConfig, **options: Unpack[AllPackedOptions],
+) -> Tensor | Attention:  # fmt: skip
     """`s2o_attention` for sequences of different lengths, packed one behind another.
 
     A sequence has at most as many queries as keys, its queries stand at its last positions, and it may be empty.
@@ -188,25 +186,33 @@ def s2o_attention_varlen(
     >>> s2o_attention_varlen(q, k, v, starts, starts, 300, 300, config).shape
     torch.Size([500, 4, 64])
     """
+    return _varlen(q, k, v, Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), config, **options)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, packed: Packed, config: LayerConfig,
+    *, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
+) -> Tensor | Attention:  # fmt: skip
+    """`s2o_attention_varlen` with its defaults."""
     sinks = without_gradients(sinks)
     repeated = None
-    inputs = (q, k, v, cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, sinks)
+    cu_q, cu_k, max_q, max_k = packed
+    inputs = (q, k, v, cu_q, None if cu_k is cu_q else cu_k, sinks)
     if not torch.compiler.is_compiling():
-        lengths = index(max_seqlen_q), index(max_seqlen_k)
+        lengths = index(max_q), index(max_k)
         options = (*numbers(scale, softcap), backend, return_stats, return_lse, *lengths)
         repeated = repeated_call(inputs, config, options)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
-        call = Call.of_packed(
-            q, k, v, config, cu_q=cu_seqlens_q, cu_k=cu_seqlens_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
-            scoring=Scoring(scale, softcap, sinks), with_lse=return_lse,
-        )  # fmt: skip
+        scoring = Scoring(scale, softcap, sinks)
+        call = Call.of_packed(q, k, v, config, packed, scoring=scoring, with_lse=return_lse)
         answer = computed(call, choose_backend(call, backend), return_stats, repeated, recording(repeated, inputs))
     choice, shape, (out, visited, lse) = answer
     if not (return_stats or return_lse):
         return out
     stats = None
     if return_stats:
-        stats = AttentionStats(*choice, config, shape, None, visited, cu_seqlens_q, cu_seqlens_k)
+        stats = AttentionStats(*choice, config, shape, None, visited, cu_q, cu_k)
     return Attention(out, lse, stats)
 
 

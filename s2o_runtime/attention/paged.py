@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.api import computed, numbers, recording
+from s2o_runtime.attention.api import ResultOptions, computed, numbers, recording
 from s2o_runtime.attention.backend import Backend, choose_backend
 from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.replay import repeated_call
@@ -21,7 +21,7 @@ from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.scoring import Scoring
-from s2o_runtime.shapes import KERNEL_TYPES
+from s2o_runtime.shapes import KERNEL_TYPES, Packed
 from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ ROW_BYTES = 16  # that the specialised kernel copies at once
 
 
 class PagedOptions(TypedDict, total=False):
-    """The arguments of `s2o_attention_paged` that do not change the type of its result, those of the call included."""
+    """The arguments by name of `s2o_attention_paged` that do not change the type of its result."""
 
     cu_q: Required[Tensor]
     seq_lens: Required[Tensor]
@@ -46,6 +46,10 @@ class PagedOptions(TypedDict, total=False):
     scale: float | None
     backend: Backend
     out: Tensor | None
+
+
+class AllPagedOptions(PagedOptions, ResultOptions, total=False):
+    """All arguments by name of `s2o_attention_paged`."""
 
 
 @overload
@@ -63,25 +67,7 @@ def s2o_attention_paged(
     *, return_lse: Literal[True], **options: Unpack[PagedOptions],
 ) -> Attention: ...  # fmt: skip
 def s2o_attention_paged(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    config: LayerConfig,
-    *,
-    cu_q: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    max_q: int,
-    max_k: int,
-    total_k: int | None = None,
-    cu_k: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    scale: float | None = None,
-    backend: Backend = "auto",
-    return_stats: bool = False,
-    return_lse: bool = False,
-    out: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig, **options: Unpack[AllPagedOptions]
 ) -> Tensor | Attention:
     """`s2o_attention_varlen` for keys and values in the pages of a cache.
 
@@ -123,6 +109,17 @@ def s2o_attention_paged(
     ... ).shape
     torch.Size([128, 4, 64])
     """
+    return _paged(q, k_cache, v_cache, config, **options)
+
+
+def _paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig,
+    *, cu_q: Tensor, seq_lens: Tensor, block_table: Tensor, max_q: int, max_k: int, total_k: int | None = None,
+    cu_k: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    scale: float | None = None, backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | Attention:  # fmt: skip
+    """`s2o_attention_paged` with its defaults."""
     if seq_lens.dtype != torch.int32 or seq_lens.ndim != 1 or len(seq_lens) != len(cu_q) - 1:  # not in a plan's key
         raise InputError(
             f"seq_lens is {seq_lens.dtype} {tuple(seq_lens.shape)}: expected int32 [{len(cu_q) - 1}], as cu_q has edges"
@@ -147,10 +144,8 @@ def s2o_attention_paged(
         recorder = recording(repeated, inputs)
 
         def packed(k: Tensor, v: Tensor) -> Call:
-            return Call.of_packed(
-                q, k, v, config, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, scoring=Scoring(scale),
-                with_lse=return_lse,
-            )  # fmt: skip
+            lengths = Packed(cu_q, cu_k, max_q, max_k)
+            return Call.of_packed(q, k, v, config, lengths, scoring=Scoring(scale), with_lse=return_lse)
 
         choice = None
         if in_place_obstacle(pages, config, q.dtype) is None:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypedDict
+
 import torch
 
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 # segments in a call, one number for each form of the ranking kernels (`scores.segments_at_once`, `tail.tail_segments`)
 SEGMENTS = (2, 20, 64)
 SPLIT_CALL = (16, 8192)  # queries and keys of a call whose dense heads are split over keys (kernels/shares.py)
+
+
+class Features(TypedDict, total=False):
+    """What only some calls have.
+
+    padded: compile for left-padded batches (`kv_start`) as well; softcap: of their scores, None for none; sinks: the
+    type of their learned sinks, None for none; value_dim: the head dimension of their values, None for that of keys.
+    """
+
+    padded: bool
+    softcap: float | None
+    sinks: torch.dtype | None
+    value_dim: int | None
 
 
 def warmup(
@@ -19,10 +37,7 @@ def warmup(
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
-    padded: bool = False,
-    softcap: float | None = None,
-    sinks: torch.dtype | None = None,
-    value_dim: int | None = None,
+    **features: Unpack[Features],
 ) -> None:
     """Run small prefills, so that no later call with this config's tile compiles anything.
 
@@ -36,10 +51,7 @@ def warmup(
         head_dim: their head dimension.
         dtype: the type of their q, k and v.
         device: the GPU.
-        padded: compile for left-padded batches (`kv_start`) as well.
-        softcap: of their scores; None for none.
-        sinks: the type of their learned sinks; None for none.
-        value_dim: the head dimension of their values; `head_dim` by default.
+        features: what few models have, as in `Features`.
 
     Raises:
         InputError: the kernels cannot run such calls here.
@@ -50,6 +62,7 @@ def warmup(
     segments = [head.segment for head in config.validate().heads if head.mode == "s2o"]
     if not segments:
         return
+    sinks = features.get("sinks")
     of_heads = None if sinks is None else torch.zeros(config.num_heads, dtype=sinks, device=device)
     calls = [(count * min(segments),) * 2 for count in SEGMENTS]
     for queries, keys in calls + split_calls(config):
@@ -58,11 +71,14 @@ def warmup(
             for length, heads, dim in (
                 (queries, config.num_heads, head_dim),
                 (keys, kv_heads, head_dim),
-                (keys, kv_heads, value_dim or head_dim),
+                (keys, kv_heads, features.get("value_dim") or head_dim),
             )
         )
-        for kv_start in (None, torch.zeros(1, dtype=torch.int64, device=device))[: 1 + padded]:
-            s2o_attention(q, k, v, config, kv_start=kv_start, softcap=softcap, sinks=of_heads, backend="triton")
+        for kv_start in (None, torch.zeros(1, dtype=torch.int64, device=device))[: 1 + features.get("padded", False)]:
+            s2o_attention(
+                q, k, v, config,
+                kv_start=kv_start, softcap=features.get("softcap"), sinks=of_heads, backend="triton",
+            )  # fmt: skip
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -29,7 +29,6 @@ from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, MIN_CAPABILITY, family
 
 Backend = Literal["auto", "triton", "reference"]
 HEAD_DIM = BLOCK_SPARSE_HEAD_DIMS[-1]  # the largest of the kernel
-INTERPRETED = (9, 0)  # the compute capability whose tiles the interpreter runs
 SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the settings; scale by name
     FlashPrefill: flash_prefill.select,
     FlashPrefillV2: flash_prefill.select,
@@ -183,8 +182,7 @@ def attend(
                 laid_out(selection.mean_keys, head_dim).contiguous(),
                 laid_out(mean_values, head_dim).contiguous(),
             )
-        here = INTERPRETED if interpreted() else capability(q.device)
-        block_sparse_attention(queries, keys, values, means, selection, scale, target, left_out, here)
+        block_sparse_attention(queries, keys, values, means, selection, scale, target, left_out)
     return out if fits else target[..., : shape.head_dim]
 
 

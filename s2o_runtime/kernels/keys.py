@@ -15,8 +15,9 @@ from torch import Tensor
 
 from s2o_runtime import quantisation
 from s2o_runtime.call import Call
-from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST
+from s2o_runtime.kernels.groups import Strides
+from s2o_runtime.kernels.launch import launch, stride_groups
+from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST, at_head
 
 RANGE_PARTS = 32  # programs that share the keys of a head; so many ranges each program of `_quantise_keys` reads
 RANGE_ELEMENTS = 8192  # that are loaded at once
@@ -49,7 +50,7 @@ def _smallest(rows):
 
 @triton.jit(do_not_specialize=["kv_len"])
 def _channel_ranges(
-    K, LOW, HIGH, KV_START, CU_K, kv_len, stride_kb, stride_kh, stride_kl,
+    K, LOW, HIGH, KV_START, CU_K, kv_len, stride_k: Strides,
     D: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """LOW[b, h, p], HIGH[b, h, p] = the smallest and the largest entry of every channel in part p of the keys.
@@ -71,12 +72,12 @@ def _channel_ranges(
         k_first = tl.load(CU_K + b).to(tl.int32)
         kv_len = tl.load(CU_K + b + 1).to(tl.int32) - k_first
     offs_d = tl.arange(0, D)
-    base = K + b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh + offs_d[None, :]
+    base = at_head(K, stride_k, b, h) + offs_d[None, :]
     low = tl.full([ROWS, D], float("inf"), tl.float32)
     high = tl.full([ROWS, D], float("-inf"), tl.float32)
     for t0 in tl.range(start + part * ROWS, kv_len, tl.num_programs(0) * ROWS, num_stages=3):
         t = tl.minimum(t0 + tl.arange(0, ROWS), kv_len - 1)
-        k = tl.load(base + (k_first + t)[:, None].to(tl.int64) * stride_kl).to(tl.float32)
+        k = tl.load(base + (k_first + t)[:, None].to(tl.int64) * stride_k.row).to(tl.float32)
         low = tl.minimum(low, k, propagate_nan=tl.PropagateNan.ALL)
         high = tl.maximum(high, k, propagate_nan=tl.PropagateNan.ALL)
     at = ((b * tl.num_programs(1) + h).to(tl.int64) * tl.num_programs(0) + part) * D + offs_d
@@ -86,7 +87,7 @@ def _channel_ranges(
 
 @triton.jit(do_not_specialize=["kv_len"])
 def _quantise_keys(
-    K, LOW, HIGH, OUT, UNIT, MIDDLE, CU_K, kv_len, stride_kb, stride_kh, stride_kl, stride_ob, stride_oh, stride_ol,
+    K, LOW, HIGH, OUT, UNIT, MIDDLE, CU_K, kv_len, stride_k: Strides, stride_o: Strides,
     D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """OUT[b, h, t] = key t in 8 bits, with UNIT and MIDDLE of its head: the function `quantisation.quantised_keys`.
@@ -110,7 +111,7 @@ def _quantise_keys(
         inside = t < kv_len
         offs_d = tl.arange(0, D)
         row = (k_first + t)[:, None].to(tl.int64)
-        keys = K + b.to(tl.int64) * stride_kb + h.to(tl.int64) * stride_kh + row * stride_kl + offs_d[None, :]
+        keys = at_head(K, stride_k, b, h) + row * stride_k.row + offs_d[None, :]
         k = tl.load(keys, mask=inside[:, None], other=0.0).to(tl.float32)
         of_head = (b * tl.num_programs(1) + h).to(tl.int64)
         ranges = (of_head * PARTS + tl.arange(0, PARTS)[:, None]) * D + offs_d[None, :]
@@ -127,7 +128,7 @@ def _quantise_keys(
         levels = tl.minimum(tl.maximum((k - middle[None, :]) * (1.0 / unit)[None, :], -LEVELS), LEVELS)
         # as in `primitives.quantised`
         rounded = (levels + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
-        out = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + row * stride_ol + offs_d[None, :]
+        out = at_head(OUT, stride_o, b, h) + row * stride_o.row + offs_d[None, :]
         tl.store(out, rounded, mask=inside[:, None])
         if tl.program_id(0) == 0:
             tl.store(UNIT + of_head * D + offs_d, unit)
@@ -150,7 +151,7 @@ def keys_of(call: Call) -> Keys:
         (RANGE_PARTS, shape.kv_heads, shape.batch),
         {
             "K": k, "LOW": low, "HIGH": high, "KV_START": call.kv_start, "CU_K": call.cu_k, "kv_len": shape.kv_len,
-            **strides("bhl", k=k),
+            **stride_groups(k=k),
         },
         {
             "D": shape.head_dim, "ROWS": RANGE_ELEMENTS // shape.head_dim, "HAS_START": call.padded,
@@ -164,7 +165,7 @@ def keys_of(call: Call) -> Keys:
         (-(-shape.kv_len // at_once) or 1, shape.kv_heads, shape.batch),
         {
             "K": k, "LOW": low, "HIGH": high, "OUT": rows, "UNIT": unit, "MIDDLE": middle, "CU_K": call.cu_k,
-            "kv_len": shape.kv_len, **strides("bhl", k=k, o=rows),
+            "kv_len": shape.kv_len, **stride_groups(k=k, o=rows),
         },
         {"D": shape.head_dim, "ROWS": at_once, "PARTS": RANGE_PARTS, "PACKED": call.packed},
         num_warps=QUANTISE_WARPS,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
+from itertools import chain
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
@@ -19,21 +20,32 @@ import torch
 import triton
 from torch import Tensor
 
+from s2o_runtime.kernels.groups import Strides
+
 # Versions of Triton whose compiled kernels' `run` was called directly on a GPU and compared with `kernel[grid]`
 # (tests/gpu/test_launch_gpu.py). Its parameters are no public interface: with other versions every launch goes through
 # Triton, and no call becomes a plan. To add a version, run that test with it.
 TESTED_TRITONS = ((3, 6),)
 
-Argument = Tensor | int | float | None
+Argument = Tensor | int | float | tuple[Tensor | int | None, ...] | None
 
 
 class Compiled(NamedTuple):
-    """A compiled kernel: its launcher, and what the launcher wants beside the arguments."""
+    """A compiled kernel: its launcher, and what the launcher wants beside the arguments.
+
+    groups: the tensors of each parameter that takes several, by their places among the tensors of a launch; order:
+    where each pointer parameter has its argument among the tensors and the groups behind them.
+    """
 
     run: Any
     function: Any
     metadata: Any
+    groups: tuple[tuple[int, ...], ...]
+    order: Picker
 
+
+# gives the values of some keys or places, as a tuple
+Picker = Callable[[Any], tuple[Any, ...]]
 
 # called with the kernel, None if the launch went through Triton; its grid; its tensors; and its other arguments
 Listener = Callable[[Compiled | None, tuple[int, int, int], Sequence[Tensor], tuple[Any, ...]], None]
@@ -64,23 +76,27 @@ def launch(
             then numbers, then constants.
         grid: programs in each of the three dimensions.
         arguments: for every pointer a tensor, or None for one that is absent, which the kernel must not read: it
-            gets the address of its first tensor, which may not be absent. For every other parameter a number.
-            `strides` makes those of strides.
+            gets the address of its first tensor, which may be neither absent nor in a group. For every other parameter
+            a number; `strides` and `stride_groups` make those of strides. For a parameter that takes a group, one
+            of the types in `groups`: of at least two tensors, or of integers.
         constants: the kernel's constexprs.
         options: Triton's, such as num_warps.
 
     Raises:
-        TypeError: a parameter of the kernel has no value, or a value belongs to no parameter; the message names it.
+        TypeError: a parameter of the kernel has no value, or a value belongs to no parameter; the message names it. Or
+            a group has another length than in the first launch.
     """
     binding = _bindings.get(id(kernel)) or _bind(kernel, arguments, constants)
     try:
-        tensors = binding.pointers(arguments)
+        tensors = [*binding.pointers(arguments), *chain.from_iterable(binding.grouped(arguments))]
         numbers = binding.numbers(arguments)
         values = binding.constants(constants)
     except KeyError:
         raise _wrong_names(kernel, arguments, constants) from None
     if len(arguments) + len(constants) != binding.parameters:
         raise _wrong_names(kernel, arguments, constants)
+    if len(tensors) != binding.tensors:
+        raise TypeError(f"{_name(kernel)} got {len(tensors)} tensors: its first launch had {binding.tensors}")
     first = tensors[0]
     pointers = [first if tensor is None else tensor for tensor in tensors]
     address = list(map(Tensor.data_ptr, pointers))
@@ -99,16 +115,19 @@ def launch(
     narrow = max(binding.unspecialised(arguments), default=0) < 1 << 31  # 64-bit numbers make it another kernel
     cacheable = narrow and not reduce(or_, address) & 15
     if compiled is None or not cacheable or hooked():
-        launched = kernel[grid](*pointers, *numbers, **constants, **options)
+        launched = kernel[grid](*binding.named(pointers), *numbers, **constants, **options)
         if cacheable and _direct(triton.__version__) and hasattr(launched, "packed_metadata"):  # not in the interpreter
-            _compiled[key] = Compiled(launched.run, launched.function, launched.packed_metadata)
+            _compiled[key] = Compiled(
+                launched.run, launched.function, launched.packed_metadata, binding.groups, binding.order
+            )
         if observed.listener is not None:
             observed.listener(None, grid, pointers, ())
         return
     # as Triton's own driver finds the stream; the public `torch.cuda.current_stream` makes an object for it each time
     stream = torch._C._cuda_getCurrentRawStream(device)
     rest = (*numbers, *values)
-    compiled.run(*grid, stream, compiled.function, compiled.metadata, None, None, None, *address, *rest)
+    nested = binding.nested(address)
+    compiled.run(*grid, stream, compiled.function, compiled.metadata, None, None, None, *nested, *rest)
     if observed.listener is not None:
         observed.listener(compiled, grid, pointers, rest)
 
@@ -125,6 +144,14 @@ def strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
         names = _stride_names(letter, dimensions)
         arguments.update(zip(names, (0,) * len(names) if tensor is None else tensor.stride(), strict=False))
     return arguments
+
+
+def stride_groups(**tensors: Tensor) -> dict[str, Strides]:
+    """The stride arguments of some tensors in groups: `stride_groups(q=q)` gives stride_q.
+
+    tensors: [B, H, rows, D], by the letter that the kernel's parameters have for them.
+    """
+    return {f"stride_{letter}": _stride_group(tensor.stride()) for letter, tensor in tensors.items()}
 
 
 def hooked() -> bool:
@@ -147,15 +174,37 @@ def _direct(version: str) -> bool:
 
 
 class _Binding(NamedTuple):
-    """The permutation of a kernel's arguments: the last five fields pick values by name, in the kernel's order."""
+    """The permutation of a kernel's arguments: the last six fields pick values by name, in the kernel's order.
+
+    A launch's tensors are those of `pointers`, then those of the groups `grouped`, one behind the other; `groups` and
+    `order` are as in `Compiled`.
+    """
 
     kernel: Any  # kept, so that its id stays its own
     parameters: int  # how many
-    pointers: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    numbers: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    specialised: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    unspecialised: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    constants: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    tensors: int  # likewise
+    groups: tuple[tuple[int, ...], ...]
+    group_types: tuple[Any, ...]
+    group_pickers: tuple[Picker, ...]
+    order: Picker
+    pointers: Picker
+    grouped: Picker
+    numbers: Picker
+    specialised: Picker
+    unspecialised: Picker
+    constants: Picker
+
+    def nested(self, values: list[Any]) -> Sequence[Any]:
+        """A launch's tensors, or their addresses, as the kernel takes them: its order, groups as tuples."""
+        return self.order([*values, *[pick(values) for pick in self.group_pickers]]) if self.groups else values
+
+    def named(self, tensors: list[Tensor]) -> Sequence[Any]:
+        """`nested` for Triton's own launch, which knows the fields of a group by its type."""
+        groups = [
+            group_type._make(pick(tensors))
+            for group_type, pick in zip(self.group_types, self.group_pickers, strict=True)
+        ]
+        return self.order([*tensors, *groups])
 
 
 _bindings: dict[int, _Binding] = {}
@@ -172,19 +221,37 @@ def _bind(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str
     if names != ordered or not pointers:
         raise TypeError(f"the parameters of {_name(kernel)} are {names}: expected pointers, numbers, then constants")
     alike = set(getattr(kernel, "do_not_specialize", ()))  # the interpreter, which compiles nothing, does not say
+    plain = [name for name in pointers if not isinstance(arguments[name], tuple)]
+    grouped = [name for name in pointers if isinstance(arguments[name], tuple)]
+    if pointers[0] in grouped:
+        raise TypeError(f"the first parameter of {_name(kernel)}, {pointers[0]}, got a group: expected a tensor")
+    groups: list[tuple[int, ...]] = []
+    tensors = len(plain)  # so far
+    for name in grouped:
+        size = len(arguments[name])  # type: ignore[arg-type]
+        groups.append(tuple(range(tensors, tensors + size)))
+        tensors += size
+    places = {name: place for place, name in enumerate(plain)}
+    places |= {name: tensors + number for number, name in enumerate(grouped)}
     _bindings[id(kernel)] = binding = _Binding(
         kernel,
         len(names),
-        _picker(pointers),
-        _picker(numbers),
-        _picker([name for name in numbers if name not in alike]),
-        _picker([name for name in numbers if name in alike]),
-        _picker(ordered[len(arguments) :]),
+        tensors,
+        tuple(groups),
+        tuple(type(arguments[name]) for name in grouped),
+        tuple(picker(group) for group in groups),
+        picker([places[name] for name in pointers]),
+        picker(plain),
+        picker(grouped),
+        picker(numbers),
+        picker([name for name in numbers if name not in alike]),
+        picker([name for name in numbers if name in alike]),
+        picker(ordered[len(arguments) :]),
     )
     return binding
 
 
-def _picker(names: list[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+def picker(names: Sequence[Any]) -> Picker:
     """A function that gives the values of these names as a tuple; `itemgetter` does so from two names on."""
     if len(names) > 1:
         return itemgetter(*names)
@@ -209,15 +276,26 @@ def _name(kernel: Any) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _specialisation(numbers: tuple[int | float, ...], types: tuple[type, ...]) -> tuple[int, ...]:
+def _specialisation(numbers: tuple[Any, ...], types: tuple[type, ...]) -> tuple[Any, ...]:
     """What Triton specialises on: whether 16 divides an integer, whether it is 1, and whether 32 bits hold it.
 
+    numbers: floats, integers and groups of integers.
     types: of all numbers of the launch, for the cache, to which 1 and 1.0 are the same key.
     """
-    return tuple(
-        0 if isinstance(number, float) else (not number & 15) | (number == 1) << 1 | (number >= 1 << 31) << 2
-        for number in numbers
-    )
+
+    def of(number: Any) -> Any:
+        if isinstance(number, tuple):
+            return tuple(map(of, number))
+        if isinstance(number, float):
+            return 0
+        return (not number & 15) | (number == 1) << 1 | (number >= 1 << 31) << 2
+
+    return tuple(map(of, numbers))
+
+
+@lru_cache(maxsize=4096)
+def _stride_group(stride: tuple[int, ...]) -> Strides:
+    return Strides(*stride[:3])
 
 
 @lru_cache(maxsize=256)

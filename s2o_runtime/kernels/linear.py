@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
-from s2o_runtime.kernels.launch import Argument, launch, strides
-from s2o_runtime.kernels.primitives import LN2, LOG2E, RCP_LN2, dense_from, log_sum_exp, sequence, window_start
+from s2o_runtime.call import Call, Starts
+from s2o_runtime.kernels.groups import Strides
+from s2o_runtime.kernels.launch import Argument, launch, stride_groups, strides
+from s2o_runtime.kernels.primitives import LN2, LOG2E, RCP_LN2, at_head, dense_from, log_sum_exp, sequence, window_start
 from s2o_runtime.kernels.rank.order import Ranked
 
 MASK_STEPS = 256  # that a program of `_mask_visited` marks at once
@@ -61,8 +62,8 @@ class Linear(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "chunk"])
 def _mask_visited(
-    SCORE, ORDER, HEADS, KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end, chunk,
-    stride_sb, stride_sh, stride_sn, stride_ib, stride_ih, stride_in,
+    SCORE, ORDER, HEADS, STARTS: Starts, SEGMENT, q_len, offset, row_begin, rows_end, chunk, stride_s: Strides,
+    stride_i: Strides,
     STEPS: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """SCORE[b, h, n, g] = -inf for the steps g in the first chunk of the order of segment n, of heads with a
@@ -74,21 +75,21 @@ def _mask_visited(
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
         ORDER               int32 [B, Hq, N', P / GRAIN], strides i: as `order._order` wrote it
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     n = tl.program_id(0)
     h = tl.load(HEADS + tl.program_id(1))
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    _, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    _, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     if row_begin + n * segment < tl.minimum(rows_end, q_len):
         first = window_start(row_begin // segment + n, segment, offset, start, BN)
         visited = tl.minimum(first - start, chunk * BN) // GRAIN
-        score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n.to(tl.int64) * stride_sn
-        order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih + n.to(tl.int64) * stride_in
+        score = at_head(SCORE, stride_s, b, h) + n.to(tl.int64) * stride_s.row
+        order = at_head(ORDER, stride_i, b, h) + n.to(tl.int64) * stride_i.row
         for i in range(0, visited, STEPS):
             at = i + tl.arange(0, STEPS)
             key = tl.load(order + at, mask=at < visited, other=0)
@@ -100,10 +101,9 @@ def _mask_visited(
     do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "span", "stride_lb", "stride_lh"]
 )
 def _weights(
-    REP, LOG_SUM, K, V, SCORE, WEIGHT, MASS, KEY_SUMS, VALUE_SUMS, HEADS, KV_START, CU_Q, CU_K, SEGMENT,
-    q_len, offset, row_begin, rows_end, segments, span,
-    stride_rb, stride_rh, stride_rn, stride_lb, stride_lh, stride_kb, stride_kh, stride_kl,
-    stride_vb, stride_vh, stride_vl, stride_sb, stride_sh, stride_sn, stride_wb, stride_wh, stride_wn,
+    REP, LOG_SUM, K, V, SCORE, WEIGHT, MASS, KEY_SUMS, VALUE_SUMS, HEADS, STARTS: Starts, SEGMENT, q_len, offset,
+    row_begin, rows_end, segments, span, stride_r: Strides, stride_lb, stride_lh, stride_k: Strides, stride_v: Strides,
+    stride_s: Strides, stride_w: Strides,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, BK: tl.constexpr, SPANS: tl.constexpr, BN: tl.constexpr,
     GRAIN: tl.constexpr, STAGES: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -127,8 +127,8 @@ def _weights(
         KEY_SUMS            float32 [B, heads, N', SPANS, D]
         VALUE_SUMS          float32 [B, heads, N', SPANS, D]
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     n = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPANS * BS + tl.arange(0, BS)
@@ -137,8 +137,8 @@ def _weights(
     b = tl.program_id(2)
     h = tl.load(HEADS + i)
     segment = tl.load(SEGMENT + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    _, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     inside = (n < segments) & (row_begin + n * segment < tl.minimum(rows_end, q_len))
     of_call = row_begin // segment + n
     prefix = tl.where(inside, window_start(of_call, segment, offset, start, BN) - start, 0)
@@ -146,15 +146,15 @@ def _weights(
     end = tl.minimum(begin + span, tl.max(prefix, 0))
     offs_d = tl.arange(0, D)
     offs_k = tl.arange(0, BK)
-    rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + of_call[:, None].to(tl.int64) * stride_rn
+    rep = at_head(REP, stride_r, b, h) + of_call[:, None].to(tl.int64) * stride_r.row
     r = tl.load(rep + offs_d[None, :], mask=inside[:, None], other=0.0)
     log_sum = LOG_SUM + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh + of_call
     log_sum = tl.load(log_sum, mask=inside, other=float("inf"))
     row = (k_first + start).to(tl.int64)
-    key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + row * stride_kl
-    value = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + row * stride_vl
-    score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n[:, None].to(tl.int64) * stride_sn
-    weight = WEIGHT + b.to(tl.int64) * stride_wb + i.to(tl.int64) * stride_wh + n[:, None].to(tl.int64) * stride_wn
+    key = at_head(K, stride_k, b, h // GROUP) + row * stride_k.row
+    value = at_head(V, stride_v, b, h // GROUP) + row * stride_v.row
+    score = at_head(SCORE, stride_s, b, h) + n[:, None].to(tl.int64) * stride_s.row
+    weight = at_head(WEIGHT, stride_w, b, i) + n[:, None].to(tl.int64) * stride_w.row
 
     mass = tl.zeros([BS, BK], tl.float32)
     keys = tl.zeros([BS, D], tl.float32)
@@ -162,8 +162,8 @@ def _weights(
     for t0 in tl.range(begin, end, BK, num_stages=STAGES):
         t = t0 + offs_k
         there = t < end
-        k = tl.load(key + t[:, None].to(tl.int64) * stride_kl + offs_d[None, :], mask=there[:, None], other=0.0)
-        v = tl.load(value + t[:, None].to(tl.int64) * stride_vl + offs_d[None, :], mask=there[:, None], other=0.0)
+        k = tl.load(key + t[:, None].to(tl.int64) * stride_k.row + offs_d[None, :], mask=there[:, None], other=0.0)
+        v = tl.load(value + t[:, None].to(tl.int64) * stride_v.row + offs_d[None, :], mask=there[:, None], other=0.0)
         left = tl.load(score + (t // GRAIN)[None, :], mask=t[None, :] < prefix[:, None], other=float("-inf"))
         s = tl.dot(r, tl.trans(k), input_precision="ieee") - log_sum[:, None]
         w = tl.where(left > float("-inf"), tl.exp2(tl.minimum(s, LARGEST_WEIGHT)), 0.0)
@@ -188,11 +188,10 @@ def _weights(
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "shares", "share"])
 def _products(
-    K, V, WEIGHT, PRODUCTS, HEADS, KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end, segments,
-    shares, share,
-    stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl, stride_wb, stride_wh, stride_wn,
-    GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    K, V, WEIGHT, PRODUCTS, HEADS, STARTS: Starts, SEGMENT, q_len, offset, row_begin, rows_end, segments, shares, share,
+    stride_k: Strides, stride_v: Strides, stride_w: Strides,
+    GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """PRODUCTS[b, i, n, s] = sum of w_j k_j v_j^T over the keys j of a share of the prefix, with the WEIGHT w of each.
 
@@ -206,8 +205,8 @@ def _products(
         WEIGHT              float32 [B, heads, N', P], strides w: as `_weights` wrote it, 0 behind the shorter prefix
         PRODUCTS            float32 [B, heads, N', shares, D, D]
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     BLOCKS: tl.constexpr = D // BD
@@ -218,8 +217,8 @@ def _products(
     b = tl.program_id(2)
     h = tl.load(HEADS + i)
     segment = tl.load(SEGMENT + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    _, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     rows_end = tl.minimum(rows_end, q_len)
     if row_begin + n * segment < rows_end:
         of_call = row_begin // segment + n
@@ -233,10 +232,10 @@ def _products(
             offs_c = block * BD + tl.arange(0, BD)
             offs_k = tl.arange(0, BK)
             row = (k_first + start).to(tl.int64)
-            key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + row * stride_kl
-            value = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + row * stride_vl
-            weight = WEIGHT + b.to(tl.int64) * stride_wb + i.to(tl.int64) * stride_wh + n.to(tl.int64) * stride_wn
-            next_weight = weight + tl.where(second, stride_wn, 0)
+            key = at_head(K, stride_k, b, h // GROUP) + row * stride_k.row
+            value = at_head(V, stride_v, b, h // GROUP) + row * stride_v.row
+            weight = at_head(WEIGHT, stride_w, b, i) + n.to(tl.int64) * stride_w.row
+            next_weight = weight + tl.where(second, stride_w.row, 0)
             products = tl.zeros([D, BD], tl.float32)
             next_products = tl.zeros([D, BD], tl.float32)
             # the pipeline takes a load of one dimension if it is of 4 bytes and not masked; BK divides the share
@@ -244,8 +243,8 @@ def _products(
                 t = t0 + offs_k
                 w = tl.load(weight + t)[None, :]
                 next_w = tl.load(next_weight + t)[None, :]
-                k = tl.load(key + t[None, :].to(tl.int64) * stride_kl + offs_d[:, None])
-                v = tl.load(value + t[:, None].to(tl.int64) * stride_vl + offs_c[None, :])
+                k = tl.load(key + t[None, :].to(tl.int64) * stride_k.row + offs_d[:, None])
+                v = tl.load(value + t[:, None].to(tl.int64) * stride_v.row + offs_c[None, :])
                 if K.dtype.element_ty == tl.bfloat16:
                     products = tl.dot(k * w.to(tl.bfloat16), v, products)
                     next_products = tl.dot(k * next_w.to(tl.bfloat16), v, next_products)
@@ -271,9 +270,8 @@ def _products(
     ]
 )  # fmt: skip
 def _covariances(
-    PRODUCTS, LOG_SUM, MASS, KEY_SUMS, VALUE_SUMS, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, HEADS,
-    KV_START, CU_Q, CU_K, SEGMENT, q_len, offset, row_begin, rows_end, segments, shares, share,
-    stride_lb, stride_lh,
+    PRODUCTS, LOG_SUM, MASS, KEY_SUMS, VALUE_SUMS, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, HEADS, STARTS: Starts,
+    SEGMENT, q_len, offset, row_begin, rows_end, segments, shares, share, stride_lb, stride_lh,
     D: tl.constexpr, BD: tl.constexpr, SPANS: tl.constexpr, BN: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -296,8 +294,8 @@ def _covariances(
         MEAN_VALUE          float32 [B, heads, N', D]
         COVARIANCE          T or float32 [B, heads, N', D, D]
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     BLOCKS: tl.constexpr = D // BD
@@ -307,8 +305,8 @@ def _covariances(
     b = tl.program_id(2)
     h = tl.load(HEADS + i)
     segment = tl.load(SEGMENT + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    _, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    _, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     if row_begin + n * segment < tl.minimum(rows_end, q_len):
         of_call = row_begin // segment + n
         of_slice = (b * tl.num_programs(1) + i).to(tl.int64) * segments + n
@@ -339,10 +337,9 @@ def _covariances(
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "segments", "stride_eb", "stride_eh", "last_rows"])
 def _add_linear(
-    Q, REP, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, OUT, LSE, HEADS, KV_START, CU_Q, CU_K, SEGMENT,
-    qk_scale, q_len, offset, row_begin, segments,
-    stride_qb, stride_qh, stride_ql, stride_rb, stride_rh, stride_rn, stride_ob, stride_oh, stride_ol,
-    stride_eb, stride_eh, last_rows,
+    Q, REP, LOG_MASS, MEAN_KEY, MEAN_VALUE, COVARIANCE, OUT, LSE, HEADS, STARTS: Starts, SEGMENT, qk_scale, q_len,
+    offset, row_begin, segments, stride_q: Strides, stride_r: Strides, stride_o: Strides, stride_eb, stride_eh,
+    last_rows,
     D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -364,8 +361,8 @@ def _add_linear(
         COVARIANCE          T or float32 [B, heads, N', D, D]: likewise
         LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores
         HEADS               int32 [heads]: as `call.HeadTables.linear`
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT             int32 [Hq]: as in `call.HeadTables`
     """
     i = tl.program_id(1)
@@ -373,8 +370,8 @@ def _add_linear(
     h = tl.load(HEADS + i)
     row0 = row_begin + tl.program_id(0) * BM
     segment = tl.load(SEGMENT + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    q_first, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    q_first, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     if row0 < dense_from(q_len, last_rows, ROWS):
         n = row0 // segment
         of_slice = (b * tl.num_programs(1) + i).to(tl.int64) * segments + n - row_begin // segment
@@ -385,9 +382,9 @@ def _add_linear(
             rows = row0 + offs_row
             real = (rows < q_len) & (offset + rows >= start)
             head_row = (q_first + row0).to(tl.int64)
-            q_base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + head_row * stride_ql
-            q = tl.load(q_base + offs_row[:, None] * stride_ql + offs_d[None, :], mask=real[:, None], other=0.0)
-            rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + n.to(tl.int64) * stride_rn
+            q_base = at_head(Q, stride_q, b, h) + head_row * stride_q.row
+            q = tl.load(q_base + offs_row[:, None] * stride_q.row + offs_d[None, :], mask=real[:, None], other=0.0)
+            rep = at_head(REP, stride_r, b, h) + n.to(tl.int64) * stride_r.row
             away = q.to(tl.float32) * qk_scale - tl.load(rep + offs_d).to(tl.float32)[None, :]
             added = log_mass + tl.sum(away * tl.load(MEAN_KEY + of_slice * D + offs_d)[None, :], 1)
             lse = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row + offs_row
@@ -399,7 +396,7 @@ def _add_linear(
             tl.store(lse, log_sum_exp(most, total), mask=real)
             share = mass / total
             kept = before / total
-            out = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + head_row * stride_ol
+            out = at_head(OUT, stride_o, b, h) + head_row * stride_o.row
             for c in tl.range(0, D, BD, num_stages=STAGES):
                 offs_c = c + tl.arange(0, BD)
                 cov = tl.load(COVARIANCE + of_slice * (D * D) + offs_d[:, None] * D + offs_c[None, :])
@@ -410,7 +407,7 @@ def _add_linear(
                 else:
                     moved = tl.dot(away, cov, input_precision="ieee")
                 mean = tl.load(MEAN_VALUE + of_slice * D + offs_c)[None, :] + moved * LN2
-                at = out + offs_row[:, None] * stride_ol + offs_c[None, :]
+                at = out + offs_row[:, None] * stride_o.row + offs_c[None, :]
                 o = tl.load(at, mask=real[:, None], other=0.0).to(tl.float32)
                 o = o * kept[:, None] + mean * share[:, None]
                 tl.store(at, o.to(OUT.dtype.element_ty), mask=real[:, None])
@@ -429,9 +426,9 @@ def mask_visited(ranked: Ranked, call: Call, rows: range) -> None:
         _mask_visited,
         (score.shape[2], len(tables.linear), shape.batch),
         {
-            "SCORE": score, "ORDER": ranked.order, "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment,
-            "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
-            "chunk": call.config.tile.chunk, **strides("bhn", s=score, i=ranked.order),
+            "SCORE": score, "ORDER": ranked.order, "HEADS": tables.linear, "STARTS": call.starts,
+            "SEGMENT": tables.segment, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
+            "rows_end": rows.stop, "chunk": call.config.tile.chunk, **stride_groups(s=score, i=ranked.order),
         },
         {
             "STEPS": MASK_STEPS, "BN": call.config.tile.block_n, "GRAIN": call.config.grain,
@@ -470,13 +467,13 @@ def linear_sums(
     share = share_keys(segments, heads * shape.batch, keys, head_dim)
     shares = -(-keys // share)
     products = new(shares, head_dim, head_dim)
-    of_rows = {
-        "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment, "q_len": shape.q_len, "offset": shape.offset,
-        "row_begin": rows.start, "rows_end": rows.stop, "segments": segments,
+    of_rows: dict[str, Argument] = {
+        "HEADS": tables.linear, "STARTS": call.starts, "SEGMENT": tables.segment, "q_len": shape.q_len,
+        "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop, "segments": segments,
     }  # fmt: skip
     sums = {"LOG_SUM": log_sum, "MASS": mass, "KEY_SUMS": key_sums, "VALUE_SUMS": value_sums}
     read: dict[str, Argument] = {
-        "K": k, "V": v, "WEIGHT": weight, **strides("bhl", k=k, v=v), **strides("bhn", w=weight),
+        "K": k, "V": v, "WEIGHT": weight, **stride_groups(k=k, v=v, w=weight),
     }  # fmt: skip
     always = {
         "D": head_dim, "BN": call.config.tile.block_n, "HAS_START": call.padded, "PACKED": call.packed,
@@ -486,7 +483,7 @@ def linear_sums(
         (SPANS * -(-segments // WEIGHT_SEGMENTS), heads, shape.batch),
         {
             **of_rows, **sums, **read, "REP": representative, "SCORE": score, "span": span,
-            **strides("bh", l=log_sum), **strides("bhn", r=representative, s=score),
+            **strides("bh", l=log_sum), **stride_groups(r=representative, s=score),
         },
         {
             **always, "GROUP": shape.group, "SPANS": SPANS, "BS": WEIGHT_SEGMENTS, "BK": at_once,
@@ -532,16 +529,18 @@ def add_linear(
         rows: query rows; they begin at a multiple of every segment.
     """
     shape, tables = call.shape, call.tables
-    one_entry = {"stride_ob": 0, "stride_eb": 0} if call.packed else {}
+    one_entry: dict[str, Argument] = {}
+    if call.packed:
+        one_entry = {"stride_o": Strides(0, *out.stride()[1:3]), "stride_eb": 0}
     launch(
         _add_linear,
         (-(-len(rows) // ADD_ROWS), len(tables.linear), shape.batch),
         {
             "Q": q, "REP": representative, "LOG_MASS": linear.log_mass, "MEAN_KEY": linear.key,
             "MEAN_VALUE": linear.value, "COVARIANCE": linear.covariance, "OUT": out, "LSE": lse,
-            "HEADS": tables.linear, **call.starts, "SEGMENT": tables.segment, "qk_scale": call.scale * LOG2E,
+            "HEADS": tables.linear, "STARTS": call.starts, "SEGMENT": tables.segment, "qk_scale": call.scale * LOG2E,
             "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "segments": linear.log_mass.shape[2],
-            "last_rows": call.config.last_rows, **strides("bhl", q=q, o=out), **strides("bhn", r=representative),
+            "last_rows": call.config.last_rows, **stride_groups(q=q, o=out, r=representative),
             **strides("bh", e=lse), **one_entry,
         },
         {

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.kernels.launch import Compiled, hooked, observed
+from s2o_runtime.kernels.launch import Compiled, Picker, hooked, observed, picker
 
 # Calls that need more workspace are bound by the GPU, and slices of their rows take turns in one piece of memory.
 LARGEST_WORKSPACE = 512 << 20
@@ -36,11 +36,11 @@ _ALLOCATIONS = (
 
 
 class Step(NamedTuple):
-    """One launch: `pointers` are indices into the addresses of a replay, `rest` is what follows them."""
+    """One launch: `pointers` picks from the addresses and groups of a replay, `rest` is what follows them."""
 
     compiled: Compiled
     grid: tuple[int, int, int]
-    pointers: tuple[int, ...]
+    pointers: Picker
     rest: tuple[Any, ...]
 
 
@@ -58,7 +58,7 @@ class Plan:
 
     The addresses of a replay are those of the inputs that are there, of the outputs, and of the workspace if it
     has one; then `derived` (index of one of these, offset in bytes); then those of the constants, which the plan keeps
-    alive.
+    alive. Behind them are tuples of addresses, which `groups` pick, for the parameters that take several.
     """
 
     device: torch.device
@@ -66,6 +66,7 @@ class Plan:
     workspace: int
     derived: tuple[tuple[int, int], ...]
     constants: dict[int, Tensor]  # by address
+    groups: tuple[Picker, ...]
     steps: tuple[Step, ...]
 
     def replay(self, inputs: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
@@ -91,10 +92,10 @@ class Plan:
             address.append(workspace.data_ptr())
         address += [address[base] + offset for base, offset in self.derived]
         address += self.constants
+        arguments = [*address, *[group(address) for group in self.groups]]
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # as in `launch`
-        at = address.__getitem__
-        for (run, function, metadata), grid, pointers, rest in self.steps:
-            run(*grid, stream, function, metadata, None, None, None, *map(at, pointers), *rest)
+        for (run, function, metadata, _, _), grid, pointers, rest in self.steps:
+            run(*grid, stream, function, metadata, None, None, None, *pointers(arguments), *rest)
         return tuple(outputs)
 
 
@@ -220,12 +221,18 @@ class Recorder:
         constant_index = {address: count + len(derived) + i for i, address in enumerate(constants)}
         for i, constant in enumerate(self._constants):
             index_of[_Source("constant", i)] = constant_index[constant.data_ptr()]
-        steps = tuple(
-            Step(compiled, grid, tuple(index_of[source] for source in used), rest)
-            for compiled, grid, used, rest in self._launches
-        )
+        group_index: dict[tuple[int, ...], int] = {}  # by the group's indices
+        addresses = count + len(derived) + len(constants)
+        steps: list[Step] = []
+        for compiled, grid, used, rest in self._launches:
+            indices = [index_of[source] for source in used]
+            for group in compiled.groups:
+                of_group = tuple(indices[place] for place in group)
+                indices.append(group_index.setdefault(of_group, addresses + len(group_index)))
+            steps.append(Step(compiled, grid, picker(compiled.order(indices)), rest))
+        groups = tuple(picker(of_group) for of_group in group_index)
         device = self._inputs[0].device
-        return Plan(device, tuple(layouts), workspace, tuple(derived), constants, steps)
+        return Plan(device, tuple(layouts), workspace, tuple(derived), constants, groups, tuple(steps))
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
+from s2o_runtime.call import Call, Starts
 from s2o_runtime.devices import Resources, resources
+from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Strides
 from s2o_runtime.kernels.keys import Keys, keys_of
-from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.launch import Argument, launch, stride_groups
 from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
 from s2o_runtime.kernels.primitives import (
     ELSEWHERE,
@@ -29,6 +30,7 @@ from s2o_runtime.kernels.primitives import (
     WIDE_ELEMENTS,
     absorb_chunk,
     absorb_window,
+    at_head,
     behind,
     dense_from,
     diagonal_start,
@@ -62,17 +64,12 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and lo
     ]
 )  # fmt: skip
 def _prefill(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, PAGES, TAU, SEGMENT, FLAGS, TURNS,
-    SINKS, K_UNIT, K_MIDDLE, SHARE_OUT, SHARE_LSE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds,
-    page_shift, page_rows,
-    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
-    stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
+    Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads, LEVELS: Levels,
+    SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, rounds, page_shift, page_rows,
+    stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
+    stride_cb, stride_ch, stride_eb, stride_eh,
     stride_pb, dense, last_rows,  # last: ahead of others they would move them, and change the instructions
-    GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, HAS_TAIL: tl.constexpr,
-    HAS_START: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr, ROW_MAX: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_SHARES: tl.constexpr,
-    PAGED: tl.constexpr, WIDE: tl.constexpr,
+    SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
 
@@ -90,26 +87,27 @@ def _prefill(
     and the sink too, and `shares.combine` makes one output of theirs. Rows, positions, lengths and strides count
     elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
     float16). Letters name the strides that a tensor has; tensors without are contiguous. A tensor with the name of a
-    constant behind it is read or written only if that constant is true, and may be absent otherwise.
+    constant behind it is read or written only if that constant is true, and may be absent otherwise. Constants are the
+    fields of SIZES and MODE (`groups`).
 
-        Q, OUT            T [B, Hq, Lq, D], strides q and o
-        K, V              T [B, Hkv, Lk, D], strides k and v
-        ORDER             int32 [B, Hq, N', P / GRAIN], strides i: where the keys of each step begin, important first
-        FIRST             int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (HAS_TAIL)
-        MASS              float32 [B, Hq, N', EDGES]: the ranking's mass from each edge of the order on (HAS_TAIL)
-        SUMS              float32 [B, Hq, N', EDGES, D]: that mass times values (HAS_TAIL)
-        LSE               float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
-        VISITED           int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
-        KV_START          int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K        int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES             int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
-        TAU               float32 [Hq]: the stop rule's threshold, without a unit
-        SEGMENT, FLAGS    int32 [Hq]: as in `call.HeadTables`
-        TURNS             int32 [Hq]: as in `call.HeadTables` (HAS_TURNS)
-        K_UNIT            float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
-        K_MIDDLE          float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
-        SHARE_OUT         float32 [B, dense * shares, rows of all row tiles, D]: `shares.Shares.out` (HAS_SHARES)
-        SHARE_LSE         float32 [B, dense * shares, rows of all row tiles]: `shares.Shares.lse` (HAS_SHARES)
+        Q, OUT                 T [B, Hq, Lq, D], strides q and o
+        K, V                   T [B, Hkv, Lk, D], strides k and v
+        RANKING.order          int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
+        RANKING.first          int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (HAS_TAIL)
+        RANKING.mass           float32 [B, Hq, N', EDGES]: the ranking's mass from each edge of the order on (HAS_TAIL)
+        RANKING.sums           float32 [B, Hq, N', EDGES, D]: that mass times values (HAS_TAIL)
+        LSE                    float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
+        VISITED                int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
+        STARTS.kv_start        int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k     int32 [B + 1]: where packed sequences begin (PACKED)
+        PAGES                  int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
+        HEADS.tau              float32 [Hq]: the stop rule's threshold, without a unit
+        HEADS.segment, .flags  int32 [Hq]: as in `call.HeadTables`
+        HEADS.turns            int32 [Hq]: as in `call.HeadTables` (HAS_TURNS)
+        LEVELS.k_unit          float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
+        LEVELS.k_middle        float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
+        SHARES.share_out       float32 [B, dense * shares, rows of all row tiles, D]: `shares.Shares.out` (HAS_SHARES)
+        SHARES.share_lse       float32 [B, dense * shares, rows of all row tiles]: `shares.Shares.lse` (HAS_SHARES)
 
     With PAGED, B counts the sequences of PACKED too, K and V are rows of a cache, T [rows, D] of each KV head, and so
     are the entries of ORDER: the steps' first rows. `primitives.cache_rows` has page_shift and page_rows.
@@ -123,19 +121,29 @@ def _prefill(
     `config.LayerConfig`; GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need
     64 bits.
     """
-    if WIDE:  # a sequence spans 2^31 elements or more
+    GROUP: tl.constexpr = SIZES.GROUP
+    D: tl.constexpr = SIZES.D
+    BM: tl.constexpr = SIZES.BM
+    BN: tl.constexpr = SIZES.BN
+    STAGES: tl.constexpr = SIZES.STAGES
+    GRAIN: tl.constexpr = SIZES.GRAIN
+    EDGES: tl.constexpr = SIZES.EDGES
+    BUCKETS: tl.constexpr = SIZES.BUCKETS
+    stride_kl = stride_k.row
+    stride_vl = stride_v.row
+    if MODE.WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
-    if HAS_SHARES:
-        tile, h, b, heads, entry, index, last = place_share(TURNS, rounds, dense)
+    if MODE.HAS_SHARES:
+        tile, h, b, heads, entry, index, last = place_share(HEADS.turns, rounds, dense)
         share_row = ((b * dense * (last + 1) + entry) * tl.num_programs(0) + tile) * BM
     else:
-        tile, h, b, heads = place(TURNS, rounds, HAS_TURNS)
-    segment = tl.load(SEGMENT + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
+        tile, h, b, heads = place(HEADS.turns, rounds, MODE.HAS_TURNS)
+    segment = tl.load(HEADS.segment + h)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if MODE.HAS_START else 0
     q_max = q_len
-    q_first, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
-    flags = tl.load(FLAGS + h)
+    q_first, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, MODE.PACKED)
+    flags = tl.load(HEADS.flags + h)
     q_len = tl.where((flags & ELSEWHERE) != 0, 0, q_len)
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
@@ -151,27 +159,27 @@ def _prefill(
     real = (rows < q_len) & (position >= start)
 
     head_row = (q_first + row0).to(tl.int64)
-    q_base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + head_row * stride_ql
+    q_base = at_head(Q, stride_q, b, h) + head_row * stride_q.row
     offs_row = tl.arange(0, BM)[:, None]
-    q = tl.load(q_base + offs_row * stride_ql + offs_d[None, :], mask=rows[:, None] < q_len, other=0.0)
-    k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh
-    v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh
+    q = tl.load(q_base + offs_row * stride_q.row + offs_d[None, :], mask=rows[:, None] < q_len, other=0.0)
+    k_base = at_head(K, stride_k, b, h // GROUP)
+    v_base = at_head(V, stride_v, b, h // GROUP)
     pages = PAGES
-    if PAGED:
+    if MODE.PAGED:
         pages += b.to(tl.int64) * stride_pb
-    elif PACKED:
+    elif MODE.PACKED:
         k_base += k_first.to(tl.int64) * stride_kl
         v_base += k_first.to(tl.int64) * stride_vl
 
-    m, l = softmax_start(SINKS, h, BM, HAS_SINKS)
-    if HAS_SHARES and HAS_SINKS:
+    m, l = softmax_start(HEADS.sinks, h, BM, MODE.HAS_SINKS)
+    if MODE.HAS_SHARES and MODE.HAS_SINKS:
         m = tl.where(index == last, m, float("-inf"))  # whose l the first key's decay makes 0
-    if INT8:
+    if MODE.INT8:
         channels = (b * (heads // GROUP) + h // GROUP).to(tl.int64) * D + offs_d
-        if HAS_LSE or HAS_SINKS:
-            lost = tl.sum(q.to(tl.float32) * tl.load(K_MIDDLE + channels)[None, :], 1) * qk_scale
+        if MODE.HAS_LSE or MODE.HAS_SINKS:
+            lost = tl.sum(q.to(tl.float32) * tl.load(LEVELS.k_middle + channels)[None, :], 1) * qk_scale
             m -= lost
-        q, q_scale = quantised(q.to(tl.float32) * tl.load(K_UNIT + channels)[None, :])
+        q, q_scale = quantised(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
         qk_scale *= q_scale
     acc = tl.zeros([BM, D], tl.float32)
 
@@ -179,23 +187,23 @@ def _prefill(
     diagonal = diagonal_start(first, position0, BN)
     near = tl.where(row0 < q_len, first, diagonal)
     end = tl.minimum(position0 + BM, kv_len)
-    if HAS_SHARES:
+    if MODE.HAS_SHARES:
         low, high = share_of((diagonal - near) // BN, index, last)
         end = tl.where(index == last, end, near + high * BN)
         diagonal = near + high * BN
         near += tl.where(segment > 0, 0, low * BN)
     m, l, acc = absorb_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, near, diagonal, end, kv_len, position, BN,
-        STAGES, CAP, INT8, pages, page_shift, page_rows, PAGED,
+        STAGES, MODE.CAP, MODE.INT8, pages, page_shift, page_rows, MODE.PAGED,
     )  # fmt: skip
 
     # prefix: tiles in order, chunk by chunk
     tiles = prefix // BN
-    tau = tl.load(TAU + h)
+    tau = tl.load(HEADS.tau + h)
     real_rows = tl.sum(real.to(tl.float32), 0)
-    order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih
+    order = at_head(RANKING.order, stride_i, b, h)
     of_slice = n - row_begin // tl.maximum(segment, 1)  # the segment's number in the slice
-    order += of_slice.to(tl.int64) * stride_in
+    order += of_slice.to(tl.int64) * stride_i.row
     done = 0
     chunk_begin = 0
     added = l  # what the last chunk added to l
@@ -206,7 +214,7 @@ def _prefill(
         l_before = l
         m, l, acc = absorb_chunk(
             q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES,
-            CAP, INT8,
+            MODE.CAP, MODE.INT8,
         )  # fmt: skip
         chunk_begin = done
         done += length
@@ -214,40 +222,42 @@ def _prefill(
         old = l_before * tl.exp2(m_before - m)
         added = l - old
         gain = tl.where(real, added / tl.where(real, old, 1.0), 0.0)
-        chunk_gain = tl.max(gain, 0) if ROW_MAX else tl.sum(gain, 0) / real_rows
+        chunk_gain = tl.max(gain, 0) if MODE.ROW_MAX else tl.sum(gain, 0) / real_rows
         times = tl.where((flags & STOP_RULE_BITS) == REST, tiles - done, 1).to(tl.float32)
         running = (done < tiles) & (chunk_gain * times >= tau * length.to(tl.float32))
 
-    if HAS_TAIL:  # noqa: SIM102
+    if MODE.HAS_TAIL:  # noqa: SIM102
         if ((flags & TAIL) != 0) & (done < tiles):
             at = ((b * heads + h) * segments + of_slice).to(tl.int64)
             steps = tiles * (BN // GRAIN)
             e = tl.arange(0, EDGES)
-            begins = tl.load(FIRST + at * BUCKETS + e * (BUCKETS // EDGES))
-            masses = tl.load(MASS + at * EDGES + e)
+            begins = tl.load(RANKING.first + at * BUCKETS + e * (BUCKETS // EDGES))
+            masses = tl.load(RANKING.mass + at * EDGES + e)
             before, edge, share = behind(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
             mass, edge, share = behind(begins, masses, done * (BN // GRAIN), steps, EDGES)
             tail = tail_factor(before, mass, (tiles - done) / (done - chunk_begin)) * added
             l += tail
-            acc += tail[:, None] * tail_mean(SUMS + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
+            acc += tail[:, None] * tail_mean(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
 
-    if HAS_SHARES:
+    if MODE.HAS_SHARES:
         real = real & (l != 0)  # no row of a share without keys
     acc = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None], 0.0)
-    if HAS_SHARES and segment == 0:
-        if INT8 and HAS_LSE:
+    if MODE.HAS_SHARES and segment == 0:
+        if MODE.INT8 and MODE.HAS_LSE:
             m += lost
         share_lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
-        tl.store(SHARE_LSE + share_row + tl.arange(0, BM), share_lse, mask=rows < q_len)
-        share_base = SHARE_OUT + share_row.to(tl.int64) * D
+        tl.store(SHARES.share_lse + share_row + tl.arange(0, BM), share_lse, mask=rows < q_len)
+        share_base = SHARES.share_out + share_row.to(tl.int64) * D
         tl.store(share_base + tl.arange(0, BM)[:, None] * D + offs_d[None, :], acc, mask=rows[:, None] < q_len)
     else:
-        out_base = OUT + b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh + head_row * stride_ol
+        out_base = at_head(OUT, stride_o, b, h) + head_row * stride_o.row
         tl.store(
-            out_base + offs_row * stride_ol + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=rows[:, None] < q_len
+            out_base + offs_row * stride_o.row + offs_d[None, :],
+            acc.to(OUT.dtype.element_ty),
+            mask=rows[:, None] < q_len,
         )
-        if HAS_LSE:
-            if INT8:
+        if MODE.HAS_LSE:
+            if MODE.INT8:
                 m += lost
             lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
             lse_base = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row
@@ -393,19 +403,23 @@ def prefill(
     q, k, v = call.q, keys.rows, call.v
     rows_apart = k.shape[2] if call.pages is not None else shape.kv_len  # what offsets of one sequence span
     wide = rows_apart * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
-    kernel, switches, options = _prefill, {"WIDE": wide}, {"maxnreg": MAX_REGISTERS}
+    kernel, options = _prefill, {"maxnreg": MAX_REGISTERS}
     if tile.specialized:
         from s2o_runtime.kernels import prefill_hopper as hopper
 
-        kernel, switches, options = hopper._prefill_hopper, {}, {"maxnreg": hopper.MAX_REGISTERS}
+        kernel, options = hopper._prefill_hopper, {"maxnreg": hopper.MAX_REGISTERS}
         # no registers are left for 64-bit offsets, and rows are copied 16 bytes at a time: bring a head's together
         if wide or (k.stride(2) * k.element_size() | v.stride(2) * v.element_size()) % 16:
             k, v = k.contiguous(), v.contiguous()
+        wide = False
     ranked, tail = (None, None) if ranking is None else ranking
     # dense heads read no order, but Triton types the code that would: any int32 pointer stands in for it
     ordered = tables.segment[None, None] if ranked is None else ranked.order
     first, mass, sums = (None, None, None) if tail is None else tail
-    one_entry = {"stride_ob": 0, "stride_eb": 0} if call.packed else {}
+    stride_eb, stride_eh = (0, 0) if lse is None else lse.stride()[:2]
+    one_entry: dict[str, Argument] = {}
+    if call.packed:
+        one_entry = {"stride_o": Strides(0, *out.stride()[1:3]), "stride_eb": 0}
     programs, rounds, shares = -(-len(rows) // tile.rows), 1, None
     grid = (programs, shape.query_heads, shape.batch)
     if tables.turns is not None:
@@ -421,25 +435,27 @@ def prefill(
         kernel,
         grid,
         {
-            "Q": q, "K": k, "V": v, "ORDER": ordered, "FIRST": first, "MASS": mass, "SUMS": sums,
-            "OUT": out, "LSE": lse, "VISITED": visited, **call.starts, **call.paging,
-            "TAU": tables.tau, "SEGMENT": tables.segment, "FLAGS": tables.flags, "TURNS": tables.turns,
-            "SINKS": call.sinks, "K_UNIT": keys.unit, "K_MIDDLE": keys.middle,
-            "SHARE_OUT": share_out, "SHARE_LSE": share_lse,
+            "Q": q, "K": k, "V": v, "RANKING": Ranking(ordered, first, mass, sums), "OUT": out, "LSE": lse,
+            "VISITED": visited, "STARTS": call.starts, **call.paging,
+            "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.turns, call.sinks),
+            "LEVELS": Levels(keys.unit, keys.middle), "SHARES": ShareOutputs(share_out, share_lse),
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
             "rounds": rounds, "dense": tables.dense, "last_rows": call.config.last_rows,
-            **strides("bhl", q=q, k=k, v=v, o=out), **strides("bhn", i=ordered), **strides("bh", c=visited, e=lse),
-            **one_entry,
+            **stride_groups(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
+            "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,
         },
         {
-            "GROUP": shape.group, "D": shape.head_dim, "BM": tile.block_m, "BN": tile.block_n,
-            "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
-            "HAS_TAIL": tail is not None, "HAS_START": call.padded, "PACKED": call.packed, "HAS_LSE": lse is not None,
-            "ROW_MAX": call.config.row_reduce == "max", "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
-            "INT8": keys.unit is not None, "HAS_TURNS": tables.turns is not None, "HAS_SHARES": shares is not None,
-            "PAGED": call.pages is not None,
-            **switches,
+            "SIZES": Sizes(
+                GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n, STAGES=tile.num_stages,
+                GRAIN=call.config.grain, EDGES=EDGES, BUCKETS=BUCKETS,
+            ),
+            "MODE": Mode(
+                HAS_TAIL=tail is not None, HAS_START=call.padded, PACKED=call.packed, HAS_LSE=lse is not None,
+                ROW_MAX=call.config.row_reduce == "max", HAS_SINKS=call.sinks is not None, CAP=call.cap,
+                INT8=keys.unit is not None, HAS_TURNS=tables.turns is not None, HAS_SHARES=shares is not None,
+                PAGED=call.pages is not None, WIDE=wide,
+            ),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -31,8 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from s2o_runtime import call
+from s2o_runtime.call import Starts
 from s2o_runtime.config import StopRule
 from s2o_runtime.kernels import primitives
+from s2o_runtime.kernels.groups import Heads, Levels, Ranking, ShareOutputs, Strides
 
 # renamed in Triton 3.8, the old name went in 3.9
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -103,8 +105,8 @@ def _rows(
 @gluon.jit
 def _producer(
     k_base, v_base, order, pages, page_shift, page_rows, stride_kl, stride_vl, first, diagonal, kv_last,
-    diagonal_tiles, near, total, k_ring, v_ring, marks, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    GRAIN: gl.constexpr, INT8: gl.constexpr, PAGED: gl.constexpr,
+    diagonal_tiles, near, total, k_ring, v_ring, marks, SIZES: gl.constexpr,
+    MODE: gl.constexpr,
 ):  # fmt: skip
     """Copy the tiles of keys and values of the program into the ring: diagonal, window, prefix.
 
@@ -114,13 +116,17 @@ def _producer(
     the diagonal, of diagonal and window, and of all three parts. k_ring, v_ring: (buffer T [STAGES, BN, D], barriers
     `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads], by row tile and stage. With INT8 keys are int8.
     """
+    D: gl.constexpr = SIZES.D
+    BN: gl.constexpr = SIZES.BN
+    STAGES: gl.constexpr = SIZES.STAGES
+    GRAIN: gl.constexpr = SIZES.GRAIN
     # a thread holds whole steps, so it reads each entry of the order once
     EVEN: gl.constexpr = gl.BlockedLayout([1, GRAIN, 8], [256 // D, 1, D // 8], [gl.num_warps(), 1, 1], [2, 1, 0])
     STEPS: gl.constexpr = gl.SliceLayout(2, EVEN)
     LAYOUT: gl.constexpr = gl.BlockedLayout([GRAIN, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
-    if INT8:  # a thread copies half the rows of the same steps
+    if MODE.INT8:  # a thread copies half the rows of the same steps
         HALF_STEP: gl.constexpr = GRAIN // 2 if GRAIN > 1 else 1
         K_EVEN: gl.constexpr = gl.BlockedLayout(
             [1, HALF_STEP, 16], [256 // D, 2, D // 16], [gl.num_warps(), 1, 1], [2, 1, 0]
@@ -135,7 +141,7 @@ def _producer(
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
     i = 0
-    if not PAGED:
+    if not MODE.PAGED:
         # 0 again, as the compiler is not to know: where the first copies wait for a maximum over the warps, or for the
         # pages, the row tiles fall into a rhythm in which the whole is up to 12% faster (docs/results/rhythm-h200.txt)
         THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -143,10 +149,10 @@ def _producer(
     while i < near:
         begin = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
         row = gl.minimum(begin + rows, kv_last)
-        if PAGED:  # a copy of `primitives.cache_rows`, which Gluon code cannot call
+        if MODE.PAGED:  # a copy of `primitives.cache_rows`, which Gluon code cannot call
             row = gl.load(pages + (row >> page_shift)) * page_rows + (row & ((1 << page_shift) - 1))
         row = row[:, None]
-        k_row = gl.minimum(begin + k_rows, kv_last)[:, None] if INT8 else row
+        k_row = gl.minimum(begin + k_rows, kv_last)[:, None] if MODE.INT8 else row
         _await_free(k_ring, i, STAGES)
         _copy(k_base + k_row * stride_kl + k_offs_d, k_ring, i, STAGES)
         _await_free(v_ring, i, STAGES)
@@ -157,7 +163,7 @@ def _producer(
     running = total > near
     if running:
         index = gl.load(order + entries)
-        if INT8:
+        if MODE.INT8:
             K_ENTRIES: gl.constexpr = gl.SliceLayout(1, K_STEPS if GRAIN > 1 else K_LAYOUT)
             k_entries = gl.arange(0, BN // GRAIN, K_ENTRIES)
             k_index = gl.load(order + k_entries)
@@ -166,13 +172,13 @@ def _producer(
         while running:
             next_steps = order + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN)
             following = gl.load(next_steps + entries)
-            if INT8:
+            if MODE.INT8:
                 k_following = gl.load(next_steps + k_entries)
             if first_done | second_done:  # release the stage in place of the row tile that is done
                 mbarrier.arrive(k_empty.index(i % STAGES), count=1)
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
             _await_free(k_ring, i, STAGES)
-            if INT8:
+            if MODE.INT8:
                 offsets = _rows(k_index, stride_kl, K_STEPS, K_LAYOUT, BN, GRAIN, 16)
                 _copy(k_base + offsets + k_offs_d, k_ring, i, STAGES)
             else:
@@ -184,7 +190,7 @@ def _producer(
             if running:  # the marks are read before values are copied: a row tile waits for these before it marks
                 _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN, GRAIN) + offs_d, v_ring, i, STAGES)
             index = following
-            if INT8:
+            if MODE.INT8:
                 k_index = k_following
             i += 1
             running = running & (i < total)
@@ -254,10 +260,7 @@ def _behind(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.cons
 def _consumer(
     Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, sink, tau, stop, chunk,
     row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
-    HALF: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
-    DTYPE: gl.constexpr, ROW_MAX: gl.constexpr, HAS_LSE: gl.constexpr, HAS_SINKS: gl.constexpr, CAP: gl.constexpr,
-    INT8: gl.constexpr, HAS_SHARES: gl.constexpr,
+    HALF: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Row tile HALF of the program, from its queries to its output: the computation of `prefill._prefill`.
 
@@ -277,9 +280,16 @@ def _consumer(
     K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
     With HAS_SHARES, OUT has SHARE_OUT, float32 [rows, D], and SHARE_LSE, float32 [rows], behind it.
     """
+    D: gl.constexpr = SIZES.D
+    BM: gl.constexpr = SIZES.BM
+    BN: gl.constexpr = SIZES.BN
+    STAGES: gl.constexpr = SIZES.STAGES
+    GRAIN: gl.constexpr = SIZES.GRAIN
+    EDGES: gl.constexpr = SIZES.EDGES
+    BUCKETS: gl.constexpr = SIZES.BUCKETS
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 32 if INT8 else 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 32 if MODE.INT8 else 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
@@ -291,11 +301,11 @@ def _consumer(
     copy_d = gl.arange(0, D, gl.SliceLayout(0, COPY))
     inside = (row0 + copy_rows)[:, None] < q_len
     q_tile = gl.load(Q + copy_rows[:, None] * stride_ql + copy_d[None, :], mask=inside, other=0.0)
-    if INT8:
+    if MODE.INT8:
         out_tile = q_buffer[0].index(HALF)
         q = q_buffer[1].index(HALF)
         exact = q_tile.to(gl.float32)
-        if HAS_LSE or HAS_SINKS:
+        if MODE.HAS_LSE or MODE.HAS_SINKS:
             middle = gl.load(sink[2] + copy_d)
             lost = gl.convert_layout(gl.sum(exact * middle[None, :], 1) * qk_scale, ROWS)
         # a copy of `primitives.quantised`, which Gluon code cannot call
@@ -313,10 +323,10 @@ def _consumer(
 
     m = gl.full([BM], float("-inf"), gl.float32, ROWS)
     l = gl.zeros([BM], gl.float32, ROWS)
-    if HAS_SINKS:  # as `primitives.softmax_start`
-        m = gl.zeros([BM], gl.float32, ROWS) + (sink[0] if INT8 else sink)
+    if MODE.HAS_SINKS:  # as `primitives.softmax_start`
+        m = gl.zeros([BM], gl.float32, ROWS) + (sink[0] if MODE.INT8 else sink)
         l = gl.full([BM], 1.0, gl.float32, ROWS)
-        if INT8:
+        if MODE.INT8:
             m -= lost
     acc = gl.zeros([BM, D], gl.float32, O)
     row = row0 + HALF * BM + gl.arange(0, BM, ROWS)
@@ -331,12 +341,12 @@ def _consumer(
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
         s = s.to(gl.float32)
         keys = diagonal + i * BN + gl.arange(0, BN, gl.SliceLayout(0, S))
-        s, s_scale = _scored(s, qk_scale, CAP)
+        s, s_scale = _scored(s, qk_scale, MODE.CAP)
         s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * s_scale)
         # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        w = gl.exp2(s * (s_scale[:, None] if INT8 else s_scale) - m_safe[:, None])
+        w = gl.exp2(s * (s_scale[:, None] if MODE.INT8 else s_scale) - m_safe[:, None])
         decay = gl.exp2(m - m_safe)
         l = l * decay + gl.sum(w, 1)
         m = m_new
@@ -353,7 +363,7 @@ def _consumer(
         edge = gl.where(near > i, near, gl.minimum(near + chunk, total))  # where the current chunk ends
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-        w, m, l, decay = _weights(s, m, l, qk_scale, CAP, INT8)
+        w, m, l, decay = _weights(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
         acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
         p = gl.convert_layout(w.to(DTYPE), P)
         running = i + 1 < total
@@ -363,11 +373,11 @@ def _consumer(
                     old = l_before * gl.exp2(m_before - m)
                     gain = gl.where(real, (l - old) / gl.where(real, old, 1.0), 0.0)
                     rows = gl.sum(real.to(gl.float32), 0)
-                    chunk_gain = gl.max(gain, 0) if ROW_MAX else gl.sum(gain, 0) / gl.maximum(rows, 1.0)
+                    chunk_gain = gl.max(gain, 0) if MODE.ROW_MAX else gl.sum(gain, 0) / gl.maximum(rows, 1.0)
                     # the stop, as in `_prefill`
                     times = gl.where(stop % 4 == ALL_LEFT, total - i - 1, 1).to(gl.float32)
                     running = (chunk_gain * times >= tau * (i + 1 - current_begin)) & (rows > 0.0)
-                    if HAS_TAIL:
+                    if MODE.HAS_TAIL:
                         added = l - old
                         chunk_begin = current_begin
                 m_before = m
@@ -379,7 +389,7 @@ def _consumer(
                 acc = _start_values(p, v_ring, acc, i, STAGES)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index((i + 1) % STAGES), count=1)
-                w, m, l, decay = _weights(s, m, l, qk_scale, CAP, INT8)
+                w, m, l, decay = _weights(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
                 acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
@@ -391,7 +401,7 @@ def _consumer(
         mbarrier.arrive(v_empty.index(i % STAGES), count=1)
         i += 1
 
-    if HAS_TAIL:  # noqa: SIM102
+    if MODE.HAS_TAIL:  # noqa: SIM102
         # copies of `primitives.tail_factor` and `primitives.tail_mean`, which Gluon code cannot call
         if (stop >= TAIL) & (i > near) & (i < total):
             steps = (total - near) * (BN // GRAIN)
@@ -411,9 +421,9 @@ def _consumer(
 
     if row0 + HALF * BM < q_max:
         gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
-    if HAS_SHARES:
+    if MODE.HAS_SHARES:
         if stop >= SPLIT:
-            share_m = m + lost if INT8 and HAS_LSE else m
+            share_m = m + lost if MODE.INT8 and MODE.HAS_LSE else m
             share_lse = gl.where(real, (share_m + gl.log2(l)) * LN2, float("-inf"))
             gl.store(OUT[2] + HALF * BM + gl.arange(0, BM, ROWS), share_lse, mask=row < q_len)
             of_row = gl.convert_layout(gl.where(real & (l != 0), 1.0 / gl.where(l != 0, l, 1.0), 0.0), O_ROWS)
@@ -424,8 +434,8 @@ def _consumer(
         OUT = OUT[0]
         q_len = gl.where(stop >= SPLIT, 0, q_len)  # OUT and LSE get nothing
         inside = (row0 + copy_rows)[:, None] < q_len
-    if HAS_LSE:
-        if INT8:
+    if MODE.HAS_LSE:
+        if MODE.INT8:
             m += lost
         lse = (m + gl.log2(l)) * LN2
         gl.store(LSE + HALF * BM + gl.arange(0, BM, ROWS), gl.where(real, lse, float("-inf")), mask=row < q_len)
@@ -441,75 +451,77 @@ def _consumer(
     ]
 )  # fmt: skip
 def _prefill_hopper(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, OUT, LSE, VISITED, KV_START, CU_Q, CU_K, PAGES, TAU, SEGMENT, FLAGS, TURNS,
-    SINKS, K_UNIT, K_MIDDLE, SHARE_OUT, SHARE_LSE, qk_scale, q_len, offset, row_begin, chunk, segments, rounds,
-    page_shift, page_rows,
-    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
-    stride_ob, stride_oh, stride_ol, stride_ib, stride_ih, stride_in, stride_cb, stride_ch, stride_eb, stride_eh,
+    Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads, LEVELS: Levels,
+    SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, rounds, page_shift, page_rows,
+    stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
+    stride_cb, stride_ch, stride_eb, stride_eh,
     stride_pb, dense, last_rows,  # last: ahead of others they would move them, and change the instructions
-    GROUP: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    GRAIN: gl.constexpr, EDGES: gl.constexpr, BUCKETS: gl.constexpr, HAS_TAIL: gl.constexpr,
-    HAS_START: gl.constexpr, PACKED: gl.constexpr, HAS_LSE: gl.constexpr, ROW_MAX: gl.constexpr,
-    HAS_SINKS: gl.constexpr, CAP: gl.constexpr, INT8: gl.constexpr, HAS_TURNS: gl.constexpr, HAS_SHARES: gl.constexpr,
-    PAGED: gl.constexpr,
+    SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has but for WIDE.
+    """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has, without MODE.WIDE.
 
     Programs: (pairs of row tiles of the slice; Hq; B), with HAS_TURNS (Hq / rounds; pairs of row tiles of the slice;
     rounds * B), with HAS_SHARES as in `primitives.place_share`. `_prefill` says what each tensor holds.
 
-        Q, OUT              T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
-        K, V                T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
-        ORDER               int32 [B, Hq, N', P / GRAIN], strides i
-        FIRST               int32 [B, Hq, N', BUCKETS] (HAS_TAIL)
-        MASS, SUMS          float32 [B, Hq, N', EDGES] and [B, Hq, N', EDGES, D] (HAS_TAIL)
-        LSE                 float32 [B, Hq, Lq], strides e (HAS_LSE)
-        VISITED             int32 [B, Hq, row tiles], strides c
-        KV_START            int64 or int32 [B] (HAS_START)
-        CU_Q, CU_K          int32 [B + 1] (PACKED)
-        PAGES               int32 [B, M], stride p (PAGED)
-        TAU                 float32 [Hq]
-        SEGMENT, FLAGS      int32 [Hq]
-        TURNS               int32 [Hq] (HAS_TURNS)
-        SINKS               any floating type [Hq] (HAS_SINKS)
-        K_UNIT              float32 [B, Hkv, D] (INT8)
-        K_MIDDLE            float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
-        SHARE_OUT           float32 [B, dense * shares, rows of all pairs of row tiles, D] (HAS_SHARES)
-        SHARE_LSE           float32 [B, dense * shares, rows of all pairs of row tiles] (HAS_SHARES)
+        Q, OUT                 T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
+        K, V                   T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
+        RANKING.order          int32 [B, Hq, N', P / GRAIN], strides i
+        RANKING.first          int32 [B, Hq, N', BUCKETS] (HAS_TAIL)
+        RANKING.mass, .sums    float32 [B, Hq, N', EDGES] and [B, Hq, N', EDGES, D] (HAS_TAIL)
+        LSE                    float32 [B, Hq, Lq], strides e (HAS_LSE)
+        VISITED                int32 [B, Hq, row tiles], strides c
+        STARTS.kv_start        int64 or int32 [B] (HAS_START)
+        STARTS.cu_q, .cu_k     int32 [B + 1] (PACKED)
+        PAGES                  int32 [B, M], stride p (PAGED)
+        HEADS.tau              float32 [Hq]
+        HEADS.segment, .flags  int32 [Hq]
+        HEADS.turns            int32 [Hq] (HAS_TURNS)
+        HEADS.sinks            any floating type [Hq] (HAS_SINKS)
+        LEVELS.k_unit          float32 [B, Hkv, D] (INT8)
+        LEVELS.k_middle        float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
+        SHARES.share_out       float32 [B, dense * shares, rows of all pairs of row tiles, D] (HAS_SHARES)
+        SHARES.share_lse       float32 [B, dense * shares, rows of all pairs of row tiles] (HAS_SHARES)
 
     With INT8 K is int8. STAGES: of the ring.
     """
+    GROUP: gl.constexpr = SIZES.GROUP
+    D: gl.constexpr = SIZES.D
+    BM: gl.constexpr = SIZES.BM
+    BN: gl.constexpr = SIZES.BN
+    STAGES: gl.constexpr = SIZES.STAGES
+    EDGES: gl.constexpr = SIZES.EDGES
+    BUCKETS: gl.constexpr = SIZES.BUCKETS
     DTYPE: gl.constexpr = Q.dtype.element_ty
-    if HAS_SHARES:  # a copy of `primitives.place_share`, which Gluon code cannot call
+    if MODE.HAS_SHARES:  # a copy of `primitives.place_share`, which Gluon code cannot call
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
         heads = rounds
         b = gl.program_id(2)
         entry = gl.num_programs(1) - 1 - gl.program_id(1)
         last = (gl.num_programs(1) - rounds) // dense
         index = gl.minimum(entry // dense, last)
-        h = gl.load(TURNS + entry - index * dense)
+        h = gl.load(HEADS.turns + entry - index * dense)
         share_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
-    elif HAS_TURNS:  # a copy of `primitives.place`, which Gluon code cannot call
+    elif MODE.HAS_TURNS:  # a copy of `primitives.place`, which Gluon code cannot call
         tile = gl.num_programs(1) - 1 - gl.program_id(1)
         heads = gl.num_programs(0) * rounds
         b = gl.program_id(2) // rounds
-        h = gl.load(TURNS + (gl.program_id(2) - b * rounds) * gl.num_programs(0) + gl.program_id(0))
+        h = gl.load(HEADS.turns + (gl.program_id(2) - b * rounds) * gl.num_programs(0) + gl.program_id(0))
     else:
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
         heads = gl.num_programs(1)
         b = gl.program_id(2)
         h = gl.program_id(1)
-    segment = gl.load(SEGMENT + h)
-    start = gl.load(KV_START + b).to(gl.int32) if HAS_START else 0
+    segment = gl.load(HEADS.segment + h)
+    start = gl.load(STARTS.kv_start + b).to(gl.int32) if MODE.HAS_START else 0
     q_max = q_len
     q_first = gl.to_tensor(0)
     k_first = gl.to_tensor(0)
-    if PACKED:  # a copy of `primitives.sequence`, which Gluon code cannot call
-        q_first = gl.load(CU_Q + b).to(gl.int32)
-        k_first = gl.load(CU_K + b).to(gl.int32)
-        q_len = gl.load(CU_Q + b + 1).to(gl.int32) - q_first
-        offset = gl.load(CU_K + b + 1).to(gl.int32) - k_first - q_len
-    flags = gl.load(FLAGS + h)
+    if MODE.PACKED:  # a copy of `primitives.sequence`, which Gluon code cannot call
+        q_first = gl.load(STARTS.cu_q + b).to(gl.int32)
+        k_first = gl.load(STARTS.cu_k + b).to(gl.int32)
+        q_len = gl.load(STARTS.cu_q + b + 1).to(gl.int32) - q_first
+        offset = gl.load(STARTS.cu_k + b + 1).to(gl.int32) - k_first - q_len
+    flags = gl.load(HEADS.flags + h)
     q_len = gl.where((flags & ELSEWHERE) != 0, 0, q_len)
     # not the flags themselves: with this form ptxas schedules the consumers' loop up to 10% better (H200, Triton 3.6)
     stop = gl.where((flags & STOP_RULE_BITS) == REST, ALL_LEFT, 0) + (flags & TAIL)
@@ -526,7 +538,7 @@ def _prefill_hopper(
     diagonal = first + gl.maximum(position0 + 1 - first, 0) // BN * BN
     diagonal_tiles = gl.maximum(gl.minimum(position0 + 2 * BM, kv_len) - diagonal + BN - 1, 0) // BN
     whole = gl.where(row0 < q_len, (diagonal - first) // BN, 0)
-    if HAS_SHARES:  # a copy of `primitives.share_of`, which Gluon code cannot call
+    if MODE.HAS_SHARES:  # a copy of `primitives.share_of`, which Gluon code cannot call
         low = gl.where(segment > 0, 0, whole * index // (last + 1))
         whole = whole * (index + 1) // (last + 1) - low
         first += low * BN
@@ -534,17 +546,17 @@ def _prefill_hopper(
         stop += gl.where(segment > 0, 0, SPLIT)
     near = diagonal_tiles + whole
     total = near + prefix // BN
-    tau = gl.load(TAU + h)
-    sink = gl.load(SINKS + h).to(gl.float32) * RCP_LN2 if HAS_SINKS else 0.0
-    if HAS_SHARES and HAS_SINKS:
+    tau = gl.load(HEADS.tau + h)
+    sink = gl.load(HEADS.sinks + h).to(gl.float32) * RCP_LN2 if MODE.HAS_SINKS else 0.0
+    if MODE.HAS_SHARES and MODE.HAS_SINKS:
         sink = gl.where(index == last, sink, float("-inf"))
 
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     q_buffer = gl.allocate_shared_memory(DTYPE, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DTYPE))
-    if INT8:
-        LEVELS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], gl.int8)
+    if MODE.INT8:
+        K_LEVELS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], gl.int8)
         Q_LEVELS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], gl.int8)
-        k_buffer = gl.allocate_shared_memory(gl.int8, [STAGES, BN, D], LEVELS)
+        k_buffer = gl.allocate_shared_memory(gl.int8, [STAGES, BN, D], K_LEVELS)
         q_buffer = (q_buffer, gl.allocate_shared_memory(gl.int8, [2, BM, D], Q_LEVELS))
     else:
         k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
@@ -570,29 +582,29 @@ def _prefill_hopper(
     h = h.to(gl.int64)
     kv_head = h // GROUP
     row = (q_first + row0).to(gl.int64)
-    q_base = Q + b * stride_qb + h * stride_qh + row * stride_ql
-    out_base = OUT + b * stride_ob + h * stride_oh + row * stride_ol
+    q_base = Q + b * stride_q.batch + h * stride_q.head + row * stride_q.row
+    out_base = OUT + b * stride_o.batch + h * stride_o.head + row * stride_o.row
     lse_base = LSE + b * stride_eb + h * stride_eh + row
     visited_base = VISITED + b * stride_cb + h * stride_ch + row0 // BM
-    k_base = K + b * stride_kb + kv_head * stride_kh
-    v_base = V + b * stride_vb + kv_head * stride_vh
+    k_base = K + b * stride_k.batch + kv_head * stride_k.head
+    v_base = V + b * stride_v.batch + kv_head * stride_v.head
     pages = PAGES
-    if PAGED:
+    if MODE.PAGED:
         pages += b * stride_pb
-    elif PACKED:
-        k_base += k_first.to(gl.int64) * stride_kl
-        v_base += k_first.to(gl.int64) * stride_vl
+    elif MODE.PACKED:
+        k_base += k_first.to(gl.int64) * stride_k.row
+        v_base += k_first.to(gl.int64) * stride_v.row
     of_slice = (n - row_begin // gl.maximum(segment, 1)).to(gl.int64)  # the segment's number in the slice
-    if INT8:
+    if MODE.INT8:
         channels = (b * (heads // GROUP) + kv_head) * D
-        sink = (sink, K_UNIT + channels, K_MIDDLE + channels)
-    order = ORDER + b * stride_ib + h * stride_ih + of_slice * stride_in
+        sink = (sink, LEVELS.k_unit + channels, LEVELS.k_middle + channels)
+    order = RANKING.order + b * stride_i.batch + h * stride_i.head + of_slice * stride_i.row
     at = (b * heads + h) * segments + of_slice
-    first_base = FIRST + at * BUCKETS
-    mass_base = MASS + at * EDGES
-    sums_base = SUMS + at * EDGES * D
-    if HAS_SHARES:
-        out_base = (out_base, SHARE_OUT + share_row.to(gl.int64) * D, SHARE_LSE + share_row)
+    first_base = RANKING.first + at * BUCKETS
+    mass_base = RANKING.mass + at * EDGES
+    sums_base = RANKING.sums + at * EDGES * D
+    if MODE.HAS_SHARES:
+        out_base = (out_base, SHARES.share_out + share_row.to(gl.int64) * D, SHARES.share_lse + share_row)
     gl.warp_specialize(
         [
             (
@@ -600,8 +612,7 @@ def _prefill_hopper(
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
-                    diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 0, D, BM, BN, STAGES, GRAIN,
-                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP, INT8, HAS_SHARES,
+                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, near, total, 0, DTYPE, SIZES, MODE,
                 ),
             ),
             (
@@ -609,15 +620,14 @@ def _prefill_hopper(
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
-                    diagonal, stride_ql, stride_ol, diagonal_tiles, near, total, 1, D, BM, BN, STAGES, GRAIN,
-                    EDGES, BUCKETS, HAS_TAIL, DTYPE, ROW_MAX, HAS_LSE, HAS_SINKS, CAP, INT8, HAS_SHARES,
+                    diagonal, stride_q.row, stride_o.row, diagonal_tiles, near, total, 1, DTYPE, SIZES, MODE,
                 ),
             ),
             (
                 _producer,
                 (
-                    k_base, v_base, order, pages, page_shift, page_rows, stride_kl, stride_vl, first, diagonal,
-                    kv_len - 1, diagonal_tiles, near, total, k_ring, v_ring, marks, D, BN, STAGES, GRAIN, INT8, PAGED,
+                    k_base, v_base, order, pages, page_shift, page_rows, stride_k.row, stride_v.row, first, diagonal,
+                    kv_len - 1, diagonal_tiles, near, total, k_ring, v_ring, marks, SIZES, MODE,
                 ),
             ),
         ],

@@ -104,6 +104,12 @@ def dense_from(q_len, last_rows, ROWS: tl.constexpr):
 
 
 @triton.jit
+def at_head(pointer, stride, b, h):
+    """The pointer to row 0 of head h in batch entry b; stride: `groups.Strides` of the tensor."""
+    return pointer + b.to(tl.int64) * stride.batch + h.to(tl.int64) * stride.head
+
+
+@triton.jit
 def cache_rows(keys, pages, page_shift, page_rows):
     """The rows of a paged k and v that hold these keys of a sequence.
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from s2o_runtime.call import Call
 from s2o_runtime.devices import Resources
-from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.groups import Strides
+from s2o_runtime.kernels.launch import Argument, launch, stride_groups, strides
 from s2o_runtime.kernels.primitives import LN2, RCP_LN2, sequence
 
 DENSITY = 0.25  # of its keys, what a head that stops is taken to visit, which nobody knows before it has run
@@ -82,8 +83,9 @@ def shares_of(call: Call, shares: int, rows: int, device: torch.device) -> Share
 
 @triton.jit(do_not_specialize=["q_len", "row_begin", "rows", "shares", "stride_eb", "stride_eh"])
 def _combine(
-    SHARE_OUT, SHARE_LSE, OUT, LSE, CU_Q, TURNS, q_len, row_begin, rows, shares, stride_ob, stride_oh, stride_ol,
-    stride_eb, stride_eh, D: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr,
+    SHARE_OUT, SHARE_LSE, OUT, LSE, CU_Q, TURNS, q_len, row_begin, rows, shares, stride_o: Strides, stride_eb,
+    stride_eh,
+    D: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """OUT[b, h, i] = the mean of the shares' outputs, each weighted by e^(its log-sum-exp).
 
@@ -122,7 +124,9 @@ def _combine(
             acc += weight[:, None] * out
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
         head_row = q_first + row_begin + row
-        out_row = OUT + b.to(tl.int64) * stride_ob + h * stride_oh + head_row[:, None].to(tl.int64) * stride_ol
+        out_row = (
+            OUT + b.to(tl.int64) * stride_o.batch + h * stride_o.head + head_row[:, None].to(tl.int64) * stride_o.row
+        )
         tl.store(out_row + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=inside[:, None])
         if HAS_LSE:
             lse_row = LSE + b.to(tl.int64) * stride_eb + h * stride_eh + head_row
@@ -140,14 +144,16 @@ def combine(shares: Shares, out: Tensor, lse: Tensor | None, call: Call, rows: r
     """
     shape, tables = call.shape, call.tables
     at_once = COMBINED_ELEMENTS // shape.head_dim
-    one_entry = {"stride_ob": 0, "stride_eb": 0} if call.packed else {}
+    one_entry: dict[str, Argument] = {}
+    if call.packed:
+        one_entry = {"stride_o": Strides(0, *out.stride()[1:3]), "stride_eb": 0}
     launch(
         _combine,
         (-(-len(rows) // at_once), tables.dense, shape.batch),
         {
             "SHARE_OUT": shares.out, "SHARE_LSE": shares.lse, "OUT": out, "LSE": lse, "CU_Q": call.cu_q,
             "TURNS": tables.turns, "q_len": shape.q_len, "row_begin": rows.start, "rows": shares.out.shape[2],
-            "shares": shares.out.shape[1] // tables.dense, **strides("bhl", o=out), **strides("bh", e=lse),
+            "shares": shares.out.shape[1] // tables.dense, **stride_groups(o=out), **strides("bh", e=lse),
             **one_entry,
         },
         {"D": shape.head_dim, "ROWS": at_once, "PACKED": call.packed, "HAS_LSE": lse is not None},

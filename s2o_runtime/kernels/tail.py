@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
-from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import TAIL, cache_rows, sequence, window_start
+from s2o_runtime.call import Call, Starts
+from s2o_runtime.kernels.groups import Strides
+from s2o_runtime.kernels.launch import launch, stride_groups
+from s2o_runtime.kernels.primitives import TAIL, at_head, cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
 
 EDGES = 16  # of the order's buckets every second one
@@ -48,8 +49,7 @@ class Tail(NamedTuple):
 
 @triton.jit(do_not_specialize=["kv_len", "steps", "page_shift", "page_rows", "stride_pb"])
 def _pool(
-    V, POOLED, KV_START, CU_K, PAGES, kv_len, steps, page_shift, page_rows,
-    stride_vb, stride_vh, stride_vl, stride_pb,
+    V, POOLED, KV_START, CU_K, PAGES, kv_len, steps, page_shift, page_rows, stride_v: Strides, stride_pb,
     D: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
@@ -73,14 +73,14 @@ def _pool(
         kv_len = tl.load(CU_K + b + 1).to(tl.int32) - k_first
     step = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, D)
-    base = V + b.to(tl.int64) * stride_vb + h.to(tl.int64) * stride_vh
+    base = at_head(V, stride_v, b, h)
     total = tl.zeros([ROWS, D], tl.float32)
     for i in tl.static_range(GRAIN):
         t = start + step * GRAIN + i
         row = k_first + t
         if PAGED:
             row = cache_rows(tl.where(t < kv_len, t, 0), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
-        rows = base + row[:, None].to(tl.int64) * stride_vl
+        rows = base + row[:, None].to(tl.int64) * stride_v.row
         total += tl.load(rows + offs_d[None, :], mask=t[:, None] < kv_len, other=0.0).to(tl.float32)
     out = POOLED + ((b * tl.num_programs(1) + h).to(tl.int64) * steps + step[:, None]) * D
     tl.store(out + offs_d[None, :], (total / GRAIN).to(POOLED.dtype.element_ty), mask=step[:, None] < steps)
@@ -88,11 +88,11 @@ def _pool(
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "shares", "share_size"])
 def _tail(
-    SCORE, EDGE, VALUES, MASS, SUMS, KV_START, CU_Q, CU_K, SEGMENT, FLAGS, q_len, offset, row_begin, rows_end, segments,
-    shares, share_size, stride_sb, stride_sh, stride_sn, stride_vb, stride_vh, stride_vl,
+    SCORE, EDGE, VALUES, MASS, SUMS, STARTS: Starts, SEGMENT, FLAGS, q_len, offset, row_begin, rows_end, segments,
+    shares, share_size, stride_s: Strides, stride_v: Strides,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr, IEEE: tl.constexpr,
-    HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr, IEEE: tl.constexpr, HAS_START: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """MASS[b, h, n, e] = sum of 2^SCORE over the steps from edge e on; SUMS[b, h, n, e] = sum of 2^SCORE * VALUES.
 
@@ -106,8 +106,8 @@ def _tail(
         VALUES              T [B, Hkv, steps, D], strides v: the steps' mean values
         MASS                float32 [B, Hq, N', EDGES]
         SUMS                float32 [B, Hq, N', EDGES, D]
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
     # long prefixes first
@@ -116,8 +116,8 @@ def _tail(
     h = tl.program_id(1)
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    _, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     n = block * BS + tl.arange(0, BS)
     inside = (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (n < segments)
     if (segment > 0) & ((tl.load(FLAGS + h) & TAIL) != 0) & (tl.max(inside.to(tl.int32), 0) > 0):
@@ -127,10 +127,10 @@ def _tail(
         e = tl.arange(0, EDGES)
         edge = EDGE + of_segment[:, None] * BUCKETS + e[None, :] * (BUCKETS // EDGES)
         highest = tl.load(edge, mask=inside[:, None], other=0.0)
-        score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n[:, None].to(tl.int64) * stride_sn
-        value = VALUES + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh
+        score = at_head(SCORE, stride_s, b, h) + n[:, None].to(tl.int64) * stride_s.row
+        value = at_head(VALUES, stride_v, b, h // GROUP)
         if GRAIN == 1:  # not pooled: rows are keys
-            value += (k_first + start).to(tl.int64) * stride_vl if PACKED or HAS_START else 0
+            value += (k_first + start).to(tl.int64) * stride_v.row if PACKED or HAS_START else 0
         offs_d = tl.arange(0, D)
         acc = tl.zeros([BS * EDGES, D], tl.float32)
         mass = tl.zeros([BS * EDGES, 16], tl.float32)  # a product with ones: every column is the sum
@@ -141,7 +141,9 @@ def _tail(
             step = t + tl.arange(0, BK)
             s = tl.load(score + step[None, :], mask=step[None, :] < steps[:, None], other=float("-inf")).to(tl.float32)
             v = tl.load(
-                value + step[:, None].to(tl.int64) * stride_vl + offs_d[None, :], mask=step[:, None] < last, other=0.0
+                value + step[:, None].to(tl.int64) * stride_v.row + offs_d[None, :],
+                mask=step[:, None] < last,
+                other=0.0,
             )
             w = tl.where(s[:, None, :] <= highest[:, :, None], tl.exp2(s)[:, None, :], 0.0)
             w = tl.reshape(w, [BS * EDGES, BK])
@@ -187,7 +189,7 @@ def pooled_values(v: Tensor, call: Call) -> Tensor:
         (-(-steps // POOL_STEPS), shape.kv_heads, shape.batch),
         {
             "V": v, "POOLED": out, "KV_START": call.kv_start, "CU_K": call.cu_k, **call.paging, "kv_len": shape.kv_len,
-            "steps": steps, **strides("bhl", v=v),
+            "steps": steps, **stride_groups(v=v),
         },
         {
             "D": shape.head_dim, "GRAIN": grain, "ROWS": POOL_STEPS, "HAS_START": call.padded, "PACKED": call.packed,
@@ -214,11 +216,11 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
         (blocks * shares, shape.query_heads, shape.batch),
         {
             "SCORE": score, "EDGE": ranked.edge, "VALUES": pooled, "MASS": parts[0, sums * shape.head_dim :],
-            "SUMS": parts, **call.starts,
+            "SUMS": parts, "STARTS": call.starts,
             "SEGMENT": tables.segment, "FLAGS": tables.flags, "q_len": shape.q_len, "offset": shape.offset,
             "row_begin": rows.start, "rows_end": rows.stop, "segments": score.shape[2],
             "shares": shares, "share_size": parts.shape[1],
-            **strides("bhn", s=score), **strides("bhl", v=pooled),
+            **stride_groups(s=score, v=pooled),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BS": at_once, "EDGES": EDGES, "BUCKETS": BUCKETS,

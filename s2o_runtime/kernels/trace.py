@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.call import Call
+from s2o_runtime.kernels.groups import Levels, Ranking, Sizes
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, row_slices
@@ -56,12 +57,11 @@ class Traced(NamedTuple):
 
 @triton.jit(do_not_specialize=["q_len", "row_begin", "chunk", "segment", "segments", "count", "stride_oq", "stride_os"])
 def _trace(
-    Q, K, V, ORDER, FIRST, MASS, SUMS, TRUTH, FLOOR, TAUS, SINKS, TRACED, K_UNIT, K_MIDDLE,
+    Q, K, V, RANKING: Ranking, TRUTH, FLOOR, TAUS, SINKS, TRACED, LEVELS: Levels,
     qk_scale, q_len, row_begin, chunk, segment, segments, count,
     stride_qh, stride_ql, stride_kh, stride_kl, stride_vh, stride_vl, stride_th, stride_tl, stride_ih, stride_in,
     stride_oq, stride_os,
-    GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    GRAIN: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr, STRIDES: tl.constexpr, T: tl.constexpr,
+    SIZES: tl.constexpr, STRIDES: tl.constexpr, T: tl.constexpr,
     HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """What `prefill._prefill` would do with a row tile at every threshold of TAUS and every spacing of the stop check.
@@ -75,22 +75,30 @@ def _trace(
     rows are reduced by their mean and the stop rule is StopRule.REST. N' counts the segments of the slice of rows that
     begins at row_begin; T is the input type in this table.
 
-        Q, TRUTH            T [Hq, Lq, D], strides q and t; TRUTH is the dense output
-        K, V                T [Hkv, Lk, D], strides k and v
-        ORDER               int32 [Hq, N', P / GRAIN], strides i: where the keys of each step begin, important first
-        FIRST               int32 [Hq, N', BUCKETS]: where in the order each bucket begins
-        MASS                float32 [Hq, N', EDGES]: the ranking's mass from each edge of the order on
-        SUMS                float32 [Hq, N', EDGES, D]: that mass times values
-        FLOOR               float32 [Hq]: a row's squared norm counts at least so much
-        TAUS                float32 [T]: thresholds, ascending; fillers at the end are -1
-        SINKS               any floating type [Hq]: as in `_prefill` (HAS_SINKS)
-        K_UNIT, K_MIDDLE    float32 [Hkv, D]: as in `_prefill` (INT8)
-        TRACED              float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: the fields of `Traced`
+        Q, TRUTH                  T [Hq, Lq, D], strides q and t; TRUTH is the dense output
+        K, V                      T [Hkv, Lk, D], strides k and v
+        RANKING.order             int32 [Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
+        RANKING.first             int32 [Hq, N', BUCKETS]: where in the order each bucket begins
+        RANKING.mass              float32 [Hq, N', EDGES]: the ranking's mass from each edge of the order on
+        RANKING.sums              float32 [Hq, N', EDGES, D]: that mass times values
+        FLOOR                     float32 [Hq]: a row's squared norm counts at least so much
+        TAUS                      float32 [T]: thresholds, ascending; fillers at the end are -1
+        SINKS                     any floating type [Hq]: as in `_prefill` (HAS_SINKS)
+        LEVELS.k_unit, .k_middle  float32 [Hkv, D]: as in `_prefill` (INT8)
+        TRACED                    float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: fields of `Traced`
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two checks of the first spacing; segment:
     queries that share a ranking; segments: N'; count: row tiles; T: thresholds, a power of two; CAP: the soft cap times
     log2(e), 0 for none; WIDE: offsets into k and v need 64 bits.
     """
+    GROUP: tl.constexpr = SIZES.GROUP
+    D: tl.constexpr = SIZES.D
+    BM: tl.constexpr = SIZES.BM
+    BN: tl.constexpr = SIZES.BN
+    STAGES: tl.constexpr = SIZES.STAGES
+    GRAIN: tl.constexpr = SIZES.GRAIN
+    EDGES: tl.constexpr = SIZES.EDGES
+    BUCKETS: tl.constexpr = SIZES.BUCKETS
     if WIDE:
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
@@ -117,8 +125,8 @@ def _trace(
     if INT8:  # as in `_prefill`
         channels = (h // GROUP).to(tl.int64) * D + offs_d
         if HAS_SINKS:
-            m -= tl.sum(q.to(tl.float32) * tl.load(K_MIDDLE + channels)[None, :], 1) * qk_scale
-        q, q_scale = quantised(q.to(tl.float32) * tl.load(K_UNIT + channels)[None, :])
+            m -= tl.sum(q.to(tl.float32) * tl.load(LEVELS.k_middle + channels)[None, :], 1) * qk_scale
+        q, q_scale = quantised(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
         qk_scale *= q_scale
     acc = tl.zeros([BM, D], tl.float32)
     m, l, acc = absorb_window(
@@ -132,7 +140,7 @@ def _trace(
     floor = tl.load(FLOOR + h)
     real_rows = tl.sum(real.to(tl.float32), 0)
     of_slice = n - row_begin // segment  # the segment's number in the slice
-    order = ORDER + head * stride_ih + of_slice.to(tl.int64) * stride_in
+    order = RANKING.order + head * stride_ih + of_slice.to(tl.int64) * stride_in
     at = (h * segments + of_slice).to(tl.int64)
     e = tl.arange(0, EDGES)
     s = tl.arange(0, STRIDES)
@@ -181,10 +189,10 @@ def _trace(
             out = acc / tl.where(real, l, 1.0)[:, None]
             off = tl.where(real[:, None], out - truth, 0.0)
             squared = tl.sum(off * off, 1)
-            begins = tl.load(FIRST + at * BUCKETS + e * (BUCKETS // EDGES))
-            masses = tl.load(MASS + at * EDGES + e)
+            begins = tl.load(RANKING.first + at * BUCKETS + e * (BUCKETS // EDGES))
+            masses = tl.load(RANKING.mass + at * EDGES + e)
             mass, edge, share = behind(begins, masses, done * (BN // GRAIN), steps, EDGES)
-            mean = tail_mean(SUMS + at * EDGES * D, edge, share, mass, D, EDGES)
+            mean = tail_mean(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)
             to_mean = tl.where(real[:, None], mean[None, :] - out, 0.0)
             cross = tl.sum(off * to_mean, 1)
             to_mean_squared = tl.sum(to_mean * to_mean, 1)
@@ -243,17 +251,19 @@ def trace(
             _trace,
             (tiles, shape.query_heads, 1),
             {
-                "Q": q, "K": k, "V": v, "ORDER": ranked.order, "FIRST": tail.first, "MASS": tail.mass,
-                "SUMS": tail.values, "TRUTH": truth, "FLOOR": floor, "TAUS": grid, "SINKS": call.sinks, "TRACED": out,
-                "K_UNIT": keys.unit, "K_MIDDLE": keys.middle,
+                "Q": q, "K": k, "V": v, "RANKING": Ranking(ranked.order, *tail), "TRUTH": truth,
+                "FLOOR": floor, "TAUS": grid, "SINKS": call.sinks, "TRACED": out,
+                "LEVELS": Levels(keys.unit, keys.middle),
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
                 "segment": tables.shortest, "segments": ranked.order.shape[2], "count": tiles,
                 **strides("hl", q=q[0], k=k[0], v=v[0], t=truth[0]), **strides("hn", i=ranked.order[0]),
                 **strides("qs", o=out),
             },
             {
-                "GROUP": shape.group, "D": shape.head_dim, "BM": tile.block_m, "BN": tile.block_n,
-                "STAGES": tile.num_stages, "GRAIN": call.config.grain, "EDGES": EDGES, "BUCKETS": BUCKETS,
+                "SIZES": Sizes(
+                    GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n, STAGES=tile.num_stages,
+                    GRAIN=call.config.grain, EDGES=EDGES, BUCKETS=BUCKETS,
+                ),
                 "STRIDES": STRIDES, "T": size, "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
                 "INT8": keys.unit is not None,
                 "WIDE": shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,

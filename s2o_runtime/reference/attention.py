@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from torch import Tensor
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
-from s2o_runtime.scoring import Scoring, capped
+from s2o_runtime.scoring import Scoring, ScoringOptions, capped
 from s2o_runtime.shapes import call_shape, check_heads, window_start
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DENSE_ROWS = 512  # rows of a dense head computed together; bounds memory, changes nothing
 
@@ -87,12 +90,10 @@ def s2o_attention_reference(
     v: Tensor,
     config: LayerConfig,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     kv_start: Tensor | None = None,
     paper_literal: bool = False,
     ranking_of: RankedPrefixOf | None = None,
+    **scores: Unpack[ScoringOptions],
 ) -> Attended:
     """S2O attention as the paper and DESIGN.md define it, without any regard to speed.
 
@@ -100,8 +101,8 @@ def s2o_attention_reference(
         q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it. Query i stands at
             position Lk - Lq + i.
         config: one `HeadConfig` for each query head.
-        scale, softcap, sinks: as in `scoring.Scoring`. A sink is part of the denominator from the start, so the gain is
-            relative to it too.
+        scores: scale, softcap and sinks, as in `scoring.Scoring`. A sink is part of the denominator from the start, so
+            the gain is relative to it too.
         kv_start: int32 or int64 [B], the first key of each sequence that counts.
         paper_literal: do what the paper's pseudocode does and the product does not: permute queries inside their
             segment by their score with the mean key of segment 0, check after every tile, and throw away the tile
@@ -116,7 +117,8 @@ def s2o_attention_reference(
     """
     shape = call_shape(q, k, v, kv_start)
     check_heads(config.validate(), shape)
-    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
+    scoring = Scoring(**scores).checked(shape, q)
+    softcap, sinks = scoring.softcap, scoring.sinks
     assert scoring.scale is not None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     starts = [0] * shape.batch if kv_start is None else kv_start.tolist()

@@ -86,8 +86,8 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
     for run in runs:
         if run.is_sparse:
             compute(
-                run, batch.sparse_call(run, k.shape[1]), layer, counters, query=call.query[run.rows], k_pages=k,
-                v_pages=v, scale=call.scale, out=out[run.rows],
+                run, batch.sparse_call(run, k.shape[1]), layer, counters, query=call.query[run.rows],
+                pages=(k, v), scale=call.scale, out=out[run.rows],
             )  # fmt: skip
         elif run.begin < run.end:
             counters.stock(call.number, device, call.part, run, out[run.rows])

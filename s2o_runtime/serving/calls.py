@@ -78,8 +78,7 @@ def compute(
     counters: Counters,
     *,
     query: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    pages: tuple[Tensor, Tensor],
     scale: float,
     out: Tensor,
 ) -> None:
@@ -89,13 +88,13 @@ def compute(
         run, call: the run, and what the op takes of it.
         layer: whose configuration it is.
         query: [T, Hq, D], the rows of the run.
-        k_pages, v_pages: [pages, page size, Hkv, D], the layer's cache.
+        pages: keys and values, [pages, page size, Hkv, D], the layer's cache.
         scale: of the scores.
         out: [T, Hq, D], written.
     """
     sample = counters.begin(layer.layer, "s2o", query.device)
     attention = s2o_attention_paged(
-        query, k_pages, v_pages, layer.config(run.max_k),
+        query, *pages, layer.config(run.max_k),
         cu_q=call.cu_q, seq_lens=call.seq_lens, block_table=call.block_table, max_q=call.max_q, max_k=call.max_k,
         total_k=call.total_k, cu_k=call.cu_k, scale=scale, out=out, return_stats=True,
     )  # fmt: skip
@@ -107,8 +106,8 @@ def compute(
     if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * run.max_q >= run.max_k):
         counters.keep(layer.layer, stats)
         if layer.drift is not None and run.last == run.first + 1:
-            pages = PagedKeys(k_pages, v_pages, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
-            packed = (query, *gathered(pages, query.dtype), out)
+            cache = PagedKeys(*pages, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
+            packed = (query, *gathered(cache, query.dtype), out)
             q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
             layer.drift.see(q, keys, values, output, Scoring(scale), None)
 

@@ -377,7 +377,7 @@ def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monke
     types, launch = [], prefill_module.launch
 
     def recorded(kernel, grid, arguments, *rest, **options):
-        types.append(arguments["ORDER"].dtype)
+        types.append(arguments["RANKING"].order.dtype)
         launch(kernel, grid, arguments, *rest, **options)
 
     monkeypatch.setattr(prefill_module, "launch", recorded)

@@ -4,6 +4,7 @@ That the compiled kernel's own launcher does what `kernel[grid]` does is tested 
 """
 
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import triton
 import triton.language as tl
 
 from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.kernels.launch import TESTED_TRITONS, launch, strides
+from s2o_runtime.kernels.groups import Strides
+from s2o_runtime.kernels.launch import TESTED_TRITONS, launch, stride_groups, strides
 from support.marks import INTERPRETED
 
 
@@ -75,12 +77,37 @@ def test_pointers_come_first(monkeypatch):
         launch(kernel, (1, 1, 1), {"n": 1, "X": torch.zeros(1)}, {})
 
 
+class Pair(NamedTuple):
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["rows"])
+def between(X, PAIR: Pair, OUT, rows, stride_x: Strides, COLUMNS: tl.constexpr):
+    """OUT[b, r] = X[b, 0, r] within bounds; X [B, 1, rows, COLUMNS]; of PAIR [COLUMNS]; OUT [B, rows, COLUMNS]."""
+    column = tl.arange(0, COLUMNS)
+    x = tl.load(X + tl.program_id(1) * stride_x.batch + tl.program_id(0) * stride_x.row + column)
+    x = tl.minimum(tl.maximum(x, tl.load(PAIR.low + column)), tl.load(PAIR.high + column))
+    tl.store(OUT + (tl.program_id(1) * rows + tl.program_id(0)) * COLUMNS + column, x)
+
+
+@INTERPRETED
+def test_a_group_is_one_argument():
+    x, low = torch.randn(3, 2, 5, 16)[:, :1], torch.linspace(-1, 0, 16)
+    out = torch.full((3, 5, 16), torch.nan)
+    given = {"OUT": out, "X": x, "PAIR": Pair(low, low + 1), "rows": 5, **stride_groups(x=x)}
+    launch(between, (5, 3, 1), given, {"COLUMNS": 16})
+    torch.testing.assert_close(out, x[:, 0].clamp(low, low + 1))
+
+
 def test_strides_by_name():
     q, k = torch.empty(2, 3, 4, 5).transpose(1, 2), torch.empty(1, 2, 3, 4)
     assert strides("bhl", q=q, k=k) == {
         "stride_qb": 60, "stride_qh": 5, "stride_ql": 20, "stride_kb": 24, "stride_kh": 12, "stride_kl": 4,
     }  # fmt: skip
     assert strides("bh", e=None) == {"stride_eb": 0, "stride_eh": 0}
+    assert stride_groups(q=q, k=k) == {"stride_q": (60, 5, 20), "stride_k": (24, 12, 4)}
+    assert stride_groups(q=q)["stride_q"].row == 20
 
 
 class Kernel:
@@ -135,6 +162,60 @@ def test_what_changes_the_compiled_kernel_goes_through_triton(kernel, change):
     assert not kernel.direct
     call(kernel, x)
     assert len(kernel.direct) == 1
+
+
+class Grouping(Kernel):
+    """Takes a group of tensors ahead of a tensor, and one of numbers."""
+
+    arg_names = ("X", "PAIR", "Y", "strides", "count", "A")
+
+
+def grouped_call(kernel, x, pair, y, strides=(16, 1, 32), count=7):
+    given = {"Y": y, "PAIR": pair, "X": x, "count": count, "strides": strides}
+    launch(kernel, (3, 2, 1), given, {"A": 1}, num_warps=4)
+
+
+@pytest.fixture
+def grouping(kernel):
+    return Grouping()
+
+
+def test_a_direct_launch_gives_groups_as_triton_does(grouping):
+    x, pair, y = torch.zeros(64), Pair(torch.zeros(64), None), torch.zeros(64)
+    grouped_call(grouping, x, pair, y)
+    [(_, *args, _)] = grouping.through_triton
+    assert args[0] is x
+    assert isinstance(args[1], Pair)
+    assert args[1].low is pair.low
+    assert args[1].high is x  # what is absent gets the first tensor
+    assert args[2:] == [y, (16, 1, 32), 7]
+    grouped_call(grouping, x, pair, y, strides=(48, 1, 64))
+    addresses = (x.data_ptr(), (pair.low.data_ptr(), x.data_ptr()), y.data_ptr())
+    assert [launched[9:] for launched in grouping.direct] == [(*addresses, (48, 1, 64), 7, 1)]
+
+
+@pytest.mark.parametrize("strides", [(16, 2, 32), (16, 16, 32), (8, 1, 32), (16, 1, 1 << 33)])
+def test_what_changes_the_compiled_kernel_does_so_in_a_group(grouping, strides):
+    x, pair = torch.zeros(64), Pair(torch.zeros(64), torch.zeros(64))
+    grouped_call(grouping, x, pair, x)
+    grouped_call(grouping, x, pair, x, strides=strides)
+    grouped_call(grouping, x, Pair(pair.low.double(), pair.high), x)
+    grouped_call(grouping, x, Pair(pair.low[1:], pair.high), x)
+    assert len(grouping.through_triton) == 4
+    assert not grouping.direct
+
+
+def test_a_group_of_another_length_is_an_error(grouping):
+    x = torch.zeros(64)
+    grouped_call(grouping, x, Pair(x, x), x)
+    with pytest.raises(TypeError, match="Grouping got 5 tensors: its first launch had 4"):
+        grouped_call(grouping, x, (x, x, x), x)
+
+
+def test_a_group_is_not_the_first_parameter(grouping):
+    x = torch.zeros(64)
+    with pytest.raises(TypeError, match="the first parameter of Grouping, X, got a group: expected a tensor"):
+        grouped_call(grouping, Pair(x, x), Pair(x, x), x)
 
 
 def test_pointers_that_are_not_aligned_neither_use_nor_replace_what_is_kept(kernel):

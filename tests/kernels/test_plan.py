@@ -18,6 +18,7 @@ from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import plan as plan_module
+from s2o_runtime.kernels.groups import Levels
 from s2o_runtime.kernels.launch import hooked, launch, observed
 from s2o_runtime.kernels.plan import Recorder
 from support.paging import LAYOUTS, PagedBatch
@@ -103,6 +104,30 @@ def test_a_replay_passes_its_own_addresses(gpu, two_launches):
     assert rest == (6, 16, 1)
     again, *_ = plan.replay((x, y))
     assert again.data_ptr() != out.data_ptr()
+
+
+def test_a_replay_passes_groups_of_its_own_addresses(gpu):
+    """Two kernels that take the same two tensors as a group, ahead of one of them alone."""
+    kernels = Kernel(3), Kernel(3)
+
+    def call(x):
+        out, temporary = torch.empty(8), torch.empty(100)
+        for kernel in kernels:
+            named = {"P0": x, "P1": Levels(temporary, TABLE), "P2": out}
+            launch(kernel, (3, 2, 1), {**named, "n": 5, "stride": (16, 32)}, {"A": 1}, num_warps=4)
+        return out, None, None
+
+    plan = recorded(call, torch.zeros(64))
+    assert len(plan.groups) == 1  # of both kernels
+    for kernel in kernels:
+        kernel.seen.clear()
+    x = torch.zeros(64)
+    out, *_ = plan.replay((x,))
+    for kernel in kernels:
+        [(_, (at_x, (_, table), at_out), rest)] = kernel.seen
+        assert (at_x, table, at_out) == (x.data_ptr(), TABLE.data_ptr(), out.data_ptr())
+        assert rest == (5, (16, 32), 1)
+    assert kernels[0].seen == kernels[1].seen
 
 
 def test_a_plan_keeps_no_memory_but_that_of_constants(gpu):
@@ -319,20 +344,24 @@ class Interpreted:
     def __getitem__(self, grid):
         def run(*args, **options):
             self.kernel[grid](*args, **options)
-            kinds = [arg.dtype for arg in args if isinstance(arg, torch.Tensor)]
+            pointers = [arg for arg in args if isinstance(arg[0] if isinstance(arg, tuple) else arg, torch.Tensor)]
             launch_options = {name: value for name, value in options.items() if name not in self.arg_names}
 
             def again(x, y, z, stream, function, metadata, a, b, c, *args):
-                pointers = [at_address(address, kind) for address, kind in zip(args, kinds, strict=False)]
+                tensors = [at_address(address, pointer) for address, pointer in zip(args, pointers, strict=False)]
                 with _disable_current_modes():  # the interpreter's own tensors
-                    self.kernel[x, y, z](*pointers, *args[len(kinds) :], **launch_options)
+                    self.kernel[x, y, z](*tensors, *args[len(pointers) :], **launch_options)
 
             return types.SimpleNamespace(run=again, function=None, packed_metadata=None)
 
         return run
 
 
-def at_address(address, dtype):
+def at_address(address, like):
+    """An element in place of a pointer, or a group of them in place of a group."""
+    if isinstance(like, tuple):
+        return type(like)._make(map(at_address, address, like))
+    dtype = like.dtype
     return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
 

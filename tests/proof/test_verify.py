@@ -13,7 +13,7 @@ from calibrate.model.predictions import rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
 from calibrate.proof.layers import History, answer_rows
-from calibrate.proof.verify import LayerProof, LengthProof, prove
+from calibrate.proof.verify import LayerProof, LengthProof, Progress, prove
 from calibrate.work.executor import executor_of
 from s2o_runtime import patch, unpatch
 from s2o_runtime.attention.dense import fastest_dense_attention
@@ -148,7 +148,7 @@ def test_what_was_revised_is_what_is_proven(tiny_folder, plenty, monkeypatch):
     steps = []
     loaded = stream(tiny_folder, False)
     begun, revised = Layers((SPARSE, SPARSE)), Layers((EXACT, SPARSE))
-    proven, proofs = prove(loaded, random_prompts(*LENGTHS), begun, revise, lambda: steps.append(1))
+    proven, proofs = prove(loaded, random_prompts(*LENGTHS), begun, revise, Progress(lambda: steps.append(1)))
     assert proven == revised
     assert [(length, layer, configs) for length, layer, configs, _ in asked] == [
         (130, 0, begun.configs), (130, 0, revised.configs), (200, 0, revised.configs),

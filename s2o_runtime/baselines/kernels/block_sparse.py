@@ -15,13 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s2o_runtime.devices import capability, interpreted
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb_or_skip
-from s2o_runtime.tiles import Capability, block_sparse_tile, skip_tile
+from s2o_runtime.tiles import block_sparse_tile, skip_tile
 
 if TYPE_CHECKING:
     from s2o_runtime.baselines.selection import Selection
 
+INTERPRETED = (9, 0)  # the compute capability whose tiles the interpreter runs
 POOL_WARPS = 4
 MEANS_AT_ONCE = 32  # of blocks that are not listed; more spill registers at head dim 128
 MEAN_STAGES = 3
@@ -160,7 +162,7 @@ def _block_sparse(
 
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, means: tuple[Tensor, Tensor] | None, selection: Selection, scale: float,
-    out: Tensor, left_out: Tensor | None, capability: Capability,
+    out: Tensor, left_out: Tensor | None,
 ) -> None:  # fmt: skip
     """Attention of a layer over what a selection lists.
 
@@ -174,16 +176,16 @@ def block_sparse_attention(
         out: [B, Hq, Lq, D], to write.
         left_out: float64 [Hq], to write: the pairs that the selection's skip leaves out of the product with v, among
             blocks that all rows see; None if they are not wanted.
-        capability: of the GPU, whose tile is used.
 
     Raises:
         InputError: the kernel has no tile for the head dim, the GPU or the selection's blocks.
     """
+    here = INTERPRETED if interpreted() else capability(q.device)
     grid, skip, heads = selection.grid, selection.skip, q.shape[1] // selection.grid.packed
     if skip is None:
-        tile = block_sparse_tile(q.shape[3], capability, grid.block_m, grid.block_n)
+        tile = block_sparse_tile(q.shape[3], here, grid.block_m, grid.block_n)
     else:  # it decides about tiles of one size, on every GPU
-        tile = skip_tile(q.shape[3], capability, skip.rows, skip.keys)
+        tile = skip_tile(q.shape[3], here, skip.rows, skip.keys)
     row_tiles = -(-grid.q_len * grid.packed // tile.block_m)
     pruned = None if selection.pruned is None else selection.pruned.view(torch.int8)
     mean_keys, mean_values = (None, None) if means is None else means

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
+from s2o_runtime.call import Call, Starts
+from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
-from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.launch import launch, stride_groups
 from s2o_runtime.kernels.primitives import LOG2E, quantised, sequence
 
 REPRESENTATIVE_WARPS = 4
@@ -20,8 +21,8 @@ REPRESENTATIVE_STAGES = 5  # a program's loads are all that it waits for, and fe
 
 @triton.jit(do_not_specialize=["q_len", "offset"])
 def _representatives(
-    Q, REP, REP_SCALE, KV_START, CU_Q, CU_K, PART, REPRESENTATIVES, K_UNIT, qk_scale, q_len, offset,
-    stride_qb, stride_qh, stride_ql, stride_rb, stride_rh, stride_rn,
+    Q, REP, REP_SCALE, STARTS: Starts, PART, REPRESENTATIVES, K_UNIT, qk_scale, q_len, offset, stride_q: Strides,
+    stride_r: Strides,
     D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
@@ -34,8 +35,8 @@ def _representatives(
         Q                   T [B, Hq, Lq, D], strides q
         REP                 T, or int8 (INT8), [B, Hq, parts, D], contiguous, strides r
         REP_SCALE           float32 [B, Hq, parts]: the scale of each representative (INT8)
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         PART                int32 [Hq]: queries of a part, 0 for a head without a prefix
         REPRESENTATIVES     int32 [Hq]: parts of a segment
         K_UNIT              float32 [B, Hkv, D]: what a level of each channel of the keys is worth (INT8)
@@ -44,19 +45,19 @@ def _representatives(
     h = tl.program_id(1)
     b = tl.program_id(2)
     part = tl.load(PART + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    q_first, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    q_first, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     end = tl.minimum((n + PARTS) * part, q_len)
     begin = tl.maximum(n * part, start - offset)
     if (part > 0) & (n * part < q_len) & (tl.load(REPRESENTATIVES + h) == R):
         offs_d = tl.arange(0, D)
         parts = n + tl.arange(0, PARTS)
         total = tl.zeros([PARTS if PARTS > 1 else ROWS, D], tl.float32)
-        base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+        base = Q + b.to(tl.int64) * stride_q.batch + h.to(tl.int64) * stride_q.head
         for row in tl.range(begin, end, ROWS, num_stages=STAGES):
             rows = row + tl.arange(0, ROWS)
             q = tl.load(
-                base + (q_first + rows)[:, None].to(tl.int64) * stride_ql + offs_d[None, :],
+                base + (q_first + rows)[:, None].to(tl.int64) * stride_q.row + offs_d[None, :],
                 mask=rows[:, None] < end,
                 other=0.0,
             )
@@ -69,11 +70,16 @@ def _representatives(
             total = tl.sum(total, 0)[None, :]
         size = tl.minimum((parts + 1) * part, q_len) - tl.maximum(parts * part, start - offset)
         mean = total * (qk_scale / tl.maximum(size, 1).to(tl.float32))[:, None]
-        out = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + parts[:, None].to(tl.int64) * stride_rn
+        out = (
+            REP
+            + b.to(tl.int64) * stride_r.batch
+            + h.to(tl.int64) * stride_r.head
+            + parts[:, None].to(tl.int64) * stride_r.row
+        )
         if INT8:
             unit = tl.load(K_UNIT + (b * (tl.num_programs(1) // GROUP) + h // GROUP).to(tl.int64) * D + offs_d)
             mean, scale = quantised(mean * unit[None, :])
-            of_head = (b * tl.num_programs(1) + h).to(tl.int64) * (stride_rh // D)
+            of_head = (b * tl.num_programs(1) + h).to(tl.int64) * (stride_r.head // D)
             tl.store(REP_SCALE + of_head + parts, scale, mask=parts * part < q_len)
         tl.store(out + offs_d[None, :], mean.to(REP.dtype.element_ty), mask=(parts * part < q_len)[:, None])
 
@@ -107,9 +113,9 @@ def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
             _representatives,
             (-(-out.shape[2] // parts), shape.query_heads, shape.batch),
             {
-                "Q": q, "REP": out, "REP_SCALE": scale, **call.starts, "PART": tables.part,
+                "Q": q, "REP": out, "REP_SCALE": scale, "STARTS": call.starts, "PART": tables.part,
                 "REPRESENTATIVES": tables.representatives, "K_UNIT": keys.unit, "qk_scale": call.scale * LOG2E,
-                "q_len": shape.q_len, "offset": shape.offset, **strides("bhl", q=q), **strides("bhn", r=out),
+                "q_len": shape.q_len, "offset": shape.offset, **stride_groups(q=q, r=out),
             },
             {
                 "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": representative_rows(shape.head_dim),

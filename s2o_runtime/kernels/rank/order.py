@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
+from s2o_runtime.call import Call, Starts
 from s2o_runtime.devices import interpreted
-from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.groups import Strides
+from s2o_runtime.kernels.launch import launch, stride_groups
 from s2o_runtime.kernels.primitives import cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.scores import SCORE_LIMIT
 
@@ -138,9 +139,8 @@ def _write_one(
 
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "page_shift", "page_rows", "stride_pb"])
 def _order(
-    SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, KV_START, CU_Q, CU_K, PAGES, SEGMENT,
-    q_len, offset, row_begin, rows_end, page_shift, page_rows,
-    stride_sb, stride_sh, stride_sn, stride_ib, stride_ih, stride_in, stride_pb,
+    SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, STARTS: Starts, PAGES, SEGMENT, q_len, offset, row_begin, rows_end,
+    page_shift, page_rows, stride_s: Strides, stride_i: Strides, stride_pb,
     SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr,
     HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
@@ -155,8 +155,8 @@ def _order(
         FIRST               int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (written if HAS_TAIL)
         EDGE                float32 [B, Hq, N', BUCKETS]: the highest score of each bucket (written if HAS_TAIL)
         SHARE_OF_RANK       float32 [BUCKETS]: as `bucket_shares` gives it
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
 
@@ -170,13 +170,13 @@ def _order(
     h = tl.program_id(1)
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    _, _, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    _, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     first = window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, start, BN)
     prefix = (first - start) // GRAIN
     if (segment > 0) & (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (prefix > 0):
-        score = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh + n.to(tl.int64) * stride_sn
-        order = ORDER + b.to(tl.int64) * stride_ib + h.to(tl.int64) * stride_ih + n.to(tl.int64) * stride_in
+        score = SCORE + b.to(tl.int64) * stride_s.batch + h.to(tl.int64) * stride_s.head + n.to(tl.int64) * stride_s.row
+        order = ORDER + b.to(tl.int64) * stride_i.batch + h.to(tl.int64) * stride_i.head + n.to(tl.int64) * stride_i.row
         pages = PAGES + b.to(tl.int64) * stride_pb
 
         # edges: sampled quantiles at geometric ranks
@@ -288,9 +288,9 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
         (scores.shape[2], shape.query_heads, shape.batch),
         {
             "SCORE": scores, "ORDER": out, "FIRST": first, "EDGE": edge,
-            "SHARE_OF_RANK": bucket_shares(scores.device), **call.starts, **call.paging, "SEGMENT": call.tables.segment,
-            "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
-            **strides("bhn", s=scores, i=out),
+            "SHARE_OF_RANK": bucket_shares(scores.device), "STARTS": call.starts, **call.paging,
+            "SEGMENT": call.tables.segment, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
+            "rows_end": rows.stop, **stride_groups(s=scores, i=out),
         },
         {
             "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,

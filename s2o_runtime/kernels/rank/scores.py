@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
+from s2o_runtime.call import Call, Starts
+from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
-from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import MAX_REGISTERS, cache_rows, capped, sequence, window_start
+from s2o_runtime.kernels.launch import launch, stride_groups
+from s2o_runtime.kernels.primitives import MAX_REGISTERS, at_head, cache_rows, capped, sequence, window_start
 from s2o_runtime.kernels.rank.means import Representatives
 
 LOG_SUM_KEYS = 64
@@ -33,8 +34,8 @@ ROW_ALIGNMENT = 16
 
 @triton.jit(do_not_specialize=["q_len", "offset", "parts", "page_shift", "page_rows", "stride_pb"])
 def _log_sums(
-    REP, K, LOG_SUM, KV_START, CU_Q, CU_K, PAGES, SEGMENT, PART, REP_SCALE, q_len, offset, parts, page_shift, page_rows,
-    stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_pb,
+    REP, K, LOG_SUM, STARTS: Starts, PAGES, SEGMENT, PART, REP_SCALE, q_len, offset, parts, page_shift, page_rows,
+    stride_r: Strides, stride_k: Strides, stride_pb,
     GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
     SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
@@ -47,8 +48,8 @@ def _log_sums(
         REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
         K                   T [B, Hkv, Lk, D], strides k
         LOG_SUM             float32 [B, Hq, parts]
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         SEGMENT, PART       int32 [Hq]: queries of a segment and of a part, 0 for a head without a prefix
         REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
@@ -62,12 +63,12 @@ def _log_sums(
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
     part = tl.load(PART + h)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    _, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     inside = (n * part < q_len) & (segment > 0)
     if tl.max(inside.to(tl.int32), 0) > 0:
         offs_d = tl.arange(0, D)
-        rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + n[:, None].to(tl.int64) * stride_rn
+        rep = at_head(REP, stride_r, b, h) + n[:, None].to(tl.int64) * stride_r.row
         r = tl.load(rep + offs_d[None, :], mask=inside[:, None], other=0)
         if INT8:
             of_head = (b * tl.num_programs(1) + h).to(tl.int64) * parts
@@ -76,7 +77,7 @@ def _log_sums(
         first = tl.where(inside & (offset + (n + 1) * part > start), first, 0)
         last = tl.max(first, 0)
         every = tl.maximum((offset + q_len) // SAMPLE, 1)  # by the sequence, which may be packed with longer ones
-        key = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh
+        key = at_head(K, stride_k, b, h // GROUP)
         # every column has a sum of its own, so that no thread waits for another before the end
         m = tl.full([BR, BK], NOTHING, tl.float32)
         l = tl.zeros([BR, BK], tl.float32)
@@ -86,7 +87,7 @@ def _log_sums(
             if PAGED:
                 row = cache_rows(tl.minimum(t, last - 1), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
             k = tl.load(
-                key + row[None, :].to(tl.int64) * stride_kl + offs_d[:, None],
+                key + row[None, :].to(tl.int64) * stride_k.row + offs_d[:, None],
                 mask=t[None, :] < last,
                 other=0,
             )
@@ -121,9 +122,8 @@ def _together(s, WARPS: tl.constexpr, GRAIN: tl.constexpr):
     do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "parts", "page_shift", "page_rows", "stride_pb"]
 )
 def _scores(
-    REP, K, LOG_SUM, SCORE, KV_START, CU_Q, CU_K, PAGES, SEGMENT, REPRESENTATIVES, REP_SCALE,
-    limit, q_len, offset, row_begin, rows_end, parts, page_shift, page_rows,
-    stride_rb, stride_rh, stride_rn, stride_kb, stride_kh, stride_kl, stride_sb, stride_sh, stride_sn, stride_pb,
+    REP, K, LOG_SUM, SCORE, STARTS: Starts, PAGES, SEGMENT, REPRESENTATIVES, REP_SCALE, limit, q_len, offset, row_begin,
+    rows_end, parts, page_shift, page_rows, stride_r: Strides, stride_k: Strides, stride_s: Strides, stride_pb,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, WARPS: tl.constexpr,
     BN: tl.constexpr, GRAIN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     INT8: tl.constexpr, PAGED: tl.constexpr,
@@ -141,8 +141,8 @@ def _scores(
         K                   T [B, Hkv, Lk, D], strides k
         LOG_SUM             float32 [B, Hq, parts]: as `_log_sums` wrote it
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_Q, CU_K          int32 [B + 1]: where packed sequences begin (PACKED)
+        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
+        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
         PAGES               int32 [B, M], stride p: as for `_log_sums` (PAGED)
         SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
         REPRESENTATIVES     int32 [Hq]: parts of a segment
@@ -158,8 +158,8 @@ def _scores(
     head = tl.program_id(1) * HEADS
     heads = tl.num_programs(1) * HEADS
     b = tl.program_id(2)
-    start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    _, k_first, q_len, offset = sequence(b, CU_Q, CU_K, q_len, offset, PACKED)
+    start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
+    _, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     kv_len = offset + q_len
     t0 = start + block * BK
     wanted = True
@@ -178,12 +178,12 @@ def _scores(
             t = t0 + warp_lane * 4 + high * 2 + low
         else:
             t = t0 + warp_lane // 2 * 8 + lane % 2 * 4 + high * 2 + low
-        key = K + b.to(tl.int64) * stride_kb + (head // GROUP).to(tl.int64) * stride_kh
+        key = at_head(K, stride_k, b, head // GROUP)
         key_row = k_first + t
         if PAGED:
             key_row = cache_rows(tl.minimum(t, kv_len - 1), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
         k = tl.load(
-            key + key_row[:, None].to(tl.int64) * stride_kl + offs_d[None, :], mask=t[:, None] < kv_len, other=0
+            key + key_row[:, None].to(tl.int64) * stride_k.row + offs_d[None, :], mask=t[:, None] < kv_len, other=0
         )
         step = block * (BK // GRAIN) + tl.arange(0, BK // GRAIN)
         for member in range(HEADS):
@@ -191,9 +191,9 @@ def _scores(
             segment = tl.load(SEGMENT + h)
             if (segment > 0) & (tl.load(REPRESENTATIVES + h) == R):
                 before = row_begin // segment
-                rep = REP + b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh
+                rep = at_head(REP, stride_r, b, h)
                 log_sum = LOG_SUM + (b * heads + h).to(tl.int64) * parts
-                out = SCORE + b.to(tl.int64) * stride_sb + h.to(tl.int64) * stride_sh
+                out = at_head(SCORE, stride_s, b, h)
                 last = tl.cdiv(tl.minimum(q_len, rows_end) - row_begin, segment)
                 # segments whose prefix ends before this block have no use for it
                 none = tl.maximum(t0 - offset - row_begin, 0) // segment
@@ -201,7 +201,7 @@ def _scores(
                     p = (before + n0) * R + tl.arange(0, BS * R)
                     there = (p < (before + last) * R) & (p * (segment // R) < q_len)
                     r = tl.load(
-                        rep + p[None, :].to(tl.int64) * stride_rn + offs_d[:, None], mask=there[None, :], other=0
+                        rep + p[None, :].to(tl.int64) * stride_r.row + offs_d[:, None], mask=there[None, :], other=0
                     )
                     if INT8:
                         of_head = (b * heads + h).to(tl.int64) * parts
@@ -222,7 +222,7 @@ def _scores(
                     first = window_start(before + n, segment, offset, start, BN)
                     steps = tl.where(n < last, (first - start) // GRAIN, 0)
                     tl.store(
-                        out + n[None, :].to(tl.int64) * stride_sn + step[:, None],
+                        out + n[None, :].to(tl.int64) * stride_s.row + step[:, None],
                         s.to(SCORE.dtype.element_ty),
                         mask=step[:, None] < steps[None, :],
                     )
@@ -246,10 +246,10 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
         _log_sums,
         (-(-out.shape[2] // rows), shape.query_heads, shape.batch),
         {
-            "REP": r, "K": k, "LOG_SUM": out, **call.starts, **call.paging, "SEGMENT": call.tables.segment,
+            "REP": r, "K": k, "LOG_SUM": out, "STARTS": call.starts, **call.paging, "SEGMENT": call.tables.segment,
             "PART": call.tables.part, "REP_SCALE": r_scale, "q_len": shape.q_len, "offset": shape.offset,
             "parts": out.shape[2],
-            **strides("bhn", r=r), **strides("bhl", k=k),
+            **stride_groups(r=r, k=k),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
@@ -288,12 +288,12 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
             _scores,
             (-(-longest // (32 * SCORE_WARPS)) or 1, shape.query_heads // heads, shape.batch),
             {
-                "REP": r, "K": k, "LOG_SUM": log_sum, "SCORE": scores, **call.starts, **call.paging,
+                "REP": r, "K": k, "LOG_SUM": log_sum, "SCORE": scores, "STARTS": call.starts, **call.paging,
                 "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives, "REP_SCALE": r_scale,
                 "limit": SCORE_LIMIT,
                 "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
                 "parts": log_sum.shape[2],
-                **strides("bhn", r=r, s=scores), **strides("bhl", k=k),
+                **stride_groups(r=r, s=scores, k=k),
             },
             {
                 "GROUP": shape.group, "HEADS": heads, "D": shape.head_dim, "R": count, "BS": at_once,

@@ -1,0 +1,92 @@
+"""Arguments that travel together: kernels take each of these types as one parameter, a tuple.
+
+Triton specialises every number of a group, whatever `do_not_specialize` says, so numbers that differ from call to call
+are not in groups. Compiled kernels do not know of groups: their parameters are the members, in this order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Strides(NamedTuple):
+    """The strides of a tensor [B, H, rows, D], in elements; D is contiguous."""
+
+    batch: Any  # integers on the host, Triton's scalars in a kernel
+    head: Any
+    row: Any
+
+
+class Ranking(NamedTuple):
+    """The order of each segment's prefix, and FIRST, MASS and SUMS of its tail, as `tail.Tail` has them."""
+
+    order: Tensor
+    first: Tensor | None
+    mass: Tensor | None
+    sums: Tensor | None
+
+
+class Heads(NamedTuple):
+    """What the prefill reads of each query head: as in `call.HeadTables`, and its sink."""
+
+    tau: Tensor
+    segment: Tensor
+    flags: Tensor
+    turns: Tensor | None
+    sinks: Tensor | None
+
+
+class Levels(NamedTuple):
+    """What int8 keys are worth: UNIT and MIDDLE of `keys.Keys`."""
+
+    k_unit: Tensor | None
+    k_middle: Tensor | None
+
+
+class ShareOutputs(NamedTuple):
+    """What the shares of dense heads write, as `shares.Shares` has it."""
+
+    share_out: Tensor | None
+    share_lse: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """The sizes that a prefill is compiled for.
+
+    GROUP: query heads of a KV head; D: the head dim; BM, BN: query rows and keys of a tile; STAGES: of the pipeline or
+    the ring; GRAIN: keys of a step; EDGES, BUCKETS: as in `tail` and `rank.order`.
+    """
+
+    GROUP: int
+    D: int
+    BM: int
+    BN: int
+    STAGES: int
+    GRAIN: int
+    EDGES: int
+    BUCKETS: int
+
+
+class Mode(NamedTuple):
+    """What a prefill is compiled to do; `prefill._prefill` says what each changes.
+
+    CAP: the soft cap of scores in base 2, 0 for none; WIDE: offsets into k and v need 64 bits.
+    """
+
+    HAS_TAIL: bool
+    HAS_START: bool
+    PACKED: bool
+    HAS_LSE: bool
+    ROW_MAX: bool
+    HAS_SINKS: bool
+    CAP: float
+    INT8: bool
+    HAS_TURNS: bool
+    HAS_SHARES: bool
+    PAGED: bool
+    WIDE: bool
+
+
+CONSTANT_GROUPS: dict[str, Any] = {"SIZES": Sizes, "MODE": Mode}  # by the constexpr parameters that take them
