@@ -19,7 +19,6 @@ from s2o_runtime.files import write_atomically
 DENSE = "dense (cuDNN)"
 FLASH = "dense (FlashAttention-2)"
 ONE_SETTING = "S2O, one setting"  # for all heads of all layers
-ONE_TAU = "S2O, one tau"  # what the methods' bench measured before
 PUBLISHED = "S2O as published"
 LINEAR_TAILS = "S2O, linear tails"
 CALIBRATED = "S2O, calibrated"  # a profile
@@ -58,7 +57,7 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One density of one form of S2O, `ONE_TAU`'s with a tau for each head, `PUBLISHED` or one with linear tails.
+    """One density of one form of S2O, with a tau for each head, `PUBLISHED` or one with linear tails.
 
     target: the wanted density, "never stop" (tau = 0), "lowest" where window and first chunk are more than wanted, or
         "one chunk" with linear tails.

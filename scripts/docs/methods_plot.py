@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from scripts.bench.schema import DENSE, EVERYTHING, FLASH, ONE_TAU, MethodRow
+from scripts.bench.schema import DENSE, EVERYTHING, FLASH, ONE_SETTING, MethodRow
 from scripts.docs.raw import METHODS, RESULTS, S2O, Bench
 
 README_PICTURE = RESULTS / "speed-at-error.svg"
@@ -40,10 +40,10 @@ def draw_speed(compared: Bench, figure: Figure) -> None:
     figure.patch.set_alpha(0)
     axes = figure.subplots()
     axes.patch.set_alpha(0)
-    others = [method for method in METHODS if method not in (DENSE, FLASH, S2O, ONE_TAU)]
+    others = [method for method in METHODS if method not in (DENSE, FLASH, S2O, ONE_SETTING)]
     groups = (
         ("S2O, calibrated", [S2O], "#2f81f7", "o", 2.5),
-        ("S2O, one threshold", [ONE_TAU], "#3fa66b", "s", 1.5),
+        ("S2O, one setting", [ONE_SETTING], "#3fa66b", "s", 1.5),
         (f"best of {len(others)} others", others, "#e8700a", "^", 1.5),
     )
     for name, methods, colour, marker, width in groups:
@@ -82,7 +82,7 @@ def draw_errors(benches: Sequence[Bench], figure: Figure) -> None:
         for method, line in ((DENSE, "-"), (FLASH, "--")):
             level = bench.of(method)[0].seconds / bench.dense
             axes.axhline(level, color="black", ls=line, lw=1.1, label=METHODS[method])
-        axes.set_title(f"{bench.length} tokens", fontsize="medium")
+        axes.set_title(f"{bench.model}, {bench.length} tokens", fontsize="medium")
         axes.set(xscale="log", yscale="log", xlabel="rel_mse (mean of layers)")
         axes.grid(alpha=0.3)
     panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -91,7 +91,7 @@ def draw_errors(benches: Sequence[Bench], figure: Figure) -> None:
     panels[0].set_ylabel("attention time over dense (cuDNN)")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
-    figure.suptitle("attention of the demo model on an NVIDIA H200", fontsize="medium")
+    figure.suptitle("attention on an NVIDIA H100", fontsize="medium")
 
 
 def _lines(axes: Axes, bench: Bench, method: str, style: dict[str, Any]) -> None:

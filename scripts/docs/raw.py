@@ -1,4 +1,4 @@
-"""The raw files of docs/results that tables and the picture are made from."""
+"""The raw files of docs/results that tables and pictures are made from."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ from typing import Any, TypeVar
 
 from s2o_runtime.errors import InputError
 from scripts.bench.boards import at_error
-from scripts.bench.schema import CALIBRATED, DENSE, FLASH, ONE_TAU, PROVEN, MethodRow, MethodsFile, ResultFile, read
+from scripts.bench.schema import (
+    CALIBRATED,
+    DENSE,
+    FLASH,
+    ONE_SETTING,
+    MethodRow,
+    MethodsEntry,
+    MethodsFile,
+    ResultFile,
+    read,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 S2O = CALIBRATED
-NEEDLE_TASKS = ("needles", "multi")  # s2o-eval's task, and what it was called when older files were written
 
-# methods of the benches, and what a reader calls them; rows of methods that are no longer there are not shown
+# methods of the benches, and what a reader calls them
 METHODS = {
     DENSE: "dense, cuDNN",
     FLASH: "dense, FlashAttention-2",
-    ONE_TAU: "S2O, one threshold for all heads",
     S2O: "**S2O, calibrated**",
+    ONE_SETTING: "S2O, one setting for all heads",
     "flash-prefill": "FlashPrefill",
+    "flash-prefill-v2": "FlashPrefill V2",
     "pbs": "PBS-Attn",
     "sparge": "SpargeAttn",
     "xattention": "XAttention",
@@ -36,11 +46,14 @@ F = TypeVar("F", bound=ResultFile)
 
 @dataclass(frozen=True)
 class Bench:
-    """One length of a methods' bench, with the methods that there are."""
+    """One length of a methods' bench of a model."""
 
-    name: str
-    length: int
-    rows: list[MethodRow]
+    model: str
+    entry: MethodsEntry
+
+    @property
+    def length(self) -> int:
+        return self.entry.length
 
     @property
     def dense(self) -> float:
@@ -49,11 +62,11 @@ class Bench:
 
     def of(self, method: str) -> list[MethodRow]:
         """The rows of a method."""
-        return [row for row in self.rows if row.method == method]
+        return [row for row in self.entry.rows if row.method == method]
 
-    def faster(self, row: MethodRow) -> str:
-        """How many times faster than dense attention a row is."""
-        return f"{self.dense / row.seconds:.2f}x"
+    def faster(self, row: MethodRow | None) -> str:
+        """How many times faster than dense attention a row is; "-" for none."""
+        return "-" if row is None else f"{self.dense / row.seconds:.2f}x"
 
     def within(self, method: str, error: float) -> MethodRow | None:
         """A method's fastest measured setting with a rel_mse of at most `error`; None if there is none.
@@ -63,10 +76,9 @@ class Bench:
         return at_error(self.of(method), error).get(method)
 
 
-def bench(name: str) -> Bench:
-    """The methods' bench in a raw file, which has one length."""
-    (entry,) = result_file(MethodsFile, name).results
-    return Bench(name, entry.length, [row for row in entry.rows if row.method in METHODS])
+def benches(name: str, model: str) -> list[Bench]:
+    """The lengths of a methods' bench in a raw file, and the model that it is of."""
+    return [Bench(model, entry) for entry in result_file(MethodsFile, name).results]
 
 
 def result_file(cls: type[F], name: str) -> F:
@@ -84,45 +96,6 @@ def raw(name: str) -> Any:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise InputError(f"{name} cannot be read ({reason}): measure again") from None
-
-
-def retrieving(evaluation: Any, timed: Bench, same_run: bool = False) -> dict[str, MethodRow]:
-    """Of each method the fastest timed setting that finds all needles but one in a hundred.
-
-    A profile's needles are joined with the times of the same file, told by its digest, never by its budget's name:
-    two calibrations with one budget are two profiles. All other settings are told by their text.
-
-    Args:
-        evaluation: the summary.json of s2o-eval, with its task `needles`.
-        timed: the bench.
-        same_run: the bench is older than digests in benches and is known to be of the evaluation's profiles, so that
-            budgets tell them.
-    """
-    identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
-    fastest: dict[str, MethodRow] = {}
-    for retrieval in evaluation["retrieval"]:
-        if retrieval["task"] not in NEEDLE_TASKS or retrieval["length"] != timed.length:
-            continue
-        if retrieval["found"] < retrieval["dense_found"] - retrieval["asked"] / 100:
-            continue
-        variant = retrieval["variant"]
-        keys = {identities[variant], _setting(variant) if same_run or variant == identities[variant] else None}
-        for row in timed.rows:
-            key = row.profile or f"{row.method}:{row.setting.removesuffix(PROVEN)}"
-            if key in keys and (row.method not in fastest or row.seconds < fastest[row.method].seconds):
-                fastest[row.method] = row
-    return fastest
-
-
-def _setting(variant: str) -> str:
-    """A variant of s2o-eval as "method:setting" of the bench; those of profiles are called by their budgets."""
-    if variant == "dense":
-        return f"{DENSE}:"
-    if variant.startswith("rel-mse-"):
-        budget, _, guard = variant.removeprefix("rel-mse-").partition("-rows-")
-        return f"{S2O}:rel_mse {budget}" + (f", rows {guard}" if guard else "")
-    tau, _, options = variant.partition(",")
-    return f"{ONE_TAU}:{tau}" if options == "segment=1024,grain=4,tail" else variant
 
 
 def flags(command: str) -> str:

@@ -11,64 +11,49 @@ A block is named by its marker lines, `<!-- table NAME: make tables writes what 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
+from scripts.bench.boards import at_retrieval
 from scripts.bench.common import BAD_INPUT, OK, Parser
-from scripts.bench.schema import PROVEN, AttentionEntry, AttentionFile, PrefillFile
+from scripts.bench.schema import DENSE, FLASH, AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.markdown import between, table
 from scripts.docs.methods_plot import PICTURE, README_PICTURE, draw_errors, draw_speed, svg
-from scripts.docs.raw import METHODS, ROOT, S2O, Bench, bench, flags, raw, result_file, retrieving, three
+from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, flags, raw, result_file, three
 
 COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrator's default budget
-RIVALS = tuple(f"bench-methods-rivals-{length}-h200.json" for length in ("8k", "32k", "128k"))
-DEFAULTS = tuple(f"bench-methods-{length}-h200.json" for length in ("8k", "32k", "128k"))  # of a default calibration
-CALIBRATION = "calibrate-demo-h200.json"  # of the profile in RIVALS
+DEMO = "bench-methods-demo-h100.json", "the demo model"
+REAL = "bench-methods-qwen2.5-coder-1.5b-h100.json", "Qwen2.5-Coder-1.5B"
+ANSWERS = "eval-demo-32k-h100.json"  # s2o-eval on the settings of DEMO
 CALIBRATIONS = {
     "calibrate-qwen2.5-coder-1.5b-h200.json": "Qwen2.5-Coder-1.5B",
     "calibrate-smollm2-h200.json": "SmolLM2-135M",
-    CALIBRATION: "the demo model",
+    "calibrate-demo-h100.json": "the demo model",
 }
 NEEDLES = "eval-multi-32k-h200.json"  # of the profiles in DEFAULTS: the same commit has both, and ships one of them
 
 
+def compared() -> list[Bench]:
+    """What README compares methods on: a real model first."""
+    return [*benches(*REAL), *(bench for bench in benches(*DEMO) if bench.length > 8192)]
+
+
 def comparison() -> str:
-    """README: how many times faster than cuDNN each method is at one error, and where it keeps the needles."""
-    newest, default = [bench(name) for name in RIVALS], [bench(name) for name in DEFAULTS]
-    evaluation = raw(NEEDLES)
-    timed, older = (next(run for run in runs if run.length == 32768) for runs in (newest, default))
-    retrieved = retrieving(evaluation, timed)
-    kept = retrieving(evaluation, older, same_run=True)[S2O]
+    """README: how many times faster than cuDNN each method is at one error, and where it keeps the answers."""
+    columns = compared()
+    asked = next(bench for bench in benches(*DEMO) if bench.length == 32768)
+    kept = at_retrieval(asked.entry, raw(ANSWERS))
     rows = []
     for method, name in METHODS.items():
-        needles = timed.faster(retrieved[method]) if method in retrieved else "-"
-        cells = [*(_within(compared, method) for compared in newest), needles]
+        if method in (DENSE, FLASH):
+            continue
+        cells = [bench.faster(bench.within(method, COMPARED_AT)) for bench in columns]
+        cells.append(asked.faster(kept.get(method)))
         rows.append([name, *(f"**{cell}**" if method == S2O and cell != "-" else cell for cell in cells)])
-        if method == S2O:
-            cells = [*(_within(compared, S2O) for compared in default), older.faster(kept)]
-            rows.append(["S2O, flags and kernels of 2026-11-21", *cells])
-    lengths = [f"{compared.length} tokens" for compared in newest]
-    caption = (
-        f"S2O as calibrated with {flags(raw(CALIBRATION)['command'])}; the next row with the default flags and the "
-        f"kernels of 2026-11-21, its needles at {_options(kept.setting)}. Of one threshold and of the other methods "
-        "the fastest measured setting counts."
-    )
-    return f"{table(('method', *lengths, 'needles at 32768'), rows, 'lr')}\n\n{caption}"
-
-
-def _within(compared: Bench, method: str) -> str:
-    row = compared.within(method, COMPARED_AT)
-    return "-" if row is None else compared.faster(row)
-
-
-def _options(setting: str) -> str:
-    """The flags of a calibrated setting of `DEFAULTS`, whose guards are squares of what is a norm today."""
-    budget, guard = re.fullmatch(rf"rel_mse ([\d.e-]+)(?:, rows ([\d.]+))?(?:{PROVEN})?", setting).groups()  # type: ignore[union-attr]
-    options = f"--budget-rel-mse {budget}"
-    return f"`{options} --worst-rows {float(guard) ** 0.5:.2f}`" if guard else f"`{options}`"
+    names = [f"{bench.model}, {bench.length} tokens" for bench in columns]
+    return table(("method", *names, "answers kept, the demo model, 32768"), rows, "lr")
 
 
 def crossovers() -> str:
@@ -112,16 +97,16 @@ def _times(entry: Mapping[str, object]) -> str:
 
 def speed() -> str:
     """docs/budgets.md: what budgets do to error and speed, at every length that was benched."""
-    names = ("tokens", "budget, rel_mse", "density", "rel_mse", "ranking ms", "attending ms", "attention")
+    names = ("model", "tokens", "budget, rel_mse", "density", "rel_mse", "ranking ms", "attending ms", "attention")
     rows = []
-    for compared in map(bench, RIVALS):
-        budgets = {float(row.setting.split()[1].rstrip(",")): row for row in compared.of(S2O)}
+    for bench in (*benches(*REAL), *benches(*DEMO)):
+        budgets = {float(row.setting.split()[1].rstrip(",")): row for row in bench.of(S2O)}
         for budget, row in sorted(budgets.items()):
             ranking = row.selecting_seconds
-            times = [three(1e3 * ranking), three(1e3 * (row.seconds - ranking)), compared.faster(row)]
+            times = [three(1e3 * ranking), three(1e3 * (row.seconds - ranking)), bench.faster(row)]
             errors = [f"{row.density:.3f}", f"{row.rel_mse:.1e}"]
-            rows.append([str(compared.length), f"{budget:.0e}", *errors, *times])
-    return f"{table(names, rows, 'r')}\n\nCalibrated with {flags(raw(CALIBRATION)['command'])}."
+            rows.append([bench.model, str(bench.length), f"{budget:.0e}", *errors, *times])
+    return table(names, rows, "lr")
 
 
 def certified() -> str:
@@ -172,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_atomically(ROOT / page, written.encode())
                 print(f"wrote {page}")
         if not check:
-            benches = [bench(name) for name in RIVALS]
-            write_atomically(PICTURE, svg(lambda figure: draw_errors(benches, figure)))
-            write_atomically(README_PICTURE, svg(lambda figure: draw_speed(benches[1], figure)))
+            shown = [*benches(*REAL), *benches(*DEMO)]
+            write_atomically(PICTURE, svg(lambda figure: draw_errors(shown, figure)))
+            write_atomically(README_PICTURE, svg(lambda figure: draw_speed(shown[0], figure)))
     except S2OError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -9,8 +9,7 @@ import pytest
 from calibrate.commands import calibrate, evaluate, profile
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.huggingface import run
-from scripts.bench.schema import DENSE, MethodRow
-from scripts.docs import architectures, raw, tables
+from scripts.docs import architectures, tables
 from support.pages import FENCE, PAGES, ROOT, blocks, commands, commands_of, name_of
 
 PARSERS = {
@@ -110,37 +109,3 @@ def test_the_table_of_architectures_is_of_the_tests():
     shown = architectures.shown((ROOT / "docs" / "results" / "architectures.md").read_text(encoding="utf-8"))
     capabilities = {cell for (_, column), cell in shown.items() if column != architectures.OTHERS}
     assert architectures.PASSED in capabilities <= {architectures.PASSED, architectures.SKIPPED}
-
-
-def method_row(method, setting, seconds, rel_mse=1e-3, density=0.5, profile=None):
-    return MethodRow(method, setting, seconds, 0.0, None, density, 0.0, rel_mse, 0.0, [], profile)
-
-
-DENSE_ROW = method_row(DENSE, "", 1.0, rel_mse=3e-6, density=1.0)
-
-
-def found(variant, kept):
-    common = {"task": "multi", "length": 32768, "asked": 200, "dense_found": 200}
-    return common | {"variant": variant, "found": kept}
-
-
-def test_needles_are_joined_with_the_times_of_the_same_profile_only():
-    """A profile with the same budget, and so the same name, is another one."""
-    variants = {"dense": "dense", "rel-mse-0.001": "digest1", "rel-mse-0.01": "digest2", "pbs:keep=0.9": "pbs:keep=0.9"}
-    evaluation = {
-        "variants": [{"name": name, "identity": identity} for name, identity in variants.items()],
-        "retrieval": [found("rel-mse-0.001", 198), found("rel-mse-0.01", 197), found("pbs:keep=0.9", 200)],
-    }
-    same = method_row(raw.S2O, "rel_mse 0.001, proven", 0.5, profile="digest1")
-    other = method_row(raw.S2O, "rel_mse 0.001, proven", 0.1, profile="digest3")
-    unknown = method_row(raw.S2O, "rel_mse 0.001, proven", 0.2)  # of a bench that is older than digests
-    lossy = method_row(raw.S2O, "rel_mse 0.01, proven", 0.1, profile="digest2")
-    pbs = method_row("pbs", "keep=0.9", 0.7)
-
-    def joined(*rows, **options):
-        return raw.retrieving(evaluation, raw.Bench("b.json", 32768, [DENSE_ROW, *rows]), **options)
-
-    assert joined(same, lossy, pbs) == {raw.S2O: same, "pbs": pbs}
-    assert joined(other, unknown, pbs) == {"pbs": pbs}
-    assert joined(unknown, pbs, same_run=True) == {raw.S2O: unknown, "pbs": pbs}
-    assert joined(other, same_run=True) == {}
