@@ -29,6 +29,7 @@ REAL = "bench-methods-qwen2.5-coder-1.5b-h100.json", "Qwen2.5-Coder-1.5B"
 ANSWERS = "eval-demo-32k-h100.json"  # s2o-eval on the settings of DEMO
 CALIBRATIONS = {
     "calibrate-qwen2.5-coder-1.5b-h100.json": "Qwen2.5-Coder-1.5B",
+    "calibrate-qwen2.5-coder-1.5b-yarn-h100.json": "Qwen2.5-Coder-1.5B (YaRN)",
     "calibrate-smollm2-h200.json": "SmolLM2-135M",
     "calibrate-demo-h100.json": "the demo model",
 }
