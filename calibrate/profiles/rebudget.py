@@ -11,7 +11,7 @@ from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import Weights
 from calibrate.search.choice import (
     Choice,
-    DenseReason,
+    ChosenDense,
     SearchPoint,
     budget_mse,
     choice_at,
@@ -139,10 +139,10 @@ def _choice(
     budget = budget_mse(weights, after)
     choice = choice_at(SearchPoint(config.segment, config.grain, config.tile, config.scores), curves, after, weights)
     if choice.config.is_dense:
-        return choice if choice.why_dense else choice.as_dense(DenseReason.NO_GAIN)
+        return choice if choice.why_dense else choice.as_dense(ChosenDense.NO_GAIN)
     comparable = not (before.budget.is_kl or after.budget.is_kl)  # a layer's part of a KL says nothing by itself
     if config.is_dense and comparable and budget <= budget_mse(weights_of(curves, before), before):
-        return choice.as_dense(DenseReason.WAS_DENSE)
+        return choice.as_dense(ChosenDense.WAS_DENSE)
     if config.is_dense and choice.cost >= WINS:
-        return choice.as_dense(DenseReason.NO_CLEAR_GAIN)
+        return choice.as_dense(ChosenDense.NO_CLEAR_GAIN)
     return choice

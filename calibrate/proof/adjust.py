@@ -24,7 +24,7 @@ from calibrate.proof.bounds import CONFIDENCE, STEPS, expected_mean_bound, mean_
 from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import Recipe
-from calibrate.search.choice import Choice, DenseReason, allowed
+from calibrate.search.choice import Choice, ChosenDense, allowed
 from calibrate.search.choose import Chosen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -147,7 +147,7 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     last = (length, layer) in candidate.changes and candidate.changes[length, layer].tightened == TIGHTENINGS - 1
     share = 0.0 if last or not math.isfinite(error) else candidate.recipe.margin * limit / error
     return candidate.with_layer(
-        layer, length, *scaled(candidate, length, layer, share, DenseReason.OVER_LIMIT), error=error
+        layer, length, *scaled(candidate, length, layer, share, ChosenDense.OVER_LIMIT), error=error
     )
 
 
@@ -211,7 +211,7 @@ def growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int, texts: 
 
 
 def scaled(
-    candidate: Candidate, length: int, layer: int, share: float, why_dense: DenseReason = DenseReason.OVER_LIMIT
+    candidate: Candidate, length: int, layer: int, share: float, why_dense: ChosenDense = ChosenDense.OVER_LIMIT
 ) -> tuple[LayerConfig, Choice | None]:
     """A layer with a share of the error that it spends in a candidate.
 
@@ -270,7 +270,7 @@ def tighten(
     for length, share in shares.items():
         chosen[length] = chosen[length].spending(share, allowed(candidate.recipe))
     for length in slower & set(chosen):
-        choices = [choice.as_dense(DenseReason.SLOWER_PREFILL) for choice in chosen[length].choices]
+        choices = [choice.as_dense(ChosenDense.SLOWER_PREFILL) for choice in chosen[length].choices]
         chosen[length] = replace(chosen[length], choices=choices)
     changed = shares.keys() | slower
     changed |= {length for length in candidate.recipe.checked_lengths if changed & set(neighbours(length, buckets))}

@@ -55,7 +55,7 @@ from calibrate.proof.layers import ProofItem, compare
 from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Progress, Prover, prove
 from calibrate.recipe import Recipe
-from calibrate.search.choice import DenseReason
+from calibrate.search.choice import ChosenDense
 from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState
 from calibrate.work.measured import measured
@@ -303,7 +303,7 @@ class Means:
         return candidate
 
     def _with(self, layer: int, share: float) -> Candidate:
-        changed = scaled(self.candidate, self._length, layer, share, DenseReason.OVER_BOUND)
+        changed = scaled(self.candidate, self._length, layer, share, ChosenDense.OVER_BOUND)
         return self.candidate.with_layer(layer, self._length, *changed)
 
     def _decide(self, layer: int, left: Left, again: Candidate | None) -> Candidate | None:
@@ -388,12 +388,12 @@ def _without_slower(
     for length, layer in sorted(layers):
         log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
     of_layers = frozenset(length for length, _ in layers)
-    candidate = with_dense_layers(candidate, layers, DenseReason.SLOWER_ATTENTION)
+    candidate = with_dense_layers(candidate, layers, ChosenDense.SLOWER_ATTENTION)
     whole = {(length, layer) for length, layer in candidate.configs if length in lengths - of_layers}
-    return with_dense_layers(candidate, whole, DenseReason.SLOWER_PREFILL), of_layers | lengths
+    return with_dense_layers(candidate, whole, ChosenDense.SLOWER_PREFILL), of_layers | lengths
 
 
-def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: DenseReason) -> Candidate:
+def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: ChosenDense) -> Candidate:
     """The candidate with these layers dense at these lengths; at all others every layer keeps what it has."""
     if not places:
         return candidate

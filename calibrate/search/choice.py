@@ -25,8 +25,8 @@ HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (doc
 FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
 
 
-class DenseReason(Enum):
-    """Why a layer is dense as a whole, each with its sentence."""
+class ChosenDense(Enum):
+    """Why a layer was chosen to be dense, each with its sentence; of a call, `s2o_runtime.dense_reason` says why."""
 
     NO_GAIN = "no head gains anything within the budget"
     OTHERS_GAIN = "other layers gain more"
@@ -73,7 +73,7 @@ class Choice:
     budget_mse: float
     allocation: Allocation
     timing: Timing | None = None
-    why_dense: DenseReason | None = None
+    why_dense: ChosenDense | None = None
     measured: str = ""
     weights: Weights = UNWEIGHTED
     last_rows: int = 0
@@ -107,14 +107,14 @@ class Choice:
         """The same search point with another budget; dense where int8 scores alone cost more than that."""
         allocation = allocate(self.curves, budget_mse, allowed, self.weights)
         spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
-        return spending.as_dense(DenseReason.ROUNDING_COSTS) if spending._over_budget else spending
+        return spending.as_dense(ChosenDense.ROUNDING_COSTS) if spending._over_budget else spending
 
     @property
     def _over_budget(self) -> bool:
         """Whether rounded scores cost more than there is; other errors are only allocated as far as the budget goes."""
         return self.point.scores != "input" and self.spent > self.budget_mse
 
-    def as_dense(self, why: DenseReason, measured: str = "") -> Choice:
+    def as_dense(self, why: ChosenDense, measured: str = "") -> Choice:
         """The same layer with every head dense."""
         dense, point = self.allocation.as_dense(), self.point._replace(scores="input")
         return replace(self, allocation=dense, why_dense=why, measured=measured, point=point)
@@ -122,7 +122,7 @@ class Choice:
     @property
     def dense_sentence(self) -> str | None:
         """Why the layer is dense as a whole, in words; None if it is not."""
-        why = self.why_dense or (DenseReason.NO_GAIN if self.config.is_dense else None)
+        why = self.why_dense or (ChosenDense.NO_GAIN if self.config.is_dense else None)
         return self.measured or (why and why.value)
 
     def predicted(self, layers: int) -> PredictedLayer:
@@ -143,13 +143,13 @@ class Choice:
         if self.why_dense:
             return self
         if self.config.is_dense:  # with int8 scores too: no kernel of its own has shown to gain there
-            return self.as_dense(DenseReason.NO_GAIN)
+            return self.as_dense(ChosenDense.NO_GAIN)
         timing = self.timing
         if timing is not None and timing.seconds >= timing.dense_seconds:
             times = f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense"
-            return self.as_dense(DenseReason.TIMED_SLOWER, times)
+            return self.as_dense(ChosenDense.TIMED_SLOWER, times)
         if timing is None and self.cost >= 1.0:
-            return self.as_dense(DenseReason.PREDICTED_SLOWER)
+            return self.as_dense(ChosenDense.PREDICTED_SLOWER)
         return self
 
 
@@ -227,7 +227,7 @@ def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tup
         at least `HARMLESS` of an equal part, because tightening a layer that costs next to nothing gains nothing.
     """
     # a KL is spent at several scales, and what was too little at one of them may do at the next
-    taking_part = (None, DenseReason.NO_GAIN, DenseReason.OTHERS_GAIN) if recipe.budget.is_kl else (None,)
+    taking_part = (None, ChosenDense.NO_GAIN, ChosenDense.OTHERS_GAIN) if recipe.budget.is_kl else (None,)
     live = [layer for layer, choice in enumerate(choices) if choice.why_dense in taking_part]
     if not live:
         return list(choices), [recipe.budget.value] * len(choices)
@@ -239,7 +239,7 @@ def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tup
     for layer, allocation in zip(live, allocations, strict=True):
         new = replace(after[layer], allocation=allocation, timing=None, why_dense=None, measured="")
         new = replace(new, budget_mse=new.spent)
-        after[layer] = new.as_dense(DenseReason.OTHERS_GAIN) if new.config.is_dense else new
+        after[layer] = new.as_dense(ChosenDense.OTHERS_GAIN) if new.config.is_dense else new
         if new.config.is_dense:
             continue
         limits[layer] = recipe.budget.error(allocation.mse, dense_power(new.curves)) / recipe.margin

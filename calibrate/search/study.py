@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial
 from calibrate.curves.curves import Curves, Shape
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Weights
-from calibrate.search.choice import Choice, DenseReason, SearchPoint, choice_at, default_segment
+from calibrate.search.choice import Choice, ChosenDense, SearchPoint, choice_at, default_segment
 from calibrate.timing import FAILURES, Timing, reason
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ResourceError
@@ -189,7 +189,7 @@ class LayerSearch:
             if out_of_time():
                 break
         if not self.tried:
-            return self.choice_at(self.default).as_dense(DenseReason.NO_TRIAL)
+            return self.choice_at(self.default).as_dense(ChosenDense.NO_TRIAL)
         return min(self.tried.values(), key=attrgetter("cost")).settled()  # of equal ones the first
 
     def adopted(self, point: SearchPoint) -> Choice:
@@ -200,7 +200,7 @@ class LayerSearch:
         try:
             return self._timed(choice).settled()
         except FAILURES as failure:
-            return choice.as_dense(DenseReason.FAILED, self._failed(point, failure))
+            return choice.as_dense(ChosenDense.FAILED, self._failed(point, failure))
 
     def choice_at(self, point: SearchPoint) -> Choice:
         """The budget spent at one point, not timed; tiles of one shape have the same curves."""

@@ -16,7 +16,7 @@ from calibrate.proof import adjust
 from calibrate.proof.verify import LengthProof
 from calibrate.report import contents
 from calibrate.search.allocate import Allocation, Point
-from calibrate.search.choice import Choice, DenseReason, SearchPoint
+from calibrate.search.choice import Choice, ChosenDense, SearchPoint
 from calibrate.timing import Timing
 from s2o_runtime import load_profile, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -156,7 +156,7 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
         config = result.configs[512, layer]
         assert certified.limit == result.limits[512, layer]
         assert config.is_dense or certified.bound <= certified.limit
-        assert (certified.spent == 0) == (result.chosen[512].choices[layer].why_dense == DenseReason.OVER_BOUND)
+        assert (certified.spent == 0) == (result.chosen[512].choices[layer].why_dense == ChosenDense.OVER_BOUND)
         assert certified.density == pytest.approx(result.proofs[512].layers[layer].density, abs=0.1)
     assert length.share is None or length.share == pytest.approx(0.05 ** (1 / 3))
     assert length.share is None or 0 < length.mean_kl <= length.kl

@@ -23,7 +23,7 @@ from calibrate.proof.adjust import (
 from calibrate.proof.bounds import STEPS, expected_mean_bound, mean_bound, step_confidence
 from calibrate.proof.state import Problem, ProblemKind
 from calibrate.recipe import Budget
-from calibrate.search.choice import DenseReason
+from calibrate.search.choice import ChosenDense
 from support.candidates import CHECKS, LENGTHS, LIMITS, candidate, proof_of, proofs_of
 
 
@@ -80,7 +80,7 @@ def test_the_last_tightening_makes_a_layer_dense(length):
     assert begun.layer_config(0, length).is_dense
     assert tighten_layer(begun, length, 0, proof_of(1.0)) is None
     if length in LENGTHS:
-        assert begun.choices[length].choices[0].why_dense == DenseReason.OVER_LIMIT
+        assert begun.choices[length].choices[0].why_dense == ChosenDense.OVER_LIMIT
 
 
 @pytest.mark.parametrize(("error", "said"), [(2e-4, "2.00e-04"), (math.nan, "nan")], ids=["over", "nan"])

@@ -4,7 +4,7 @@ import pytest
 
 from calibrate.proof.adjust import RETRIES, TIGHTENINGS, prove_and_tighten
 from calibrate.proof.state import Problem, ProblemKind
-from calibrate.search.choice import DenseReason
+from calibrate.search.choice import ChosenDense
 from support.candidates import LENGTHS, PretendedProver, candidate, error_of
 
 EVERY = [512, 768, 1024, 1536, 2048]
@@ -47,7 +47,7 @@ def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
         assert config.is_dense == (length in dense)  # what is checked below a dense bucket follows it
         assert profile.layer_config(layer, length) == config
     if slow in LENGTHS:
-        assert {choice.why_dense for choice in result.chosen[slow].choices} == {DenseReason.SLOWER_PREFILL}
+        assert {choice.why_dense for choice in result.chosen[slow].choices} == {ChosenDense.SLOWER_PREFILL}
 
 
 def times_the_prediction(factor):

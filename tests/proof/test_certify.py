@@ -34,7 +34,7 @@ from calibrate.proof.state import ProblemKind
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Budget
 from calibrate.report.certified import sentences, statement, tables
-from calibrate.search.choice import DenseReason
+from calibrate.search.choice import ChosenDense
 from s2o_runtime.profile.record import Certificate, CertifiedLength
 from support.candidates import LENGTHS, RECIPE, candidate, proof_of, proofs_of
 
@@ -87,7 +87,7 @@ def test_a_layer_gets_less_in_steps_and_is_dense_only_if_the_last_does_not_hold(
     choice, config = looked.left().choice(1, 1024), looked.left().layer_config(1, 1024)
     assert config == choice.config or config.is_dense
     assert config.is_dense == choice.config.is_dense == (left == 0.0)
-    assert choice.budget_mse == pytest.approx(left * spent) or choice.why_dense == DenseReason.OVER_BOUND
+    assert choice.budget_mse == pytest.approx(left * spent) or choice.why_dense == ChosenDense.OVER_BOUND
     assert looked.left().changes[1024, 1].tightened == 0  # the certificate's doing, not the adjustment's
     changed = {place for place in begun.configs if looked.left().configs[place] != begun.configs[place]}
     assert (1024, 1) in changed
@@ -146,7 +146,7 @@ def test_layers_that_adjusting_left_slower_than_dense_become_dense():
     left = without_slower_layers(Proven(begun, proofs, ())).candidate
     for (length, layer), config in begun.configs.items():
         assert left.configs[length, layer] == (config.as_dense() if (length, layer) == (1024, 1) else config)
-    assert left.choice(1, 1024).why_dense == DenseReason.SLOWER_ATTENTION
+    assert left.choice(1, 1024).why_dense == ChosenDense.SLOWER_ATTENTION
     assert slower_layers(left, proofs) == frozenset()
     untimed = Proven(begun, proofs_of(begun), ())
     assert without_slower_layers(untimed) == untimed
@@ -177,11 +177,11 @@ def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too()
     proofs = timed(begun)
     measured = iter([{512: timed(begun, {(512, 1): 3e-3})[512]}, {512: proofs[512]}])
     prover = SimpleNamespace(prove=lambda *_: (begun, next(measured)))
-    changed = certify.with_dense_layers(begun, {(512, 0)}, DenseReason.OVER_BOUND)
+    changed = certify.with_dense_layers(begun, {(512, 0)}, ChosenDense.OVER_BOUND)
     proven = Proven(begun, proofs, ())
     left = proven_again(prover, proven, replace(proven, candidate=changed))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
-    assert left.candidate.choice(1, 512).why_dense == DenseReason.SLOWER_ATTENTION
+    assert left.candidate.choice(1, 512).why_dense == ChosenDense.SLOWER_ATTENTION
     assert left.proofs[512] == proofs[512]  # as it is at the end
     assert next(measured, None) is None
 
@@ -191,7 +191,7 @@ def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, p
     """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
     begun = candidate()
     proven = Proven(begun, {}, ())
-    dense = certify.with_dense_layers(begun, {(LENGTHS[0], 0), (LENGTHS[0], 1)}, DenseReason.SLOWER_PREFILL)
+    dense = certify.with_dense_layers(begun, {(LENGTHS[0], 0), (LENGTHS[0], 1)}, ChosenDense.SLOWER_PREFILL)
     changed = replace(proven, candidate=dense)
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
     monkeypatch.setattr(certify, "slower_than_dense", lambda *_: ())
