@@ -1,12 +1,16 @@
 """Where there is no GPU, kernels run in Triton's interpreter; that must be said before triton is imported."""
 
+import gc
 import importlib.util
 import logging
 import os
 import signal
 
 import pytest
-import torch
+
+gc.disable()  # what is imported and collected stays: to look through it again and again takes half the time of it
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -18,6 +22,15 @@ if not torch.cuda.is_available():
 # a shell lets what it starts in the background ignore interrupts, and so would the programs that tests interrupt
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

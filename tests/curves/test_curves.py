@@ -17,7 +17,7 @@ from support.marks import pairwise
 SLOW = pytest.mark.slow(reason="more tiles and rankings of the same")
 
 
-def prompt(length=1900, heads=4, kv_heads=2, head_dim=16, value_dim=16, **features):
+def prompt(length=1300, heads=4, kv_heads=2, head_dim=16, value_dim=16, **features):
     q = torch.randn(1, heads, length, head_dim) * torch.tensor([0.3, 1.0, 2.0, 4.0])[:heads, None, None]
     q = q + 2 * torch.randn(1, heads, 1, head_dim)  # queries that agree, so that a ranking finds something
     k, v = (torch.randn(1, kv_heads, length, dim) for dim in (head_dim, value_dim))

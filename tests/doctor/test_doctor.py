@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -337,8 +337,9 @@ def test_these_are_the_tiles_of_every_gpu(monkeypatch):
 by_reference = partial(s2o_attention, backend="reference", return_stats=True)
 
 
+@cache
 def compared(tile, length):
-    """q, k and v of the self-test, and a function that judges a result for them as a kernel's."""
+    """q, k and v of the self-test, to be read only, and a function that judges a result for them as a kernel's."""
     q, k, v = self_test.inputs(length, 128, torch.bfloat16, CPU, 0)
     theirs = by_reference(q, k, v, self_test.layer(tile))
     truth, dense = exact_attention(q, k, v), dense_attention(q, k, v)
