@@ -35,7 +35,10 @@ def pytest_collection():
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # without the stack that torch keeps for GPUs that may come
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +72,8 @@ def _log():
     log = logging.getLogger("s2o_runtime")
     level, handlers = log.level, log.handlers[:]
     yield
-    log.setLevel(level)
+    if log.level != level:  # which looks through all loggers that there are
+        log.setLevel(level)
     log.handlers[:] = handlers
 
 

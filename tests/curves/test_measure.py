@@ -1,6 +1,7 @@
 """The first pass: curves of the whole model are those of its parts, and are measured once."""
 
 import dataclasses
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -76,6 +77,23 @@ def watched(loaded, tmp_path, monkeypatch):
     return Watched(loaded, tmp_path / "journal", monkeypatch)
 
 
+@pytest.fixture(scope="module")
+def journal(loaded, tmp_path_factory):
+    """The journal of a first run, and the curves."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        first = Watched(loaded, tmp_path_factory.mktemp("first") / "journal", monkeypatch)
+        curves = first.run()
+    return first.path, curves
+
+
+@pytest.fixture
+def again(journal, watched):
+    """What measures with a journal of that run, and its curves."""
+    path, curves = journal
+    shutil.copy(path, watched.path)
+    return watched, curves
+
+
 def assert_same(one, other):
     assert list(one) == list(other) == list(LENGTHS)
     for length in LENGTHS:
@@ -116,8 +134,8 @@ def test_the_journal_answers_the_second_time_without_the_model(watched, monkeypa
 
 
 @pytest.mark.parametrize("missing", [(0, 600), (1, 450)])
-def test_only_what_is_missing_is_measured(missing, watched):
-    first = watched.run()
+def test_only_what_is_missing_is_measured(missing, again):
+    watched, first = again
     layer, length = missing
     with sqlite3.connect(watched.path) as database:
         segments = "[64]" if length == LENGTHS[0] else "[64,256]"
@@ -148,8 +166,8 @@ def test_what_is_not_the_same_measurement_is_made_again(watched):
     assert watched.measured == []
 
 
-def test_a_budget_is_not_part_of_a_measurement(watched):
-    first = watched.run()
+def test_a_budget_is_not_part_of_a_measurement(again):
+    watched, first = again
     changes = {"budget_mse": 1.0, "budget_scope": "model", "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
     assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, keep_needles=0.0))
     assert watched.measured == []

@@ -133,9 +133,9 @@ def test_nothing_but_the_first_chunk_is_visited_whatever_it_gains(nan_filled):
     ("change", "tolerance"),
     [
         pytest.param(lambda q, k: (q, k + 50 * torch.randn(64)), 1e-3, id="keys-far-from-zero"),
-        pytest.param(lambda q, k: (q * 12, k * 12), 1e-3, id="scores-far-apart"),
+        pytest.param(lambda q, k: (q * 12, k * 12), 1e-3, id="scores-far-apart", marks=SLOW),
         pytest.param(lambda q, k: (q * 0, k), 1e-5, id="equal-scores"),
-        pytest.param(lambda q, k: (q, torch.zeros_like(k)), 1e-5, id="equal-keys"),
+        pytest.param(lambda q, k: (q, torch.zeros_like(k)), 1e-5, id="equal-keys", marks=SLOW),
     ],
 )
 def test_inputs_that_would_lose_digits_or_overflow(change, tolerance, nan_filled):

@@ -30,7 +30,7 @@ def test_rows_that_answer_have_no_error(tiny_folder):
 
 @pytest.mark.parametrize("rows", [0, 128])
 def test_a_calibration_and_a_rebudget_keep_to_the_recipe(tiny_folder, tmp_path, rows):
-    options = QUICKEST | {"lengths": (1024,), "last_rows": rows, "budget_rel_mse": 0.3, "worst_rows": None}
+    options = QUICKEST | {"lengths": (768,), "last_rows": rows, "budget_rel_mse": 0.3, "worst_rows": None}
     made = recipe(tiny_folder, tmp_path / "p.safetensors", **options)
     calibrate(made, progress=False)
     rebudget(made.out, Budget("rel_mse", 0.2), tmp_path / "q.safetensors")

@@ -73,7 +73,7 @@ def by_derivatives(q, k, v, segment, tile, grain, start=0, sink=None):
 
 
 @pytest.mark.parametrize(
-    ("length", "grain", "start", "sink"), [(300, 1, 0, None), (449, 4, 0, 0.7), (333, 2, 70, None)]
+    ("length", "grain", "start", "sink"), [(270, 1, 0, None), (333, 4, 0, 0.7), (300, 2, 70, None)]
 )
 def test_a_linear_tail_is_the_first_order_of_the_keys_behind(length, grain, start, sink):
     q, k, v = diffuse(length)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from calibrate.report import contents, output, plots, sections
+from calibrate.report import contents, figures, output, plots, sections
 from s2o_runtime.profile.record import Certificate, Part
 from support.profiles import CERTIFICATE
 
@@ -234,6 +234,7 @@ def test_failures_and_problems_are_at_the_end(summary):
     assert end[3] == "not proven: layer 3 at 8192 tokens is at 130% of its limit."
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_certified_comes_first_and_what_is_not_proven_last(tmp_path):
     summary = made(layers=3, heads=2, lengths=(8192,)) | {
         "certificate": CERTIFICATE,
@@ -355,7 +356,11 @@ def test_bars_are_times_and_on_a_cpu_predicted_costs(summary):
     assert [bar.get_height() for bar in axes.patches[6:]] == pytest.approx([sum(row) / len(row) for row in costs])
 
 
-@pytest.mark.parametrize("lengths", [(8192,), (8192, 32768)], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [(8192,), pytest.param((8192, 32768), marks=pytest.mark.slow(reason="draws every picture twice as large"))],
+    ids=str,
+)
 def test_whatever_may_be_none_may_be(lengths, tmp_path):
     summary = bare(made(lengths=lengths))
     text = printed(summary)
@@ -375,6 +380,13 @@ def test_whatever_may_be_none_may_be(lengths, tmp_path):
         assert part in card
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For tests that do not look at pictures."""
+    monkeypatch.setattr(figures, "_saved", lambda *_, **options: b"<svg></svg>")
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_every_file_is_written_atomically(tmp_path, monkeypatch):
     taken = {}
     monkeypatch.setattr(output, "write_atomically", taken.__setitem__)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from calibrate.recipe import Recipe
@@ -30,8 +30,7 @@ def save_tiny(folder, change=lambda model: None):
 def tiny_tokenizer():
     """A tokenizer that reads single characters, with a vocabulary of less than 128."""
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<pad>"))  # what is not merged is one character
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
 
 
