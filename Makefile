@@ -72,11 +72,14 @@ check test-all: BESIDE := lint
 check test test-all: $(READY)
 	$(MAKE) --no-print-directory -j2 $(BESIDE) pytest MARKS="$(MARKS)"
 
-# one thread in every worker: threads of several processes that wait for one another on few cores stand still
+# one thread in every worker: threads of several processes that wait for one another on few cores stand still; compiled files
+# are kept even where the environment says otherwise, because workers and the programs they start load the same ones
+pytest: export OMP_NUM_THREADS := 1
+pytest: export PYTHONDONTWRITEBYTECODE :=
 pytest:
 	if $(RUN) -c "import xdist" 2> /dev/null; \
-	then OMP_NUM_THREADS=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal --durations=10 -m "$(MARKS)" $(TESTS); \
-	else OMP_NUM_THREADS=1 $(RUN) -m pytest --durations=10 -m "$(MARKS)" $(TESTS); fi
+	then $(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal --durations=10 -m "$(MARKS)" $(TESTS); \
+	else $(RUN) -m pytest --durations=10 -m "$(MARKS)" $(TESTS); fi
 
 aot: $(AOT)
 

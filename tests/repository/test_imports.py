@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from support.pages import ROOT
@@ -42,6 +43,7 @@ def room_of(module):
     return package, rest.partition(".")[0] or "__init__"
 
 
+@cache
 def imports_of(module):
     """The project's modules that a module imports anywhere in it: at its top, in functions, for its types."""
     imported = set()
@@ -58,9 +60,6 @@ def imports_of(module):
     return {name for name in known if name in MODULES and name != module}
 
 
-IMPORTS = {module: imports_of(module) for module in MODULES}
-
-
 def test_every_file_stands_in_a_room_of_the_list():
     assert {room_of(module) for module in MODULES} == set(ROOMS)
 
@@ -68,8 +67,8 @@ def test_every_file_stands_in_a_room_of_the_list():
 def test_no_file_imports_from_a_room_above_its_own():
     upward = [
         f"{module} -> {imported}"
-        for module, imports in IMPORTS.items()
-        for imported in sorted(imports)
+        for module in MODULES
+        for imported in sorted(imports_of(module))
         if ROOMS.index(room_of(imported)) > ROOMS.index(room_of(module))
     ]
     assert not upward
@@ -82,7 +81,7 @@ def test_no_circle_of_files():
         assert state[module] != "open", " -> ".join([*trail[trail.index(module) :], module])
         if state[module] == "new":
             state[module] = "open"
-            for imported in sorted(IMPORTS[module]):
+            for imported in sorted(imports_of(module)):
                 visit(imported, [*trail, module])
             state[module] = "done"
 

@@ -211,10 +211,7 @@ def attention(q, k, v, selected, block_m, block_n, scale, rows=None, skip=None):
         members = range(i * block_m, min((i + 1) * block_m, q_len))
         members = [rows[b, h][row] for row in members] if rows else list(members)
         scores = (q[b, h, members] @ k[b, u, keys].T) * scale
-        for r, row in enumerate(members):
-            for c, key in enumerate(keys):
-                if key > kv_len - q_len + row:
-                    scores[r, c] = -math.inf
+        scores[torch.tensor(keys)[None, :] > kv_len - q_len + torch.tensor(members)[:, None]] = -math.inf
         pairs[h] += int((scores > -math.inf).sum())
         weights = (scores - scores.amax(1, keepdim=True)).exp()
         counted = weights.clone()
