@@ -179,8 +179,9 @@ def test_too_little_text_to_certify_on_is_refused_before_anything_is_measured(ti
     assert not recipe.journal_path.exists()
 
 
-def test_no_budget_at_all_gives_a_dense_profile(run):
-    _, result = run(budget_mse=1e-30, lengths=(512,))
+@pytest.mark.parametrize("lengths", [(512,), pytest.param((512, 1024), marks=SLOW)], ids=str)
+def test_no_budget_at_all_gives_a_dense_profile(lengths, run):
+    _, result = run(budget_mse=1e-30, lengths=lengths)
     assert result.met
     assert all(config.is_dense for config in result.configs.values())
     assert not result.tightened

@@ -20,6 +20,8 @@ from support.models import stream
 from support.streamed import random_prompts, uniform
 from support.tiny import recipe, save_tiny
 
+SLOW = pytest.mark.slow(reason="calibrates a tiny model")
+
 EXACT, SPARSE, SPARSER = map(uniform, (0.0, 0.5, 1e4))
 LENGTH, CHUNK = 300, 128
 RECIPE_CHUNK, OTHER = 256, 128  # of a calibration's recipe, and of who proves its profile again
@@ -132,6 +134,7 @@ def finished(tmp_path_factory):
     return asked.out, folder, chunks
 
 
+@SLOW
 def test_a_calibration_proves_in_the_recipes_chunks(finished):
     _, _, chunks = finished
     assert chunks == {
@@ -140,6 +143,7 @@ def test_a_calibration_proves_in_the_recipes_chunks(finished):
     }  # the passes in KL and the proof
 
 
+@SLOW
 @pytest.mark.parametrize(("fresh", "given"), [((), None), (("--seed", "5"), OTHER)])
 def test_verify_proves_in_chunks(finished, fresh, given, monkeypatch, capsys):
     path, folder, _ = finished

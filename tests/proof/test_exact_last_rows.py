@@ -28,7 +28,7 @@ def test_rows_that_answer_have_no_error(tiny_folder):
         assert prompt.all_rows[0] > 1e-6 * prompt.all_rows[1]
 
 
-@pytest.mark.parametrize("rows", [0, 128])
+@pytest.mark.parametrize("rows", [pytest.param(0, marks=pytest.mark.slow(reason="calibrates a tiny model")), 128])
 def test_a_calibration_and_a_rebudget_keep_to_the_recipe(tiny_folder, tmp_path, rows):
     options = QUICKEST | {"lengths": (768,), "last_rows": rows, "budget_rel_mse": 0.3, "worst_rows": None}
     made = recipe(tiny_folder, tmp_path / "p.safetensors", **options)
