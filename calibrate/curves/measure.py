@@ -128,12 +128,12 @@ class LayerCurves(WorkItem):
     def run(self, worker: WorkerState) -> list[list[dict[str, Any]]]:
         weights = worker.loaded.weights
         with within_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
-            walk = dense_walk(worker, self.prompts)
+            forward = dense_forward(worker, self.prompts)
             of_prompts = [
                 packed(of_prompt(captured.cached(self.recipe.kv_cache_dtype), self.shapes, self.recipe), torch.float64)
-                for captured in walk.inputs(self.layer)
+                for captured in forward.inputs(self.layer)
             ]
-            walk.finish()
+            forward.finish()
         return of_prompts
 
 
@@ -196,15 +196,15 @@ class _Parts:
         return {**self._keys[item.layer, item.length], "of": list(item.prompts)}
 
 
-def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWalk:
-    """The walk of these prompts through the dense model that a worker keeps."""
+def dense_forward(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseForward:
+    """The forward pass of these prompts through the dense model that a worker keeps."""
     loaded = worker.loaded
     watched.register()
     worker.attend_with(watched.NAME)
 
-    def begin() -> capture.DenseWalk:
+    def begin() -> capture.DenseForward:
         ids = [worker.prompts[prompt].ids for prompt in prompts]
-        return capture.DenseWalk(loaded, ids, worker.keep("calls of dense layers", dict))
+        return capture.DenseForward(loaded, ids, worker.keep("calls of dense layers", dict))
 
     return worker.keep((STAGE, prompts), begin)
 

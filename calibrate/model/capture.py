@@ -94,16 +94,16 @@ def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Capt
     """
     register()
     with attention_implementation(loaded.model, NAME):
-        walk = DenseWalk(loaded, prompts)
+        forward = DenseForward(loaded, prompts)
         for row in range(loaded.geometry.layers):
-            yield walk.inputs(row)
-        walk.finish()
+            yield forward.inputs(row)
+        forward.finish()
 
 
-class DenseWalk:
+class DenseForward:
     """Prompts on their way through the dense model, which gives the attention inputs of any layer.
 
-    The model computes attention by `watched.NAME` while a walk is used.
+    The model computes attention by `watched.NAME` while a pass is under way.
 
     Args:
         loaded: The model.

@@ -32,7 +32,7 @@ from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import tighten_layer
-from calibrate.proof.layers import LayerRun, ProofItem, compare, layer_state
+from calibrate.proof.layers import LayerSetting, ProofItem, compare, layer_state
 from calibrate.proof.state import Candidate, KlPass
 from calibrate.proof.verify import Prover
 from calibrate.search.allocate import Weights
@@ -150,7 +150,7 @@ def kl_alone(
         ModelError: inf or NaN came up.
         ResourceError: The GPU's memory ran out.
     """
-    runs = tuple(map(LayerRun, configs))
+    runs = tuple(map(LayerSetting, configs))
     with executor_of(model) as executor:
         executor.know(prompts)
         items = [
@@ -170,7 +170,7 @@ class AlonePrompts(ProofItem):
     """
 
     prompts: tuple[str, ...]
-    runs: tuple[LayerRun, ...]
+    runs: tuple[LayerSetting, ...]
     stage: str = field(default="alone", kw_only=True)
 
     @property
@@ -215,7 +215,7 @@ class AlonePrompts(ProofItem):
 
 
 def _patched(config: LayerConfig, layer: DecoderLayer, stream: Stream) -> Stream:
-    return layer.patched(stream, layer_state(layer, LayerRun(config)))
+    return layer.patched(stream, layer_state(layer, LayerSetting(config)))
 
 
 def corrected(chosen: Chosen, alone: Alone) -> Chosen:

@@ -35,7 +35,7 @@ from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.scoring import Scoring
 
-HISTORIES = 16  # that a process keeps unpacked
+PREFIXES = 16  # that a process keeps unpacked
 ANSWER_ROWS, ANSWER_PART = 256, 8  # the rows that answer: so many last ones, and one in so many at most
 TILE_ROWS = 64  # rows of which the worst counts
 KEPT_WITHIN = 1.0  # nats
@@ -101,7 +101,7 @@ def errors_of_rows(out: Tensor, dense: Tensor) -> RowErrors:
 
 
 @dataclass(frozen=True)
-class LayerRun:
+class LayerSetting:
     """What one layer runs for prompts of one length.
 
     chunk: Tokens that it is fed at once; None for whole prompts. by_keys: Of a layer that is fed in chunks, what it
@@ -114,7 +114,7 @@ class LayerRun:
     kv_cache_dtype: KvCacheDtype = "auto"
 
     @classmethod
-    def of(cls, configured: Configured, chunk: int | None, layer: int, length: int) -> LayerRun:
+    def of(cls, configured: Configured, chunk: int | None, layer: int, length: int) -> LayerSetting:
         """What a layer runs in a configuration.
 
         A server feeds prompts in chunks, each a call behind those before it. Every chunk follows the configuration of
@@ -139,31 +139,31 @@ class LayerRun:
         return hashlib.sha256(repr((self.config, self.chunk, self.by_keys, *cache)).encode()).hexdigest()
 
 
-class History:
+class ConfigPrefix:
     """What the layers before one ran. It is unpacked once in a process, however many items bring it."""
 
-    def __init__(self, runs: tuple[LayerRun, ...] = (), digest: str = "") -> None:
+    def __init__(self, runs: tuple[LayerSetting, ...] = (), digest: str = "") -> None:
         self.runs, self.digest = runs, digest
         self._packed: bytes | None = None
 
-    def then(self, run: LayerRun) -> History:
+    def then(self, run: LayerSetting) -> ConfigPrefix:
         """With one more layer."""
         digest = hashlib.sha256(f"{self.digest}/{run.digest}".encode()).hexdigest()
-        return History((*self.runs, run), digest)
+        return ConfigPrefix((*self.runs, run), digest)
 
-    def __reduce__(self) -> tuple[Callable[[str, bytes], History], tuple[str, bytes]]:
+    def __reduce__(self) -> tuple[Callable[[str, bytes], ConfigPrefix], tuple[str, bytes]]:
         if self._packed is None:
             self._packed = pickle.dumps(self.runs)
         return _unpack, (self.digest, self._packed)
 
 
-@lru_cache(maxsize=HISTORIES)
-def _unpack(digest: str, packed: bytes) -> History:
-    return History(pickle.loads(packed), digest)
+@lru_cache(maxsize=PREFIXES)
+def _unpack(digest: str, packed: bytes) -> ConfigPrefix:
+    return ConfigPrefix(pickle.loads(packed), digest)
 
 
 def layer_state(
-    layer: DecoderLayer, runs: LayerRun, observer: hf.Observer | None = None, chunks: bool = True
+    layer: DecoderLayer, runs: LayerSetting, observer: hf.Observer | None = None, chunks: bool = True
 ) -> hf.LayerState:
     """What patches a layer of full attention.
 
@@ -183,7 +183,7 @@ def layer_state(
     )  # fmt: skip
 
 
-class PairWalk:
+class PairForward:
     """One prompt in the patched and in the dense model, before some layer of full attention.
 
     Args:
@@ -194,22 +194,22 @@ class PairWalk:
 
     def __init__(self, worker: WorkerState, prompt: str, index: int) -> None:
         self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
-        self._runs: tuple[LayerRun, ...]
-        self._tried: tuple[LayerRun, Stream] | None
+        self._runs: tuple[LayerSetting, ...]
+        self._tried: tuple[LayerSetting, Stream] | None
         self._dense: Tensor | None
         self._begin()
 
-    def move_to(self, history: History) -> None:
+    def move_to(self, prefix: ConfigPrefix) -> None:
         """Move to where these layers have run: on from here, or from the model's beginning."""
-        if history.runs[: len(self._runs)] != self._runs:
+        if prefix.runs[: len(self._runs)] != self._runs:
             self._begin()
-        for run in history.runs[len(self._runs) :]:
+        for run in prefix.runs[len(self._runs) :]:
             self._pass()
             self._forward.move([partial(self._accepted, run), None])
             self._runs, self._tried, self._dense = (*self._runs, run), None, None
 
     @torch.no_grad()
-    def measure(self, run: LayerRun, observer: hf.Observer) -> float:
+    def measure(self, run: LayerSetting, observer: hf.Observer) -> float:
         """Let the next layer run; it is not moved through yet.
 
         Args:
@@ -253,7 +253,7 @@ class PairWalk:
         while self._forward.next_layer.row is None:
             self._forward.move()
 
-    def _accepted(self, run: LayerRun, layer: DecoderLayer, stream: Stream) -> Stream:
+    def _accepted(self, run: LayerSetting, layer: DecoderLayer, stream: Stream) -> Stream:
         if self._tried is not None and self._tried[0] == run:
             return self._tried[1]
         return layer.patched(stream, layer_state(layer, run))
@@ -290,7 +290,7 @@ class ProofItem(WorkItem):
 
 
 @dataclass(frozen=True)
-class Step(ProofItem):
+class LayerProofItem(ProofItem):
     """One prompt at one layer, as an item of work.
 
     index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs.
@@ -303,8 +303,8 @@ class Step(ProofItem):
     prompt: str
     index: int
     layer: int
-    before: History
-    runs: LayerRun
+    before: ConfigPrefix
+    runs: LayerSetting
 
     @property
     def affinity(self) -> Hashable:
@@ -329,30 +329,30 @@ class Step(ProofItem):
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
             whole = self.runs.config.is_dense and self.runs.chunk is None  # what ran is dense attention itself
-            dense = out if whole else walk.dense(lambda: fastest_dense_attention(q, k, v, scoring))
+            dense = out if whole else forward.dense(lambda: fastest_dense_attention(q, k, v, scoring))
             errors = errors_of_rows(out, dense)
             result["all_rows"] = errors.mse_and_power()
             result["last_rows"] = errors.mse_and_power(self.length - answer_rows(self.length))
             result["tiles"] = tile_worst(errors.off, TILE_ROWS).flatten().cpu()
 
         with self._measuring(worker):
-            walk = self._walk(worker)
-            density = walk.measure(self.runs, observe)
+            forward = self._forward_here(worker)
+            density = forward.measure(self.runs, observe)
         return {**result, "density": density}
 
-    def _walk(self, worker: WorkerState) -> PairWalk:
+    def _forward_here(self, worker: WorkerState) -> PairForward:
         """The prompt before this layer."""
         self.patching(worker)
-        walk = worker.keep(self.affinity, lambda: PairWalk(worker, self.prompt, self.index))
-        walk.move_to(self.before)
-        return walk
+        forward = worker.keep(self.affinity, lambda: PairForward(worker, self.prompt, self.index))
+        forward.move_to(self.before)
+        return forward
 
     def _measuring(self, worker: WorkerState) -> AbstractContextManager[None]:
         return self.within_memory(worker, f"{self.stage} layer {worker.loaded.geometry.layer_number(self.layer)}")
 
 
 @dataclass(frozen=True)
-class LastStep(Step):
+class AgreementItem(LayerProofItem):
     """What both models predict of a prompt after all layers, which `before` has; `layer` and `runs` are not read."""
 
     @property
@@ -364,7 +364,7 @@ class LastStep(Step):
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
         with self._measuring(worker):
-            agreement = self._walk(worker).agreement()
+            agreement = self._forward_here(worker).agreement()
         worker.kept.pop(self.affinity)
         return vars(agreement)
 

@@ -26,14 +26,14 @@ from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, layer_on
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (
+    AgreementItem,
     C,
+    ConfigPrefix,
     Configured,
-    History,
-    LastStep,
-    LayerRun,
+    LayerProofItem,
+    LayerSetting,
     PromptAgreement,
     ProofItem,
-    Step,
     layer_state,
 )
 from calibrate.proof.state import Candidate
@@ -215,13 +215,13 @@ def prove(
         layers: dict[int, list[LayerProof]] = {length: [] for length in prompts}
         for index in range(executor.geometry.layers):
             for evaluation in evaluations:  # so that the lengths are measured beside one another if there are workers
-                evaluation.begin(LayerRun.of(configured, chunk, index, evaluation.length))
+                evaluation.begin(LayerSetting.of(configured, chunk, index, evaluation.length))
             for evaluation in evaluations:
                 length = evaluation.length
                 revised: C | None = configured
                 while revised is not None:
                     configured = revised
-                    runs = LayerRun.of(configured, chunk, index, length)
+                    runs = LayerSetting.of(configured, chunk, index, length)
                     proof = LayerProof.of(prompts[length], evaluation.measured(runs))
                     revised = revise(configured, length, index, proof)
                 layers[length].append(proof)
@@ -235,7 +235,7 @@ def prove(
         }
         if timed:
             first = {length: of_length[0] for length, of_length in prompts.items()}
-            ran = {evaluation.length: evaluation.history for evaluation in evaluations}
+            ran = {evaluation.length: evaluation.prefix for evaluation in evaluations}
             proofs = _with_times(executor, first, ran, proofs, journal)
     return configured, proofs
 
@@ -252,35 +252,35 @@ class _Evaluation:
         length: int,
         prompts: Sequence[Prompt],
     ) -> None:
-        self.length, self.history = length, History()
+        self.length, self.prefix = length, ConfigPrefix()
         self._executor, self._journal, self._stage = executor, journal, stage
         self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
-        self._begun: tuple[LayerRun, Measuring] | None = None
+        self._begun: tuple[LayerSetting, Measuring] | None = None
         executor.know(prompts)
 
-    def begin(self, runs: LayerRun) -> None:
+    def begin(self, runs: LayerSetting) -> None:
         """Let the next layer run this on all prompts; the results come by `measured`."""
-        self._begun = runs, self._measuring(Step, len(self.history.runs), runs)
+        self._begun = runs, self._measuring(LayerProofItem, len(self.prefix.runs), runs)
 
-    def measured(self, runs: LayerRun) -> list[Any]:
+    def measured(self, runs: LayerSetting) -> list[Any]:
         """Every prompt's result of the next layer; what was begun with another configuration is not waited for."""
         if self._begun is None or self._begun[0] != runs:
             self.begin(runs)
         assert self._begun is not None
         return self._begun[1].results()
 
-    def accept(self, runs: LayerRun) -> None:
+    def accept(self, runs: LayerSetting) -> None:
         """Move on, with what was measured last."""
-        self.history, self._begun = self.history.then(runs), None
+        self.prefix, self._begun = self.prefix.then(runs), None
 
     def agreements(self) -> tuple[PromptAgreement, ...]:
         """What both models predict of each prompt, after all layers."""
-        last = self._measuring(LastStep, len(self.history.runs) - 1, self.history.runs[-1])
+        last = self._measuring(AgreementItem, len(self.prefix.runs) - 1, self.prefix.runs[-1])
         return tuple(PromptAgreement(**result) for result in last.results())
 
-    def _measuring(self, make: type[Step], layer: int, runs: LayerRun) -> Measuring:
+    def _measuring(self, make: type[LayerProofItem], layer: int, runs: LayerSetting) -> Measuring:
         steps = [
-            make(self.length, sha256, index, layer, self.history, runs, stage=self._stage)
+            make(self.length, sha256, index, layer, self.prefix, runs, stage=self._stage)
             for sha256, index in self._prompts
         ]
         return Measuring(steps, self._executor, self._journal)
@@ -326,7 +326,7 @@ class Prover:
 def _with_times(
     executor: Executor,
     prompts: Mapping[int, Prompt],
-    ran: Mapping[int, History],
+    ran: Mapping[int, ConfigPrefix],
     proofs: Mapping[int, LengthProof],
     journal: Journal | None,
 ) -> dict[int, LengthProof]:
@@ -368,7 +368,7 @@ class LayerTime(ProofItem):
 
     prompt: str
     number: int
-    ran: History
+    ran: ConfigPrefix
     part: int
     stage: str = field(default="timing", kw_only=True)
     kind: ClassVar[str] = "prefill"
@@ -388,14 +388,14 @@ class LayerTime(ProofItem):
     def run(self, worker: WorkerState) -> dict[str, Any]:
         self.patching(worker)
         with self.within_memory(worker, f"timing layer {self.number}"):
-            walk = worker.keep((self.length, self.ran.digest), lambda: _TimedWalk(worker, self.prompt, self.ran))
-            return walk.timed(self.number)
+            forward = worker.keep((self.length, self.ran.digest), lambda: _TimedForward(worker, self.prompt, self.ran))
+            return forward.timed(self.number)
 
 
-class _TimedWalk:
+class _TimedForward:
     """A prompt on its way through the patched model, whose layers are timed with its hidden states."""
 
-    def __init__(self, worker: WorkerState, prompt: str, ran: History) -> None:
+    def __init__(self, worker: WorkerState, prompt: str, ran: ConfigPrefix) -> None:
         self._worker, self._ids, self._runs = worker, worker.prompts[prompt].ids, ran.runs
         self._begin()
 
@@ -454,7 +454,7 @@ def _clocked(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _attention_seconds(layer: DecoderLayer, stream: Stream, runs: LayerRun) -> tuple[float, float]:
+def _attention_seconds(layer: DecoderLayer, stream: Stream, runs: LayerSetting) -> tuple[float, float]:
     """Median seconds of attention alone, S2O and dense, on the q, k, v that a prompt brings to the layer."""
     calls: dict[str, Callable[[], Any]] = {}
 

@@ -18,7 +18,7 @@ import torch
 from calibrate.compiling import compile_ahead, form, with_tiles
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Curves, Ranking, Shape, dense_power, methods
-from calibrate.curves.measure import LayersCurves, dense_walk
+from calibrate.curves.measure import LayersCurves, dense_forward
 from calibrate.journal import Journal, taken_on
 from calibrate.model.capture import Captured
 from calibrate.model.memory import free_memory
@@ -233,8 +233,8 @@ class CallTime(WorkItem):
         kept = worker.keep("captured", CapturedLayers)
         captured = kept.get(self.affinity)
         if captured is None:
-            walk = dense_walk(worker, (self.prompt,))
-            for captured in walk.inputs_up_to(self.layer):
+            forward = dense_forward(worker, (self.prompt,))
+            for captured in forward.inputs_up_to(self.layer):
                 kept.add((self.length, captured.layer), captured)
         assert captured is not None
         return captured

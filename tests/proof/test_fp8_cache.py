@@ -9,7 +9,7 @@ import torch
 from calibrate.curves.curves import TAUS, Ranking, Shape
 from calibrate.curves.passes import measure
 from calibrate.model.capture import Captured
-from calibrate.proof.layers import LayerRun
+from calibrate.proof.layers import LayerSetting
 from calibrate.proof.verify import prove
 from calibrate.recipe import Recipe
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
@@ -61,7 +61,7 @@ def of_all(config):
 
 def test_what_was_measured_without_such_a_cache_is_found_again():
     config = LayerConfig.uniform(4, tau=0.5, segment=512)
-    assert LayerRun(config).digest != LayerRun(config, kv_cache_dtype="fp8").digest
+    assert LayerSetting(config).digest != LayerSetting(config, kv_cache_dtype="fp8").digest
     recipe = Recipe.of(OPTIONS)
     assert recipe.record()["kv_cache_dtype"] == "fp8"
     assert Recipe.from_record(recipe.record(), recipe.out).kv_cache_dtype == "fp8"

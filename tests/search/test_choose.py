@@ -209,12 +209,12 @@ def timings(monkeypatch, seconds_of):
 
     monkeypatch.setattr(choose_module, "against_dense", against_dense)
     monkeypatch.setattr(choose_module, "compile_ahead", list)
-    monkeypatch.setattr(choose_module, "dense_walk", lambda worker, prompts: worker.keep(("walk", prompts), Walk))
+    monkeypatch.setattr(choose_module, "dense_forward", lambda worker, prompts: worker.keep(("walk", prompts), Walk))
     return seen
 
 
 class Walk:
-    """Like a `DenseWalk` through `LAYERS`; `moved` are the layers that any came by."""
+    """Like a `DenseForward` through `LAYERS`; `moved` are the layers that any came by."""
 
     moved: ClassVar[list[int]] = []
 
