@@ -13,10 +13,10 @@ from calibrate.search.choice import (
     Choice,
     ChosenDense,
     SearchPoint,
+    allocate_model_budget,
     budget_mse,
     choice_at,
     predicted_kl,
-    shared,
     weights_of,
 )
 from s2o_runtime.config import LayerConfig
@@ -106,7 +106,7 @@ def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) ->
         weights = _weights(stored, length, layer, curves, after)
         choices.append(replace(_choice(curves, config, before, after, weights), last_rows=after.last_rows_at(length)))
     if after.scope == "model":
-        choices, _ = shared(choices, after, _scale(stored, length, after))
+        choices, _ = allocate_model_budget(choices, after, _scale(stored, length, after))
     return choices
 
 

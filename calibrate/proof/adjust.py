@@ -180,7 +180,7 @@ class Adjusting:
         if choice is None or choice.config.is_dense or candidate.recipe.budget.is_kl or (before and before.tightened):
             return None
         texts = self.texts.get(length, candidate.recipe.num_certify)
-        times = growth(proof, candidate.limits[key], candidate.recipe, candidate.geometry.layers, texts)
+        times = allowed_growth(proof, candidate.limits[key], candidate.recipe, candidate.geometry.layers, texts)
         if proof.worst > (candidate.recipe.worst_rows or math.inf):  # more was given to rows than they bear
             times = min(times, 1 / CLOSE**2 if self.tries[key] else 1.0)
         if 1 / CLOSE <= times <= CLOSE or self.tries[key] == TRIES:
@@ -190,7 +190,7 @@ class Adjusting:
         return None if moved.layer_config(layer, length) == choice.config else moved
 
 
-def growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int, texts: int) -> float:
+def allowed_growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int, texts: int) -> float:
     """How many times the error that was measured a layer may have.
 
     Args:

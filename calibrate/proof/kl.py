@@ -90,7 +90,7 @@ def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int
         for length, chosen in tried.items():
             passes[length].append(KlPass(scales[length], chosen.predicted_kl, proofs[length].kl))
             log.info("%d tokens: %s, aimed at %.2e", length, passes[length][-1], aim)
-        ended |= {length for length in tried if settled(passes[length], aim, most)}
+        ended |= {length for length in tried if close_enough(passes[length], aim, most)}
     final = {
         length: begun[length].sharing(recipe, best_scale(of_length, aim, most)) for length, of_length in passes.items()
     }
@@ -256,7 +256,7 @@ def next_scale(passes: Sequence[KlPass], aim: float) -> float:
     return nearest[0].scale * min(max(step, 1 / FURTHEST), FURTHEST)
 
 
-def settled(passes: Sequence[KlPass], aim: float, most: float) -> bool:
+def close_enough(passes: Sequence[KlPass], aim: float, most: float) -> bool:
     """Whether the best pass is close enough to what is aimed at, and within `most`."""
     return any(_distance(one, aim) <= math.log(CLOSE) and one.kl <= most for one in passes)
 

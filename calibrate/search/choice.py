@@ -138,7 +138,7 @@ class Choice:
             sensitivity=self.weights.layer / layers if self.weights.heads is not None else None,
         )
 
-    def settled(self) -> Choice:
+    def dense_if_no_gain(self) -> Choice:
         """The same choice, made dense where it gains nothing over dense attention."""
         if self.why_dense:
             return self
@@ -213,7 +213,9 @@ def predicted_kl(choices: Sequence[Choice]) -> float:
     return fmean(choice.weights.layer * choice.spent for choice in choices)
 
 
-def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tuple[list[Choice], list[float]]:
+def allocate_model_budget(
+    choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0
+) -> tuple[list[Choice], list[float]]:
     """One budget over all layers, spent where it saves most.
 
     Args:

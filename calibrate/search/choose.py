@@ -29,11 +29,11 @@ from calibrate.search.allocate import Allowed
 from calibrate.search.choice import (
     Choice,
     SearchPoint,
+    allocate_model_budget,
     allowed,
     budget_mse,
     default_segment,
     predicted_kl,
-    shared,
     weights_of,
 )
 from calibrate.search.groups import groups
@@ -94,8 +94,8 @@ class Chosen:
         return predicted_kl(self.choices)
 
     def sharing(self, recipe: Recipe, scale: float) -> Chosen:
-        """The same search points with one budget over all layers, of which `scale` is spent (`shared`)."""
-        choices, limits = shared(self.choices, recipe, scale)
+        """These search points with `scale` of one budget over all layers (`allocate_model_budget`)."""
+        choices, limits = allocate_model_budget(self.choices, recipe, scale)
         return replace(self, choices=choices, limits=limits)
 
     def spending(self, share: float, allowed: Allowed) -> Chosen:
@@ -423,7 +423,7 @@ class _LengthSearch:
         choices = [self._choices[layer] for layer in range(len(self._curves))]
         limits = [recipe.budget.limit(dense_power(of_layer)) for of_layer in self._curves]
         if recipe.scope == "model":
-            choices, limits = shared(choices, recipe)
+            choices, limits = allocate_model_budget(choices, recipe)
         seconds = sum(self._uniform_seconds[layer] for layer in sorted(self._uniform_seconds))
         timed = seconds > 0.0  # neither without a timer nor NaN
         uniform = self._uniform and replace(self._uniform, seconds=seconds if timed else None)

@@ -190,7 +190,7 @@ class LayerSearch:
                 break
         if not self.tried:
             return self.choice_at(self.default).as_dense(ChosenDense.NO_TRIAL)
-        return min(self.tried.values(), key=attrgetter("cost")).settled()  # of equal ones the first
+        return min(self.tried.values(), key=attrgetter("cost")).dense_if_no_gain()  # of equal ones the first
 
     def adopted(self, point: SearchPoint) -> Choice:
         """What was best for a similar layer, with this layer's own curves; dense if it fails or gains nothing."""
@@ -198,7 +198,7 @@ class LayerSearch:
             point = point._replace(scores=self.recipe.scores[0])
         choice = self.choice_at(point)
         try:
-            return self._timed(choice).settled()
+            return self._timed(choice).dense_if_no_gain()
         except FAILURES as failure:
             return choice.as_dense(ChosenDense.FAILED, self._failed(point, failure))
 
