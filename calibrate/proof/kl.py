@@ -2,7 +2,7 @@
 
 A sensitivity takes the errors of rows for unrelated. Those of late layers are, to a few percent; those of early layers
 may not be (on the demo model the first layer costs nine times what is predicted). So first layers are weighed by what
-they cost by themselves, with S2O's own errors (`kl_alone`): a few groups of adjacent ones are patched, while the rest
+they cost by themselves, with S2O's own errors (`isolated_kl`): a few groups of adjacent ones are patched, while others
 is dense.
 
 Then a few passes find the scale: log KL is nearly linear in the logarithm of what is spent, so a secant through them
@@ -52,7 +52,7 @@ LEAST = 0.1  # of what was measured counts, however large the noise of rounding 
 CLOSE = 1.12  # a pass that is within this factor of what is aimed at needs no further one
 SLOPES = (0.5, 2.0)  # of log KL over log scale; a secant outside of it is noise, of rounding or of whole steps
 
-Alone = tuple[tuple[float, ...], float]  # KL of each group in nats per token, and that of rounding alone
+IsolatedKls = tuple[tuple[float, ...], float]  # KL of each group in nats per token, and that of rounding alone
 
 log = logging.getLogger("calibrate")
 
@@ -104,11 +104,11 @@ def _weighed(prover: Prover, candidate: Candidate) -> dict[int, Chosen]:
         for _ in range(WEIGHINGS):  # the first one may be at errors far from those that the budget allows
             configs = [choice.config for choice in weighed[length].choices]
             with progress_bar(f"weighing layers at {length} tokens", 1, "pass", shown=prover.progress) as step:
-                alone = kl_alone(prover.executor, prover.held_out[length], configs, prover.journal)
+                isolated = isolated_kl(prover.executor, prover.held_out[length], configs, prover.journal)
                 step()
-            log.info("%d tokens: groups of layers by themselves have a KL of %s, rounding %.1e", length, *alone)
-            ratio = sum(alone[0]) / max(weighed[length].predicted_kl, 1e-30)
-            weighed[length] = corrected(weighed[length], alone).sharing(candidate.recipe, 1.0)
+            log.info("%d tokens: groups of layers by themselves have a KL of %s, rounding %.1e", length, *isolated)
+            ratio = sum(isolated[0]) / max(weighed[length].predicted_kl, 1e-30)
+            weighed[length] = corrected(weighed[length], isolated).sharing(candidate.recipe, 1.0)
             if 1 / NEAR <= ratio <= NEAR:
                 break
     return weighed
@@ -128,12 +128,12 @@ def layer_groups(layers: int) -> list[range]:
     return [range(layer, layer + 1) for layer in range(ALONE)] + [range(first, end) for first, end in pairwise(edges)]
 
 
-def kl_alone(
+def isolated_kl(
     model: LoadedModel | Executor,
     prompts: Sequence[Prompt],
     configs: Sequence[LayerConfig],
     journal: Journal | None = None,
-) -> Alone:
+) -> IsolatedKls:
     """The KL of each group of layers if only that runs its configuration.
 
     Args:
@@ -154,7 +154,7 @@ def kl_alone(
     with executor_of(model) as executor:
         executor.know(prompts)
         items = [
-            AlonePrompts(prompts[0].length, tuple(prompt.sha256 for prompt in share), runs)
+            IsolatedKl(prompts[0].length, tuple(prompt.sha256 for prompt in share), runs)
             for share in shares(executor, prompts)
         ]
         of_prompts = [kls for of_share in measured(items, executor, journal) for kls in of_share]
@@ -163,7 +163,7 @@ def kl_alone(
 
 
 @dataclass(frozen=True)
-class AlonePrompts(ProofItem):
+class IsolatedKl(ProofItem):
     """Some prompts with each group of layers patched by itself, as an item of work.
 
     Its result is, for each prompt, the KL of each group and that of rounding alone, in nats per token.
@@ -171,7 +171,7 @@ class AlonePrompts(ProofItem):
 
     prompts: tuple[str, ...]
     runs: tuple[LayerSetting, ...]
-    stage: str = field(default="alone", kw_only=True)
+    stage: str = field(default="alone", kw_only=True)  # the word of journals
 
     @property
     def affinity(self) -> Hashable:
@@ -218,14 +218,14 @@ def _patched(config: LayerConfig, layer: DecoderLayer, stream: Stream) -> Stream
     return layer.patched(stream, layer_state(layer, LayerSetting(config)))
 
 
-def corrected(chosen: Chosen, alone: Alone) -> Chosen:
+def corrected(chosen: Chosen, isolated: IsolatedKls) -> Chosen:
     """What was chosen, with the weights of its layers as their groups were measured.
 
     Args:
         chosen: With a budget in KL; what it predicts is compared.
-        alone: What was measured of its configurations.
+        isolated: What was measured of its configurations.
     """
-    kls, noise = alone
+    kls, noise = isolated
     weights: list[Weights] = [choice.weights for choice in chosen.choices]
     for group, kl in zip(layer_groups(len(weights)), kls, strict=True):
         predicted = sum(weights[layer].layer * chosen.choices[layer].spent for layer in group) / len(weights)

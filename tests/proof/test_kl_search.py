@@ -100,7 +100,7 @@ def test_each_length_is_passed_until_it_is_close(together, begun, monkeypatch):
     def proof(candidate, length):
         return fake_proof(candidate, length, [together * factor for factor in factors[length]])
 
-    monkeypatch.setattr(kl, "kl_alone", alone)
+    monkeypatch.setattr(kl, "isolated_kl", alone)
     held_out = {length: [length] for length in begun.lengths}
     prover = SimpleNamespace(executor=None, held_out=held_out, journal=None, progress=False, prove=prove)
     found, passes = within_kl(prover, begun)
