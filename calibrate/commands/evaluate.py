@@ -77,12 +77,13 @@ def _run(flags: Flags) -> int:
     limit = positions(config)
     plan.check_limit(limit)
 
-    from calibrate.evaluation import own, report, tasks
+    from calibrate.evaluation import report, tasks
+    from calibrate.evaluation.user_prompts import read_user_prompts
     from calibrate.tables import print_lines, terminal
 
     tokenizer = load_tokenizer(plan.model, **plan.loading)
     tasks.check(plan, tokenizer)
-    user_prompts = [] if plan.prompts is None else own.read(plan.prompts, tokenizer, limit)
+    user_prompts = [] if plan.prompts is None else read_user_prompts(plan.prompts, tokenizer, limit)
     lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.cases(plan, user_prompts)))
     console = terminal(stderr="json" in flags)
     if "dry_run" in flags and "json" in flags:

@@ -13,10 +13,10 @@ from itertools import chain, product
 from typing import Any
 
 from calibrate.evaluation import paired
-from calibrate.evaluation.own import digest
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
 from calibrate.evaluation.score import BUCKETS
 from calibrate.evaluation.tasks import Case, cases
+from calibrate.evaluation.user_prompts import digest
 from calibrate.evaluation.variants import Variant
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel

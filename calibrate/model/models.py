@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from calibrate.model import gguf
+from calibrate.model.full_load import check_quantisation, load_whole, quantisation, streaming_obstacle
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, InMemory, RandomWeights, Weights, skeleton
-from calibrate.model.whole import check_quantisation, load_whole, quantisation, streaming_obstacle
 from s2o_runtime.errors import ModelError, ResourceError, first_line
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config

@@ -1,9 +1,9 @@
 """A budget in KL: allocate from the curves, prove, compare with the budget, and allocate again at another scale.
 
 A sensitivity takes the errors of rows for unrelated. Those of late layers are, to a few percent; those of early layers
-may not be (on the demo model the first layer costs nine times what is predicted). So first layers are weighed by what
-they cost by themselves, with S2O's own errors (`isolated_kl`): a few groups of adjacent ones are patched, while others
-is dense.
+may not be (on the demo model the first layer costs nine times what is predicted). So layers are first weighed by what
+they cost by themselves, with S2O's own errors (`isolated_kl`): one group of adjacent layers is patched at a time, and
+the rest is dense.
 
 Then a few passes find the scale: log KL is nearly linear in the logarithm of what is spent, so a secant through them
 does (`next_scale`). A pass is the adjust stage's measurement, with its tightening of layers and without times. What is

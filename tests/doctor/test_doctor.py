@@ -19,7 +19,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.doctor import environment, prospect, self_test
+from s2o_runtime.doctor import environment, profile_check, self_test
 from s2o_runtime.doctor.command import examine, main
 from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit_code
 from s2o_runtime.reference import attention
@@ -484,7 +484,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
         with torch.no_grad():
             model(torch.arange(length)[None] + 100, logits_to_keep=1)
         ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
-        foreseen = prospect.outcomes(ProfileFit(profile, Rank(), CPU), length)
+        foreseen = profile_check.outcomes(ProfileFit(profile, Rank(), CPU), length)
         assert {(layer, path) for layer, path, _ in foreseen} == ran.keys()
         assert all(ran[layer, path] == reason for layer, path, reason in foreseen if path == "dense")
         seen |= {path for _, path, _ in foreseen}
@@ -527,7 +527,7 @@ def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
     assert code == BAD_INPUT
     assert "calibrated on random weights" in sections["profile"]["weights"]["advice"]
 
-    monkeypatch.setattr(prospect, "identify", lambda device: DeviceIdentity("rocm", "MI300"))
+    monkeypatch.setattr(profile_check, "identify", lambda device: DeviceIdentity("rocm", "MI300"))
     code, sections = doctor(capsys, "--profile", DEMO_PROFILE)
     assert code == NO_RESOURCE
     assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
@@ -537,7 +537,7 @@ def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
     ("numbers", "words"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0 to 2, 5"), ([1, 3, 4], "1, 3 to 4")]
 )
 def test_ranges_in_words(numbers, words):
-    assert prospect.ranges(numbers) == words
+    assert profile_check.ranges(numbers) == words
 
 
 @pytest.mark.usefixtures("quick", "offline")

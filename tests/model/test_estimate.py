@@ -140,11 +140,11 @@ def test_a_device_is_as_fast_as_its_peak():
 def test_the_plan_names_time_and_memory():
     model, recipe = model_of("qwen2.5-7b"), Recipe.of({"out": Path("p"), "device": "cuda"} | ONE_7B)
     told = estimate(recipe, Sizes.of(model, "cuda"), geometry(model.config), H200)
-    outlook = SimpleNamespace(geometry=geometry(model.config), layers="all", shares={}, loading="")
-    lines = plan(recipe, outlook, told, H200, frozenset())
+    preflight = SimpleNamespace(geometry=geometry(model.config), layers="all", shares={}, loading="")
+    lines = plan(recipe, preflight, told, H200, frozenset())
     assert re.fullmatch(
         r"about \d+ min \(.*measuring .*, searching .*, certifying .*\), less what the journal has", lines["takes"]
     )
     assert re.fullmatch(r"about \d+ GiB of the GPU's 140", lines["memory"])
-    small = plan(recipe, outlook, told, replace(H200, memory_bytes=16 << 30), frozenset())
+    small = plan(recipe, preflight, told, replace(H200, memory_bytes=16 << 30), frozenset())
     assert "of the GPU's 16, which is too little: use shorter --lengths or a lower --num-certify" in small["memory"]

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from calibrate.model.estimate import Sizes, number_width
+from calibrate.model.full_load import quantisation, streaming_obstacle
 from calibrate.model.models import is_gguf, resolve
 from calibrate.model.streams import decoder_layers
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, skeleton
-from calibrate.model.whole import quantisation, streaming_obstacle
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.obstacles import foreseen_obstacle
 from s2o_runtime.identity import Geometry, geometry
@@ -32,7 +32,7 @@ BITS = {
 DECOMPRESSED = "compressed-tensors"  # newer transformers make 16-bit weights of it at the first forward pass
 
 
-class Outlook(NamedTuple):
+class Preflight(NamedTuple):
     """What a calibration will find.
 
     geometry: The model's sizes. layers: Which layers run S2O, in words. shares: By length in tokens, the share of the
@@ -47,9 +47,9 @@ class Outlook(NamedTuple):
     sizes: Sizes
 
 
-def outlook(
+def preflight(
     name: str, config: Any, *, device: str, lengths: Sequence[int], random_weights: bool
-) -> Outlook:  # fmt: skip
+) -> Preflight:  # fmt: skip
     """What a calibration will find, by the model's configuration alone.
 
     Args:
@@ -64,7 +64,7 @@ def outlook(
     """
     model = check_served(config)
     sizes = Sizes.of(model, device)
-    return Outlook(
+    return Preflight(
         geometry(config),
         served_layers(config),
         {length: attention_share(config, length) for length in lengths},
@@ -128,7 +128,7 @@ def loading(name: str, config: Any, model: Any, sizes: Sizes, device: str, rando
     """How the weights of a model with this skeleton and these sizes are loaded and what memory that takes, in words.
 
     Args:
-        name, config, device, random_weights: As `outlook` takes them.
+        name, config, device, random_weights: As `preflight` takes them.
     """
     parameters, width = sizes.parameters, number_width(device)
     total = parameters * width
