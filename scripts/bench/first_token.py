@@ -234,9 +234,9 @@ def timed(engine: str, args: argparse.Namespace, folder: Path) -> FirstTokenFile
     loops = [open_loop(llm, engine, rate, text, args) for rate in args.rates]
     summary, density = "", {}
     if engine == S2O:
-        from s2o_runtime.vllm import host
+        from s2o_runtime.vllm import engine as vllm_engine
 
-        counters = host.server().counters
+        counters = vllm_engine.server().counters
         summary = counters.summary()
         density = {str(layer): share for layer, share in counters.densities().items()}
         if not any(path == "s2o" for path, _ in counters.shares()):

@@ -13,7 +13,7 @@ import torch
 from calibrate.model.models import DEMO_FOLDER, load_tokenizer
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import load_profile
-from s2o_runtime.vllm import host
+from s2o_runtime.vllm import engine
 from scripts.bench import first_token as bench
 from scripts.bench.schema import Spread, read
 from support.pages import DEMO_PROFILE
@@ -114,7 +114,7 @@ def engines(monkeypatch):
     monkeypatch.setattr(bench, "find_spec", lambda name: object())
     monkeypatch.setattr(bench, "alone", bench.run_engine)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleep))
-    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(counters=counters))
+    monkeypatch.setattr(engine, "server", lambda: SimpleNamespace(counters=counters))
     return started
 
 
