@@ -17,7 +17,7 @@ from s2o_runtime.serving.calls import FP8_CACHES, cache_obstacle, layer_obstacle
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
-from s2o_runtime.sglang.batch import Batch, whole_only
+from s2o_runtime.sglang.batch import SglangBatch, whole_only
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Backend:
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.s2o_batch: Batch | str | None = None  # of the batch that was announced last, or why it has none
+        self.s2o_batch: SglangBatch | str | None = None  # of the batch that was announced last, or why it has none
         self.s2o_layers: dict[int, LayerFit | str] = {}
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -78,7 +78,7 @@ class _Backend:
             self.s2o_batch = "the context is shared by several ranks"
         else:
             slots, max_keys = self.req_to_token_pool.req_to_token, self.s2o_engine.server.max_keys
-            self.s2o_batch = Batch(forward_batch, slots, max_keys, self._part)
+            self.s2o_batch = SglangBatch(forward_batch, slots, max_keys, self._part)
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
@@ -102,7 +102,7 @@ class _Backend:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
 
         def part(run: Run, out: Tensor) -> None:
-            assert isinstance(batch, Batch)
+            assert isinstance(batch, SglangBatch)
             keys, values = (None if tensor is None else tensor[run.rows] for tensor in (k, v))
             source, metadata = batch.part(run)
             kept, self.forward_metadata = self.forward_metadata, metadata
@@ -121,7 +121,7 @@ class _Backend:
         call = LayerCall(layer.layer_id, fit, batch, query, layer.scaling, pages, whole, part, output)
         return attend(call, len(q), self.s2o_engine.server.counters)
 
-    def _sharable(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> Batch | str:
+    def _sharable(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> SglangBatch | str:
         """The batch that a call is of, or why the call is the stock backend's as a whole."""
         batch = self.s2o_batch
         if isinstance(batch, str):

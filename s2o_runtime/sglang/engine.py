@@ -17,7 +17,7 @@ from s2o_runtime.serving.server import Process, Server, ServerContext, start_fai
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.sglang.backend import SglangApi, mix_in
-from s2o_runtime.sglang.compat import READ, Interface
+from s2o_runtime.sglang.compat import READ, SglangInterface
 
 FLASH_ATTENTION_3 = (8, 9)  # major compute capabilities that SGLang runs it on
 
@@ -36,7 +36,7 @@ def create_backend(runner: Any) -> Any:
     import sglang
 
     stock = stock_class(runner)
-    obstacle = interface_obstacle(Interface, Path(str(sglang.__file__)).parent / "srt")
+    obstacle = interface_obstacle(SglangInterface, Path(str(sglang.__file__)).parent / "srt")
     if obstacle is not None:
         log.warning(
             "S2O does not know SGLang %s (%s), only %s: the stock backend runs in its place",

@@ -21,7 +21,7 @@ from s2o_runtime.serving.calls import cache_obstacle, layer_obstacle, say_once, 
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
-from s2o_runtime.vllm.batch import Batch, key_and_value_pages, whole_only
+from s2o_runtime.vllm.batch import VllmBatch, key_and_value_pages, whole_only
 from s2o_runtime.vllm.compat import INIT
 
 BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, or why S2O has no part in it
@@ -103,13 +103,13 @@ class _Builder:
         # fast: no schedule in buffers that the whole batch's metadata uses
         build_part = partial(stock_build, 0, fast_build=True)
         reason = server.fit.obstacle or whole_only(common_attn_metadata)
-        setattr(metadata, BATCH, reason or Batch(common_attn_metadata, build_part, server.max_keys))
+        setattr(metadata, BATCH, reason or VllmBatch(common_attn_metadata, build_part, server.max_keys))
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         updated = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
-        batch: Batch | str | None = getattr(metadata, BATCH, None)
-        if isinstance(batch, Batch):
+        batch: VllmBatch | str | None = getattr(metadata, BATCH, None)
+        if isinstance(batch, VllmBatch):
             batch = batch.with_block_table(blk_table, slot_mapping)
         if batch is not None:
             setattr(updated, BATCH, batch)
@@ -146,13 +146,13 @@ class _Implementation:
         stock = super().forward  # type: ignore[misc]
         if attn_metadata is None:
             self.s2o_server.reserve(query)
-        batch: Batch | str | None = getattr(attn_metadata, BATCH, None)
+        batch: VllmBatch | str | None = getattr(attn_metadata, BATCH, None)
 
         def whole() -> Any:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)
 
         def part(run: Run, out: Tensor) -> None:
-            assert isinstance(batch, Batch)
+            assert isinstance(batch, VllmBatch)
             q, k, v = (None if tensor is None else tensor[run.rows] for tensor in (query, key, value))
             stock(layer, q, k, v, kv_cache, batch.part(run), output[run.rows], *scales, **named)
 

@@ -26,7 +26,9 @@ from s2o_runtime.reference import attention
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.serving.fit import ProfileFit, Rank
 from s2o_runtime.sglang import compat as sglang_compat
+from s2o_runtime.sglang.compat import SglangInterface
 from s2o_runtime.vllm import compat as vllm_compat
+from s2o_runtime.vllm.compat import VllmInterface
 from support.marks import pairwise
 from support.pages import DEMO_PROFILE, ROOT
 
@@ -196,17 +198,17 @@ def installation_of(tmp_path, monkeypatch):
 
 
 SERVERS = pytest.mark.parametrize(
-    ("name", "compat", "group", "variable", "sources"),
+    ("name", "interface", "versions", "group", "variable", "sources"),
     [
-        ("vllm", vllm_compat, "vllm.general_plugins", "VLLM_PLUGINS", "vllm"),
-        ("sglang", sglang_compat, "sglang.srt.plugins", "SGLANG_PLUGINS", "sglang/srt"),
+        ("vllm", VllmInterface, vllm_compat.READ, "vllm.general_plugins", "VLLM_PLUGINS", "vllm"),
+        ("sglang", SglangInterface, sglang_compat.READ, "sglang.srt.plugins", "SGLANG_PLUGINS", "sglang/srt"),
     ],
 )
 
 
 @SERVERS
 def test_a_server_is_known_by_its_sources_alone(
-    name, compat, group, variable, sources, installation_of, tmp_path, monkeypatch
+    name, interface, versions, group, variable, sources, installation_of, tmp_path, monkeypatch
 ):
     installation = installation_of(name, "0.33.0")
     monkeypatch.delenv(variable, raising=False)
@@ -214,7 +216,7 @@ def test_a_server_is_known_by_its_sources_alone(
     assert unknown.name == name
     assert unknown.advice.startswith("S2O does not know it (its sources are not as expected: ")
     assert str(tmp_path / sources) in unknown.advice
-    assert unknown.advice.endswith(f"use one of {', '.join(compat.READ)}")
+    assert unknown.advice.endswith(f"use one of {', '.join(versions)}")
 
     looked_at, plugins = [], []
     monkeypatch.setattr(environment, "interface_obstacle", lambda *arguments: looked_at.append(arguments))
@@ -223,7 +225,7 @@ def test_a_server_is_known_by_its_sources_alone(
     assert "does not find S2O's plugin" in installation().advice
     plugins.append(SimpleNamespace(name="s2o"))
     assert installation() == Finding(name, "0.33.0, its interface is known and S2O is its plugin")
-    assert set(looked_at) == {(compat.Interface, tmp_path / sources)}
+    assert set(looked_at) == {(interface, tmp_path / sources)}
     monkeypatch.setenv(variable, "other")
     assert installation().advice == f"{variable} is 'other', which leaves S2O out: add s2o"
     assert name not in sys.modules
