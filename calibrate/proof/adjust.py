@@ -24,7 +24,7 @@ from calibrate.proof.bounds import CONFIDENCE, STEPS, expected_mean_bound, mean_
 from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import Recipe
-from calibrate.search.choice import Choice, ChosenDense, allowed
+from calibrate.search.choice import Choice, ChosenDense, search_constraints
 from calibrate.search.choose import Chosen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -232,7 +232,7 @@ def scaled(
     if not share:
         return config.as_dense(), choice and choice.as_dense(why_dense)
     if choice is not None:
-        choice = choice.spending(choice.spent * share, allowed(candidate.recipe))
+        choice = choice.spending(choice.spent * share, search_constraints(candidate.recipe))
         return choice.config, choice
     factor = share ** (1 / TAU_FOR_ERROR)
     heads = (
@@ -268,7 +268,7 @@ def tighten(
         share = candidate.recipe.margin * candidate.recipe.budget.value / proofs[length].kl
         shares[length] = min(share, shares.get(length, 1.0))
     for length, share in shares.items():
-        chosen[length] = chosen[length].spending(share, allowed(candidate.recipe))
+        chosen[length] = chosen[length].spending(share, search_constraints(candidate.recipe))
     for length in slower & set(chosen):
         choices = [choice.as_dense(ChosenDense.SLOWER_PREFILL) for choice in chosen[length].choices]
         chosen[length] = replace(chosen[length], choices=choices)

@@ -20,7 +20,7 @@ from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.report.plan import option_lines
 from calibrate.report.summary import head_counts
-from calibrate.search.choice import Choice, allowed
+from calibrate.search.choice import Choice, search_constraints
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
 from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit, error_unit
@@ -355,7 +355,9 @@ def _frontier(recipe: Recipe, choice: Choice) -> tuple[tuple[float, float], ...]
     The allocation is computed here and not in the search, because which choice and which budget a layer ends with is
     known only after the proof has tightened them; it is a pure function of curves that are in memory already.
     """
-    allocations = [choice.spending(choice.budget_mse * times, allowed(recipe)).allocation for times in FRONTIER]
+    allocations = [
+        choice.spending(choice.budget_mse * times, search_constraints(recipe)).allocation for times in FRONTIER
+    ]
     return tuple((allocation.density, _in_unit(recipe, choice, allocation.mse)) for allocation in allocations)
 
 

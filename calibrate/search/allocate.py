@@ -43,7 +43,7 @@ _MSE_AND_COST = itemgetter(0, 1)
 
 
 @dataclass(frozen=True)
-class Allowed:
+class SearchConstraints:
     """What a head may be given.
 
     Attributes:
@@ -116,7 +116,7 @@ UNWEIGHTED = Weights()
 def allocate(
     curves: Mapping[Ranking, Curve],
     budget_mse: float,
-    allowed: Allowed = Allowed(),
+    constraints: SearchConstraints = SearchConstraints(),
     weights: Weights = UNWEIGHTED,
 ) -> Allocation:
     """The heads' settings of a layer with the least mean cost whose mean error is at most `budget_mse`.
@@ -124,23 +124,26 @@ def allocate(
     Args:
         curves: of every ranking that a head may choose.
         budget_mse: mean squared error; with weights of heads their weighted mean.
-        allowed: which of their points it may choose.
+        constraints: which of their points it may choose.
         weights: of its heads; that of the layer does not count here.
     """
-    return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, allowed)[0]
+    return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, constraints)[0]
 
 
 def allocate_each(
-    curves: Mapping[Ranking, Curve], budgets: Sequence[float], allowed: Allowed = Allowed()
+    curves: Mapping[Ranking, Curve], budgets: Sequence[float], constraints: SearchConstraints = SearchConstraints()
 ) -> list[Allocation]:  # fmt: skip
     """`allocate` of one layer with each of several budgets."""
-    options = [points_of(curves, head, allowed) for head in range(_heads(curves))]
+    options = [points_of(curves, head, constraints) for head in range(_heads(curves))]
     equal = [1.0 / len(options)] * len(options)
-    return [Allocation(tuple(_spend(options, equal, budget, allowed.head_cap))) for budget in budgets]
+    return [Allocation(tuple(_spend(options, equal, budget, constraints.head_cap))) for budget in budgets]
 
 
 def allocate_together(
-    layers: Sequence[Mapping[Ranking, Curve]], weights: Sequence[Weights], budget: float, allowed: Allowed = Allowed()
+    layers: Sequence[Mapping[Ranking, Curve]],
+    weights: Sequence[Weights],
+    budget: float,
+    constraints: SearchConstraints = SearchConstraints(),
 ) -> list[Allocation]:
     """The same for several layers with one budget.
 
@@ -148,25 +151,25 @@ def allocate_together(
         layers: the curves of every layer.
         weights: of every layer's mean squared error, and of its heads'.
         budget: the mean over the layers of weight times error is at most this.
-        allowed: which points heads may choose.
+        constraints: which points heads may choose.
 
     Returns:
         An allocation for every layer.
     """
-    options = [points_of(curves, head, allowed) for curves in layers for head in range(_heads(curves))]
+    options = [points_of(curves, head, constraints) for curves in layers for head in range(_heads(curves))]
     weighted = zip(layers, weights, strict=True)
     head_weights = [
         of_layer.layer * of_head / _heads(curves)
         for curves, of_layer in weighted
         for of_head in of_layer.heads or (1.0,) * _heads(curves)
     ]
-    chosen = iter(_spend(options, head_weights, budget * len(layers), allowed.head_cap))
+    chosen = iter(_spend(options, head_weights, budget * len(layers), constraints.head_cap))
     return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
 
 
-def points_of(curves: Mapping[Ranking, Curve], head: int, allowed: Allowed) -> list[Point]:
+def points_of(curves: Mapping[Ranking, Curve], head: int, constraints: SearchConstraints) -> list[Point]:
     """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
-    limit = math.inf if allowed.worst_rows is None else allowed.worst_rows
+    limit = math.inf if constraints.worst_rows is None else constraints.worst_rows
     candidates: list[_Candidate] = []
     for method, curve in curves.items():
         densities = curve.density[head].tolist()
@@ -175,7 +178,7 @@ def points_of(curves: Mapping[Ranking, Curve], head: int, allowed: Allowed) -> l
             if row <= limit:
                 candidates.append((float(curve.mse[head, 0]), cost, densities[0], row, method, 0.0, False))
             continue
-        for tail in allowed.tails:
+        for tail in constraints.tails:
             errors, worst = (curve.tail_mse, curve.tail_worst) if tail else (curve.mse, curve.worst)
             extra = overhead(method, tail) + curve.fixed_cost
             by_tau = zip(TAUS, errors[head].tolist(), densities, worst[head].tolist(), strict=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from calibrate.curves.curves import Curve, Curves, Ranking, Shape, dense_power, methods
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import UNWEIGHTED, Allocation, Allowed, Weights, allocate, allocate_together
+from calibrate.search.allocate import UNWEIGHTED, Allocation, SearchConstraints, Weights, allocate, allocate_together
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, TileConfig
 from s2o_runtime.profile.record import PredictedLayer
@@ -103,9 +103,9 @@ class Choice:
             return None
         return self.timing.dense_seconds if self.config.is_dense else self.timing.seconds
 
-    def spending(self, budget_mse: float, allowed: Allowed) -> Choice:
+    def spending(self, budget_mse: float, constraints: SearchConstraints) -> Choice:
         """The same search point with another budget; dense where int8 scores alone cost more than that."""
-        allocation = allocate(self.curves, budget_mse, allowed, self.weights)
+        allocation = allocate(self.curves, budget_mse, constraints, self.weights)
         spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
         return spending.as_dense(ChosenDense.ROUNDING_COSTS) if spending._over_budget else spending
 
@@ -158,9 +158,9 @@ def default_segment(segments: Sequence[int]) -> int:
     return segments[min(1, len(segments) - 1)]
 
 
-def allowed(recipe: Recipe) -> Allowed:
+def search_constraints(recipe: Recipe) -> SearchConstraints:
     """What a recipe lets heads choose. One budget over the model has no equal parts: it goes where it saves most."""
-    return Allowed(recipe.tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
+    return SearchConstraints(recipe.tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
 
 
 def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1) -> Weights:
@@ -205,7 +205,7 @@ def choice_at(
     of_point = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
     weights = weights_of(curves, recipe) if weights is None else weights
     unspent = Choice(point, of_point, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
-    return unspent.spending(budget_mse(weights, recipe), allowed(recipe))
+    return unspent.spending(budget_mse(weights, recipe), search_constraints(recipe))
 
 
 def predicted_kl(choices: Sequence[Choice]) -> float:
@@ -235,7 +235,10 @@ def allocate_model_budget(
         return list(choices), [recipe.budget.value] * len(choices)
     budget = recipe.budget.value * recipe.margin * scale * len(choices) / len(live)
     allocations = allocate_together(
-        [choices[layer].curves for layer in live], [choices[layer].weights for layer in live], budget, allowed(recipe)
+        [choices[layer].curves for layer in live],
+        [choices[layer].weights for layer in live],
+        budget,
+        search_constraints(recipe),
     )
     after, limits = list(choices), [0.0] * len(choices)
     for layer, allocation in zip(live, allocations, strict=True):

@@ -25,15 +25,15 @@ from calibrate.model.memory import free_memory
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import Allowed
+from calibrate.search.allocate import SearchConstraints
 from calibrate.search.choice import (
     Choice,
     SearchPoint,
     allocate_model_budget,
-    allowed,
     budget_mse,
     default_segment,
     predicted_kl,
+    search_constraints,
     weights_of,
 )
 from calibrate.search.groups import groups
@@ -98,12 +98,12 @@ class Chosen:
         choices, limits = allocate_model_budget(self.choices, recipe, scale)
         return replace(self, choices=choices, limits=limits)
 
-    def spending(self, share: float, allowed: Allowed) -> Chosen:
+    def spending(self, share: float, constraints: SearchConstraints) -> Chosen:
         """The same choices with this share of the budget they were made for; dense layers stay as they are."""
         return replace(
             self,
             choices=[
-                choice if choice.why_dense else choice.spending(choice.budget_mse * share, allowed)
+                choice if choice.why_dense else choice.spending(choice.budget_mse * share, constraints)
                 for choice in self.choices
             ],
         )
@@ -341,7 +341,7 @@ class _LengthSearch:
             {segment: methods(of_layer, segment, grain, shape, recipe.scores[0]) for segment in self._segments}
             for of_layer in curves
         ]
-        self._groups = groups(by_segment, budgets, allowed(recipe))
+        self._groups = groups(by_segment, budgets, search_constraints(recipe))
         self._first_of_group = {layer: group[0] for group in self._groups for layer in group}
         self._points: dict[int, Pending[SearchPoint]] = {}  # the best one, by the first layer of a group
         self._choices: dict[int, Choice] = {}

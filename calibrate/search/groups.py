@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from sklearn.cluster import AgglomerativeClustering
 
 from calibrate.curves.curves import Curve, Ranking
-from calibrate.search.allocate import Allowed, allocate_each
+from calibrate.search.allocate import SearchConstraints, allocate_each
 
 BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
 APART = 0.08  # of dense attention's time: layers whose costs differ by more than this somewhere are searched apart
 
 
 def groups(
-    layers: Sequence[Mapping[int, Mapping[Ranking, Curve]]], budgets: Sequence[float], allowed: Allowed
+    layers: Sequence[Mapping[int, Mapping[Ranking, Curve]]], budgets: Sequence[float], constraints: SearchConstraints
 ) -> list[list[int]]:
     """Layers grouped by complete linkage: no two layers of a group are further apart than `APART`.
 
     Args:
         layers: of each layer, by segment, the curves of what its heads may choose.
         budgets: each layer's, as mean squared error.
-        allowed: what heads may choose.
+        constraints: what heads may choose.
 
     Returns:
         Layer numbers, group by group, each ascending, the groups by their first layer.
@@ -32,7 +32,7 @@ def groups(
         [
             allocation.cost
             for curves in by_segment.values()
-            for allocation in allocate_each(curves, [share * budget for share in BUDGETS], allowed)
+            for allocation in allocate_each(curves, [share * budget for share in BUDGETS], constraints)
         ]
         for by_segment, budget in zip(layers, budgets, strict=True)
     ]

@@ -38,7 +38,7 @@ from s2o_runtime.identity import (
     geometry,
     offloaded,
 )
-from s2o_runtime.monitor.drift import DriftChoice, allowed_errors
+from s2o_runtime.monitor.drift import DriftChoice, error_limits
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import Found, fitting_profile, none_like, profiles
 
@@ -84,7 +84,7 @@ def available() -> Available:
             try:
                 profile = load_profile(path).check_trained()
                 if drift() in ("warn", "dense"):
-                    allowed_errors(profile)
+                    error_limits(profile)
             except ProfileError as error:
                 raise ProfileError(f"{VARIABLE}: {error}") from error
             _read.append(Available(named=profile))

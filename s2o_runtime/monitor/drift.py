@@ -93,7 +93,7 @@ def check_of(drift: Drift) -> DriftCheck | None:
 
 
 @dataclass(frozen=True)
-class Allowed:
+class ErrorLimits:
     """The error that one layer may have.
 
     unit: of the limits. limits: the largest error by prompt length in tokens; lengths at which the layer is
@@ -109,7 +109,7 @@ class Allowed:
         return math.inf if nearest is None else self.limits[nearest]
 
 
-def allowed_errors(profile: Profile) -> list[Allowed]:
+def error_limits(profile: Profile) -> list[ErrorLimits]:
     """The error that each layer may have.
 
     Returns:
@@ -124,16 +124,16 @@ def allowed_errors(profile: Profile) -> list[Allowed]:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
     limits = [_usable(profile.record.limits(layer)) for layer in range(layers)]
     if all(limits):
-        return [Allowed(budget.unit, {length: limit for length, limit in one.items() if limit}) for one in limits]
+        return [ErrorLimits(budget.unit, {length: limit for length, limit in one.items() if limit}) for one in limits]
     if budget.scope != "layer":
         raise ProfileError(
             "the profile's record does not say what each layer may have of the model's budget: prove it by "
             "calibrating with this budget"
         )
-    return [Allowed(budget.unit, dict.fromkeys(profile.lengths, budget.value))] * layers
+    return [ErrorLimits(budget.unit, dict.fromkeys(profile.lengths, budget.value))] * layers
 
 
-def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[Allowed]]:
+def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[ErrorLimits]]:
     """The drift check that is meant and what each layer may have.
 
     Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
@@ -143,7 +143,7 @@ def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple
     if check is None:
         return None, []
     try:
-        return check, allowed_errors(profile)
+        return check, error_limits(profile)
     except ProfileError as error:
         if drift != "auto":
             raise
@@ -175,7 +175,7 @@ class DriftMonitor:
     dense for it.
     """
 
-    def __init__(self, check: DriftCheck, layer: int, allowed: Allowed) -> None:
+    def __init__(self, check: DriftCheck, layer: int, allowed: ErrorLimits) -> None:
         self.check, self.layer, self.allowed = check, layer, allowed
         self.checks = 0
         self.verdict: str | None = None
@@ -187,7 +187,7 @@ class DriftMonitor:
         self._sums: Tensor | None = None
         self._sent: tuple[Tensor, int, torch.cuda.Event | None] | None = None  # on its way to the host, after n checks
 
-    def __reduce__(self) -> tuple[type[DriftMonitor], tuple[DriftCheck, int, Allowed]]:
+    def __reduce__(self) -> tuple[type[DriftMonitor], tuple[DriftCheck, int, ErrorLimits]]:
         return DriftMonitor, (self.check, self.layer, self.allowed)
 
     def see(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scoring: Scoring, kv_start: Tensor | None) -> None:

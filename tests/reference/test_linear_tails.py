@@ -15,7 +15,7 @@ from calibrate.curves.row_errors import row_errors, tile_worst, worst_of
 from calibrate.model.capture import Captured
 from calibrate.proof.adjust import scaled
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import Allowed, allocate, points_of
+from calibrate.search.allocate import SearchConstraints, allocate, points_of
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
@@ -197,8 +197,8 @@ def test_a_head_gets_a_linear_tail_where_that_is_cheapest():
     (head,) = allocate(curves, 2e-3).heads
     assert head == HeadConfig(segment=1024, linear=True)
     assert allocate(curves, 1.5e-3).heads[0].tau == TAUS[0]  # not within this budget
-    assert not allocate(curves, 2e-3, Allowed(worst_rows=0.3)).heads[0].linear  # nor with such rows
-    assert [point.head.linear for point in points_of(curves, 0, Allowed())] == [False, False, True]
+    assert not allocate(curves, 2e-3, SearchConstraints(worst_rows=0.3)).heads[0].linear  # nor with such rows
+    assert [point.head.linear for point in points_of(curves, 0, SearchConstraints())] == [False, False, True]
     costs = overhead(linear, False) - overhead(plain, False)
     assert costs == pytest.approx(EXPANSION / 1024)
 

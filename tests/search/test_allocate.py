@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.search.allocate import Allowed, Weights, allocate, allocate_each, allocate_together, points_of
+from calibrate.search.allocate import SearchConstraints, Weights, allocate, allocate_each, allocate_together, points_of
 from s2o_runtime.config import HeadConfig
 
 METHOD = Ranking(1024)
@@ -87,8 +87,8 @@ def test_several_budgets_are_each_spent_as_if_alone():
     heads = torch.rand(5, 4, 2, generator=generator).tolist()
     curves = {METHOD: curve(heads), Ranking(1024, 8): curve(heads[::-1])}
     budgets = [0.0, 0.05, 0.2, 1.0]
-    assert allocate_each(curves, budgets, Allowed((False,))) == [
-        allocate(curves, budget, Allowed((False,))) for budget in budgets
+    assert allocate_each(curves, budgets, SearchConstraints((False,))) == [
+        allocate(curves, budget, SearchConstraints((False,))) for budget in budgets
     ]
 
 
@@ -97,15 +97,17 @@ def test_a_head_whose_rows_go_wrong_gets_no_such_point():
     rows = torch.tensor([[0.375, 0.6]]).double()
     spared = dataclasses.replace(spared, worst=torch.cat([rows, torch.zeros(1, len(TAUS) - 2)], 1))
     limits = (None, 0.5, 0.375, 0.3)
-    chosen = {limit: allocate({METHOD: spared}, 1.0, Allowed(worst_rows=limit)).density for limit in limits}
+    chosen = {limit: allocate({METHOD: spared}, 1.0, SearchConstraints(worst_rows=limit)).density for limit in limits}
     assert chosen == {None: 0.3, 0.5: 0.5, 0.375: 0.5, 0.3: 1.0}  # a head may be exactly at the limit
-    assert not any(head.tail for head in allocate({METHOD: spared}, 1e10, Allowed((False,))).heads)
+    assert not any(head.tail for head in allocate({METHOD: spared}, 1e10, SearchConstraints((False,))).heads)
 
 
 def test_no_head_spends_more_than_its_cap():
     """Of four equal parts of the budget a head takes at most `head_cap`, the best point that still fits."""
     curves = {METHOD: curve([[(0.5, 0.8), (2.0, 0.2)], [(4.0, 0.3)], [(4.0, 0.3)], [(4.0, 0.3)]])}
-    densities = {cap: allocate(curves, 0.5, Allowed(head_cap=cap)).density for cap in (math.inf, 4.0, 2.0, 1.0)}
+    densities = {
+        cap: allocate(curves, 0.5, SearchConstraints(head_cap=cap)).density for cap in (math.inf, 4.0, 2.0, 1.0)
+    }
     assert densities == {math.inf: 0.8, 4.0: 0.8, 2.0: 0.95, 1.0: 0.95}
 
 
@@ -144,7 +146,7 @@ def test_a_tail_may_err_less_than_all_keys_in_int8():
     tail = torch.full_like(without_tail.mse, 1e9)
     tail[0, 0] = 0.2
     curves = {int8: dataclasses.replace(without_tail, tail_mse=tail)}
-    errors = [point.mse for point in points_of(curves, 0, Allowed())]
+    errors = [point.mse for point in points_of(curves, 0, SearchConstraints())]
     assert errors == sorted(errors)
     assert errors[0] == 0.2
     assert allocate(curves, 0.75).density == 0.2

@@ -18,7 +18,7 @@ from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.search import choose as choose_module
 from calibrate.search.allocate import Weights, allocate_together
-from calibrate.search.choice import allowed
+from calibrate.search.choice import search_constraints
 from calibrate.search.choose import CallTime, CapturedLayers, _timed, _uniform, choose
 from calibrate.timing import Timing
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
@@ -356,7 +356,7 @@ def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monke
         [each.choices[layer].curves for layer in live],
         [Weights(1 / powers[layer]) for layer in live],
         0.8e-2 * 4 / 3,
-        allowed(recipe(budget_scope="model")),
+        search_constraints(recipe(budget_scope="model")),
     )
     assert [shared.choices[layer].allocation for layer in live] == expected
     assert shared.limits[1] == 0.0

@@ -7,7 +7,7 @@ import torch
 
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.search.allocate import Allowed
+from calibrate.search.allocate import SearchConstraints
 from calibrate.search.groups import APART, BUDGETS, groups
 
 SEGMENTS = (512, 1024)
@@ -31,7 +31,7 @@ def layer(costs, budget=1.0):
 def grouped(costs, budgets=None):
     budgets = budgets or [1.0] * len(costs)
     layers = [layer(each, budget) for each, budget in zip(costs, budgets, strict=True)]
-    return groups(layers, budgets, Allowed())
+    return groups(layers, budgets, SearchConstraints())
 
 
 @pytest.mark.parametrize("segment", range(2))
@@ -51,8 +51,10 @@ def test_errors_count_relative_to_the_budget():
     even = [[0.5] * 3] * 2
     assert grouped([even, even], budgets=[1.0, 1e-3]) == [[0, 1]]
     layers = [layer(even, 1.0), layer(even, 1e-3)]
-    assert groups(layers, [1.0, 1.0], Allowed()) == [[0, 1]]  # the second has the same costs at every larger budget
-    assert groups(layers, [1e-3, 1e-3], Allowed()) == [[0], [1]]
+    assert groups(layers, [1.0, 1.0], SearchConstraints()) == [
+        [0, 1]
+    ]  # the second has the same costs at every larger budget
+    assert groups(layers, [1e-3, 1e-3], SearchConstraints()) == [[0], [1]]
 
 
 @pytest.mark.parametrize("seed", [0, 3, 7])

@@ -12,7 +12,7 @@ from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
-from s2o_runtime.monitor.drift import allowed_errors
+from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import load_profile
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server
@@ -132,7 +132,7 @@ def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
     assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
     geometry = profile.geometry
     sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
-    assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == allowed_errors(profile)
+    assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == error_limits(profile)
 
 
 def compiled(monkeypatch, rows, configs=()):
