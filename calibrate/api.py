@@ -79,7 +79,7 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
 
 
 def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], progress: bool) -> Result:
-    from calibrate.model.estimate import Sizes, estimate
+    from calibrate.model.estimate import ModelSizes, estimate
     from calibrate.model.models import in_memory
     from s2o_runtime.layer_kinds import positions
 
@@ -91,7 +91,7 @@ def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], pr
     draft(given)
     recipe, device = on_this_machine(given)
     recipe.check_limit(positions(loaded.model.config))
-    expected = estimate(recipe, Sizes.of(loaded.model, recipe.device), loaded.geometry, device)
+    expected = estimate(recipe, ModelSizes.of(loaded.model, recipe.device), loaded.geometry, device)
     return finished(recipe, progress=progress, loaded=loaded, estimate=expected)
 
 

@@ -43,7 +43,7 @@ from calibrate.proof.certify import (
 )
 from calibrate.proof.kl import within_kl
 from calibrate.proof.record import record_of
-from calibrate.proof.state import Candidate, KlPass
+from calibrate.proof.state import Candidate, KlTrial
 from calibrate.proof.verify import Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice
@@ -191,7 +191,7 @@ def _calibrated(run: _Run, clock: PhaseClock) -> Result:
         )
     with clock.phase("searching"):
         candidate = _candidate(run, _choices(run, curves, tiles, sensitivity))
-        kl_passes: dict[int, tuple[KlPass, ...]] = {}
+        kl_passes: dict[int, tuple[KlTrial, ...]] = {}
         if recipe.budget.is_kl:
             candidate, kl_passes = within_kl(prover, candidate)
     with clock.phase("proving"):

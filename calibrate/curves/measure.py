@@ -10,7 +10,7 @@ import torch
 
 from calibrate.curves import linear_pass
 from calibrate.curves.costs import linear_cost
-from calibrate.curves.curves import Curve, Curves, Ranking, Shape, mean_curve, packed, unpacked, with_fixed_cost
+from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, mean_curve, packed, unpacked, with_fixed_cost
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
 from calibrate.journal import Journal
@@ -211,19 +211,19 @@ def dense_forward(worker: WorkerState, prompts: tuple[str, ...]) -> capture.Dens
 
 def of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curves:
     """The curves of one layer on one prompt."""
-    curves: dict[tuple[Ranking, Shape], Curve] = {}
+    curves: dict[tuple[RankingConfig, Shape], Curve] = {}
     length = int(prompt.q.shape[2])
     last_rows = recipe.last_rows_at(length)
     for segment in recipe.segments_for(length):
         rankings = [
-            Ranking(segment, count, grain, scores)
+            RankingConfig(segment, count, grain, scores)
             for scores in recipe.scores
             for count in recipe.representatives
             for grain in recipe.grains
         ]
         curves |= measure(prompt, rankings, shapes, last_rows)
         if segment in recipe.linear_segments_for(length):
-            linear = [Ranking(segment, grain=grain, linear=True) for grain in recipe.grains]
+            linear = [RankingConfig(segment, grain=grain, linear=True) for grain in recipe.grains]
             curves |= linear_pass.measure(prompt, linear, shapes, last_rows)
     return curves
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, window_pairs
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.config import dense_from
@@ -32,8 +32,8 @@ LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
 
 @torch.no_grad()
 def measure(
-    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
-) -> dict[tuple[Ranking, Shape], Curve]:
+    prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0
+) -> dict[tuple[RankingConfig, Shape], Curve]:
     """One prompt's curves at one layer.
 
     Args:
@@ -50,12 +50,12 @@ def measure(
     keys = [(ranking, shape) for ranking in rankings for shape in shapes]
     dense = prompt.truth()
     norms = head_norms(dense)
-    totals: dict[tuple[Ranking, Shape], list[Tensor]] = {key: [] for key in keys}  # per slice of heads
-    worst: dict[tuple[Ranking, Shape], list[Tensor]] = {key: [] for key in keys}
+    totals: dict[tuple[RankingConfig, Shape], list[Tensor]] = {key: [] for key in keys}  # per slice of heads
+    worst: dict[tuple[RankingConfig, Shape], list[Tensor]] = {key: [] for key in keys}
     for heads in _head_slices(prompt, size):
         q, k, v = _heads(prompt, heads)
         sinks = None if prompt.sinks is None else prompt.sinks[heads].float()[:, None]
-        stopped: dict[tuple[Ranking, Shape], list[_Stopped]] = {key: [] for key in keys}  # segment by segment
+        stopped: dict[tuple[RankingConfig, Shape], list[_Stopped]] = {key: [] for key in keys}  # segment by segment
         for scores in dict.fromkeys(ranking.scores for ranking in rankings):
             int8 = Int8Operands.of_heads(q, k) if scores == "int8" else None
             of_scores = [ranking for ranking in rankings if ranking.scores == scores]
@@ -168,7 +168,7 @@ class _Trace:
     last: Tensor  # [H, S], the squared error once all keys are visited: 0 unless scores are rounded
 
 
-def _trace(segment: _Segment, ranking: Ranking) -> _Trace:
+def _trace(segment: _Segment, ranking: RankingConfig) -> _Trace:
     """Visit the whole prefix in the order of one ranking."""
     if not segment.k.shape[1]:
         none, out = segment.weights, segment.acc / segment.l[..., None]

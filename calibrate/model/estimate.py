@@ -99,7 +99,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """What of a model decides how long it runs.
 
     parameters: All of them. of_token: Those of decoder layers that a token meets, where experts are chosen fewer than
@@ -116,7 +116,7 @@ class Sizes:
     resident: bool
 
     @classmethod
-    def of(cls, model: Any, device: str) -> Sizes:
+    def of(cls, model: Any, device: str) -> ModelSizes:
         """The sizes of a transformers model, or of its skeleton, and whether it is going to stay on a torch device."""
         config = text_config(model.config)
         layers = decoder_layers(model)
@@ -155,7 +155,7 @@ class Estimate:
         return sum(self.seconds.values())
 
 
-def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIdentity) -> Estimate:
+def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: DeviceIdentity) -> Estimate:
     """What a calibration will take, within a factor of about 1.5 on a GPU like those that were measured.
 
     Layers without full attention count by the products of their weights alone. What the journal has already is not left
@@ -204,7 +204,7 @@ def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIde
 class _Steps:
     """The seconds of a prompt's way through a model."""
 
-    def __init__(self, sizes: Sizes, geometry: Geometry, rates: Rates) -> None:
+    def __init__(self, sizes: ModelSizes, geometry: Geometry, rates: Rates) -> None:
         self._sizes, self._geometry, self._rates = sizes, geometry, rates
 
     def attention(self, length: int) -> float:
@@ -259,7 +259,7 @@ def _rankings(recipe: Recipe, length: int) -> int:
     return len(recipe.grains) * (len(recipe.segments_for(length)) * of_segment + linear)
 
 
-def _memory(recipe: Recipe, sizes: Sizes, geometry: Geometry) -> float:
+def _memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:
     """Bytes on the device at most: weights, the prompts on their way, and the inside of one layer of one prompt."""
     width = number_width(recipe.device)
     longest = max((*recipe.lengths, *recipe.checked_lengths))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from calibrate.model.estimate import Sizes, number_width
+from calibrate.model.estimate import ModelSizes, number_width
 from calibrate.model.full_load import quantisation, streaming_obstacle
 from calibrate.model.models import is_gguf, resolve
 from calibrate.model.streams import decoder_layers
@@ -44,7 +44,7 @@ class Preflight(NamedTuple):
     layers: str
     shares: Mapping[int, float]
     loading: str
-    sizes: Sizes
+    sizes: ModelSizes
 
 
 def preflight(
@@ -63,7 +63,7 @@ def preflight(
         ModelError: S2O cannot do the attention of a layer, or transformers cannot make the model.
     """
     model = check_served(config)
-    sizes = Sizes.of(model, device)
+    sizes = ModelSizes.of(model, device)
     return Preflight(
         geometry(config),
         served_layers(config),
@@ -124,7 +124,7 @@ def _pairs(kind: str, length: int, config: Any) -> float:
     return chunks * triangle + rest * (rest + 1) / 2
 
 
-def loading(name: str, config: Any, model: Any, sizes: Sizes, device: str, random_weights: bool) -> str:
+def loading(name: str, config: Any, model: Any, sizes: ModelSizes, device: str, random_weights: bool) -> str:
     """How the weights of a model with this skeleton and these sizes are loaded and what memory that takes, in words.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor
 from calibrate.compiling import compile_ahead, with_tiles
 from calibrate.curves import linear_pass
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Ranking, Shape
+from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.passes import measure
 from calibrate.model.capture import Captured
 from calibrate.search.crossover import Layer, with_crossover
@@ -299,5 +299,5 @@ def _ranked(config: LayerConfig) -> list[HeadConfig]:
     return [head for head in config.heads if head.mode == "s2o"]
 
 
-def _ranking(head: HeadConfig, config: LayerConfig) -> Ranking:
-    return Ranking(head.segment, head.representatives, config.grain, config.scores, head.linear)
+def _ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
+    return RankingConfig(head.segment, head.representatives, config.grain, config.scores, head.linear)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from calibrate.proof.bounds import CONFIDENCE, STEPS, expected_mean_bound, mean_lower_bound, step_confidence
-from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, lengths_of
+from calibrate.proof.state import Candidate, KlTrial, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice, ChosenDense, search_constraints
@@ -57,7 +57,7 @@ class Proven:
     proofs: dict[int, LengthProof]
     problems: tuple[Problem, ...]
     certificates: Mapping[int, CertifiedLength] = field(default_factory=dict)
-    kl_passes: Mapping[int, Sequence[KlPass]] = field(default_factory=dict)
+    kl_passes: Mapping[int, Sequence[KlTrial]] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:

@@ -33,9 +33,9 @@ from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import tighten_layer
 from calibrate.proof.layers import LayerSetting, ProofItem, compare, layer_state
-from calibrate.proof.state import Candidate, KlPass
+from calibrate.proof.state import Candidate, KlTrial
 from calibrate.proof.verify import Prover
-from calibrate.search.allocate import Weights
+from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor, executor_of, shares
 from calibrate.work.items import WorkerState
@@ -57,7 +57,7 @@ IsolatedKls = tuple[tuple[float, ...], float]  # KL of each group in nats per to
 log = logging.getLogger("calibrate")
 
 
-def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int, tuple[KlPass, ...]]]:
+def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int, tuple[KlTrial, ...]]]:
     """Find the allocation whose KL on the adjust prompts is the budget less its margin.
 
     Args:
@@ -74,7 +74,7 @@ def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int
     recipe = candidate.recipe
     begun = _weighed(prover, candidate)
     most, aim = recipe.budget.value, recipe.budget.value * recipe.margin
-    passes: dict[int, list[KlPass]] = {length: [] for length in recipe.lengths}
+    passes: dict[int, list[KlTrial]] = {length: [] for length in recipe.lengths}
     ended: set[int] = set()
     for number in range(1, PASSES + 1):
         scales = {length: next_scale(passes[length], aim) for length in recipe.lengths if length not in ended}
@@ -88,7 +88,7 @@ def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int
         title = f"searching for the KL, pass {number}"
         _, proofs = prover.prove(title, tried, candidate, tighten_layer, timed=False)
         for length, chosen in tried.items():
-            passes[length].append(KlPass(scales[length], chosen.predicted_kl, proofs[length].kl))
+            passes[length].append(KlTrial(scales[length], chosen.predicted_kl, proofs[length].kl))
             log.info("%d tokens: %s, aimed at %.2e", length, passes[length][-1], aim)
         ended |= {length for length in tried if close_enough(passes[length], aim, most)}
     final = {
@@ -226,7 +226,7 @@ def corrected(chosen: Chosen, isolated: IsolatedKls) -> Chosen:
         isolated: What was measured of its configurations.
     """
     kls, noise = isolated
-    weights: list[Weights] = [choice.weights for choice in chosen.choices]
+    weights: list[ErrorWeights] = [choice.weights for choice in chosen.choices]
     for group, kl in zip(layer_groups(len(weights)), kls, strict=True):
         predicted = sum(weights[layer].layer * chosen.choices[layer].spent for layer in group) / len(weights)
         if predicted > 0 and kl > 0:
@@ -237,7 +237,7 @@ def corrected(chosen: Chosen, isolated: IsolatedKls) -> Chosen:
     return replace(chosen, choices=choices)
 
 
-def next_scale(passes: Sequence[KlPass], aim: float) -> float:
+def next_scale(passes: Sequence[KlTrial], aim: float) -> float:
     """The scale at which the KL should be what is aimed at: a secant through the two passes that are nearest to it.
 
     Args:
@@ -256,16 +256,16 @@ def next_scale(passes: Sequence[KlPass], aim: float) -> float:
     return nearest[0].scale * min(max(step, 1 / FURTHEST), FURTHEST)
 
 
-def close_enough(passes: Sequence[KlPass], aim: float, most: float) -> bool:
+def close_enough(passes: Sequence[KlTrial], aim: float, most: float) -> bool:
     """Whether the best pass is close enough to what is aimed at, and within `most`."""
     return any(_distance(one, aim) <= math.log(CLOSE) and one.kl <= most for one in passes)
 
 
-def best_scale(passes: Sequence[KlPass], aim: float, most: float) -> float:
+def best_scale(passes: Sequence[KlTrial], aim: float, most: float) -> float:
     """The scale to prove: of the pass nearest to the aim among those within `most`; if none is, the secant's."""
     within = [one for one in passes if one.kl <= most]
     return min(within, key=lambda one: _distance(one, aim)).scale if within else next_scale(passes, aim)
 
 
-def _distance(one: KlPass, aim: float) -> float:
+def _distance(one: KlTrial, aim: float) -> float:
     return abs(math.log(max(one.kl, 1e-30) / aim))

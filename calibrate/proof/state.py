@@ -184,7 +184,7 @@ def lengths_of(problems: Iterable[Problem], kind: ProblemKind | None = None) -> 
 
 
 @dataclass(frozen=True)
-class KlPass:
+class KlTrial:
     """One allocation that was tried for a budget in KL.
 
     scale: How much of the budget without its margin was predicted to be spent. predicted: The KL that sensitivities

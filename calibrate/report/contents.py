@@ -15,7 +15,7 @@ from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
-from calibrate.proof.state import KlPass
+from calibrate.proof.state import KlTrial
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.report.plan import option_lines
@@ -141,7 +141,7 @@ class LengthReport:
     dense_attention_seconds: float | None
     groups: tuple[tuple[int, ...], ...]
     layers: tuple[LayerReport, ...]
-    kl_passes: tuple[KlPass, ...] = ()
+    kl_passes: tuple[KlTrial, ...] = ()
 
     @property
     def label(self) -> str:

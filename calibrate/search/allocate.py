@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Ranking
+from calibrate.curves.curves import TAUS, Curve, RankingConfig
 from s2o_runtime.config import HeadConfig, StopRule
 
 
@@ -38,7 +38,7 @@ class Point(NamedTuple):
 
 
 # a point whose head is not made yet: mse, cost, density, worst, and what the head is made of
-_Candidate = tuple[float, float, float, float, Ranking, float, bool]
+_Candidate = tuple[float, float, float, float, RankingConfig, float, bool]
 _MSE_AND_COST = itemgetter(0, 1)
 
 
@@ -91,7 +91,7 @@ def dense_point(segment: int, mse: float = 0.0, worst: float = 0.0) -> Point:
 
 
 @dataclass(frozen=True)
-class Weights:
+class ErrorWeights:
     """What the errors of one layer count.
 
     Attributes:
@@ -110,14 +110,14 @@ class Weights:
         return sum(weight * point.mse for weight, point in zip(self.heads, points, strict=True)) / len(points)
 
 
-UNWEIGHTED = Weights()
+UNWEIGHTED = ErrorWeights()
 
 
 def allocate(
-    curves: Mapping[Ranking, Curve],
+    curves: Mapping[RankingConfig, Curve],
     budget_mse: float,
     constraints: SearchConstraints = SearchConstraints(),
-    weights: Weights = UNWEIGHTED,
+    weights: ErrorWeights = UNWEIGHTED,
 ) -> Allocation:
     """The heads' settings of a layer with the least mean cost whose mean error is at most `budget_mse`.
 
@@ -131,8 +131,10 @@ def allocate(
 
 
 def allocate_each(
-    curves: Mapping[Ranking, Curve], budgets: Sequence[float], constraints: SearchConstraints = SearchConstraints()
-) -> list[Allocation]:  # fmt: skip
+    curves: Mapping[RankingConfig, Curve],
+    budgets: Sequence[float],
+    constraints: SearchConstraints = SearchConstraints(),
+) -> list[Allocation]:
     """`allocate` of one layer with each of several budgets."""
     options = [points_of(curves, head, constraints) for head in range(_heads(curves))]
     equal = [1.0 / len(options)] * len(options)
@@ -140,8 +142,8 @@ def allocate_each(
 
 
 def allocate_together(
-    layers: Sequence[Mapping[Ranking, Curve]],
-    weights: Sequence[Weights],
+    layers: Sequence[Mapping[RankingConfig, Curve]],
+    weights: Sequence[ErrorWeights],
     budget: float,
     constraints: SearchConstraints = SearchConstraints(),
 ) -> list[Allocation]:
@@ -167,7 +169,7 @@ def allocate_together(
     return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
 
 
-def points_of(curves: Mapping[Ranking, Curve], head: int, constraints: SearchConstraints) -> list[Point]:
+def points_of(curves: Mapping[RankingConfig, Curve], head: int, constraints: SearchConstraints) -> list[Point]:
     """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
     limit = math.inf if constraints.worst_rows is None else constraints.worst_rows
     candidates: list[_Candidate] = []
@@ -194,11 +196,11 @@ def points_of(curves: Mapping[Ranking, Curve], head: int, constraints: SearchCon
     return points
 
 
-def _settings(ranking: Ranking, tau: float, tail: bool) -> HeadConfig:
+def _settings(ranking: RankingConfig, tau: float, tail: bool) -> HeadConfig:
     return HeadConfig(tau, ranking.segment, "s2o", StopRule.REST, ranking.representatives, tail, ranking.linear)
 
 
-def rounding_error(curves: Mapping[Ranking, Curve], head: int) -> tuple[float, float]:
+def rounding_error(curves: Mapping[RankingConfig, Curve], head: int) -> tuple[float, float]:
     """What int8 scores cost a head that visits all keys: its mse, and the error of its worst rows; 0 for others.
 
     That is the least error of any threshold, with a tail or without, because a low one leaves next to nothing out; no
@@ -213,7 +215,7 @@ def rounding_error(curves: Mapping[Ranking, Curve], head: int) -> tuple[float, f
     )
 
 
-def _heads(curves: Mapping[Ranking, Curve]) -> int:
+def _heads(curves: Mapping[RankingConfig, Curve]) -> int:
     return len(next(iter(curves.values())).mse)
 
 

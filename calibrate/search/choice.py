@@ -13,9 +13,16 @@ from enum import Enum
 from statistics import fmean
 from typing import NamedTuple
 
-from calibrate.curves.curves import Curve, Curves, Ranking, Shape, dense_power, methods
+from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, methods
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import UNWEIGHTED, Allocation, SearchConstraints, Weights, allocate, allocate_together
+from calibrate.search.allocate import (
+    UNWEIGHTED,
+    Allocation,
+    ErrorWeights,
+    SearchConstraints,
+    allocate,
+    allocate_together,
+)
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, TileConfig
 from s2o_runtime.profile.record import PredictedLayer
@@ -69,13 +76,13 @@ class Choice:
     """
 
     point: SearchPoint
-    curves: Mapping[Ranking, Curve]
+    curves: Mapping[RankingConfig, Curve]
     budget_mse: float
     allocation: Allocation
     timing: Timing | None = None
     why_dense: ChosenDense | None = None
     measured: str = ""
-    weights: Weights = UNWEIGHTED
+    weights: ErrorWeights = UNWEIGHTED
     last_rows: int = 0
 
     @property
@@ -163,7 +170,9 @@ def search_constraints(recipe: Recipe) -> SearchConstraints:
     return SearchConstraints(recipe.tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
 
 
-def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1) -> Weights:
+def weights_of(
+    curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1
+) -> ErrorWeights:
     """What the errors of one layer count against a recipe's budget.
 
     An error counts in the budget's unit, and more where a ceiling allows the layer less than the budget's value. With
@@ -178,16 +187,16 @@ def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | No
     """
     budget, power = recipe.budget, dense_power(curves)
     if not budget.is_kl:
-        return Weights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
+        return ErrorWeights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
     if sensitivity is None:
         raise ValueError("a budget in KL needs the layer's sensitivity")
     mean = max(sum(sensitivity) / len(sensitivity), 1e-30)
     heads = [max(of_head / mean, FEWEST) for of_head in sensitivity]
     total = sum(heads)
-    return Weights(layers * mean * total, tuple(of_head * len(heads) / total for of_head in heads))
+    return ErrorWeights(layers * mean * total, tuple(of_head * len(heads) / total for of_head in heads))
 
 
-def budget_mse(weights: Weights, recipe: Recipe) -> float:
+def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
     """What a layer's calibration may spend, as mean squared error weighted by head: the budget without its margin.
 
     Of a budget in KL that is an equal part for every layer.
@@ -196,7 +205,7 @@ def budget_mse(weights: Weights, recipe: Recipe) -> float:
 
 
 def choice_at(
-    point: SearchPoint, curves: Curves, recipe: Recipe, weights: Weights | None = None, last_rows: int = 0
+    point: SearchPoint, curves: Curves, recipe: Recipe, weights: ErrorWeights | None = None, last_rows: int = 0
 ) -> Choice:
     """A layer's budget spent at one search point, not timed.
 

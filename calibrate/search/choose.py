@@ -17,7 +17,7 @@ import torch
 
 from calibrate.compiling import compile_ahead, form, with_tiles
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Curves, Ranking, Shape, dense_power, methods
+from calibrate.curves.curves import TAUS, Curve, Curves, RankingConfig, Shape, dense_power, methods
 from calibrate.curves.measure import LayersCurves, dense_forward
 from calibrate.journal import Journal, taken_on
 from calibrate.model.capture import Captured
@@ -434,7 +434,7 @@ class _LengthSearch:
 
 
 def _uniform(
-    layers: Sequence[Mapping[Ranking, Curve]], budgets: Sequence[float], tails: Sequence[bool]
+    layers: Sequence[Mapping[RankingConfig, Curve]], budgets: Sequence[float], tails: Sequence[bool]
 ) -> Uniform | None:
     """The cheapest setting for all heads of all layers whose error over its layer's budget is at most 1 on average."""
     best: Uniform | None = None

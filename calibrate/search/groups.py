@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sklearn.cluster import AgglomerativeClustering
 
-from calibrate.curves.curves import Curve, Ranking
+from calibrate.curves.curves import Curve, RankingConfig
 from calibrate.search.allocate import SearchConstraints, allocate_each
 
 BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
@@ -14,7 +14,9 @@ APART = 0.08  # of dense attention's time: layers whose costs differ by more tha
 
 
 def groups(
-    layers: Sequence[Mapping[int, Mapping[Ranking, Curve]]], budgets: Sequence[float], constraints: SearchConstraints
+    layers: Sequence[Mapping[int, Mapping[RankingConfig, Curve]]],
+    budgets: Sequence[float],
+    constraints: SearchConstraints,
 ) -> list[list[int]]:
     """Layers grouped by complete linkage: no two layers of a group are further apart than `APART`.
 

@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial
 
 from calibrate.curves.curves import Curves, Shape
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import Weights
+from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choice import Choice, ChosenDense, SearchPoint, choice_at, default_segment
 from calibrate.timing import FAILURES, Timing, reason
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -125,7 +125,7 @@ class LayerSearch:
     segments: Sequence[int]
     tiles: Sequence[TileConfig]
     timer: Timer | None
-    weights: Weights | None = None
+    weights: ErrorWeights | None = None
     tried: dict[SearchPoint, Choice] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     trials: int = 0

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from calibrate.model.estimate import Sizes
+from calibrate.model.estimate import ModelSizes
 from calibrate.model.preflight import attention_share, loading, preflight
 from calibrate.model.weights import skeleton
 from s2o_runtime.errors import ModelError
@@ -96,7 +96,7 @@ def test_the_share_of_attention():
 def test_how_a_checkpoint_is_loaded(tmp_path):
     folder = str(save("llama", tmp_path))
     model = skeleton(CONFIGS["llama"], torch.bfloat16, CPU)
-    resident = Sizes.of(model, "cpu")
+    resident = ModelSizes.of(model, "cpu")
 
     def said(name, sizes):
         return loading(name, CONFIGS["llama"], model, sizes, "cpu", False)

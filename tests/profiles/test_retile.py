@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calibrate.curves.curves import TAUS, Ranking, Shape
+from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.passes import measure
 from calibrate.profiles import retile as module
 from calibrate.profiles.retile import OTHER_HEIGHT, legal_tiles, retile, tau_for
@@ -126,7 +126,7 @@ def test_heads_are_timed_at_the_density_that_the_record_gives(old, timed, tmp_pa
     prompt = module._inputs(GEOMETRY, 2048, torch.device("cpu"))
     config = next(config for config, length in timed if length == 2048)
     for index, head in enumerate(config.heads):
-        method = Ranking(head.segment, head.representatives, 4)
+        method = RankingConfig(head.segment, head.representatives, 4)
         density = measure(prompt, [method], [shape])[method, shape].density[index]
         place = [math.log(tau) for tau in TAUS]
         low = max(i for i, each in enumerate(place) if each <= math.log(head.tau) + 1e-9)

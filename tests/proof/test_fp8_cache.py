@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate.curves.curves import TAUS, Ranking, Shape
+from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.passes import measure
 from calibrate.model.capture import Captured
 from calibrate.proof.layers import LayerSetting
@@ -28,7 +28,7 @@ OPTIONS = {"model": "demo", "lengths": (1024,), "out": Path("p.safetensors"), "k
 def test_a_curves_error_is_from_dense_attention_that_rounds_nothing(tail):
     q, k, v = torch.randn(1, 4, LENGTH, 16), *torch.randn(2, 1, 2, LENGTH, 16)
     captured = Captured(q, k, v, 0.25).cached("fp8")
-    tile, ranking = TileConfig(64, 64, 2), Ranking(256, 1)
+    tile, ranking = TileConfig(64, 64, 2), RankingConfig(256, 1)
     curve = measure(captured, [ranking], [Shape.of(tile)])[ranking, Shape.of(tile)]
     truth = exact_attention(q, k, v)
     rounded = [as_cached(tensor, "fp8") for tensor in (k, v)]

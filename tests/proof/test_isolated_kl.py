@@ -9,7 +9,7 @@ import torch
 from calibrate.model.models import load
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.kl import FURTHEST, GROUPS, LEAST, corrected, isolated_kl, layer_groups
-from calibrate.search.allocate import Weights
+from calibrate.search.allocate import ErrorWeights
 from support.candidates import candidate
 from support.models import make_profile, patched_kl
 
@@ -43,7 +43,7 @@ def test_groups_are_adjacent_and_few():
 
 def test_weights_become_what_was_measured_less_rounding():
     begun = candidate().chosen[1024]
-    choices = [replace(choice, weights=Weights(40.0, (0.5, 1.5))) for choice in begun.choices]
+    choices = [replace(choice, weights=ErrorWeights(40.0, (0.5, 1.5))) for choice in begun.choices]
     begun = replace(begun, choices=choices)
     predicted = [20.0 * choice.spent for choice in choices]
 

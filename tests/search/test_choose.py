@@ -10,14 +10,14 @@ import torch
 
 from calibrate.compiling import form
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, unpacked
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, unpacked
 from calibrate.curves.measure import combined, of_prompt
 from calibrate.journal import Journal
 from calibrate.model.capture import Captured
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.search import choose as choose_module
-from calibrate.search.allocate import Weights, allocate_together
+from calibrate.search.allocate import ErrorWeights, allocate_together
 from calibrate.search.choice import search_constraints
 from calibrate.search.choose import CallTime, CapturedLayers, _timed, _uniform, choose
 from calibrate.timing import Timing
@@ -175,7 +175,7 @@ def random_curve(generator):
 )
 def test_the_best_single_setting_by_trying_them_all(budget, tails):
     generator = torch.Generator().manual_seed(3)
-    methods = (Ranking(512), Ranking(512, 8), Ranking(1024, 1, 4))
+    methods = (RankingConfig(512), RankingConfig(512, 8), RankingConfig(1024, 1, 4))
     layers = [{method: random_curve(generator) for method in methods} for _ in range(3)]
     budgets = [budget, 2 * budget, budget / 2]
     best = (1.0, None)
@@ -354,7 +354,7 @@ def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monke
     powers = [next(iter(of_layer.values())).dense_power for of_layer in curves]
     expected = allocate_together(
         [each.choices[layer].curves for layer in live],
-        [Weights(1 / powers[layer]) for layer in live],
+        [ErrorWeights(1 / powers[layer]) for layer in live],
         0.8e-2 * 4 / 3,
         search_constraints(recipe(budget_scope="model")),
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Ranking
+from calibrate.curves.curves import TAUS, Curve, RankingConfig
 from calibrate.search.allocate import SearchConstraints
 from calibrate.search.groups import APART, BUDGETS, groups
 
@@ -19,7 +19,7 @@ def layer(costs, budget=1.0):
     for segment, of_segment in zip(SEGMENTS, costs, strict=True):
         mse = torch.full((2, len(TAUS)), 1e9, dtype=torch.float64)
         density = torch.ones(2, len(TAUS), dtype=torch.float64)
-        method = Ranking(segment)
+        method = RankingConfig(segment)
         for index, (share, cost) in enumerate(zip(BUDGETS, of_segment, strict=True)):
             mse[:, index] = 0.99 * share * budget  # both heads can just afford it
             density[:, index] = cost - overhead(method, tail=False)
