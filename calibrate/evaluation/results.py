@@ -13,7 +13,7 @@ from itertools import chain, product
 from typing import Any
 
 from calibrate.evaluation import paired
-from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
+from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, EvaluationPlan
 from calibrate.evaluation.score import BUCKETS
 from calibrate.evaluation.tasks import Case, cases
 from calibrate.evaluation.user_prompts import digest
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 Summary = dict[str, Any]
 
 
-def open_journal(plan: Plan, loaded: LoadedModel) -> Journal:
+def open_journal(plan: EvaluationPlan, loaded: LoadedModel) -> Journal:
     """The results so far, of the same model, device, software and prompts.
 
     Raises:
@@ -53,7 +53,7 @@ def open_journal(plan: Plan, loaded: LoadedModel) -> Journal:
 
 
 def summary(
-    plan: Plan,
+    plan: EvaluationPlan,
     loaded: LoadedModel,
     compared: Sequence[Variant],
     user_prompts: Sequence[Prompt],
@@ -150,7 +150,7 @@ def _recall(values: list[Row], dense: list[Row]) -> Row:
     }
 
 
-def _quality(plan: Plan, results: _Results, text: Mapping[str, list[Row]]) -> list[Row]:
+def _quality(plan: EvaluationPlan, results: _Results, text: Mapping[str, list[Row]]) -> list[Row]:
     """What each variant keeps of dense's quality at a length: all retrieval tasks together, and the text's results."""
     times = [{name: row[name] for name in ("variant", "length", "speedup")} for row in text["time"]]
     parts = [*results.rows(RETRIEVAL, _recall), *text["agreement"], *text["greedy"], *times]
@@ -165,7 +165,7 @@ def _quality(plan: Plan, results: _Results, text: Mapping[str, list[Row]]) -> li
     return rows
 
 
-def _heat(plan: Plan, results: _Results) -> list[Row]:
+def _heat(plan: EvaluationPlan, results: _Results) -> list[Row]:
     """For each variant the share of needles found: accuracy[depth][length].
 
     A depth is where one of at most `BUCKETS` equal parts of the text before the questions begins.

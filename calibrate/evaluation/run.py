@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calibrate.evaluation import score
-from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
+from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, EvaluationPlan
 from calibrate.evaluation.tasks import Case, build, cases
 from calibrate.evaluation.variants import Variant, run_stats, running
 from calibrate.journal import Journal
@@ -26,7 +26,7 @@ POSITIONS = 512  # of a prompt at which predictions are compared with the dense 
 
 
 def evaluate(
-    plan: Plan,
+    plan: EvaluationPlan,
     loaded: LoadedModel,
     compared: Sequence[Variant],
     user_prompts: Sequence[Prompt],
@@ -76,7 +76,7 @@ class _CaseRun:
     case: Case
     prompt: Prompt
     asked: Sequence[int]
-    plan: Plan
+    plan: EvaluationPlan
     loaded: LoadedModel
     compared: Sequence[Variant]
     journal: Journal

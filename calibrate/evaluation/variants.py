@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from calibrate.evaluation.plan import DENSE, Plan
+from calibrate.evaluation.plan import DENSE, EvaluationPlan
 from calibrate.evaluation.settings import baseline_of, config_of
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import attention_implementation
@@ -83,7 +83,7 @@ class RunStats:
     dense: dict[str, int]
 
 
-def variants(plan: Plan, loaded: LoadedModel) -> list[Variant]:
+def variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
     """Dense, every profile and every setting of a plan, ready to run.
 
     Raises:

@@ -24,7 +24,7 @@ from s2o_runtime.reference.dense import unchecked_attention
 from s2o_runtime.shapes import CallShape
 
 if TYPE_CHECKING:
-    from s2o_runtime.kernels.plan import Plan, Recorder
+    from s2o_runtime.kernels.plan import LaunchPlan, Recorder
 
 PLANS = 4096  # plans kept, such as those of 32 layers at 128 lengths; one takes about 15 KiB
 STEPS = 64  # kinds of decode steps kept: each has one more key than the last, and its layers follow one another
@@ -43,7 +43,7 @@ class RepeatedCall:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._known: tuple[Plan, BackendChoice, CallShape] | None = None
+        self._known: tuple[LaunchPlan, BackendChoice, CallShape] | None = None
         self._dense: tuple[float, BackendChoice, CallShape] | None = None
 
     def replay(self, inputs: Inputs) -> Answer | None:

@@ -157,7 +157,7 @@ def test_codes_are_asked_for_in_one_text(tmp_path, engines, capsys):
 
 def test_chunks_and_shares_of_the_cache_are_timed_in_one_engine(tmp_path, engines):
     _, file = run(tmp_path, "--lengths", "1024", "--chunks", "256,512", "--hits", "0,0.5")
-    kinds = [bench.Kind(1024, chunk, hit) for chunk, hit in product((256, 512), (0, 0.5))]
+    kinds = [bench.PromptKind(1024, chunk, hit) for chunk, hit in product((256, 512), (0, 0.5))]
     assert [row.kind for row in file.rows] == kinds * 2
     assert [row.cached for row in file.rows] == [0, 512, 0, 512] * 2
     assert [row.seconds.median for row in file.rows[:4]] == [4.0, 2.0, 2.0, 1.0]

@@ -8,14 +8,14 @@ import torch
 from calibrate.compiling import form
 from calibrate.journal import Journal
 from calibrate.search import crossover, tiles
-from calibrate.search.crossover import Kind, Layer
+from calibrate.search.crossover import CrossoverKey, Layer
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
 from support.executors import GPU, pretended
 
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
 CPU = torch.device("cpu")
-KIND = Kind(TileConfig(), HeadConfig(MAX_TAU, 1024), 4)
+KIND = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024), 4)
 
 
 def forget():
@@ -40,7 +40,7 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected)
     monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
     forget()
     config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, tail=True)), grain=2)
-    assert crossover.dense_below(Kind.of(config), GEOMETRY, CPU, density) == expected
+    assert crossover.dense_below(CrossoverKey.of(config), GEOMETRY, CPU, density) == expected
     assert seen[-1] == min(expected, crossover.LENGTHS[-1])
 
 
@@ -56,8 +56,8 @@ def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch
         assert tile == TileConfig(dense_below=7, min_queries=9, tail_keys=8192)
         fastest = replace(timed, tau=MAX_TAU)
         assert calls == [
-            Kind(TileConfig(), fastest, 2),
-            Kind(TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest, 2),
+            CrossoverKey(TileConfig(), fastest, 2),
+            CrossoverKey(TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest, 2),
         ]
         calls.clear()
 
