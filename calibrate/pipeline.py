@@ -195,19 +195,19 @@ def _calibrated(run: _Run, clock: PhaseClock) -> Result:
         if recipe.budget.is_kl:
             candidate, kl_passes = within_kl(prover, candidate)
     with clock.phase("proving"):
-        texts = {length: len(Groups.of(of_length)) for length, of_length in prompts.certify.items()}
+        texts = {length: len(Groups.of(texts_of_length)) for length, texts_of_length in prompts.certify.items()}
         proven = prove_and_tighten(prover, candidate, texts)
         proven = without_slower_lengths(prover, proven)
         proven = replace(proven, kl_passes=kl_passes)
     if proven.met:
-        careful = without_slower_layers(proven)
+        certified = without_slower_layers(proven)
         if prompts.certify:
             with clock.phase("certifying"):
-                careful = certify(prover, prompts.certify, careful)
-                proven = proven_again(prover, proven, careful)
-        elif careful.candidate is not proven.candidate:
+                certified = certify(prover, prompts.certify, certified)
+                proven = proven_again(prover, proven, certified)
+        elif certified.candidate is not proven.candidate:
             with clock.phase("measuring again"):
-                proven = proven_again(prover, proven, careful)
+                proven = proven_again(prover, proven, certified)
 
     profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
     written = proven.met or recipe.allow_regression
@@ -252,7 +252,7 @@ def _executor(
 def _of_run(prompts: PromptSet) -> list[Prompt]:
     """All prompts of a run."""
     sets = prompts.calibration, prompts.held_out, prompts.certify
-    return [prompt for by_length in sets for of_length in by_length.values() for prompt in of_length]
+    return [prompt for by_length in sets for prompts_of_length in by_length.values() for prompt in prompts_of_length]
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ def _worthwhile_tiles(run: _Run) -> TilesByLength:
 def _curves(run: _Run, tiles: TilesByLength) -> LayersCurves:
     """The curves of every layer at every length, for the shapes of the tiles."""
     shapes = {
-        length: sorted(set(map(Shape.of, of_length)), key=lambda shape: (shape.block_m, shape.stride))
-        for length, of_length in tiles.items()
+        length: sorted(set(map(Shape.of, length_tiles)), key=lambda shape: (shape.block_m, shape.stride))
+        for length, length_tiles in tiles.items()
     }
     steps = run.executor.geometry.layers * len(run.recipe.lengths)
     with progress_bar("measuring curves", steps, "layer", shown=run.progress) as step:
@@ -309,20 +309,20 @@ def _choices(
         run.executor,
         {
             (length, layer): crossing(choice, length)
-            for length, of_length in chosen.items()
-            for layer, choice in enumerate(of_length.choices)
+            for length, length_choices in chosen.items()
+            for layer, choice in enumerate(length_choices.choices)
         },
         run.journal,
     )
     return {
         length: replace(
-            of_length,
+            length_choices,
             choices=[
                 replace(choice, point=choice.point._replace(tile=crossed[length, layer]))
-                for layer, choice in enumerate(of_length.choices)
+                for layer, choice in enumerate(length_choices.choices)
             ],
         )
-        for length, of_length in chosen.items()
+        for length, length_choices in chosen.items()
     }
 
 

@@ -61,13 +61,13 @@ class PhaseClock:
             _run.reset(token)
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - self._start
 
-    def left(self, of_phase: float | None) -> float | None:
+    def left(self, phase_left: float | None) -> float | None:
         """The seconds until the run ends; None where nothing was expected of this phase.
 
         What was slower than expected so far makes later phases slower too; what was quicker may have been in a journal.
 
         Args:
-            of_phase: What is left of this phase; None if only what was expected says it.
+            phase_left: What is left of this phase; None if only what was expected says it.
         """
         if self._phase not in self._expected:
             return None
@@ -75,10 +75,10 @@ class PhaseClock:
         number = names.index(self._phase)
         spent = self._clock() - self._start
         before = [name for name in names[:number] if name in self.seconds]
-        took = sum(self.seconds[name] for name in before) + spent + (of_phase or 0.0)
+        took = sum(self.seconds[name] for name in before) + spent + (phase_left or 0.0)
         planned = sum(self._expected[name] for name in before) + self._expected[self._phase]
         slower = max(1.0, took / planned) if planned else 1.0
-        here = max(0.0, slower * self._expected[self._phase] - spent) if of_phase is None else of_phase
+        here = max(0.0, slower * self._expected[self._phase] - spent) if phase_left is None else phase_left
         return here + slower * sum(self._expected[name] for name in names[number + 1 :])
 
 
@@ -133,19 +133,19 @@ class ProgressLines:
                 left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
                 line += f"{duration(left)} left"
-        if (of_run := _left_of_run(left)) is not None:
-            line += f", {duration(of_run)} until the end"
-            fields["run_seconds_left"] = round(of_run, 1)
+        if (run_left := _left_of_run(left)) is not None:
+            line += f", {duration(run_left)} until the end"
+            fields["run_seconds_left"] = round(run_left, 1)
         if (status := _status.get()) is not None and status():
             line = f"{line}; {status()}"
             fields["status"] = status()
         say("calibrate.progress", f"{self._description}: {line}", fields)
 
 
-def _left_of_run(of_phase: float | None) -> float | None:
+def _left_of_run(phase_left: float | None) -> float | None:
     """The seconds until the run ends, as its clock expects them; None if nobody knows."""
     clock = _run.get()
-    return None if clock is None else clock.left(of_phase)
+    return None if clock is None else clock.left(phase_left)
 
 
 def duration(seconds: float) -> str:
@@ -192,7 +192,7 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
             bar.update(steps)
             taken = bar.format_dict["elapsed"]
             left = None if total is None else taken * (total - bar.n) / max(1, bar.n - bar.initial)
-            until_end = "" if (of_run := _left_of_run(left)) is None else f"{duration(of_run)} until the end"
+            until_end = "" if (run_left := _left_of_run(left)) is None else f"{duration(run_left)} until the end"
             if text or until_end:
                 bar.set_postfix_str(", ".join(filter(None, (text, until_end))), refresh=False)
 

@@ -84,11 +84,11 @@ def methods(
     curves: Curves, segment: int, grain: int, shape: Shape, scores: Scores = "input"
 ) -> dict[RankingConfig, Curve]:  # fmt: skip
     """The curves that heads choose among once segment, grain, tile shape and scores are fixed."""
-    wanted = segment, grain, scores
+    settings = segment, grain, scores
     return {
         ranking: curve
-        for (ranking, of_shape), curve in curves.items()
-        if of_shape == shape and (ranking.segment, ranking.grain, ranking.scores) == wanted
+        for (ranking, curve_shape), curve in curves.items()
+        if curve_shape == shape and (ranking.segment, ranking.grain, ranking.scores) == settings
     }
 
 

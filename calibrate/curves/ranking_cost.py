@@ -76,7 +76,7 @@ def stored_cost(
 ) -> float:
     """The same from a journal's entries of `KIND`; `costs.fixed_cost` if there is none for this length and GPU."""
     key = {**_item(geometry, length, recipe).key, **taken_on(device)}
-    return next((float(value) for of_entry, value in entries if of_entry == key), fixed_cost(length))
+    return next((float(value) for entry, value in entries if entry == key), fixed_cost(length))
 
 
 def _measured(geometry: Geometry, device: torch.device, length: int, ranking: RankingConfig) -> float:

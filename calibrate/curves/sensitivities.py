@@ -37,10 +37,10 @@ def measured_sensitivity(
         ResourceError: The GPU's memory ran out, or the journal cannot be written.
     """
     length = max((length for length in prompts if length <= TOKENS), default=min(prompts))
-    of_length = prompts[length][:PROMPTS]
-    item = PromptsSensitivity(tuple(prompt.sha256 for prompt in of_length), min(length, TOKENS), recipe.seed)
+    chosen = prompts[length][:PROMPTS]
+    item = PromptsSensitivity(tuple(prompt.sha256 for prompt in chosen), min(length, TOKENS), recipe.seed)
     with executor_of(model) as executor:
-        executor.know(of_length)
+        executor.register_prompts(chosen)
         return _typed(measured([item], executor, journal)[0])
 
 
@@ -83,4 +83,4 @@ def stored_sensitivity(
 
 
 def _typed(value: Any) -> Sensitivity:
-    return tuple(tuple(float(of_head) for of_head in of_layer) for of_layer in value)
+    return tuple(tuple(float(head) for head in layer) for layer in value)

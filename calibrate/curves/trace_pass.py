@@ -52,8 +52,8 @@ def measure(
     curves: dict[tuple[RankingConfig, Shape], Curve] = {}
     for method in methods:
         for block_m in sorted({shape.block_m for shape in shapes}):
-            of_height = [s for s in shapes if s.block_m == block_m]
-            curves |= traced(prompt, method, of_height, dense, norms, last_rows)
+            same_height = [s for s in shapes if s.block_m == block_m]
+            curves |= traced(prompt, method, same_height, dense, norms, last_rows)
     return curves
 
 
@@ -89,8 +89,8 @@ def traced(
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
         kept = (edges < sparse)[:, None]
-        for total, of_tiles in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):
-            total += torch.where(kept, of_tiles, 0).double().sum(2)
+        for total, per_tile in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):
+            total += torch.where(kept, per_tile, 0).double().sum(2)
         worst.append(torch.where(kept, torch.stack([part.worst, part.tail_worst]), 0))
     row, tail_row = worst_of(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()

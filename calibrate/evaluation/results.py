@@ -69,7 +69,7 @@ def summary(
         journal: The results of all of the plan's prompts.
     """
     results = _Results(journal, cases(plan, user_prompts), compared)
-    text = {name: results.rows([name], of_text) for name, of_text in _OF_TEXT.items()}
+    text = {name: results.rows([name], kind_of_text) for name, kind_of_text in _OF_TEXT.items()}
     return {
         "model": plan.model,
         "architecture": str(loaded.geometry),
@@ -192,8 +192,10 @@ def _heat(plan: EvaluationPlan, results: _Results) -> list[Row]:
 
 def _perplexity(values: list[Row], dense: list[Row]) -> Row:
     tokens = sum(value["tokens"] for value in values)
-    perplexity, of_dense = (math.exp(math.fsum(value["nll"] for value in some) / tokens) for some in (values, dense))
-    return {"tokens": tokens, "perplexity": perplexity, "dense_perplexity": of_dense}
+    perplexity, dense_perplexity = (
+        math.exp(math.fsum(value["nll"] for value in some) / tokens) for some in (values, dense)
+    )
+    return {"tokens": tokens, "perplexity": perplexity, "dense_perplexity": dense_perplexity}
 
 
 def _agreement(values: list[Row], dense: list[Row]) -> Row:
@@ -224,9 +226,9 @@ def _greedy(values: list[Row], dense: list[Row]) -> Row:
 
 
 def _time(values: list[Row], dense: list[Row]) -> Row:
-    (value,), (of_dense,) = values, dense
+    (value,), (dense_value,) = values, dense
     measured = {name: value[name] for name in ("seconds", "fastest", "slowest", "peak_bytes")}
-    return measured | {"dense_seconds": of_dense["seconds"], "speedup": of_dense["seconds"] / value["seconds"]}
+    return measured | {"dense_seconds": dense_value["seconds"], "speedup": dense_value["seconds"] / value["seconds"]}
 
 
 _OF_TEXT = {"perplexity": _perplexity, "agreement": _agreement, "greedy": _greedy, "time": _time}

@@ -50,8 +50,8 @@ def evaluate(
     planned = cases(plan, user_prompts)
     with progress_bar("evaluating", len(planned) * len(compared), "prompt", shown=progress) as step:
         to_do = [[one for one in compared if _missing(case, one, compared[0], journal)] for case in planned]
-        if known := sum(len(compared) - len(missing) for missing in to_do):
-            step(f"are in {journal.path.name}", known, known=True)
+        if stored := sum(len(compared) - len(missing) for missing in to_do):
+            step(f"are in {journal.path.name}", stored, known=True)
         for case, missing in zip(planned, to_do, strict=True):
             if missing:
                 prompt, asked = build(case, plan, loaded.tokenizer, user_prompts)

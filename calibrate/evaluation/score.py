@@ -87,12 +87,12 @@ class ForwardPass:
         Returns:
             The tokens' log-probabilities, [R] in float64, and whether each was the most likely token, [R].
         """
-        of_tokens, most_likely = [], []
+        token_log_probs, most_likely = [], []
         for rows, log_probs in self.log_probs(positions - 1):
             tokens = self.ids[rows + 1]
-            of_tokens.append(log_probs.gather(-1, tokens[:, None])[:, 0].double().cpu())
+            token_log_probs.append(log_probs.gather(-1, tokens[:, None])[:, 0].double().cpu())
             most_likely.append((log_probs.argmax(-1) == tokens).cpu())
-        return torch.cat(of_tokens), torch.cat(most_likely)
+        return torch.cat(token_log_probs), torch.cat(most_likely)
 
 
 def answers(forward: ForwardPass, prompt: Prompt) -> dict[str, Any]:

@@ -122,16 +122,18 @@ class ModelSizes:
         layers = decoder_layers(model)
         experts = max((int(getattr(config, name, 0) or 0) for name in ("num_experts", "num_local_experts")), default=0)
         chosen = int(getattr(config, "num_experts_per_tok", 0) or 0) / experts if experts else 1.0
-        of_layers = [dict(layer.module.named_parameters()) for layer in layers]
+        layer_parameters = [dict(layer.module.named_parameters()) for layer in layers]
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return cls(
             parameters=parameters,
             of_token=sum(
                 round(parameter.numel() * (chosen if ".experts." in name else 1.0))
-                for of_layer in of_layers
-                for name, parameter in of_layer.items()
+                for parameters in layer_parameters
+                for name, parameter in parameters.items()
             ),
-            largest_layer=max(sum(parameter.numel() for parameter in of_layer.values()) for of_layer in of_layers),
+            largest_layer=max(
+                sum(parameter.numel() for parameter in parameters.values()) for parameters in layer_parameters
+            ),
             hidden=int(config.hidden_size),
             intermediate=int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size),
             vocabulary=int(config.vocab_size),
@@ -237,8 +239,8 @@ def rates_of(device: DeviceIdentity) -> Rates:
     if device.kind != "cuda":
         return _faster(CPU_THREAD, torch.get_num_threads())
     sms = device.sm_count or H200_SMS  # unknown of workers elsewhere
-    known = max((there for there in FLOPS_OF_SM if there <= device.capability), default=(9, 0))
-    return _faster(H200, sms * FLOPS_OF_SM[known] / (H200_SMS * FLOPS_OF_SM[9, 0]))
+    nearest = max((capability for capability in FLOPS_OF_SM if capability <= device.capability), default=(9, 0))
+    return _faster(H200, sms * FLOPS_OF_SM[nearest] / (H200_SMS * FLOPS_OF_SM[9, 0]))
 
 
 def _faster(rates: Rates, times: float) -> Rates:
@@ -254,9 +256,9 @@ def _faster(rates: Rates, times: float) -> Rates:
 
 def _rankings(recipe: Recipe, length: int) -> int:
     """How many rankings have curves at a length; those of linear tails take as long as two."""
-    of_segment = len(recipe.scores) * len(recipe.representatives)
+    curves_of_segment = len(recipe.scores) * len(recipe.representatives)
     linear = 2 * len(recipe.linear_segments_for(length))
-    return len(recipe.grains) * (len(recipe.segments_for(length)) * of_segment + linear)
+    return len(recipe.grains) * (len(recipe.segments_for(length)) * curves_of_segment + linear)
 
 
 def _memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:

@@ -52,11 +52,11 @@ class LayerwiseForward:
         """
         layer = self.next_layer
         self.number += 1
-        of_streams = through if isinstance(through, Sequence) else [through] * len(self.streams)
+        per_stream = through if isinstance(through, Sequence) else [through] * len(self.streams)
         count = Counter(map(id, self.streams))
         moved: dict[int, Stream] = {}  # of what is there several times
         with layer_on_device(self._loaded, layer):
-            for index, how in enumerate(of_streams):
+            for index, how in enumerate(per_stream):
                 stream = self.streams[index]
                 if how is not None:
                     self.streams[index] = how(layer, stream)

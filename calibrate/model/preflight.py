@@ -149,8 +149,8 @@ def loading(name: str, config: Any, model: Any, sizes: ModelSizes, device: str, 
     if sizes.resident:
         return f"{total / GB:.3g} GB, which stay on the device"
     streamed = f"layer by layer, {sizes.largest_layer * width / GB:.3g} GB at a time of {total / GB:.3g} GB"
-    known = random_weights or _names(name) is not None
-    return streamed if known else f"{streamed}; as a whole if its files do not hold the model's own tensors"
+    can_stream = random_weights or _names(name) is not None
+    return streamed if can_stream else f"{streamed}; as a whole if its files do not hold the model's own tensors"
 
 
 def _names(name: str) -> Any:

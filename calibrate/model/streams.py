@@ -132,8 +132,8 @@ def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls
     streams = []
     with loaded.weights.on_device(*beside_layers(loaded.model)):
         for index, ids in enumerate(prompts):
-            hidden, of_layers = _layer_inputs(decoder, layers, ids.to(device))
-            streams.append(Stream(index, hidden, calls.setdefault(len(ids), of_layers)))
+            hidden, layer_calls = _layer_inputs(decoder, layers, ids.to(device))
+            streams.append(Stream(index, hidden, calls.setdefault(len(ids), layer_calls)))
     return streams
 
 

@@ -109,13 +109,13 @@ def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: 
     while needed := list(_needed(documents, length - len(ids))):
         most = _CHARACTERS * (length - len(ids))  # long files are not read to their end for a few tokens
         texts = [document.as_text for document in needed]
-        for document, text, of_text in zip(
+        for document, text, text_ids in zip(
             needed, texts, encode_all(tokenizer, [text[:most] for text in texts]), strict=True
         ):
             before = len(ids)
             ids += separator if tokens else []
-            cut_short = len(text) > most and len(of_text) <= length - len(ids)
-            ids += encode(tokenizer, text) if cut_short else of_text
+            cut_short = len(text) > most and len(text_ids) <= length - len(ids)
+            ids += encode(tokenizer, text) if cut_short else text_ids
             tokens[document.domain, document.group] += min(len(ids), length) - before
             if len(ids) >= length:
                 return ids[:length], tokens

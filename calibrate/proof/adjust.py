@@ -314,8 +314,8 @@ def layers_over_limit(candidate: Candidate, proofs: Mapping[int, LengthProof]) -
     recipe = candidate.recipe
     return tuple(
         over_limit(length, candidate.geometry.layer_number(layer), proof.held(recipe), candidate.limits[length, layer])
-        for length, of_length in proofs.items()
-        for layer, proof in enumerate(of_length.layers)
+        for length, length_proof in proofs.items()
+        for layer, proof in enumerate(length_proof.layers)
         if not proof.held(recipe) <= candidate.limits[length, layer]  # also where it is no number
         and not candidate.layer_config(layer, length).is_dense
     )
@@ -347,8 +347,8 @@ def slower_layers(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> fr
     have lost what made it fast. There are none where nothing was timed."""
     return frozenset(
         (length, layer)
-        for length, of_length in proofs.items()
-        for layer, proof in enumerate(of_length.layers)
+        for length, length_proof in proofs.items()
+        for layer, proof in enumerate(length_proof.layers)
         if proof.seconds is not None
         and proof.dense_seconds is not None
         and proof.seconds > TIE * proof.dense_seconds

@@ -239,7 +239,7 @@ def compared(
         recipe: Has the unit of errors.
         certified, seen: What is certified and what was measured, by length in tokens.
     """
-    layers = sum(len(of_length.layers) for of_length in seen.values())
+    layers = sum(len(proof.layers) for proof in seen.values())
     lengths = tuple(
         _compared_length(profile, recipe, certified[length], seen[length], (1 - CONFIDENCE) / max(1, layers))
         for length in certified
@@ -302,6 +302,6 @@ def fresh_prompts(opened: Opened, recipe: Recipe) -> dict[int, list[Prompt]]:
     parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()
     seen = {prompt.sha256 for part in parts for prompt in part or ()}
     return {
-        length: [prompt for prompt in of_length if prompt.sha256 not in seen]
-        for length, of_length in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
+        length: [prompt for prompt in length_prompts if prompt.sha256 not in seen]
+        for length, length_prompts in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
     }

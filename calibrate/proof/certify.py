@@ -138,11 +138,11 @@ class Scale:
     def errors(self, layers: Sequence[LayerProof]) -> list[float]:
         """Of each prompt the largest error over its limit, of all layers, over all rows and over those that answer."""
         budget = self.recipe.budget
-        of_layers = [
+        layer_shares = [
             [prompt.largest(budget) / limit if limit else 0.0 for prompt in layer.of_prompts]
             for layer, limit in zip(layers, self.limits, strict=True)
         ]
-        return [max(of_prompt, default=0.0) for of_prompt in zip(*of_layers, strict=True)]
+        return [max(prompt_shares, default=0.0) for prompt_shares in zip(*layer_shares, strict=True)]
 
     def numbers(self, seen: LengthProof) -> list[float]:
         """Each prompt's number: the larger of its largest error over the limit, and its KL over the scale's."""
@@ -387,10 +387,10 @@ def _without_slower(
     the lengths at which it changed."""
     for length, layer in sorted(layers):
         log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
-    of_layers = frozenset(length for length, _ in layers)
+    measured_lengths = frozenset(length for length, _ in layers)
     candidate = with_dense_layers(candidate, layers, ChosenDense.SLOWER_ATTENTION)
-    whole = {(length, layer) for length, layer in candidate.configs if length in lengths - of_layers}
-    return with_dense_layers(candidate, whole, ChosenDense.SLOWER_PREFILL), of_layers | lengths
+    whole = {(length, layer) for length, layer in candidate.configs if length in lengths - measured_lengths}
+    return with_dense_layers(candidate, whole, ChosenDense.SLOWER_PREFILL), measured_lengths | lengths
 
 
 def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: ChosenDense) -> Candidate:

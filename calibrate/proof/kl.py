@@ -92,9 +92,12 @@ def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int
             log.info("%d tokens: %s, aimed at %.2e", length, passes[length][-1], aim)
         ended |= {length for length in tried if close_enough(passes[length], aim, most)}
     final = {
-        length: begun[length].sharing(recipe, best_scale(of_length, aim, most)) for length, of_length in passes.items()
+        length: begun[length].sharing(recipe, best_scale(passes_of_length, aim, most))
+        for length, passes_of_length in passes.items()
     }
-    return replace(candidate, chosen=final), {length: tuple(of_length) for length, of_length in passes.items()}
+    return replace(candidate, chosen=final), {
+        length: tuple(passes_of_length) for length, passes_of_length in passes.items()
+    }
 
 
 def _weighed(prover: Prover, candidate: Candidate) -> dict[int, Chosen]:
@@ -152,13 +155,13 @@ def isolated_kl(
     """
     runs = tuple(map(LayerSetting, configs))
     with executor_of(model) as executor:
-        executor.know(prompts)
+        executor.register_prompts(prompts)
         items = [
             IsolatedKl(prompts[0].length, tuple(prompt.sha256 for prompt in share), runs)
             for share in shares(executor, prompts)
         ]
-        of_prompts = [kls for of_share in measured(items, executor, journal) for kls in of_share]
-    means = [statistics.fmean(kls) for kls in zip(*of_prompts, strict=True)]
+        prompt_kls = [kls for share_kls in measured(items, executor, journal) for kls in share_kls]
+    means = [statistics.fmean(kls) for kls in zip(*prompt_kls, strict=True)]
     return tuple(max(0.0, kl) for kl in means[:-1]), max(0.0, means[-1])
 
 
@@ -199,13 +202,13 @@ class IsolatedKl(ProofItem):
         begun = begin(loaded, [prompt.ids for prompt in prompts])
         forward = LayerwiseForward(loaded, [stream for stream in begun for _ in variants])
         for layer in forward.layers:
-            ways = [
+            layer_passes = [
                 partial(_patched, variant[layer.row]) if layer.row in variant else None
                 for _ in prompts
                 for variant in variants
             ]
             with self.within_memory(worker, f"measuring layer {layer.number} by itself"):
-                forward.move(ways)
+                forward.move(layer_passes)
         results = []
         with logits_on_device(loaded) as logits:
             for index, prompt in enumerate(prompts):

@@ -129,8 +129,8 @@ class LayerSetting:
             return cls(config, kv_cache_dtype=cache)
         by_keys = []
         for keys in (*range(chunk, length, chunk), length):
-            of_chunk = replace(configured.layer_config(layer, keys), last_rows=0)
-            by_keys.append((keys, of_chunk.as_dense() if keys < configured.min_length else of_chunk))
+            chunk_config = replace(configured.layer_config(layer, keys), last_rows=0)
+            by_keys.append((keys, chunk_config.as_dense() if keys < configured.min_length else chunk_config))
         return cls(config, chunk, tuple(by_keys), cache)
 
     @cached_property
@@ -244,7 +244,7 @@ class PairForward:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        (stream,) = begin(self._worker.loaded, [self._prompt.ids], self._worker.keep("calls of patched layers", dict))
+        (stream,) = begin(self._worker.loaded, [self._prompt.ids], self._worker.cached("calls of patched layers", dict))
         self._forward = LayerwiseForward(self._worker.loaded, [replace(stream, prompt=self._index)] * 2)
         self._runs, self._tried, self._dense = (), None, None
 
@@ -343,7 +343,7 @@ class LayerProofItem(ProofItem):
     def _forward_here(self, worker: WorkerState) -> PairForward:
         """The prompt before this layer."""
         self.patching(worker)
-        forward = worker.keep(self.affinity, lambda: PairForward(worker, self.prompt, self.index))
+        forward = worker.cached(self.affinity, lambda: PairForward(worker, self.prompt, self.index))
         forward.move_to(self.before)
         return forward
 
@@ -412,8 +412,8 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
             tokens[model].append(best)
             log_probabilities[model].append(both[model].gather(1, next_tokens[:, None])[:, 0].double())
     by_dense, by_patched = (
-        _Predicted(prompt, torch.cat(best).cpu(), torch.cat(of_next).cpu())
-        for best, of_next in zip(tokens, log_probabilities, strict=True)
+        _Predicted(prompt, torch.cat(best).cpu(), torch.cat(next_log_prob).cpu())
+        for best, next_log_prob in zip(tokens, log_probabilities, strict=True)
     )
     answers = [span for span in prompt.answers if by_dense.finds(span)]
     kept = [
@@ -435,7 +435,7 @@ class _Predicted:
 
     prompt: Prompt
     best: Tensor
-    of_next: Tensor
+    next_log_prob: Tensor
 
     def finds(self, span: tuple[int, int]) -> bool:
         first, end = span
@@ -443,4 +443,4 @@ class _Predicted:
 
     def log_probability(self, span: tuple[int, int]) -> float:
         first, end = span
-        return float(self.of_next[first - 1 : end - 1].sum())
+        return float(self.next_log_prob[first - 1 : end - 1].sum())

@@ -93,14 +93,14 @@ class LayerProof:
     kinds: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
+    def of(cls, prompts: Sequence[Prompt], results: Sequence[Mapping[str, Any]]) -> LayerProof:
         """From the results of a layer's steps on these prompts, without times."""
         return cls(
-            mse=statistics.fmean(one["all_rows"][0] for one in of_prompts),
-            dense_power=statistics.fmean(one["all_rows"][1] for one in of_prompts),
-            density=statistics.fmean(one["density"] for one in of_prompts),
-            worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
-            of_prompts=tuple(PromptErrors(tuple(one["all_rows"]), tuple(one["last_rows"])) for one in of_prompts),
+            mse=statistics.fmean(result["all_rows"][0] for result in results),
+            dense_power=statistics.fmean(result["all_rows"][1] for result in results),
+            density=statistics.fmean(result["density"] for result in results),
+            worst=float(worst_of(torch.cat([result["tiles"] for result in results]))),
+            of_prompts=tuple(PromptErrors(tuple(result["all_rows"]), tuple(result["last_rows"])) for result in results),
             kinds=tuple(prompt.domain for prompt in prompts),
         )
 
@@ -210,7 +210,8 @@ def prove(
     """
     with executor_of(model) as executor:
         evaluations = [
-            _Evaluation(executor, journal, progress.stage, length, of_length) for length, of_length in prompts.items()
+            _Evaluation(executor, journal, progress.stage, length, length_prompts)
+            for length, length_prompts in prompts.items()
         ]
         layers: dict[int, list[LayerProof]] = {length: [] for length in prompts}
         for index in range(executor.geometry.layers):
@@ -234,7 +235,7 @@ def prove(
             for evaluation in evaluations
         }
         if timed:
-            first = {length: of_length[0] for length, of_length in prompts.items()}
+            first = {length: length_prompts[0] for length, length_prompts in prompts.items()}
             ran = {evaluation.length: evaluation.prefix for evaluation in evaluations}
             proofs = _with_times(executor, first, ran, proofs, journal)
     return configured, proofs
@@ -256,7 +257,7 @@ class _Evaluation:
         self._executor, self._journal, self._stage = executor, journal, stage
         self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
         self._begun: tuple[LayerSetting, Measuring] | None = None
-        executor.know(prompts)
+        executor.register_prompts(prompts)
 
     def begin(self, runs: LayerSetting) -> None:
         """Let the next layer run this on all prompts; the results come by `measured`."""
@@ -388,7 +389,9 @@ class LayerTime(ProofItem):
     def run(self, worker: WorkerState) -> dict[str, Any]:
         self.patching(worker)
         with self.within_memory(worker, f"timing layer {self.number}"):
-            forward = worker.keep((self.length, self.ran.digest), lambda: _TimedForward(worker, self.prompt, self.ran))
+            forward = worker.cached(
+                (self.length, self.ran.digest), lambda: _TimedForward(worker, self.prompt, self.ran)
+            )
             return forward.timed(self.number)
 
 
@@ -434,7 +437,7 @@ class _TimedForward:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        calls: dict[int, Calls] = self._worker.keep("calls of patched layers", dict)
+        calls: dict[int, Calls] = self._worker.cached("calls of patched layers", dict)
         self._forward = LayerwiseForward(self._worker.loaded, begin(self._worker.loaded, [self._ids], calls))
 
 

@@ -368,8 +368,8 @@ def _in_unit(recipe: Recipe, choice: Choice, mse: float) -> float:
 
 def _total(values: Iterable[float | None]) -> float | None:
     """The sum; None if a value is missing."""
-    known = list(values)
-    return None if None in known else sum(filter(None, known), 0.0)
+    numbers = list(values)
+    return None if None in numbers else sum(filter(None, numbers), 0.0)
 
 
 def _copied(source: object, *names: str) -> dict[str, Any]:

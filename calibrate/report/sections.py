@@ -119,7 +119,10 @@ def _overview_cells(report: Report, length: LengthReport) -> tuple[str, ...]:
         errors.append([layer.held_out_rel_mse for layer in length.layers])
     return (
         Number(f"{length.length}{'' if length.calibrated else ' checked'}", length.length),
-        *(formatted(max(of_unit) if report.budget.scope == "layer" else fmean(of_unit), ".2e") for of_unit in errors),
+        *(
+            formatted(max(unit_errors) if report.budget.scope == "layer" else fmean(unit_errors), ".2e")
+            for unit_errors in errors
+        ),
         formatted(max(layer.error_over_limit for layer in length.layers), ".0%"),
         formatted(fmean(layer.density for layer in length.layers), ".3f"),
         _attention_speedup(length),

@@ -161,9 +161,9 @@ def allocate_together(
     options = [points_of(curves, head, constraints) for curves in layers for head in range(_heads(curves))]
     weighted = zip(layers, weights, strict=True)
     head_weights = [
-        of_layer.layer * of_head / _heads(curves)
-        for curves, of_layer in weighted
-        for of_head in of_layer.heads or (1.0,) * _heads(curves)
+        layer_weights.layer * head_weight / _heads(curves)
+        for curves, layer_weights in weighted
+        for head_weight in layer_weights.heads or (1.0,) * _heads(curves)
     ]
     chosen = iter(_spend(options, head_weights, budget * len(layers), constraints.head_cap))
     return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]

@@ -134,11 +134,11 @@ class Choice:
 
     def predicted(self, layers: int) -> PredictedLayer:
         """What a profile keeps of it, in a model of so many layers: what the curves say, and the times if there are."""
-        of_heads, timing = self.allocation, self.timing
+        allocation, timing = self.allocation, self.timing
         return PredictedLayer(
-            mse=of_heads.mse,
-            density=of_heads.density,
-            cost=of_heads.cost,
+            mse=allocation.mse,
+            density=allocation.density,
+            cost=allocation.cost,
             seconds=self.seconds,
             dense_seconds=timing.dense_seconds if timing else None,
             # of a budget in KL, where layers' weights are for a mean over them
@@ -191,9 +191,9 @@ def weights_of(
     if sensitivity is None:
         raise ValueError("a budget in KL needs the layer's sensitivity")
     mean = max(sum(sensitivity) / len(sensitivity), 1e-30)
-    heads = [max(of_head / mean, FEWEST) for of_head in sensitivity]
+    heads = [max(cost / mean, FEWEST) for cost in sensitivity]
     total = sum(heads)
-    return ErrorWeights(layers * mean * total, tuple(of_head * len(heads) / total for of_head in heads))
+    return ErrorWeights(layers * mean * total, tuple(cost * len(heads) / total for cost in heads))
 
 
 def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
@@ -211,9 +211,9 @@ def choice_at(
 
     weights: by default those of a budget that is no KL. last_rows: dense ones at a prompt's end, that curves count so.
     """
-    of_point = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
+    point_curves = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
     weights = weights_of(curves, recipe) if weights is None else weights
-    unspent = Choice(point, of_point, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
+    unspent = Choice(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
     return unspent.spending(budget_mse(weights, recipe), search_constraints(recipe))
 
 

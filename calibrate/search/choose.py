@@ -39,7 +39,7 @@ from calibrate.search.choice import (
 from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
-from calibrate.work.executor import Executor, Pending, at_once
+from calibrate.work.executor import Executor, Pending, completed
 from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 
@@ -153,7 +153,7 @@ def choose(
 
     for length in recipe.lengths:
         prompt = prompts.calibration[length][0]
-        executor.know([prompt])
+        executor.register_prompts([prompt])
         searches[length] = _LengthSearch(
             length,
             curves[length],
@@ -208,29 +208,29 @@ class CallTime(WorkItem):
 
     def run(self, worker: WorkerState) -> dict[str, Any] | str:
         captured = self._captured(worker)
-        compiled: set[Hashable] = worker.keep("compiled", set)
+        compiled: set[Hashable] = worker.cached("compiled", set)
         if form(self.config) not in compiled:
             needed = {form(config): config for config in (*self.likely, self.config)}
             layers = [config for name, config in needed.items() if name not in compiled and not config.is_dense]
             compiled.update(needed)
             compile_ahead(captured.s2o(each) for config in layers for each in with_tiles(config, self.tiles))
         try:
-            known: dict[Hashable, float] = worker.keep("seconds of dense attention", dict)
+            dense_seconds: dict[Hashable, float] = worker.cached("seconds of dense attention", dict)
             s2o, device = captured.s2o(self.config), captured.q.device
-            timing = against_dense(s2o, captured.dense, device, self.best, known.get(self.affinity))
-            known[self.affinity] = timing.dense_seconds
+            timing = against_dense(s2o, captured.dense, device, self.best, dense_seconds.get(self.affinity))
+            dense_seconds[self.affinity] = timing.dense_seconds
             return asdict(timing)
         except torch.OutOfMemoryError as failure:
             why = reason(failure)
         except FAILURES as failure:
             return reason(failure)
-        if worker.keep("captured", CapturedLayers).keep_only(self.affinity):
+        if worker.cached("captured", CapturedLayers).keep_only(self.affinity):
             return self.run(worker)
         return why
 
     def _captured(self, worker: WorkerState) -> Captured:
         """The layer's inputs. Those of the layers before it come by on the way, and are kept for items to come."""
-        kept = worker.keep("captured", CapturedLayers)
+        kept = worker.cached("captured", CapturedLayers)
         captured = kept.get(self.affinity)
         if captured is None:
             forward = dense_forward(worker, (self.prompt,))
@@ -302,13 +302,13 @@ def _timed(
     """
     item = CallTime(layer, length, sha256, config, best, tiles, likely())
     key = {**item.key, **taken_on(executor.device)}
-    known = journal.get(item.kind, key)
-    if known is None or (known["rejected"] and known["seconds"] <= HOPELESS * best):
-        known = executor.submit(item).result()
-        if isinstance(known, str):
-            raise RuntimeError(known)
-        journal.put(item.kind, key, known)
-    return Timing(**known)
+    timing = journal.get(item.kind, key)
+    if timing is None or (timing["rejected"] and timing["seconds"] <= HOPELESS * best):
+        timing = executor.submit(item).result()
+        if isinstance(timing, str):
+            raise RuntimeError(timing)
+        journal.put(item.kind, key, timing)
+    return Timing(**timing)
 
 
 class _LengthSearch:
@@ -332,14 +332,14 @@ class _LengthSearch:
         self._studies, self._out_of_time, self._on_trial, self._timer = studies, out_of_time, on_trial, timer
         self._segments = recipe.segments_for(length)
         self._weights = [
-            weights_of(of_layer, recipe, of_heads, len(curves))
-            for of_layer, of_heads in zip(curves, sensitivity or repeat(None, len(curves)), strict=True)
+            weights_of(layer_curves, recipe, head_sensitivity, len(curves))
+            for layer_curves, head_sensitivity in zip(curves, sensitivity or repeat(None, len(curves)), strict=True)
         ]
         budgets = [budget_mse(weights, recipe) for weights in self._weights]
         shape, grain = Shape.of(tiles[0]), recipe.grains[-1]
         by_segment = [
-            {segment: methods(of_layer, segment, grain, shape, recipe.scores[0]) for segment in self._segments}
-            for of_layer in curves
+            {segment: methods(layer_curves, segment, grain, shape, recipe.scores[0]) for segment in self._segments}
+            for layer_curves in curves
         ]
         self._groups = groups(by_segment, budgets, search_constraints(recipe))
         self._first_of_group = {layer: group[0] for group in self._groups for layer in group}
@@ -348,26 +348,26 @@ class _LengthSearch:
         default = default_segment(self._segments)
         self._uniform = None  # a KL belongs to no single setting, because its search goes on in the proof
         if not recipe.budget.is_kl:
-            self._uniform = _uniform([of_segment[default] for of_segment in by_segment], budgets, recipe.tails)
+            self._uniform = _uniform([segment_curves[default] for segment_curves in by_segment], budgets, recipe.tails)
         self._uniform_seconds: dict[int, float] = {}
         self._searches = [
             LayerSearch(
                 layer,
                 length,
-                of_layer,
+                layer_curves,
                 recipe,
                 self._segments,
                 tiles,
                 None if timer is None else partial(timer, layer),
                 weights,
             )
-            for layer, (of_layer, weights) in enumerate(zip(curves, self._weights, strict=True))
+            for layer, (layer_curves, weights) in enumerate(zip(curves, self._weights, strict=True))
         ]
 
     def begin(self, layer: int, executor: Executor) -> list[Pending[Any]]:
         """Begin to choose for a layer, the layers in their order; all is done when what is returned is."""
         search = self._searches[layer]
-        run = executor.background if self._timer is not None else at_once
+        run = executor.background if self._timer is not None else completed
         first = self._first_of_group[layer]
         pending: list[Pending[Any]]
         if layer == first:
@@ -421,7 +421,7 @@ class _LengthSearch:
         """What was chosen, once every layer has come by."""
         recipe = self._recipe
         choices = [self._choices[layer] for layer in range(len(self._curves))]
-        limits = [recipe.budget.limit(dense_power(of_layer)) for of_layer in self._curves]
+        limits = [recipe.budget.limit(dense_power(layer_curves)) for layer_curves in self._curves]
         if recipe.scope == "model":
             choices, limits = allocate_model_budget(choices, recipe)
         seconds = sum(self._uniform_seconds[layer] for layer in sorted(self._uniform_seconds))

@@ -138,15 +138,15 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
     cases: dict[CrossoverKey, dict[Case, None]] = {}
     for layer in layers.values():
         cases.setdefault(CrossoverKey.of(layer.config), {})[layer.case] = None
-    items = [Crossovers(key, tuple(of_key)) for key, of_key in cases.items()]
+    items = [Crossovers(key, tuple(key_cases)) for key, key_cases in cases.items()]
     calls = [item.of.call(executor.geometry) for item in unmeasured(items, executor, journal)]
     if len(kernels := {(any_stride(config.tile), form(config)): config for config in calls}) > 1:
         length = SEGMENTS * max(config.segment for config in kernels.values())
         executor.submit(Compilation(tuple(kernels.values()), length, stage=Crossovers.stage)).result()
     found = {
         (item.of, case): crossover
-        for item, of_cases in zip(items, measured(items, executor, journal), strict=True)
-        for case, crossover in zip(item.cases, of_cases, strict=True)
+        for item, item_crossovers in zip(items, measured(items, executor, journal), strict=True)
+        for case, crossover in zip(item.cases, item_crossovers, strict=True)
     }
     return {
         name: _with(layer.config.tile, *found[CrossoverKey.of(layer.config), layer.case])

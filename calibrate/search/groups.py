@@ -42,4 +42,6 @@ def groups(
         n_clusters=None, metric="chebyshev", linkage="complete", distance_threshold=APART
     )
     labels = clustering.fit_predict(costs).tolist()
-    return [[layer for layer, of_layer in enumerate(labels) if of_layer == label] for label in dict.fromkeys(labels)]
+    return [
+        [layer for layer, layer_label in enumerate(labels) if layer_label == label] for label in dict.fromkeys(labels)
+    ]

@@ -208,8 +208,8 @@ class LayerSearch:
         if key not in self._allocated:
             last_rows = self.recipe.last_rows_at(self.length)
             self._allocated[key] = choice_at(point, self.curves, self.recipe, self.weights, last_rows)
-        known = self._allocated[key]
-        return replace(known, point=known.point._replace(tile=point.tile))
+        choice = self._allocated[key]
+        return replace(choice, point=choice.point._replace(tile=point.tile))
 
     def _tried(self, point: SearchPoint, trial: optuna.Trial) -> float:
         """The cost of a point; what it is made of goes into the trial's attributes."""

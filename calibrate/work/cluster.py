@@ -104,7 +104,7 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
             loaded = load(recipe.model, device, seed=recipe.seed, **recipe.loading)
             self_test(loaded)
             self._state = self._open.enter_context(WorkerState(loaded).working())
-            self._state.know(self._prompts)
+            self._state.register_prompts(self._prompts)
         return self._state
 
 
@@ -204,7 +204,7 @@ class _Workers:
         self._lock = threading.Lock()
         self._looked = 0.0
 
-    def wait_until_loaded(self, wanted: int | None) -> None:
+    def wait_until_loaded(self, workers_wanted: int | None) -> None:
         """Until this many workers have loaded the model; with None, until all that there are have.
 
         Raises:
@@ -215,9 +215,9 @@ class _Workers:
         while True:
             self.look(at_once=True)
             loading = any(future is not None for future in self._asked.values())
-            if len(self.ready) >= (wanted or math.inf):
+            if len(self.ready) >= (workers_wanted or math.inf):
                 return
-            if self.ready and not loading and len(self._asked) >= (wanted or 1):
+            if self.ready and not loading and len(self._asked) >= (workers_wanted or 1):
                 return  # some cannot be used
             if not loading and time.monotonic() - begun > PATIENCE:
                 raise ResourceError(f"no worker is there after {PATIENCE:g} s: start workers, one for each GPU")
@@ -351,7 +351,7 @@ class ClusterExecutor:
     def size(self) -> int:
         return max(1, len(self.workers.ready))
 
-    def know(self, prompts: Iterable[Prompt]) -> None:
+    def register_prompts(self, prompts: Iterable[Prompt]) -> None:
         unknown = [prompt for prompt in prompts if prompt.sha256 not in self._known]
         if unknown:
             raise ValueError(f"{len(unknown)} prompts are not those that the workers were given")

@@ -353,15 +353,17 @@ def sampled_errors(
     at_once = max(1, SCORES // (batch * max(group * rows, head_dim) * kv_len))
     for begin in range(0, kv_heads, at_once):
         keys, values = (t[:, begin : begin + at_once].to(dtype) for t in (k, v))
-        of_group = slice(begin * group, (begin + keys.shape[1]) * group)
-        queries = query[:, of_group].reshape(batch, -1, group * rows, head_dim)
+        group_heads = slice(begin * group, (begin + keys.shape[1]) * group)
+        queries = query[:, group_heads].reshape(batch, -1, group * rows, head_dim)
         scores = capped(queries @ keys.transpose(2, 3), softcap)  # [B, H, G * R, Lk]
         scores.view(batch, -1, group, rows, kv_len).masked_fill_(hidden[:, None, None], -math.inf)
-        of_rows = None
+        row_sinks = None
         if sinks is not None:
-            of_rows = sinks[of_group].to(dtype).view(-1, group).repeat_interleave(rows, 1)[..., None]  # [H, G * R, 1]
-        dense = (softmax(scores, of_rows) @ values).reshape(batch, -1, rows, value_dim)  # [B, H * G, R, Dv]
-        error += (ours[:, of_group] - dense).square().sum((1, 3), dtype=torch.float64)
+            row_sinks = (
+                sinks[group_heads].to(dtype).view(-1, group).repeat_interleave(rows, 1)[..., None]
+            )  # [H, G * R, 1]
+        dense = (softmax(scores, row_sinks) @ values).reshape(batch, -1, rows, value_dim)  # [B, H * G, R, Dv]
+        error += (ours[:, group_heads] - dense).square().sum((1, 3), dtype=torch.float64)
         power += dense.square().sum((1, 3), dtype=torch.float64)
     error, power = (_parts(each, real) / (heads * value_dim) for each in (error, power))  # [2]: sums over rows
     all_rows, last_rows = real.sum().clamp_min(1), real[:, 1].sum().clamp_min(1)
@@ -386,8 +388,8 @@ def _drawn(rows: int, first: Tensor, q_len: int, generator: torch.Generator) -> 
     real = torch.stack((begins[:, 1] - begins[:, 0], q_len - begins[:, 1]), 1).double()
     draw = torch.rand(len(first), rows, generator=generator, dtype=torch.float64, device=first.device)
     halves = []
-    for part, of_part in enumerate((draw[:, : rows // 2], draw[:, rows // 2 :])):
-        strata = (of_part + torch.arange(of_part.shape[1], device=first.device)) / of_part.shape[1]
+    for part, part_draw in enumerate((draw[:, : rows // 2], draw[:, rows // 2 :])):
+        strata = (part_draw + torch.arange(part_draw.shape[1], device=first.device)) / part_draw.shape[1]
         halves.append(begins[:, part, None] + (strata * real[:, part, None]).long())
     return torch.cat(halves, 1).clamp_max(q_len - 1), real
 
