@@ -96,7 +96,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     """The curve of several prompts together.
 
     A mean squared error is the mean plus one standard deviation over the prompts: heads whose error depends on the
-    prompt must stay within their budget on prompts that were not seen. Of worst rows the worst counts.
+    prompt must stay within their budget on prompts that were not seen. The worst-row error is the maximum over prompts.
     """
 
     def stacked(name: str) -> Tensor:

@@ -6,7 +6,7 @@ sees it. After all layers, a length that lost needles gets half its budget, a le
 less by as much, and a length whose prefill was slower than the dense one becomes dense (`tighten`).
 
 The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less or
-more, and how much it varies between prompts is another matter for every layer. So a layer is given more, or less, until
+more, and how much it varies between prompts differs from layer to layer. So a layer is given more, or less, until
 one of two things holds: its mean error is the recipe's margin of its limit, or the bound that the certificate can be
 expected to find for it is `AIM` of the limit.
 """
@@ -324,8 +324,8 @@ def layers_over_limit(candidate: Candidate, proofs: Mapping[int, LengthProof]) -
 def slower_than_dense(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Problem, ...]:
     """The lengths whose prefill takes longer than the dense one.
 
-    There are none on a CPU, where times are not the objective. A length that is all dense is none of them either: it
-    runs what dense runs, whatever its times say.
+    A CPU has none, because times are not the objective there. A length whose layers are all dense is not one either:
+    it runs what dense runs, whatever its times say.
     """
     if candidate.device.kind != "cuda":
         return ()

@@ -248,7 +248,7 @@ def along_path(
 
 @dataclass(frozen=True)
 class Left:
-    """What a layer is left with: a share of what it spends, and what was seen of that. 0: It is dense.
+    """The share of its spending that a layer keeps, 0 if it becomes dense, and what was measured with that share.
 
     bound: For its mean error, in the budget's unit.
     """

@@ -1,10 +1,10 @@
-"""Prompts on their way through the patched and the dense model, a layer at a time, and what each layer is off by.
+"""Layer-by-layer comparison of the patched and the dense model, and each layer's error over all rows.
 
 A few rows of a prompt may carry a third of its error, so that an error of some rows says little about all: errors are
 of all rows, against dense attention. Dense attention in the model's own type costs a prefill no more than one more
 attention, and its rounding (in bfloat16 some 3e-6 of the output's mean square) only adds to the error.
 
-A prompt at a layer is an item of work, a step. It says all that its result depends on: the prompt, what the layers
+A prompt at a layer is an item of work. The item says all that its result depends on: the prompt, what the layers
 before ran, and what this one runs. Which worker takes it, and whether that one has the prompt at hand or begins again,
 changes nothing but the time.
 """

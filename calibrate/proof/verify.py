@@ -396,7 +396,7 @@ class LayerTime(ProofItem):
 
 
 class _TimedForward:
-    """A prompt on its way through the patched model, whose layers are timed with its hidden states."""
+    """The patched model's forward pass over one prompt, which times each layer with the prompt's hidden states."""
 
     def __init__(self, worker: WorkerState, prompt: str, ran: ConfigPrefix) -> None:
         self._worker, self._ids, self._runs = worker, worker.prompts[prompt].ids, ran.runs

@@ -27,9 +27,9 @@ from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, TileConfig
 from s2o_runtime.profile.record import PredictedLayer
 
-HARMLESS = 0.5  # of an equal part of a budget in KL: an error that costs less than this needs no tightening
+HARMLESS = 0.5  # a layer is not tightened while it costs less than this share of an equal part of a KL budget
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
-FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
+FEWEST = 0.01  # the least weight of a head's error, relative to the mean weight of its layer's heads
 
 
 class ChosenDense(Enum):

@@ -410,7 +410,7 @@ class _LengthSearch:
         return LayerConfig((self._uniform.head,) * heads, self._tiles[0], "mean", grain, scores, last_rows).validate()
 
     def _time_uniform(self, layer: int, config: LayerConfig, timer: Timer) -> None:
-        """Take a layer's time with the single setting; if one cannot be timed, there is no sum of them."""
+        """Add a layer's time with the single setting; if any layer cannot be timed, the total is not reported."""
         try:
             self._uniform_seconds[layer] = timer(config, math.inf).seconds
         except FAILURES as failure:

@@ -1,7 +1,7 @@
-"""Calls that come again: what was found out for the first is not found out again.
+"""A cache of the launches, and of the decision to go dense, of calls that repeat.
 
-Of a call that the kernels compute, the launches are recorded once and replayed, without the Python that led to them;
-`kernels.plan` has these plans. Of a call that goes dense it is remembered that it does: nothing is checked or chosen.
+The launches of a call that the kernels compute are recorded once and replayed, without the Python that led to them
+(`kernels.plan`). A call that goes dense is remembered as such, and its repetitions skip the checks.
 
 Two calls are alike if everything that their checks, their backend and their launches follow from is equal: the config,
 the options, and the shape, strides, type and device of every tensor. Of packed queries whose output is given only the

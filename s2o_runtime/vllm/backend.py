@@ -92,7 +92,7 @@ class _Builder:
         return min(support, type(support).UNIFORM_BATCH, key=lambda level: level.value)
 
     def use_cascade_attention(self, *arguments: Any, **named: Any) -> bool:
-        return False  # its metadata has no parts
+        return False  # a batch with cascade attention cannot be cut into parts
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         stock_build = super().build  # type: ignore[misc]
