@@ -87,7 +87,7 @@ class ProgressLines:
 
     Args:
         description: What the steps do.
-        total: How many there will be; None if nobody knows.
+        total: How many there will be; None if unknown.
         unit: What one step is.
         clock: Gives the time in seconds.
     """
@@ -143,7 +143,7 @@ class ProgressLines:
 
 
 def _left_of_run(phase_left: float | None) -> float | None:
-    """The seconds until the run ends, as its clock expects them; None if nobody knows."""
+    """The seconds until the run ends, as its clock expects them; None if unknown."""
     clock = _run.get()
     return None if clock is None else clock.left(phase_left)
 
@@ -162,7 +162,7 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
 
     Args:
         description: What the bar counts, shown before it.
-        total: How many steps there will be; None if nobody knows.
+        total: How many steps there will be; None if unknown.
         unit: What one step is.
         shown: Whether progress is shown at all.
 

@@ -81,7 +81,7 @@ class Geometry:
         return values | ({"layer_numbers": list(numbers), "other_layers": dict(others)} if numbers else {})
 
     def difference(self, profiled: Geometry) -> str | None:
-        """The first difference between this model and a profile, worded to follow "the model has"; None if they are equal.
+        """The first difference from a profile, worded to follow "the model has"; None if they are equal.
 
         Args:
             profiled: the geometry in the profile.

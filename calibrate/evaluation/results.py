@@ -1,7 +1,7 @@
 """The summary of an evaluation, as JSON: every number of the report and of the pictures is in it.
 
 It is made from the journal alone, so a run that was interrupted ends with the same summary as one that was not. The
-names of its fields are read by whoever keeps results (`docs/results/`), so they do not follow renamings in the code.
+names of its fields are read from results that were kept (`docs/results/`), so they do not follow renamings in the code.
 """
 
 from __future__ import annotations

@@ -210,22 +210,22 @@ class _Steps:
         self._sizes, self._geometry, self._rates = sizes, geometry, rates
 
     def attention(self, length: int) -> float:
-        """Of dense attention in one layer."""
+        """The seconds that dense attention takes in one layer."""
         width = self._geometry.query_heads * self._geometry.head_dim
         return 4 * width * length * length / 2 / self._rates.attention
 
     def forward(self, length: int) -> float:
-        """Of the dense model's layers."""
+        """The seconds that all layers of the dense model take."""
         products = 2 * self._sizes.of_token * length / self._rates.products
         return products + self._geometry.layers * self.attention(length)
 
     def curves(self, pairs: float, rankings: int) -> float:
-        """Of the curves of all layers of full attention."""
+        """The seconds that measuring the curves of all layers of full attention takes."""
         wide = max(1.0, self._geometry.head_dim / 128)
         return self._geometry.layers * self._geometry.query_heads * pairs * rankings * wide / self._rates.curves
 
     def both(self, length: int) -> float:
-        """Of the patched and the dense model together, with every layer's errors and what both predict."""
+        """The seconds that both models take together, with every layer's errors and both models' predictions."""
         errors = self._geometry.layers * (self.attention(length) + length * self._rates.token)
         return 2 * self.forward(length) + errors + self._predictions(length)
 

@@ -27,11 +27,13 @@ OWN_VARIANCE = 8  # texts of a kind: with fewer of any, all kinds count with one
 
 
 def step_confidence(step: float, recipe: Recipe, layers: int) -> float:
-    """Of the bound at one look at one layer at one length: half of the risk is the first look's, the others share half.
+    """The confidence of a bound at one attempt at a layer and length: half of the risk is the first attempt's.
+
+    The other attempts share the other half.
 
     Args:
         step: Of `STEPS`.
-        recipe: Says how many lengths are looked at, and whether all of `PATH` may be.
+        recipe: Says how many lengths are certified, and whether each is tried at all of `PATH`.
         layers: Of the model, with full attention.
     """
     part = 0.5 if step == STEPS[0] else 0.5 / (len(STEPS) - 1)
@@ -121,7 +123,7 @@ def _groups(values: Sequence[float], kinds: Sequence[str], least: int) -> list[l
 
 
 def _quantile(degrees: float, probability: float) -> float:
-    """Of Student's distribution."""
+    """The quantile of Student's distribution."""
     from scipy.special import stdtrit  # a second to import, which the command line does not have
 
     return float(stdtrit(degrees, probability))

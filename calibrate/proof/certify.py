@@ -136,7 +136,7 @@ class Scale:
         return replace(unscaled, kl=kl or math.inf)
 
     def errors(self, layers: Sequence[LayerProof]) -> list[float]:
-        """Of each prompt the largest error over its limit, of all layers, over all rows and over those that answer."""
+        """Each prompt's largest error over its limit, over all layers, both of all rows and of those that answer."""
         budget = self.recipe.budget
         layer_shares = [
             [prompt.largest(budget) / limit if limit else 0.0 for prompt in layer.of_prompts]

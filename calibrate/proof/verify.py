@@ -302,7 +302,7 @@ class Prover:
 
     @property
     def geometry(self) -> Geometry:
-        """Of the model."""
+        """The model's sizes."""
         return self.executor.geometry
 
     def bar(self, title: str, lengths: int) -> AbstractContextManager[Callable[[], object]]:

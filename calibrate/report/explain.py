@@ -122,7 +122,7 @@ def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> t
 
 
 def _spender(curves: Curves, recipe: Recipe, power: float) -> str:
-    """Who may spend how much, in words."""
+    """How much error the layer, or the model, may spend, in words."""
     budget = recipe.budget
     if budget.is_kl:
         return f"the model may spend a KL of {budget.value * recipe.margin:.2e} nats per token"

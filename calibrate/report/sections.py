@@ -305,7 +305,7 @@ def layer_ranges(numbers: Iterable[int]) -> str:
 
 
 def _attention_speedup(length: LengthReport) -> str:
-    """Of the layers' attention together; where it was not measured, what is predicted."""
+    """The speedup of all layers' attention together; the predicted one where it was not measured."""
     if length.attention_seconds is not None:
         return _speedup(length.dense_attention_seconds, length.attention_seconds)
     predicted = ratio(1.0, length.cost)

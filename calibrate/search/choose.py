@@ -90,7 +90,7 @@ class Chosen:
 
     @property
     def predicted_kl(self) -> float:
-        """Of a budget in KL, what is predicted of the choices, in nats per token."""
+        """The KL that is predicted of the choices, in nats per token, with a budget in KL."""
         return predicted_kl(self.choices)
 
     def sharing(self, recipe: Recipe, scale: float) -> Chosen:
