@@ -18,7 +18,7 @@ CAPTIONS = {
     "density": "The share of query-key pairs that every head computes, as calibrated; a cross marks dense heads.",
     "frontier": "Error against density of every layer: curves are predicted for other budgets, circles are what was "
     "chosen, on the prompts that layers were adjusted on.",
-    "time": "Time of every layer's attention before that of dense attention; predicted where there was no GPU.",
+    "time": "The time of each layer's attention in front of dense attention's; predicted where there was no GPU.",
 }
 LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors, as of a dense layer, lie on its edge
 

@@ -270,7 +270,8 @@ def not_shown(report: Report) -> list[str]:
     if calibrated:
         notes.append(f"Prompts below {min(calibrated)} tokens: they stay dense.")
     longest = max(length.length for length in lengths)
-    return [*notes, f"Prompts beyond {longest} tokens, and text unlike the held-out prompts."]
+    others = "" if report.certificate else ", and text unlike the held-out prompts"
+    return [*notes, f"Prompts beyond {longest} tokens{others}."]
 
 
 def _prediction_note(report: Report) -> str | None:

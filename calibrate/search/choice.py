@@ -44,7 +44,7 @@ class ChosenDense(Enum):
     NO_TRIAL = "no trial ran"
     WAS_DENSE = "it was dense with no smaller budget"
     NO_CLEAR_GAIN = "it was dense, and is not predicted to win clearly"
-    OVER_LIMIT = "its held-out error stayed over the limit"
+    OVER_LIMIT = "the held-out error stayed over the limit"
     OVER_BOUND = "the certified bound stayed over the limit"
     SLOWER_ATTENTION = "attention was measured slower than dense"
     SLOWER_PREFILL = "the prefill was not faster than dense"
