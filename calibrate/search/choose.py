@@ -151,9 +151,13 @@ def choose(
         configs = [config for search in searches.values() for config in search.likely()]
         return tuple({form(config): config for config in configs}.values())
 
+    def timed(length: int, layer: int, config: LayerConfig, best: float) -> Timing:
+        prompt = prompts.calibration[length][0].sha256
+        item = CallTime(layer, length, prompt, config, best, tuple(tiles[length]), likely())
+        return _timed(item, executor, journal)
+
     for length in recipe.lengths:
-        prompt = prompts.calibration[length][0]
-        executor.register_prompts([prompt])
+        executor.register_prompts([prompts.calibration[length][0]])
         searches[length] = _LengthSearch(
             length,
             curves[length],
@@ -162,7 +166,7 @@ def choose(
             studies,
             lambda: deadline is not None and time.monotonic() > deadline,
             on_trial,
-            partial(_timed, executor, journal, length, prompt.sha256, tuple(tiles[length]), likely) if on_gpu else None,
+            partial(timed, length) if on_gpu else None,
             sensitivity,
         )
     waiting: list[Pending[None]] = []
@@ -282,28 +286,17 @@ def _size(captured: Captured) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _timed(
-    executor: Executor,
-    journal: Journal,
-    length: int,
-    sha256: str,
-    tiles: tuple[TileConfig, ...],
-    likely: Callable[[], tuple[LayerConfig, ...]],
-    layer: int,
-    config: LayerConfig,
-    best: float,
-) -> Timing:
+def _timed(item: CallTime, executor: Executor, journal: Journal) -> Timing:
     """The time of a configuration on a layer's inputs, from the journal if it is there.
 
-    A time that was given up as hopeless is taken again if it is not hopeless against `best` seconds.
+    A time that was given up as hopeless is taken again if it is not hopeless against the item's `best` seconds.
 
     Raises:
         RuntimeError: the GPU cannot run the configuration.
     """
-    item = CallTime(layer, length, sha256, config, best, tiles, likely())
     key = {**item.key, **taken_on(executor.device)}
     timing = journal.get(item.kind, key)
-    if timing is None or (timing["rejected"] and timing["seconds"] <= HOPELESS * best):
+    if timing is None or (timing["rejected"] and timing["seconds"] <= HOPELESS * item.best):
         timing = executor.submit(item).result()
         if isinstance(timing, str):
             raise RuntimeError(timing)

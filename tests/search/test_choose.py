@@ -335,7 +335,7 @@ def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, m
     config = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
 
     def timed(best):
-        return _timed(pretended(None, GPU), journal, LENGTH, "a", TILES, tuple, 0, config, best)
+        return _timed(CallTime(0, LENGTH, "a", config, best, TILES, ()), pretended(None, GPU), journal)
 
     assert timed(1.0).rejected
     assert timed(1.5).rejected

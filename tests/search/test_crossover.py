@@ -15,7 +15,7 @@ from support.executors import GPU, pretended
 
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
 CPU = torch.device("cpu")
-KIND = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024), 4)
+KEY = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024), 4)
 
 
 def forget():
@@ -93,7 +93,7 @@ def modelled(monkeypatch, ranking):
 )
 def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, density, expected):
     modelled(monkeypatch, ranking)
-    assert crossover.min_queries(KIND, GEOMETRY, CPU, density) == expected
+    assert crossover.min_queries(KEY, GEOMETRY, CPU, density) == expected
 
 
 def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatch):
@@ -103,8 +103,8 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
         return (1.0 if queries <= (4096 if keys == 8192 else 512) else 0.0), 0.5
 
     monkeypatch.setattr(crossover, "seconds", seconds)
-    assert crossover.min_queries(KIND, GEOMETRY, CPU, 0.0) == 4097
-    assert crossover.min_queries(replace(KIND, tile=TileConfig(dense_below=8192)), GEOMETRY, CPU, 0.0) == 1024
+    assert crossover.min_queries(KEY, GEOMETRY, CPU, 0.0) == 4097
+    assert crossover.min_queries(replace(KEY, tile=TileConfig(dense_below=8192)), GEOMETRY, CPU, 0.0) == 1024
 
 
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
@@ -151,7 +151,7 @@ def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
     """It runs dense on both sides, and either could win."""
     monkeypatch.setattr(crossover, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
     forget()
-    assert crossover.dense_below(KIND, GEOMETRY, CPU, 0.0) == 2048
+    assert crossover.dense_below(KEY, GEOMETRY, CPU, 0.0) == 2048
 
 
 def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
@@ -161,4 +161,4 @@ def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
         return (1.0 if queries <= 64 else 0.0), 0.5
 
     monkeypatch.setattr(crossover, "seconds", seconds)
-    assert crossover.min_queries(KIND, GEOMETRY, CPU, 0.0) == 128
+    assert crossover.min_queries(KEY, GEOMETRY, CPU, 0.0) == 128
