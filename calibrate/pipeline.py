@@ -70,9 +70,9 @@ TilesByLength = Mapping[int, tuple[TileConfig, ...]]
 class Result(Proven):
     """A finished calibration: what was proven, and what was made of it.
 
-    profile: With its record. written: Whether the profile was saved. seconds: What each phase took. journal_reused:
-    How many measurements an earlier run had made. work: The measurements of this run by stage, and how long they took
-    of all workers together. report, report_files: The `calibrate.report.contents.Report` and where it was written;
+    profile: with its record. written: whether the profile was saved. seconds: what each phase took. journal_reused:
+    How many measurements an earlier run had made. work: the measurements of this run by stage, and how long they took
+    of all workers together. report, report_files: the `calibrate.report.contents.Report` and where it was written;
     None and none where it was not.
     """
 
@@ -97,10 +97,10 @@ def calibrate(
     The same recipe continues an interrupted run: what was measured is in the recipe's journal.
 
     Args:
-        recipe: What to calibrate, on what, and within which budget.
-        progress: Whether to show progress bars.
-        loaded: The recipe's model, if it is loaded already; on the recipe's device.
-        expected: The seconds that phases are expected to take, for progress.
+        recipe: what to calibrate, on what, and within which budget.
+        progress: whether to show progress bars.
+        loaded: the recipe's model, if it is loaded already; on the recipe's device.
+        expected: the seconds that phases are expected to take, for progress.
 
     Returns:
         What was chosen and proven. The profile is saved as `recipe.out` only if the held-out proof holds or

@@ -35,8 +35,8 @@ class PhaseClock:
     """The seconds that each phase of a run took, by the phase's name, in the order in which they first ended.
 
     Args:
-        expected: What each phase is expected to take, in the phases' order; progress then says what is left of the run.
-        clock: Gives the time in seconds.
+        expected: what each phase is expected to take, in the phases' order; progress then says what is left of the run.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PhaseClock:
         What was slower than expected so far makes later phases slower too; what was quicker may have been in a journal.
 
         Args:
-            phase_left: What is left of this phase; None if only what was expected says it.
+            phase_left: what is left of this phase; None if only what was expected says it.
         """
         if self._phase not in self._expected:
             return None
@@ -86,10 +86,10 @@ class ProgressLines:
     """Progress as lines of a log: one for each tenth of the steps, and one whenever nothing was said for a while.
 
     Args:
-        description: What the steps do.
-        total: How many there will be; None if unknown.
-        unit: What one step is.
-        clock: Gives the time in seconds.
+        description: what the steps do.
+        total: how many there will be; None if unknown.
+        unit: what one step is.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
     """Show progress inside the block: a bar on a terminal, else `ProgressLines`.
 
     Args:
-        description: What the bar counts, shown before it.
-        total: How many steps there will be; None if unknown.
-        unit: What one step is.
-        shown: Whether progress is shown at all.
+        description: what the bar counts, shown before it.
+        total: how many steps there will be; None if unknown.
+        unit: what one step is.
+        shown: whether progress is shown at all.
 
     Returns:
         A function `step(text, steps=1, known=False)` that advances the bar; a text, if it is not empty, is shown behind

@@ -166,10 +166,10 @@ def convert(file: Path, folder: Path, source: ModelSource, context: int) -> None
     """Write the model and the tokenizer of a GGUF file as transformers saves them, in bfloat16.
 
     Args:
-        file: The GGUF file.
-        folder: What is written.
-        source: Where the file is from.
-        context: Tokens that the model shall take, at least those it was trained for; above, its RoPE is scaled by YaRN.
+        file: the GGUF file.
+        folder: what is written.
+        source: where the file is from.
+        context: tokens that the model shall take, at least those it was trained for; above, its RoPE is scaled by YaRN.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -185,9 +185,9 @@ def plain_model(model: PreTrainedModel, trained: int, context: int) -> PreTraine
     """The same weights in a model that knows nothing of how they were stored.
 
     Args:
-        model: A model that was trained for `trained` tokens.
-        trained: The same, in tokens.
-        context: Tokens that the result shall take; above `trained` its RoPE is scaled by YaRN.
+        model: a model that was trained for `trained` tokens.
+        trained: the same, in tokens.
+        context: tokens that the result shall take; above `trained` its RoPE is scaled by YaRN.
     """
     import torch
 

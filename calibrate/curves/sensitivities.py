@@ -26,11 +26,11 @@ def measured_sensitivity(
     """The sensitivity of every layer and head, from the journal if it is there.
 
     Args:
-        model: Who runs it, or a loaded model, which then runs in this process.
-        prompts: Calibration prompts by length. Those of the longest length of at most `TOKENS` are used, or the
+        model: who runs it, or a loaded model, which then runs in this process.
+        prompts: calibration prompts by length. Those of the longest length of at most `TOKENS` are used, or the
             beginnings of the shortest ones.
-        recipe: Says the seed.
-        journal: Where it is kept.
+        recipe: says the seed.
+        journal: where it is kept.
 
     Raises:
         ModelError: inf or NaN came up in the model.
@@ -73,8 +73,8 @@ def stored_sensitivity(
     """The sensitivity last measured on some of these prompts; None without one.
 
     Args:
-        entries: Of this kind in a journal.
-        prompts: The hashes of the prompts that a profile was calibrated on.
+        entries: of this kind in a journal.
+        prompts: the hashes of the prompts that a profile was calibrated on.
     """
     for key, value in reversed(entries):
         if set(key["prompts"]) <= prompts:

@@ -62,11 +62,11 @@ def summary(
     """The outcome of an evaluation, all of it JSON.
 
     Args:
-        plan: What was measured.
-        loaded: The model that was measured.
-        compared: The variants, dense first.
-        user_prompts: The prompts of the user's own file.
-        journal: The results of all of the plan's prompts.
+        plan: what was measured.
+        loaded: the model that was measured.
+        compared: the variants, dense first.
+        user_prompts: the prompts of the user's own file.
+        journal: the results of all of the plan's prompts.
     """
     results = _Results(journal, cases(plan, user_prompts), compared)
     text = {name: results.rows([name], kind_of_text) for name, kind_of_text in _OF_TEXT.items()}
@@ -98,8 +98,8 @@ class _Results:
         """A row for each length and variant that has results in some tasks; the user's prompts are in one row.
 
         Args:
-            tasks: Whose results are taken together.
-            measured: Makes a row of a variant's results and dense's; they are the same list for dense.
+            tasks: whose results are taken together.
+            measured: makes a row of a variant's results and dense's; they are the same list for dense.
         """
         lengths = sorted({case.length for case in self.cases if set(tasks) & set(case.tasks)})
         rows = []

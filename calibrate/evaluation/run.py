@@ -37,12 +37,12 @@ def evaluate(
     """Measure what a plan asks for. Afterwards the journal has an entry for each task, variant and prompt.
 
     Args:
-        plan: What to measure.
-        loaded: The model, unpatched.
-        compared: The variants, dense first.
-        user_prompts: The prompts of the user's own file.
-        journal: Where results are kept; what it has is not measured again.
-        progress: Whether to show a progress bar.
+        plan: what to measure.
+        loaded: the model, unpatched.
+        compared: the variants, dense first.
+        user_prompts: the prompts of the user's own file.
+        journal: where results are kept; what it has is not measured again.
+        progress: whether to show a progress bar.
 
     Raises:
         InputError: If the GPU's memory does not suffice.

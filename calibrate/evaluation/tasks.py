@@ -30,9 +30,9 @@ class Case:
     """One prompt of an evaluation, before it is built.
 
     Args:
-        tasks: What its result answers; several where one forward pass answers them all.
-        length: In tokens.
-        sample: Its number among the prompts of this kind.
+        tasks: what its result answers; several where one forward pass answers them all.
+        length: in tokens.
+        sample: its number among the prompts of this kind.
     """
 
     tasks: tuple[str, ...]

@@ -28,9 +28,9 @@ class Rates(NamedTuple):
 
     products, attention: FLOP/s of a layer's matrix products and of dense attention. curves: pairs of a query and a key
     whose part in all curves of a ranking is measured in a second, of one head whose dim is 128 or less. logits: numbers
-    of the vocabulary's width that are compared in a second. token: Seconds for a token in a layer, of norms, errors
-    and copies. trial, timing: Seconds for a trial of the search and for a layer that is timed, besides the attention in
-    them. compiling: Seconds for the kernels of a stage. start: Seconds to load and test a small model. read, draw:
+    of the vocabulary's width that are compared in a second. token: seconds for a token in a layer, of norms, errors
+    and copies. trial, timing: seconds for a trial of the search and for a layer that is timed, besides the attention in
+    them. compiling: seconds for the kernels of a stage. start: seconds to load and test a small model. read, draw:
     Bytes of weights in a second, of a file's and of random ones.
     """
 
@@ -102,8 +102,8 @@ GIB = 1 << 30
 class ModelSizes:
     """What of a model decides how long it runs.
 
-    parameters: All of them. of_token: Those of decoder layers that a token meets, where experts are chosen fewer than
-    all. largest_layer: Those of the largest decoder layer. hidden, intermediate, vocabulary: Widths. resident: Whether
+    parameters: all of them. of_token: those of decoder layers that a token meets, where experts are chosen fewer than
+    all. largest_layer: those of the largest decoder layer. hidden, intermediate, vocabulary: widths. resident: whether
     the weights stay on the device.
     """
 
@@ -145,7 +145,7 @@ class ModelSizes:
 class Estimate:
     """What a calibration will take.
 
-    seconds: By the phases' names, in their order. memory: Bytes on the device at most.
+    seconds: by the phases' names, in their order. memory: bytes on the device at most.
     """
 
     seconds: Mapping[str, float]
@@ -164,9 +164,9 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     out. Several GPUs share all of the work.
 
     Args:
-        recipe: What is calibrated, on what.
-        sizes, geometry: Of the model.
-        device: What it runs on.
+        recipe: what is calibrated, on what.
+        sizes, geometry: of the model.
+        device: what it runs on.
     """
     rates = rates_of(device)
     on_gpu = device.kind == "cuda"

@@ -35,9 +35,9 @@ DECOMPRESSED = "compressed-tensors"  # newer transformers make 16-bit weights of
 class Preflight(NamedTuple):
     """What a calibration will find.
 
-    geometry: The model's sizes. layers: Which layers run S2O, in words. shares: By length in tokens, the share of the
-    prefill's attention that is in them. loading: How the weights are loaded and what memory that takes, in words.
-    sizes: What decides how long it runs.
+    geometry: the model's sizes. layers: which layers run S2O, in words. shares: by length in tokens, the share of the
+    prefill's attention that is in them. loading: how the weights are loaded and what memory that takes, in words.
+    sizes: what decides how long it runs.
     """
 
     geometry: Geometry
@@ -53,11 +53,11 @@ def preflight(
     """What a calibration will find, by the model's configuration alone.
 
     Args:
-        name: The model, as the user gave it.
-        config: Its transformers configuration.
-        device: The torch device that it will run on.
-        lengths: Prompt lengths in tokens.
-        random_weights: Whether weights are drawn.
+        name: the model, as the user gave it.
+        config: its transformers configuration.
+        device: the torch device that it will run on.
+        lengths: prompt lengths in tokens.
+        random_weights: whether weights are drawn.
 
     Raises:
         ModelError: S2O cannot do the attention of a layer, or transformers cannot make the model.
@@ -77,7 +77,7 @@ def check_served(config: Any) -> Any:
     """The model's skeleton, once it is clear that S2O can do the attention of its layers of full attention.
 
     Args:
-        config: A transformers configuration.
+        config: a transformers configuration.
 
     Raises:
         ModelError: It cannot; the sentence names the first layer and the reason. Or transformers cannot make the model.
@@ -105,8 +105,8 @@ def attention_share(config: Any, length: int) -> float:
     Every layer counts alike. Layers without softmax attention count nothing: their time grows with the length alone.
 
     Args:
-        config: A transformers configuration.
-        length: Tokens of the prompt.
+        config: a transformers configuration.
+        length: tokens of the prompt.
     """
     full = length * (length + 1) / 2
     pairs = sum(_pairs(kind, length, config) for kind in layer_kinds(config))
@@ -128,7 +128,7 @@ def loading(name: str, config: Any, model: Any, sizes: ModelSizes, device: str, 
     """How the weights of a model with this skeleton and these sizes are loaded and what memory that takes, in words.
 
     Args:
-        name, config, device, random_weights: As `preflight` takes them.
+        name, config, device, random_weights: as `preflight` takes them.
     """
     parameters, width = sizes.parameters, number_width(device)
     total = parameters * width

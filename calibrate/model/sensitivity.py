@@ -47,9 +47,9 @@ def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Se
     """What each head's mean squared error costs in KL, the mean over prompts.
 
     Args:
-        loaded: The model.
-        prompts: Token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant.
-        seed: Of the tokens that are drawn; the same seed gives the same result.
+        loaded: the model.
+        prompts: token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant.
+        seed: of the tokens that are drawn; the same seed gives the same result.
 
     Returns:
         For each layer of full attention and each of its query heads, nats per token for each unit of its attention
@@ -113,9 +113,9 @@ def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Te
     """A layer's turn in the backward pass.
 
     Args:
-        layer: The decoder layer.
-        before: The prompt before the layer.
-        gradient: With respect to the hidden state behind the layer, [1, L, H].
+        layer: the decoder layer.
+        before: the prompt before the layer.
+        gradient: with respect to the hidden state behind the layer, [1, L, H].
 
     Returns:
         The gradient with respect to the hidden state before the layer, and half the mean over rows of the squared norm

@@ -46,13 +46,13 @@ def assembled(
     conversation. The prompt's domain and group are those of most of its tokens.
 
     Args:
-        tokenizer: The model's tokenizer.
-        documents: Texts or conversations; as many are taken as are needed.
-        length: In tokens.
-        rng: What draws the needles.
-        needles: Whether facts are hidden in the text and asked for at its end: after plain text, or as the answer of a
+        tokenizer: the model's tokenizer.
+        documents: texts or conversations; as many are taken as are needed.
+        length: in tokens.
+        rng: what draws the needles.
+        needles: whether facts are hidden in the text and asked for at its end: after plain text, or as the answer of a
             conversation's last turn. A quarter of the prompt at most are these questions.
-        isolated: Whether plain text has the questions each by itself, spread over its second half, not at its end.
+        isolated: whether plain text has the questions each by itself, spread over its second half, not at its end.
 
     Raises:
         InputError: The documents are too short, or the chat template does not take the conversation.

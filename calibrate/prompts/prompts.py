@@ -46,8 +46,8 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
     Python standard library's, which changes with Python.
 
     Args:
-        recipe: The lengths, how many prompts of each, the documents and the seed.
-        tokenizer: The model's tokenizer.
+        recipe: the lengths, how many prompts of each, the documents and the seed.
+        tokenizer: the model's tokenizer.
 
     Raises:
         InputError: A prompt file is bad, or the documents are too few or too short to calibrate and adjust on.

@@ -48,9 +48,9 @@ log = logging.getLogger("calibrate")
 class Proven:
     """A candidate after its last attempt at the proof.
 
-    candidate: What was proven. proofs: What was measured, by length in tokens. problems: Why the proof failed;
-    none if it holds. certificates: What is certified, by length in tokens; empty without a certificate.
-    kl_passes: How a budget in KL was searched for, by length in tokens; empty with others.
+    candidate: what was proven. proofs: what was measured, by length in tokens. problems: why the proof failed;
+    none if it holds. certificates: what is certified, by length in tokens; empty without a certificate.
+    kl_passes: how a budget in KL was searched for, by length in tokens; empty with others.
     """
 
     candidate: Candidate
@@ -101,9 +101,9 @@ def prove_and_tighten(prover: Prover, candidate: Candidate, texts: Mapping[int, 
     """Prove what the search chose, changing it until the proof holds or the attempts are used up.
 
     Args:
-        prover: What measures it.
-        candidate: What the search chose.
-        texts: How many groups of text will certify each length; by default as many as the recipe has prompts.
+        prover: what measures it.
+        candidate: what the search chose.
+        texts: how many groups of text will certify each length; by default as many as the recipe has prompts.
 
     Returns:
         The candidate as adjusted, what was measured of it, and what is still wrong.
@@ -132,10 +132,10 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     """Give one layer at one length less if what is held to its limit is over it; the last time it becomes dense.
 
     Args:
-        candidate: What was proven.
-        length: The prompts' length in tokens.
-        layer: The layer's index.
-        proof: What was measured of the layer.
+        candidate: what was proven.
+        length: the prompts' length in tokens.
+        layer: the layer's index.
+        proof: what was measured of the layer.
 
     Returns:
         The candidate to prove instead, or None if this one is accepted.
@@ -155,7 +155,7 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
 class Adjusting:
     """Moves each layer at each calibrated length to what it may spend; it is what the first proof revises by.
 
-    texts: As `prove_and_tighten` takes them. tries: How often the spending of a layer at a length was changed within
+    texts: as `prove_and_tighten` takes them. tries: how often the spending of a layer at a length was changed within
     its limit.
     """
 
@@ -166,7 +166,7 @@ class Adjusting:
         """The candidate in which a layer spends as much as it may.
 
         Args:
-            candidate, length, layer, proof: As `tighten_layer` takes them.
+            candidate, length, layer, proof: as `tighten_layer` takes them.
 
         Returns:
             What to prove instead; None if the layer spends about as much as it may, or nothing is to be changed: it is
@@ -194,11 +194,11 @@ def allowed_growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int,
     """How many times the error that was measured a layer may have.
 
     Args:
-        proof: What was measured of the layer on the adjust prompts.
-        limit: The error it may have, in the budget's unit.
-        recipe: Its margin.
-        layers: Of the model, all of which are to be within their limits together.
-        texts: To certify on, which says how far a bound is from the mean.
+        proof: what was measured of the layer on the adjust prompts.
+        limit: the error it may have, in the budget's unit.
+        recipe: its margin.
+        layers: of the model, all of which are to be within their limits together.
+        texts: to certify on, which says how far a bound is from the mean.
     """
     errors = proof.errors(recipe.budget)
     largest = max(statistics.fmean(errors), proof.held(recipe), LEAST * limit)
@@ -219,11 +219,11 @@ def scaled(
     heads with a linear tail, which have none, become dense.
 
     Args:
-        candidate: What the layer runs so far.
-        length: The prompts' length in tokens.
-        layer: The layer's index.
-        share: Of the error that is predicted of it; 0 makes the layer dense.
-        why_dense: The reason for that.
+        candidate: what the layer runs so far.
+        length: the prompts' length in tokens.
+        layer: the layer's index.
+        share: of the error that is predicted of it; 0 makes the layer dense.
+        why_dense: the reason for that.
 
     Returns:
         What the layer runs, and the choice behind it; None at a checked length.
@@ -252,9 +252,9 @@ def tighten(
     much. Layers of checked lengths beside them start again from what is interpolated.
 
     Args:
-        candidate: What was proven.
-        problems: What is wrong with it.
-        proofs: What was measured of it, by length in tokens.
+        candidate: what was proven.
+        problems: what is wrong with it.
+        proofs: what was measured of it, by length in tokens.
 
     Returns:
         The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
@@ -294,8 +294,8 @@ def judge(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Prob
     """Judge a candidate by what was measured of it.
 
     Args:
-        candidate: What was proven.
-        proofs: What was measured, by length in tokens.
+        candidate: what was proven.
+        proofs: what was measured, by length in tokens.
 
     Returns:
         Why the proof failed: layers over their limit, then lengths that lost needles, are slower than dense or are over
@@ -406,9 +406,9 @@ def kl_shown_over_budget(length: int, kls: Sequence[float], kinds: Sequence[str]
     They show it if even a lower bound for the mean over prompts like these is over it.
 
     Args:
-        length: In tokens.
-        kls, kinds: Of each certify prompt, in nats per token, and its kind of text.
-        recipe: Says the budget, and which lengths it is for.
+        length: in tokens.
+        kls, kinds: of each certify prompt, in nats per token, and its kind of text.
+        recipe: says the budget, and which lengths it is for.
     """
     if not recipe.budget.is_kl or length not in recipe.lengths:
         return None

@@ -32,9 +32,9 @@ def step_confidence(step: float, recipe: Recipe, layers: int) -> float:
     The other attempts share the other half.
 
     Args:
-        step: Of `STEPS`.
-        recipe: Says how many lengths are certified, and whether each is tried at all of `PATH`.
-        layers: Of the model, with full attention.
+        step: of `STEPS`.
+        recipe: says how many lengths are certified, and whether each is tried at all of `PATH`.
+        layers: of the model, with full attention.
     """
     part = 0.5 if step == STEPS[0] else 0.5 / (len(STEPS) - 1)
     passes = len(PATH) if recipe.per_prompt else 1
@@ -52,9 +52,9 @@ def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float)
     texts have ten times the error of all others, it fails often (docs/results/coverage-bounds.txt counts).
 
     Args:
-        values: Of each text.
-        kinds: The kind of each text. If one kind has a single text, all texts count as of one kind.
-        confidence: The probability that the bound is not below the mean.
+        values: of each text.
+        kinds: the kind of each text. If one kind has a single text, all texts count as of one kind.
+        confidence: the probability that the bound is not below the mean.
 
     Returns:
         The bound; infinity if a single value, which bounds nothing, is above 0, or a value is inf or NaN.
@@ -85,10 +85,10 @@ def expected_mean_bound(values: Sequence[float], kinds: Sequence[str], count: in
     counts beside a usual one, which is that of `USUAL_WEIGHT` values.
 
     Args:
-        values: At least one, all at least 0.
-        kinds: As for `mean_bound`.
-        count: At least 2; the kinds are in equal parts, and of one kind if there are not two for each.
-        confidence: Of the bound.
+        values: at least one, all at least 0.
+        kinds: as for `mean_bound`.
+        count: at least 2; the kinds are in equal parts, and of one kind if there are not two for each.
+        confidence: of the bound.
     """
     groups = _groups(values, kinds if count >= 2 * len(set(kinds)) else [""] * len(values), least=1)
     means = [statistics.fmean(group) for group in groups]
@@ -136,9 +136,9 @@ def share_shown(count: int, above: int, risk: float) -> float:
     Wilks, "Determination of sample sizes for setting tolerance limits", 1941).
 
     Args:
-        count: At least 1.
-        above: From 0 to `count`.
-        risk: The probability that the true share is smaller.
+        count: at least 1.
+        above: from 0 to `count`.
+        risk: the probability that the true share is smaller.
     """
     from scipy.special import betaincinv
 

@@ -61,8 +61,8 @@ def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int
     """Find the allocation whose KL on the adjust prompts is the budget less its margin.
 
     Args:
-        prover: What measures it.
-        candidate: What the search chose, for a budget in KL.
+        prover: what measures it.
+        candidate: what the search chose, for a budget in KL.
 
     Returns:
         The candidate to prove, whose calibrated lengths spend what the passes found, and the passes of each length.
@@ -140,10 +140,10 @@ def isolated_kl(
     """The KL of each group of layers if only that runs its configuration.
 
     Args:
-        model: Who runs it, or a loaded model, which then runs in this process.
-        prompts: Of one length, at least one.
-        configs: What each layer runs.
-        journal: Where it is kept, and found again; None if nowhere.
+        model: who runs it, or a loaded model, which then runs in this process.
+        prompts: of one length, at least one.
+        configs: what each layer runs.
+        journal: where it is kept, and found again; None if nowhere.
 
     Returns:
         The KL of each of `layer_groups`, mean over the prompts, in nats per token, and that of the first layer with
@@ -225,8 +225,8 @@ def corrected(chosen: Chosen, isolated: IsolatedKls) -> Chosen:
     """What was chosen, with the weights of its layers as their groups were measured.
 
     Args:
-        chosen: With a budget in KL; what it predicts is compared.
-        isolated: What was measured of its configurations.
+        chosen: with a budget in KL; what it predicts is compared.
+        isolated: what was measured of its configurations.
     """
     kls, noise = isolated
     weights: list[ErrorWeights] = [choice.weights for choice in chosen.choices]
@@ -244,8 +244,8 @@ def next_scale(passes: Sequence[KlTrial], aim: float) -> float:
     """The scale at which the KL should be what is aimed at: a secant through the two passes that are nearest to it.
 
     Args:
-        passes: What was measured; the first pass is at a scale of 1.
-        aim: Nats per token, above 0.
+        passes: what was measured; the first pass is at a scale of 1.
+        aim: nats per token, above 0.
     """
     if not passes:
         return 1.0

@@ -68,7 +68,7 @@ def answer_rows(length: int) -> int:
 class RowErrors:
     """What every row of one output is off by.
 
-    squares, powers: Means over heads and Dv of the squared error and of the dense output's squares, float64 [Lq]. off:
+    squares, powers: means over heads and Dv of the squared error and of the dense output's squares, float64 [Lq]. off:
     Each row's relative error (`row_errors.row_errors`), float32 [Hq, Lq].
     """
 
@@ -104,7 +104,7 @@ def errors_of_rows(out: Tensor, dense: Tensor) -> RowErrors:
 class LayerSetting:
     """What one layer runs for prompts of one length.
 
-    chunk: Tokens that it is fed at once; None for whole prompts. by_keys: Of a layer that is fed in chunks, what it
+    chunk: tokens that it is fed at once; None for whole prompts. by_keys: of a layer that is fed in chunks, what it
     runs behind each number of keys. kv_cache_dtype: "fp8" if S2O reads keys and values as such a cache has them.
     """
 
@@ -168,10 +168,10 @@ def layer_state(
     """What patches a layer of full attention.
 
     Args:
-        layer: The layer.
-        runs: What it runs.
-        observer: Sees its attention's inputs and output.
-        chunks: Whether it is fed in the chunks that `runs` has; else whole.
+        layer: the layer.
+        runs: what it runs.
+        observer: sees its attention's inputs and output.
+        chunks: whether it is fed in the chunks that `runs` has; else whole.
     """
     assert layer.row is not None
     chunk = runs.chunk if chunks else None
@@ -187,9 +187,9 @@ class PairForward:
     """One prompt in the patched and in the dense model, before some layer of full attention.
 
     Args:
-        worker: What the process keeps.
-        prompt: The prompt's hash.
-        index: Which of its length's prompts it is.
+        worker: what the process keeps.
+        prompt: the prompt's hash.
+        index: which of its length's prompts it is.
     """
 
     def __init__(self, worker: WorkerState, prompt: str, index: int) -> None:
@@ -213,8 +213,8 @@ class PairForward:
         """Let the next layer run; it is not moved through yet.
 
         Args:
-            run: What it runs.
-            observer: Sees its attention's inputs and output.
+            run: what it runs.
+            observer: sees its attention's inputs and output.
 
         Returns:
             The density.
@@ -263,7 +263,7 @@ class PairForward:
 class ProofItem(WorkItem):
     """What is measured of prompts of one length in the proof.
 
-    length: In tokens. stage: What it is done for, in a word.
+    length: in tokens. stage: what it is done for, in a word.
     """
 
     length: int
@@ -293,7 +293,7 @@ class ProofItem(WorkItem):
 class LayerProofItem(ProofItem):
     """One prompt at one layer, as an item of work.
 
-    index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs.
+    index: which of its length's prompts it is. before: what the layers before ran. runs: what this one runs.
 
     Its result has the mean squared error and the mean square of the dense output over all rows as `all_rows`, the same
     over the rows that answer as `last_rows`, the largest relative error of a row in each tile of rows as `tiles`,
@@ -373,9 +373,9 @@ class AgreementItem(LayerProofItem):
 class PromptAgreement:
     """How alike the dense and the patched model predict one prompt.
 
-    kl: The mean over positions of KL(dense || patched) of the next token, in nats; rounding can leave a little less
-    than nothing. top1: The share of positions where both find the same token most likely. found: How many of the
-    prompt's answers the dense model finds. kept: How many of these the patched model keeps.
+    kl: the mean over positions of KL(dense || patched) of the next token, in nats; rounding can leave a little less
+    than nothing. top1: the share of positions where both find the same token most likely. found: how many of the
+    prompt's answers the dense model finds. kept: how many of these the patched model keeps.
 
     An answer is found if each of its tokens is the most likely one after those before it. It is kept if the patched
     model finds it too, or if its log-probability fell by less than `KEPT_WITHIN`: where a model is undecided, any
@@ -392,8 +392,8 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
     """Compare the two models' predictions of a prompt.
 
     Args:
-        prompt: The prompt.
-        dense, patched: Hidden states [1, L, H] after the last layer.
+        prompt: the prompt.
+        dense, patched: hidden states [1, L, H] after the last layer.
         logits: [1, R, H] -> [1, R, V].
     """
     following = torch.roll(prompt.ids, -1).to(dense.device)

@@ -56,7 +56,7 @@ LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is sm
 class PromptErrors:
     """What one layer is off by on one prompt.
 
-    all_rows, last_rows: Mean squared error and mean square of the dense output, over all rows and over the last ones,
+    all_rows, last_rows: mean squared error and mean square of the dense output, over all rows and over the last ones,
     those that answer (`layers.answer_rows`).
     """
 
@@ -77,10 +77,10 @@ class PromptErrors:
 class LayerProof:
     """One layer's attention at one length against dense attention on the same q, k, v.
 
-    mse, dense_power, density: Means over the prompts; dense_power is the mean square of the dense output.
+    mse, dense_power, density: means over the prompts; dense_power is the mean square of the dense output.
     worst: `row_errors.worst_of`, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
-    (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU. of_prompts: What each
-    prompt showed. kinds: The kind of text of each prompt.
+    (`row_errors`). seconds, dense_seconds: attention alone, on the first prompt; None on a CPU. of_prompts: what each
+    prompt showed. kinds: the kind of text of each prompt.
     """
 
     mse: float
@@ -127,11 +127,11 @@ class LayerProof:
 class LengthProof:
     """The whole model at one length, patched against dense.
 
-    kl: The mean over all positions of KL(dense || patched) of the next token, in nats. top1: The share of positions
-    where both find the same token most likely. needles: Of the codes that the prompts ask for, how many the patched
+    kl: the mean over all positions of KL(dense || patched) of the next token, in nats. top1: the share of positions
+    where both find the same token most likely. needles: of the codes that the prompts ask for, how many the patched
     model keeps of those the dense one finds (`PromptAgreement`), and how many the dense one finds; None if they ask
-    for none. prefill_seconds, dense_prefill_seconds: All decoder layers on the first prompt, without embedding and
-    head. prompts, agreements: On what, and what both models predict of each.
+    for none. prefill_seconds, dense_prefill_seconds: all decoder layers on the first prompt, without embedding and
+    head. prompts, agreements: on what, and what both models predict of each.
     """
 
     layers: tuple[LayerProof, ...]
@@ -191,15 +191,15 @@ def prove(
     follow see what the accepted configuration gave.
 
     Args:
-        model: Who runs it, or a loaded model, which then runs in this process.
-        prompts: By length in tokens, at least one of each. At each layer the lengths take their turns in this order.
-        configured: What each layer runs at each length.
-        revise: Given the configuration, the length, the layer's index and its proof, without times: what to measure
+        model: who runs it, or a loaded model, which then runs in this process.
+        prompts: by length in tokens, at least one of each. At each layer the lengths take their turns in this order.
+        configured: what each layer runs at each length.
+        revise: given the configuration, the length, the layer's index and its proof, without times: what to measure
             instead on the same inputs, or None to accept this one.
-        progress: Who is told of it, and what it is done for.
-        timed: Whether to take times too, of whole prompts; without, those of the proofs are 0 or None.
-        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
-        journal: Where steps are kept, and found again; None if nowhere.
+        progress: who is told of it, and what it is done for.
+        timed: whether to take times too, of whole prompts; without, those of the proofs are 0 or None.
+        chunk: tokens that a layer is fed at once, as a server does; None for whole prompts.
+        journal: where steps are kept, and found again; None if nowhere.
 
     Returns:
         What was accepted in the end, and what was measured of it by length in tokens.
@@ -291,8 +291,8 @@ class _Evaluation:
 class Prover:
     """What measures candidates on the prompts that layers are adjusted on.
 
-    executor: Who runs it. held_out: The prompts, by length in tokens; every length of the candidates. journal: Where
-    measurements are kept; None if nowhere. progress: Whether to show progress bars.
+    executor: who runs it. held_out: the prompts, by length in tokens; every length of the candidates. journal: where
+    measurements are kept; None if nowhere. progress: whether to show progress bars.
     """
 
     executor: Executor
@@ -361,7 +361,7 @@ def _with_times(
 class LayerTime(ProofItem):
     """The times of one decoder layer on one prompt, as an item of work.
 
-    number: Which decoder layer. ran: What all layers of full attention run. part: Which of the parts of the model, one
+    number: which decoder layer. ran: what all layers of full attention run. part: which of the parts of the model, one
     for each worker, it is in; the parts are timed beside one another. Its result has the seconds of the whole
     layer as `patched` and `dense`, and on a GPU, for a layer of full attention, those of attention alone, S2O and
     dense, as `attention`.

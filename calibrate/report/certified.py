@@ -14,8 +14,8 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     """In one sentence what was shown of means, of all layers at all lengths together.
 
     Args:
-        certificate: Of the profile; None if it has none.
-        adjusted_on: How many prompts of each length layers were adjusted on; None if that is not recorded.
+        certificate: of the profile; None if it has none.
+        adjusted_on: how many prompts of each length layers were adjusted on; None if that is not recorded.
     """
     lengths = _lengths(certificate)
     if not lengths:

@@ -28,9 +28,9 @@ def markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str
     """The page in Markdown.
 
     Args:
-        report: What it says.
-        profile_path: Where the profile is, or would be if one had been written.
-        pictures: The file of each picture, a name beside the page, by the pictures' names.
+        report: what it says.
+        profile_path: where the profile is, or would be if one had been written.
+        pictures: the file of each picture, a name beside the page, by the pictures' names.
     """
     return in_markdown("page.j2", **_said(report, profile_path), form="form.md.j2", pictures=pictures)
 

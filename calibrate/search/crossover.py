@@ -37,7 +37,7 @@ TAIL_PAYS = 0.85  # the same for tails: with few row tiles the one that visits m
 class CrossoverKey:
     """What layers have in common whose crossovers differ by their density only.
 
-    tile: Without crossovers. head: The settings of all heads of a timed call. grain, scores: Of the layers.
+    tile: without crossovers. head: the settings of all heads of a timed call. grain, scores: of the layers.
     """
 
     tile: TileConfig
@@ -63,7 +63,7 @@ class CrossoverKey:
 class Layer:
     """What of a layer its crossovers depend on.
 
-    density: The query-key pairs that it computes over causal pairs, which calls have to pay for. faster_at: A length at
+    density: the query-key pairs that it computes over causal pairs, which calls have to pay for. faster_at: a length at
     which it was faster than dense attention, so that it does not go dense there; None if it was not timed.
     """
 
@@ -128,9 +128,9 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
     """The tiles of many layers with their crossovers, as `with_crossover` gives them.
 
     Args:
-        executor: Who measures; layers that differ in their density only are measured together.
-        layers: By any name.
-        journal: Where they are kept.
+        executor: who measures; layers that differ in their density only are measured together.
+        layers: by any name.
+        journal: where they are kept.
 
     Returns:
         The tile of every layer, by its name.
@@ -162,10 +162,10 @@ def dense_below(key: CrossoverKey, geometry: Geometry, device: torch.device, den
     one. A prompt of one segment runs dense anyway, so there is nothing to compare.
 
     Args:
-        key: Of the layer.
-        geometry: The model's.
-        device: The GPU.
-        density: The pairs that the layer computes over causal pairs.
+        key: of the layer.
+        geometry: the model's.
+        device: the GPU.
+        density: the pairs that the layer computes over causal pairs.
 
     Returns:
         Tokens; twice the longest of `LENGTHS` if dense attention is faster at all of them.
@@ -184,9 +184,9 @@ def min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device, den
     were timed.
 
     Args:
-        key: Of the layer, its tile with `dense_below` and `tail_keys`: what runs dense anyway, because it is no tail
+        key: of the layer, its tile with `dense_below` and `tail_keys`: what runs dense anyway, because it is no tail
             whose prefix is as long as its queries and has less work than such a prompt, is not compared.
-        geometry, device, density: As for `dense_below`.
+        geometry, device, density: as for `dense_below`.
 
     Returns:
         Queries, at least 2; twice the longest tail if dense attention is faster even there.
@@ -230,9 +230,9 @@ def seconds(
     """The median times of S2O, wherever its tile would go dense, and of dense attention for one call.
 
     Args:
-        key, geometry, device: Of all heads of the call.
-        queries: The last positions.
-        keys: All of them, those before the queries included.
+        key, geometry, device: of all heads of the call.
+        queries: the last positions.
+        keys: all of them, those before the queries included.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = key.call(geometry)

@@ -131,9 +131,9 @@ class _Submitted:
     """The result of an item that is with the workers.
 
     Args:
-        executor: Whose work the item is.
-        item: What is run.
-        priority: Items with a higher one run first where both may run.
+        executor: whose work the item is.
+        item: what is run.
+        priority: items with a higher one run first where both may run.
     """
 
     def __init__(self, executor: ClusterExecutor, item: WorkItem, priority: int) -> None:
@@ -188,9 +188,9 @@ class _Workers:
     """The workers of a Dask scheduler that have loaded the run's model.
 
     Attributes:
-        ready: By address, what each said of itself; all have the same model and the same versions, and the run's kind
+        ready: by address, what each said of itself; all have the same model and the same versions, and the run's kind
             of GPU once that is chosen.
-        lost: How many of them are gone.
+        lost: how many of them are gone.
     """
 
     def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
@@ -319,9 +319,9 @@ class ClusterExecutor:
     """Runs items on those workers of a Dask scheduler that have the run's kind of GPU.
 
     Args:
-        client: Connected to the scheduler.
-        recipe: The run.
-        prompts: All that items are going to name.
+        client: connected to the scheduler.
+        recipe: the run.
+        prompts: all that items are going to name.
 
     Raises:
         ConfigError: No worker has a GPU that the recipe names, or it must name one of several.
@@ -427,8 +427,8 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[Clus
     """The workers that a recipe names: started here, or those of a scheduler.
 
     Args:
-        recipe: Names them, and the model that they load.
-        prompts: All that items are going to name.
+        recipe: names them, and the model that they load.
+        prompts: all that items are going to name.
 
     Raises:
         ConfigError: The recipe does not fit the machine.

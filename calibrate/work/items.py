@@ -24,9 +24,9 @@ class WorkItem:
     """One measurement; subclasses are frozen dataclasses.
 
     Attributes:
-        stage: What it is a part of; a worker forgets what it kept for another stage.
-        kind: Of its entry in a journal.
-        timed: Whether its result is a time, which holds for one kind of GPU.
+        stage: what it is a part of; a worker forgets what it kept for another stage.
+        kind: of its entry in a journal.
+        timed: whether its result is a time, which holds for one kind of GPU.
     """
 
     stage: str
