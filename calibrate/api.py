@@ -15,8 +15,8 @@ from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from calibrate.model.estimate import Estimate
-    from calibrate.model.foresight import Outlook
     from calibrate.model.models import LoadedModel
+    from calibrate.model.preflight import Preflight
     from calibrate.pipeline import Result
     from s2o_runtime.devices import DeviceIdentity
 
@@ -30,7 +30,7 @@ class Planned(NamedTuple):
 
     recipe: Recipe
     device: DeviceIdentity
-    outlook: Outlook
+    preflight: Preflight
     estimate: Estimate
 
 
@@ -79,7 +79,7 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
 
 
 def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], progress: bool) -> Result:
-    from calibrate.model.estimate import Sizes, estimate
+    from calibrate.model.estimate import ModelSizes, estimate
     from calibrate.model.models import in_memory
     from s2o_runtime.layer_kinds import positions
 
@@ -91,7 +91,7 @@ def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], pr
     draft(given)
     recipe, device = on_this_machine(given)
     recipe.check_limit(positions(loaded.model.config))
-    expected = estimate(recipe, Sizes.of(loaded.model, recipe.device), loaded.geometry, device)
+    expected = estimate(recipe, ModelSizes.of(loaded.model, recipe.device), loaded.geometry, device)
     return finished(recipe, progress=progress, loaded=loaded, estimate=expected)
 
 
@@ -108,8 +108,8 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
     recipe = draft(options)
 
     from calibrate.model.estimate import estimate
-    from calibrate.model.foresight import outlook
     from calibrate.model.models import is_gguf, load_config, load_tokenizer
+    from calibrate.model.preflight import preflight
     from s2o_runtime.layer_kinds import positions
 
     shipped = rehearsed or recipe.random_weights
@@ -118,7 +118,7 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
         load_tokenizer(recipe.model, **recipe.loading)
     recipe, device = on_this_machine(options)
     recipe.check_limit(positions(config))
-    seen = outlook(
+    seen = preflight(
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights
     )
     expected = estimate(recipe, seen.sizes, seen.geometry, device)

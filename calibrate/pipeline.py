@@ -43,7 +43,7 @@ from calibrate.proof.certify import (
 )
 from calibrate.proof.kl import within_kl
 from calibrate.proof.record import record_of
-from calibrate.proof.state import Candidate, KlPass
+from calibrate.proof.state import Candidate, KlTrial
 from calibrate.proof.verify import Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice
@@ -70,9 +70,9 @@ TilesByLength = Mapping[int, tuple[TileConfig, ...]]
 class Result(Proven):
     """A finished calibration: what was proven, and what was made of it.
 
-    profile: With its record. written: Whether the profile was saved. seconds: What each phase took. journal_reused:
-    How many measurements an earlier run had made. work: The measurements of this run by stage, and how long they took
-    of all workers together. report, report_files: The `calibrate.report.contents.Report` and where it was written;
+    profile: with its record. written: whether the profile was saved. seconds: what each phase took. journal_reused:
+    How many measurements an earlier run had made. work: the measurements of this run by stage, and how long they took
+    of all workers together. report, report_files: the `calibrate.report.contents.Report` and where it was written;
     None and none where it was not.
     """
 
@@ -97,10 +97,10 @@ def calibrate(
     The same recipe continues an interrupted run: what was measured is in the recipe's journal.
 
     Args:
-        recipe: What to calibrate, on what, and within which budget.
-        progress: Whether to show progress bars.
-        loaded: The recipe's model, if it is loaded already; on the recipe's device.
-        expected: The seconds that phases are expected to take, for progress.
+        recipe: what to calibrate, on what, and within which budget.
+        progress: whether to show progress bars.
+        loaded: the recipe's model, if it is loaded already; on the recipe's device.
+        expected: the seconds that phases are expected to take, for progress.
 
     Returns:
         What was chosen and proven. The profile is saved as `recipe.out` only if the held-out proof holds or
@@ -191,23 +191,23 @@ def _calibrated(run: _Run, clock: PhaseClock) -> Result:
         )
     with clock.phase("searching"):
         candidate = _candidate(run, _choices(run, curves, tiles, sensitivity))
-        kl_passes: dict[int, tuple[KlPass, ...]] = {}
+        kl_passes: dict[int, tuple[KlTrial, ...]] = {}
         if recipe.budget.is_kl:
             candidate, kl_passes = within_kl(prover, candidate)
     with clock.phase("proving"):
-        texts = {length: len(Groups.of(of_length)) for length, of_length in prompts.certify.items()}
+        texts = {length: len(Groups.of(texts_of_length)) for length, texts_of_length in prompts.certify.items()}
         proven = prove_and_tighten(prover, candidate, texts)
         proven = without_slower_lengths(prover, proven)
         proven = replace(proven, kl_passes=kl_passes)
     if proven.met:
-        careful = without_slower_layers(proven)
+        certified = without_slower_layers(proven)
         if prompts.certify:
             with clock.phase("certifying"):
-                careful = certify(prover, prompts.certify, careful)
-                proven = proven_again(prover, proven, careful)
-        elif careful.candidate is not proven.candidate:
+                certified = certify(prover, prompts.certify, certified)
+                proven = proven_again(prover, proven, certified)
+        elif certified.candidate is not proven.candidate:
             with clock.phase("measuring again"):
-                proven = proven_again(prover, proven, careful)
+                proven = proven_again(prover, proven, certified)
 
     profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
     written = proven.met or recipe.allow_regression
@@ -252,7 +252,7 @@ def _executor(
 def _of_run(prompts: PromptSet) -> list[Prompt]:
     """All prompts of a run."""
     sets = prompts.calibration, prompts.held_out, prompts.certify
-    return [prompt for by_length in sets for of_length in by_length.values() for prompt in of_length]
+    return [prompt for by_length in sets for prompts_of_length in by_length.values() for prompt in prompts_of_length]
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ def _worthwhile_tiles(run: _Run) -> TilesByLength:
 def _curves(run: _Run, tiles: TilesByLength) -> LayersCurves:
     """The curves of every layer at every length, for the shapes of the tiles."""
     shapes = {
-        length: sorted(set(map(Shape.of, of_length)), key=lambda shape: (shape.block_m, shape.stride))
-        for length, of_length in tiles.items()
+        length: sorted(set(map(Shape.of, length_tiles)), key=lambda shape: (shape.block_m, shape.stride))
+        for length, length_tiles in tiles.items()
     }
     steps = run.executor.geometry.layers * len(run.recipe.lengths)
     with progress_bar("measuring curves", steps, "layer", shown=run.progress) as step:
@@ -309,20 +309,20 @@ def _choices(
         run.executor,
         {
             (length, layer): crossing(choice, length)
-            for length, of_length in chosen.items()
-            for layer, choice in enumerate(of_length.choices)
+            for length, length_choices in chosen.items()
+            for layer, choice in enumerate(length_choices.choices)
         },
         run.journal,
     )
     return {
         length: replace(
-            of_length,
+            length_choices,
             choices=[
                 replace(choice, point=choice.point._replace(tile=crossed[length, layer]))
-                for layer, choice in enumerate(of_length.choices)
+                for layer, choice in enumerate(length_choices.choices)
             ],
         )
-        for length, of_length in chosen.items()
+        for length, length_choices in chosen.items()
     }
 
 

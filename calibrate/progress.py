@@ -35,8 +35,8 @@ class PhaseClock:
     """The seconds that each phase of a run took, by the phase's name, in the order in which they first ended.
 
     Args:
-        expected: What each phase is expected to take, in the phases' order; progress then says what is left of the run.
-        clock: Gives the time in seconds.
+        expected: what each phase is expected to take, in the phases' order; progress then says what is left of the run.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class PhaseClock:
             _run.reset(token)
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - self._start
 
-    def left(self, of_phase: float | None) -> float | None:
+    def left(self, phase_left: float | None) -> float | None:
         """The seconds until the run ends; None where nothing was expected of this phase.
 
         What was slower than expected so far makes later phases slower too; what was quicker may have been in a journal.
 
         Args:
-            of_phase: What is left of this phase; None if only what was expected says it.
+            phase_left: what is left of this phase; None if only what was expected says it.
         """
         if self._phase not in self._expected:
             return None
@@ -75,10 +75,10 @@ class PhaseClock:
         number = names.index(self._phase)
         spent = self._clock() - self._start
         before = [name for name in names[:number] if name in self.seconds]
-        took = sum(self.seconds[name] for name in before) + spent + (of_phase or 0.0)
+        took = sum(self.seconds[name] for name in before) + spent + (phase_left or 0.0)
         planned = sum(self._expected[name] for name in before) + self._expected[self._phase]
         slower = max(1.0, took / planned) if planned else 1.0
-        here = max(0.0, slower * self._expected[self._phase] - spent) if of_phase is None else of_phase
+        here = max(0.0, slower * self._expected[self._phase] - spent) if phase_left is None else phase_left
         return here + slower * sum(self._expected[name] for name in names[number + 1 :])
 
 
@@ -86,10 +86,10 @@ class ProgressLines:
     """Progress as lines of a log: one for each tenth of the steps, and one whenever nothing was said for a while.
 
     Args:
-        description: What the steps do.
-        total: How many there will be; None if nobody knows.
-        unit: What one step is.
-        clock: Gives the time in seconds.
+        description: what the steps do.
+        total: how many there will be; None if unknown.
+        unit: what one step is.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -133,19 +133,19 @@ class ProgressLines:
                 left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
                 line += f"{duration(left)} left"
-        if (of_run := _left_of_run(left)) is not None:
-            line += f", {duration(of_run)} until the end"
-            fields["run_seconds_left"] = round(of_run, 1)
+        if (run_left := _left_of_run(left)) is not None:
+            line += f", {duration(run_left)} until the end"
+            fields["run_seconds_left"] = round(run_left, 1)
         if (status := _status.get()) is not None and status():
             line = f"{line}; {status()}"
             fields["status"] = status()
         say("calibrate.progress", f"{self._description}: {line}", fields)
 
 
-def _left_of_run(of_phase: float | None) -> float | None:
-    """The seconds until the run ends, as its clock expects them; None if nobody knows."""
+def _left_of_run(phase_left: float | None) -> float | None:
+    """The seconds until the run ends, as its clock expects them; None if unknown."""
     clock = _run.get()
-    return None if clock is None else clock.left(of_phase)
+    return None if clock is None else clock.left(phase_left)
 
 
 def duration(seconds: float) -> str:
@@ -161,10 +161,10 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
     """Show progress inside the block: a bar on a terminal, else `ProgressLines`.
 
     Args:
-        description: What the bar counts, shown before it.
-        total: How many steps there will be; None if nobody knows.
-        unit: What one step is.
-        shown: Whether progress is shown at all.
+        description: what the bar counts, shown before it.
+        total: how many steps there will be; None if unknown.
+        unit: what one step is.
+        shown: whether progress is shown at all.
 
     Returns:
         A function `step(text, steps=1, known=False)` that advances the bar; a text, if it is not empty, is shown behind
@@ -192,7 +192,7 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
             bar.update(steps)
             taken = bar.format_dict["elapsed"]
             left = None if total is None else taken * (total - bar.n) / max(1, bar.n - bar.initial)
-            until_end = "" if (of_run := _left_of_run(left)) is None else f"{duration(of_run)} until the end"
+            until_end = "" if (run_left := _left_of_run(left)) is None else f"{duration(run_left)} until the end"
             if text or until_end:
                 bar.set_postfix_str(", ".join(filter(None, (text, until_end))), refresh=False)
 

@@ -222,7 +222,7 @@ class Recipe:
         metavar="PATH,PATH",
         default_text="the built-in text",
         example="mine.jsonl",
-        plan_text=lambda recipe: recipe.prompt_source,
+        plan_text=lambda recipe: recipe.prompt_source if recipe.prompts else "built-in text",
     )
     domains: tuple[str, ...] | None = option(
         Rule(str, allowed=DOMAINS, optional=True, many=True),

@@ -36,13 +36,13 @@ class Table:
     """A table that can be printed or written as Markdown.
 
     Args:
-        names: The columns' names. A newline in a name starts a second line on a terminal.
-        rows: The cells of each row. In Markdown a cell of type `Markup` stays as it is, all others are escaped. A cell
+        names: the columns' names. A newline in a name starts a second line on a terminal.
+        rows: the cells of each row. In Markdown a cell of type `Markup` stays as it is, all others are escaped. A cell
             of type `Number` knows its value.
-        title: A line above the table; printed only.
-        align: One letter for each column: l (left), r (right) or c (centre). The last letter holds for all columns
+        title: a line above the table; printed only.
+        align: one letter for each column: l (left), r (right) or c (centre). The last letter holds for all columns
             that follow.
-        wrap: The name of the column whose cells may take several lines on a terminal; no other cell is broken.
+        wrap: the name of the column whose cells may take several lines on a terminal; no other cell is broken.
     """
 
     names: Sequence[str]
@@ -79,8 +79,8 @@ class Number(str):
     """A cell that shows a number.
 
     Args:
-        text: What is shown.
-        value: The number, unrounded; HTML tables are sorted by it.
+        text: what is shown.
+        value: the number, unrounded; HTML tables are sorted by it.
     """
 
     value: float

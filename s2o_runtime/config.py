@@ -260,8 +260,8 @@ class LayerConfig:
         fields: dict[str, Any] = dict(head)
         if isinstance(rule := head.get("stop_rule"), str):
             fields["stop_rule"] = StopRule.parse(rule)
-        of_head = HeadConfig(**fields)
-        return cls((of_head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores, last_rows).validate()
+        every_head = HeadConfig(**fields)
+        return cls((every_head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores, last_rows).validate()
 
     @property
     def num_heads(self) -> int:

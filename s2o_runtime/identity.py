@@ -81,7 +81,7 @@ class Geometry:
         return values | ({"layer_numbers": list(numbers), "other_layers": dict(others)} if numbers else {})
 
     def difference(self, profiled: Geometry) -> str | None:
-        """What a model has first that a profile's geometry has not, to follow "has"; None if they are the same.
+        """The first difference from a profile, worded to follow "the model has"; None if they are equal.
 
         Args:
             profiled: the geometry in the profile.
@@ -121,8 +121,8 @@ def geometry(config: Any) -> Geometry:
             f"the model (type {architecture!r}) has no layer of {FULL}, only {counts}: S2O has nothing to do in it"
         )
     try:
-        of_layers = getattr(config, "per_layer_config", None)  # of a model that says other things of other layers
-        config = of_layers[numbers[0]] if of_layers else config
+        layer_configs = getattr(config, "per_layer_config", None)  # of a model that says other things of other layers
+        config = layer_configs[numbers[0]] if layer_configs else config
         query_heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
         return Geometry(
@@ -169,13 +169,13 @@ def numbered_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
     modules = []
     for row in range(shape.layers):
         number = shape.layer_number(row)
-        of_layer = by_layer.get(number, [])
-        if len(of_layer) != 1:
+        layer_modules = by_layer.get(number, [])
+        if len(layer_modules) != 1:
             raise ModelError(
-                f"layer {number} of a model of type {shape.architecture!r} has {len(of_layer)} attention modules that "
-                "transformers numbers, expected one: the architecture is not supported"
+                f"layer {number} of a model of type {shape.architecture!r} has {len(layer_modules)} attention modules "
+                "that transformers numbers, expected one: the architecture is not supported"
             )
-        modules.append((number, of_layer[0]))
+        modules.append((number, layer_modules[0]))
     return modules
 
 

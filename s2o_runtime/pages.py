@@ -138,7 +138,7 @@ class PagedKeys:
                     "KV heads, head_dim] with the last dimension contiguous"
                 )
             if cache.dtype not in (dtype, *FP8_TYPES):
-                names = ", ".join(str(known) for known in (dtype, *FP8_TYPES))
+                names = ", ".join(str(accepted) for accepted in (dtype, *FP8_TYPES))
                 raise InputError(f"{name} is {cache.dtype}: expected {names}, the queries' type or one of 8 bits")
             if cache.device != self.block_table.device:
                 raise InputError(f"{name} is on {cache.device} but block_table on {self.block_table.device}: move it")

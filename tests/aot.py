@@ -503,7 +503,7 @@ def compile_case(case: Case) -> Compiled:
             constants |= {"STRIDES": trace.STRIDES, "T": 1 << (len(TAUS) - 1).bit_length()}
         case "block_sparse":
             home = block_sparse
-            constants |= {"BLOCK_M": 128, "BLOCK_N": 128, "NOWHERE": block_sparse.NOWHERE}
+            constants |= {"BLOCK_M": 128, "BLOCK_N": 128}
             constants.setdefault("PACKED", 1)
             constants |= {"BC": block_sparse.MEANS_AT_ONCE, "MEAN_STAGES": block_sparse.MEAN_STAGES}
         case "antidiagonal":
@@ -606,17 +606,18 @@ def compile_kernel(
     Upper case arguments are pointers; they and the strides are multiples of 16, as they are for real tensors,
     unless the kernel says not to look. Constants that are not in `constants` are switches that are off.
     """
-    from s2o_runtime.kernels.groups import CONSTANT_GROUPS
+    from s2o_runtime.kernels.groups import BLOCK_SPARSE_CONSTANTS, PREFILL_CONSTANTS
 
     signature: dict[str, Any] = {}
     values: dict[str, object] = {}
     attributes = {}
     annotations = typing.get_type_hints(kernel.fn)
+    constant_groups = BLOCK_SPARSE_CONSTANTS if kernel.fn.__name__ == "_block_sparse" else PREFILL_CONSTANTS
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
             signature[name] = "constexpr"
-            if group := CONSTANT_GROUPS.get(name):
+            if group := constant_groups.get(name):
                 values[name] = group(*(constants.get(field, False) for field in group._fields))
             else:
                 values[name] = constants.get(name, False)

@@ -90,7 +90,7 @@ def main(profile: str, model: str, name: str) -> int:
     cached = [answer.num_cached_tokens for answer in answers]
     print(f"{name}: {right} of {len(codes)} needles in {seconds:.1f} s; tokens from the cache: {cached}", flush=True)
     if case.sparse and case.processes == 1:
-        from s2o_runtime.vllm.host import server
+        from s2o_runtime.vllm.engine import server
 
         print(f"{name}: {server().counters.summary()}", flush=True)
         shares = server().counters.shares()

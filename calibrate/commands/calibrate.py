@@ -88,7 +88,7 @@ def _run(flags: Flags) -> int:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
     options = merged(file, {name: value for name, value in flags.items() if name in OPTIONS})
-    recipe, device, outlook, estimate = planned(options, rehearsed="dry_run" in flags)
+    recipe, device, preflight, estimate = planned(options, rehearsed="dry_run" in flags)
     if "yaml" in flags:
         print(recipe.to_yaml(), end="")
         return OK
@@ -99,7 +99,7 @@ def _run(flags: Flags) -> int:
     from calibrate.tables import print_fields, print_lines, terminal
 
     console = terminal(stderr="json" in flags)
-    plan_lines = plan(recipe, outlook, estimate, device, frozenset(options), rehearsed="dry_run" in flags)
+    plan_lines = plan(recipe, preflight, estimate, device, frozenset(options), rehearsed="dry_run" in flags)
     if "dry_run" in flags and "json" in flags:
         return print_json(plan_lines)
     print_fields(plan_lines, console)

@@ -12,7 +12,7 @@ from s2o_runtime.doctor.command import PROGRAM
 from s2o_runtime.doctor.command import main as doctor
 
 if TYPE_CHECKING:
-    from s2o_runtime.doctor.prospect import ModelView
+    from s2o_runtime.doctor.profile_check import ModelView
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
@@ -32,20 +32,20 @@ def model_view(name: str, profile: Path | None) -> ModelView:
         ProfileError: the profile cannot be read.
     """
     if find_spec("transformers") is None:
-        from s2o_runtime.doctor import prospect
+        from s2o_runtime.doctor import profile_check
 
-        return prospect.model_view(name)  # which says so
+        return profile_check.model_view(name)  # which says so
 
     from calibrate.machine import named_device
-    from calibrate.model.foresight import outlook
     from calibrate.model.models import load_config, resolve
-    from s2o_runtime.doctor.prospect import ModelView
+    from calibrate.model.preflight import preflight
+    from s2o_runtime.doctor.profile_check import ModelView
     from s2o_runtime.profile import load_profile
 
     config = load_config(name)
     device, identity = named_device(None)
     lengths = DEFAULT_LENGTHS[identity.kind] if profile is None else load_profile(profile).lengths
-    seen = outlook(name, config, device=device, lengths=lengths, random_weights=False)
+    seen = preflight(name, config, device=device, lengths=lengths, random_weights=False)
     folder = Path(resolve(name))
     facts = {
         "layers": seen.layers,

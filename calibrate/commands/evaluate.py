@@ -1,4 +1,4 @@
-"""s2o-eval: flags -> Plan -> results. Nothing heavy is imported before the flags are known to be good."""
+"""s2o-eval: flags -> EvaluationPlan -> results. Nothing heavy is imported before the flags are known to be good."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
-from calibrate.evaluation.plan import OPTIONS, OUTPUT, PROMPTS, TASKS, Plan
+from calibrate.evaluation.plan import OPTIONS, OUTPUT, PROMPTS, TASKS, EvaluationPlan
 from calibrate.machine import check_writable, named_device, writing
 from calibrate.options import add_flags
 from calibrate.recipe import DEFAULT_LENGTHS
@@ -38,7 +38,7 @@ EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The flags. What is not given is left out of the namespace; the defaults are those of `Plan`."""
+    """The flags. What is not given is left out of the namespace; the defaults are those of `EvaluationPlan`."""
     out = Parser(
         prog=PROGRAM,
         argument_default=argparse.SUPPRESS,
@@ -77,12 +77,13 @@ def _run(flags: Flags) -> int:
     limit = positions(config)
     plan.check_limit(limit)
 
-    from calibrate.evaluation import own, report, tasks
+    from calibrate.evaluation import report, tasks
+    from calibrate.evaluation.user_prompts import read_user_prompts
     from calibrate.tables import print_lines, terminal
 
     tokenizer = load_tokenizer(plan.model, **plan.loading)
     tasks.check(plan, tokenizer)
-    user_prompts = [] if plan.prompts is None else own.read(plan.prompts, tokenizer, limit)
+    user_prompts = [] if plan.prompts is None else read_user_prompts(plan.prompts, tokenizer, limit)
     lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.cases(plan, user_prompts)))
     console = terminal(stderr="json" in flags)
     if "dry_run" in flags and "json" in flags:
@@ -101,7 +102,7 @@ def _run(flags: Flags) -> int:
     return OK
 
 
-def _measured(plan: Plan, user_prompts: Sequence[Prompt], progress: bool) -> Summary:
+def _measured(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: bool) -> Summary:
     """The summary of what the plan's journal has and what is measured now."""
     from calibrate.evaluation.results import open_journal, summary
     from calibrate.evaluation.run import evaluate
@@ -119,7 +120,7 @@ def _measured(plan: Plan, user_prompts: Sequence[Prompt], progress: bool) -> Sum
     return outcome | {"date": now(), "command": shlex.join([PROGRAM, *sys.argv[1:]])}
 
 
-def _draft(flags: Flags) -> Plan:
+def _draft(flags: Flags) -> EvaluationPlan:
     """The plan as far as it is known without torch, validated, its files checked."""
     if "model" not in flags:
         raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
@@ -131,7 +132,7 @@ def _draft(flags: Flags) -> Plan:
     return _plan(flags, lengths=flags.get("lengths", DEFAULT_LENGTHS["cuda"]))
 
 
-def _plan(flags: Flags, **known: Any) -> Plan:
+def _plan(flags: Flags, **known: Any) -> EvaluationPlan:
     """The validated plan of the options among the flags, and of fields that are `known`.
 
     Tasks are done in one order; a file of prompts brings its task along.
@@ -140,7 +141,7 @@ def _plan(flags: Flags, **known: Any) -> Plan:
     tasks = {*fields.get("tasks", TASKS), *([PROMPTS] if "prompts" in fields else [])}
     unknown = tasks.difference(TASKS, (PROMPTS,))
     fields["tasks"] = tuple(task for task in (*TASKS, PROMPTS) if task in tasks) + tuple(sorted(unknown))
-    return Plan(**fields | known).validate()
+    return EvaluationPlan(**fields | known).validate()
 
 
 if __name__ == "__main__":

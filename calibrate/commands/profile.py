@@ -252,7 +252,7 @@ def plot(flags: Flags) -> int:
 
 def push(flags: Flags) -> int:
     """Copy a profile, its card and the report beside it to a folder or a Hub repository."""
-    from calibrate.report.share import push
+    from calibrate.report.transfer import push
 
     files = push(flags["profile"], flags["to"])
     return _say(flags, {"files": files}, [f"wrote {file}" for file in files])
@@ -260,7 +260,7 @@ def push(flags: Flags) -> int:
 
 def pull(flags: Flags) -> int:
     """Fetch a profile, its card and the report beside it."""
-    from calibrate.report.share import pull
+    from calibrate.report.transfer import pull
 
     files = pull(flags["source"], flags.get("out_dir", Path()))
     return _say(flags, {"files": files}, [f"wrote {file}" for file in files])

@@ -15,7 +15,7 @@ TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 1
 
 
 @dataclass(frozen=True)
-class Ranking:
+class RankingConfig:
     """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig.
 
     A head with a linear tail visits one chunk whatever its threshold, so such a ranking has curves of one point.
@@ -77,18 +77,18 @@ class Curve:
         return torch.stack([self.mse, self.tail_mse, self.worst, self.tail_worst, self.density]).to(dtype)
 
 
-Curves = Mapping[tuple[Ranking, Shape], Curve]  # of one layer at one length
+Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one length
 
 
 def methods(
     curves: Curves, segment: int, grain: int, shape: Shape, scores: Scores = "input"
-) -> dict[Ranking, Curve]:  # fmt: skip
+) -> dict[RankingConfig, Curve]:  # fmt: skip
     """The curves that heads choose among once segment, grain, tile shape and scores are fixed."""
-    wanted = segment, grain, scores
+    settings = segment, grain, scores
     return {
         ranking: curve
-        for (ranking, of_shape), curve in curves.items()
-        if of_shape == shape and (ranking.segment, ranking.grain, ranking.scores) == wanted
+        for (ranking, curve_shape), curve in curves.items()
+        if curve_shape == shape and (ranking.segment, ranking.grain, ranking.scores) == settings
     }
 
 
@@ -96,7 +96,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     """The curve of several prompts together.
 
     A mean squared error is the mean plus one standard deviation over the prompts: heads whose error depends on the
-    prompt must stay within their budget on prompts that were not seen. Of worst rows the worst counts.
+    prompt must stay within their budget on prompts that were not seen. The worst-row error is the maximum over prompts.
     """
 
     def stacked(name: str) -> Tensor:
@@ -155,16 +155,16 @@ def packed(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str,
     ]
 
 
-def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[Ranking, Shape], Curve]:
+def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[RankingConfig, Shape], Curve]:
     """The curves that `packed` packed."""
     curves = {}
     for entry in entries:
         mse, tail_mse, worst, tail_worst, density = entry["curve"].double()
         curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]))
-        curves[Ranking(*entry["ranking"]), Shape(*entry["shape"])] = curve
+        curves[RankingConfig(*entry["ranking"]), Shape(*entry["shape"])] = curve
     return curves
 
 
-def with_fixed_cost(curves: Curves, cost: float, linear: float) -> dict[tuple[Ranking, Shape], Curve]:
+def with_fixed_cost(curves: Curves, cost: float, linear: float) -> dict[tuple[RankingConfig, Shape], Curve]:
     """The same curves, with what every ranking, and every linear tail, takes at their length beside `overhead`."""
     return {key: replace(curve, fixed_cost=cost + linear * key[0].linear) for key, curve in curves.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calibrate.curves import trace_pass
-from calibrate.curves.curves import Curve, Ranking, Shape, head_norms, pairs_from, window_pairs
+from calibrate.curves.curves import Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import row_errors, tile_worst, worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.attention.api import s2o_attention
@@ -26,8 +26,8 @@ BLOCK_N = 64  # keys of a tile where no kernel runs; every stride is a multiple 
 
 @torch.no_grad()
 def measure(
-    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
-) -> dict[tuple[Ranking, Shape], Curve]:
+    prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0
+) -> dict[tuple[RankingConfig, Shape], Curve]:
     """One prompt's errors and density with a linear tail in every head.
 
     Args:
@@ -43,7 +43,7 @@ def measure(
         return {}
     dense = prompt.truth()
     power = float(head_norms(dense).mean()) / dense.shape[3]
-    curves: dict[tuple[Ranking, Shape], Curve] = {}
+    curves: dict[tuple[RankingConfig, Shape], Curve] = {}
     for ranking in rankings:
         for stride in sorted({shape.stride for shape in shapes}):
             tile, backend = _tile(prompt, ranking.segment, stride)
@@ -71,7 +71,7 @@ def density(length: int, config: LayerConfig) -> float:
     return pairs / (length * (length + 1) / 2)
 
 
-def _config(prompt: Captured, ranking: Ranking, tile: TileConfig, last_rows: int) -> LayerConfig:
+def _config(prompt: Captured, ranking: RankingConfig, tile: TileConfig, last_rows: int) -> LayerConfig:
     return LayerConfig.uniform(
         prompt.q.shape[1], segment=ranking.segment, grain=ranking.grain, tile=tile, linear=True, last_rows=last_rows
     )

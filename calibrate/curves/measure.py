@@ -10,7 +10,7 @@ import torch
 
 from calibrate.curves import linear_pass
 from calibrate.curves.costs import linear_cost
-from calibrate.curves.curves import Curve, Curves, Ranking, Shape, mean_curve, packed, unpacked, with_fixed_cost
+from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, mean_curve, packed, unpacked, with_fixed_cost
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
 from calibrate.journal import Journal
@@ -64,14 +64,16 @@ def measure_model(
             for length in prompts
         }
         entries: dict[tuple[int, int], Any] = {}
-        there = journal.keys("curves")
+        stored_keys = journal.keys("curves")
         for name, key in keys.items():
-            if (known := _with_all_shapes(key, there)) and (entry := journal.get("curves", known)) is not None:
+            if (stored_key := _with_all_shapes(key, stored_keys)) and (
+                entry := journal.get("curves", stored_key)
+            ) is not None:
                 entries[name] = entry
         if entries:
             on_step(f"are in {journal.path.name}", len(entries), known=True)
-        for of_length in prompts.values():
-            executor.know(of_length)
+        for length_prompts in prompts.values():
+            executor.register_prompts(length_prompts)
         parts = _Parts(prompts, keys, journal)
         tracks = [
             [
@@ -81,15 +83,15 @@ def measure_model(
                 for item in [LayerCurves(layer, length, hashes, tuple(shapes[length]), recipe)]
                 if not parts.has(item)
             ]
-            for length, of_length in prompts.items()
-            for share in shares(executor, of_length)
+            for length, length_prompts in prompts.items()
+            for share in shares(executor, length_prompts)
             for hashes in [tuple(prompt.sha256 for prompt in share)]
         ]
         for layer, length in parts.complete():  # an earlier run was ended before it put them together
             entries[layer, length] = parts.whole(layer, length)
             on_step()
-        for item, of_prompts in executor.spread(tracks):
-            parts.put(item, of_prompts)
+        for item, prompt_curves in executor.spread(tracks):
+            parts.put(item, prompt_curves)
             if (entry := parts.whole(item.layer, item.length)) is not None:
                 entries[item.layer, item.length] = entry
                 on_step()
@@ -128,13 +130,13 @@ class LayerCurves(WorkItem):
     def run(self, worker: WorkerState) -> list[list[dict[str, Any]]]:
         weights = worker.loaded.weights
         with within_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
-            walk = dense_walk(worker, self.prompts)
-            of_prompts = [
+            forward = dense_forward(worker, self.prompts)
+            prompt_curves = [
                 packed(of_prompt(captured.cached(self.recipe.kv_cache_dtype), self.shapes, self.recipe), torch.float64)
-                for captured in walk.inputs(self.layer)
+                for captured in forward.inputs(self.layer)
             ]
-            walk.finish()
-        return of_prompts
+            forward.finish()
+        return prompt_curves
 
 
 class _Parts:
@@ -155,93 +157,95 @@ class _Parts:
         journal: Journal,
     ) -> None:
         self._keys, self._journal = keys, journal
-        self._prompts = {length: [prompt.sha256 for prompt in of_length] for length, of_length in prompts.items()}
+        self._prompts = {
+            length: [prompt.sha256 for prompt in length_prompts] for length, length_prompts in prompts.items()
+        }
         self._known: dict[tuple[int, int], dict[str, Any]] = {}
         self._put: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
     def has(self, item: LayerCurves) -> bool:
         """Whether an earlier run left this part."""
-        of_prompts = self._journal.get(self.KIND, self._key(item))
-        if of_prompts is not None:
-            self._remember(item, of_prompts)
-        return of_prompts is not None
+        prompt_curves = self._journal.get(self.KIND, self._key(item))
+        if prompt_curves is not None:
+            self._remember(item, prompt_curves)
+        return prompt_curves is not None
 
-    def put(self, item: LayerCurves, of_prompts: Any) -> None:
+    def put(self, item: LayerCurves, prompt_curves: Any) -> None:
         """Keep a part."""
         if len(item.prompts) < len(self._prompts[item.length]):
-            self._journal.put(self.KIND, self._key(item), of_prompts)
-        self._remember(item, of_prompts)
+            self._journal.put(self.KIND, self._key(item), prompt_curves)
+        self._remember(item, prompt_curves)
 
     def complete(self) -> list[tuple[int, int]]:
         """The layers and lengths of which all parts are there."""
-        return [name for name, known in self._known.items() if len(known) == len(self._prompts[name[1]])]
+        return [name for name, measured in self._known.items() if len(measured) == len(self._prompts[name[1]])]
 
     def whole(self, layer: int, length: int) -> Any | None:
         """The mean over all prompts, as the journal has it from now on; None if some are missing."""
-        known = self._known[layer, length]
-        if len(known) < len(self._prompts[length]):
+        measured = self._known[layer, length]
+        if len(measured) < len(self._prompts[length]):
             return None
-        entry = combined([unpacked(known[prompt]) for prompt in self._prompts[length]])
+        entry = combined([unpacked(measured[prompt]) for prompt in self._prompts[length]])
         parts = [(self.KIND, key) for key in self._put.pop((layer, length))]
         self._journal.put_all("curves", [(self._keys[layer, length], entry)], instead_of=parts)
         del self._known[layer, length]
         return self._journal.get("curves", self._keys[layer, length])
 
-    def _remember(self, item: LayerCurves, of_prompts: Any) -> None:
+    def _remember(self, item: LayerCurves, prompt_curves: Any) -> None:
         name = item.layer, item.length
-        self._known.setdefault(name, {}).update(zip(item.prompts, of_prompts, strict=True))
+        self._known.setdefault(name, {}).update(zip(item.prompts, prompt_curves, strict=True))
         self._put.setdefault(name, []).append(self._key(item))
 
     def _key(self, item: LayerCurves) -> dict[str, Any]:
         return {**self._keys[item.layer, item.length], "of": list(item.prompts)}
 
 
-def dense_walk(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseWalk:
-    """The walk of these prompts through the dense model that a worker keeps."""
+def dense_forward(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseForward:
+    """The forward pass of these prompts through the dense model that a worker keeps."""
     loaded = worker.loaded
     watched.register()
     worker.attend_with(watched.NAME)
 
-    def begin() -> capture.DenseWalk:
+    def begin() -> capture.DenseForward:
         ids = [worker.prompts[prompt].ids for prompt in prompts]
-        return capture.DenseWalk(loaded, ids, worker.keep("calls of dense layers", dict))
+        return capture.DenseForward(loaded, ids, worker.cached("calls of dense layers", dict))
 
-    return worker.keep((STAGE, prompts), begin)
+    return worker.cached((STAGE, prompts), begin)
 
 
 def of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curves:
     """The curves of one layer on one prompt."""
-    curves: dict[tuple[Ranking, Shape], Curve] = {}
+    curves: dict[tuple[RankingConfig, Shape], Curve] = {}
     length = int(prompt.q.shape[2])
     last_rows = recipe.last_rows_at(length)
     for segment in recipe.segments_for(length):
         rankings = [
-            Ranking(segment, count, grain, scores)
+            RankingConfig(segment, count, grain, scores)
             for scores in recipe.scores
             for count in recipe.representatives
             for grain in recipe.grains
         ]
         curves |= measure(prompt, rankings, shapes, last_rows)
         if segment in recipe.linear_segments_for(length):
-            linear = [Ranking(segment, grain=grain, linear=True) for grain in recipe.grains]
+            linear = [RankingConfig(segment, grain=grain, linear=True) for grain in recipe.grains]
             curves |= linear_pass.measure(prompt, linear, shapes, last_rows)
     return curves
 
 
-def combined(of_prompts: Sequence[Curves]) -> list[dict[str, Any]]:
+def combined(prompt_curves: Sequence[Curves]) -> list[dict[str, Any]]:
     """The mean curves over some prompts, as a journal keeps them."""
-    return packed({key: mean_curve([curves[key] for curves in of_prompts]) for key in of_prompts[0]})
+    return packed({key: mean_curve([curves[key] for curves in prompt_curves]) for key in prompt_curves[0]})
 
 
-def _with_all_shapes(key: Mapping[str, Any], there: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _with_all_shapes(key: Mapping[str, Any], stored_keys: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The key if the journal has it, or the last one there that has further shapes; None if there is none."""
     rest = {**key, "shapes": None}
     containing = (
         other
-        for other in reversed(there)
+        for other in reversed(stored_keys)
         if {**other, "shapes": None} == rest and all(shape in other["shapes"] for shape in key["shapes"])
     )
-    return dict(key) if key in there else next(containing, None)
+    return dict(key) if key in stored_keys else next(containing, None)
 
 
 def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from calibrate.curves import torch_pass, trace_pass
-from calibrate.curves.curves import Curve, Ranking, Shape
+from calibrate.curves.curves import Curve, RankingConfig, Shape
 from calibrate.model.capture import Captured
 from s2o_runtime.devices import launching_on
 
 
 def measure(
-    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
-) -> dict[tuple[Ranking, Shape], Curve]:
+    prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0
+) -> dict[tuple[RankingConfig, Shape], Curve]:
     """One prompt's curves at one layer.
 
     Args:

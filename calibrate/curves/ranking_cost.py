@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from calibrate.curves.costs import fixed_cost, overhead
-from calibrate.curves.curves import Ranking
+from calibrate.curves.curves import RankingConfig
 from calibrate.journal import Journal, taken_on
 from calibrate.recipe import Recipe
 from calibrate.timing import FAILURES, medians
@@ -40,7 +40,7 @@ def ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journ
 
 
 def _item(geometry: Geometry, length: int, recipe: Recipe) -> RankingCost:
-    ranking = Ranking(recipe.segments_for(length)[-1], grain=recipe.grains[-1])
+    ranking = RankingConfig(recipe.segments_for(length)[-1], grain=recipe.grains[-1])
     return RankingCost(length, ranking, (geometry.query_heads, geometry.kv_heads, geometry.head_dim))
 
 
@@ -49,7 +49,7 @@ class RankingCost(WorkItem):
     """The measurement of `ranking_cost` as an item of work; heads: query heads, KV heads, head dim."""
 
     length: int
-    ranking: Ranking
+    ranking: RankingConfig
     heads: tuple[int, int, int]
     stage: str = "ranking cost"
     kind: ClassVar[str] = KIND
@@ -76,10 +76,10 @@ def stored_cost(
 ) -> float:
     """The same from a journal's entries of `KIND`; `costs.fixed_cost` if there is none for this length and GPU."""
     key = {**_item(geometry, length, recipe).key, **taken_on(device)}
-    return next((float(value) for of_entry, value in entries if of_entry == key), fixed_cost(length))
+    return next((float(value) for entry, value in entries if entry == key), fixed_cost(length))
 
 
-def _measured(geometry: Geometry, device: torch.device, length: int, ranking: Ranking) -> float:
+def _measured(geometry: Geometry, device: torch.device, length: int, ranking: RankingConfig) -> float:
     """From a call that stops as early as it can: its time less that of the pairs it computes and of `overhead`."""
     tiles = [
         tile
@@ -106,6 +106,6 @@ def _measured(geometry: Geometry, device: torch.device, length: int, ranking: Ra
     return beside(seconds["s2o"] / seconds["dense"], float(stats.density.mean()), ranking)
 
 
-def beside(share: float, density: float, ranking: Ranking) -> float:
+def beside(share: float, density: float, ranking: RankingConfig) -> float:
     """What a call takes, as a share of dense attention's time, beside its pairs and `overhead`; not below 0."""
     return max(0.0, share - density - overhead(ranking, tail=False))

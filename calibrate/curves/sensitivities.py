@@ -26,21 +26,21 @@ def measured_sensitivity(
     """The sensitivity of every layer and head, from the journal if it is there.
 
     Args:
-        model: Who runs it, or a loaded model, which then runs in this process.
-        prompts: Calibration prompts by length. Those of the longest length of at most `TOKENS` are used, or the
+        model: who runs it, or a loaded model, which then runs in this process.
+        prompts: calibration prompts by length. Those of the longest length of at most `TOKENS` are used, or the
             beginnings of the shortest ones.
-        recipe: Says the seed.
-        journal: Where it is kept.
+        recipe: says the seed.
+        journal: where it is kept.
 
     Raises:
         ModelError: inf or NaN came up in the model.
         ResourceError: The GPU's memory ran out, or the journal cannot be written.
     """
     length = max((length for length in prompts if length <= TOKENS), default=min(prompts))
-    of_length = prompts[length][:PROMPTS]
-    item = PromptsSensitivity(tuple(prompt.sha256 for prompt in of_length), min(length, TOKENS), recipe.seed)
+    chosen = prompts[length][:PROMPTS]
+    item = PromptsSensitivity(tuple(prompt.sha256 for prompt in chosen), min(length, TOKENS), recipe.seed)
     with executor_of(model) as executor:
-        executor.know(of_length)
+        executor.register_prompts(chosen)
         return _typed(measured([item], executor, journal)[0])
 
 
@@ -73,8 +73,8 @@ def stored_sensitivity(
     """The sensitivity last measured on some of these prompts; None without one.
 
     Args:
-        entries: Of this kind in a journal.
-        prompts: The hashes of the prompts that a profile was calibrated on.
+        entries: of this kind in a journal.
+        prompts: the hashes of the prompts that a profile was calibrated on.
     """
     for key, value in reversed(entries):
         if set(key["prompts"]) <= prompts:
@@ -83,4 +83,4 @@ def stored_sensitivity(
 
 
 def _typed(value: Any) -> Sensitivity:
-    return tuple(tuple(float(of_head) for of_head in of_layer) for of_layer in value)
+    return tuple(tuple(float(head) for head in layer) for layer in value)

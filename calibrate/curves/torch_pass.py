@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, window_pairs
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from s2o_runtime.config import dense_from
@@ -32,8 +32,8 @@ LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
 
 @torch.no_grad()
 def measure(
-    prompt: Captured, rankings: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
-) -> dict[tuple[Ranking, Shape], Curve]:
+    prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0
+) -> dict[tuple[RankingConfig, Shape], Curve]:
     """One prompt's curves at one layer.
 
     Args:
@@ -50,15 +50,15 @@ def measure(
     keys = [(ranking, shape) for ranking in rankings for shape in shapes]
     dense = prompt.truth()
     norms = head_norms(dense)
-    totals: dict[tuple[Ranking, Shape], list[Tensor]] = {key: [] for key in keys}  # per slice of heads
-    worst: dict[tuple[Ranking, Shape], list[Tensor]] = {key: [] for key in keys}
+    totals: dict[tuple[RankingConfig, Shape], list[Tensor]] = {key: [] for key in keys}  # per slice of heads
+    worst: dict[tuple[RankingConfig, Shape], list[Tensor]] = {key: [] for key in keys}
     for heads in _head_slices(prompt, size):
         q, k, v = _heads(prompt, heads)
         sinks = None if prompt.sinks is None else prompt.sinks[heads].float()[:, None]
-        stopped: dict[tuple[Ranking, Shape], list[_Stopped]] = {key: [] for key in keys}  # segment by segment
+        stopped: dict[tuple[RankingConfig, Shape], list[_Stopped]] = {key: [] for key in keys}  # segment by segment
         for scores in dict.fromkeys(ranking.scores for ranking in rankings):
             int8 = Int8Operands.of_heads(q, k) if scores == "int8" else None
-            of_scores = [ranking for ranking in rankings if ranking.scores == scores]
+            same_scores = [ranking for ranking in rankings if ranking.scores == scores]
             for begin in range(0, length, size):
                 rows = slice(begin, begin + size)
                 if int8 is None:
@@ -68,7 +68,7 @@ def measure(
                 else:
                     segment = _segment(int8.q[:, rows], int8.k, v, begin, prompt.softcap, sinks)
                     segment = replace(segment, exact=q[:, rows], int8=int8, truth=dense[0, heads, rows].float())
-                for ranking in of_scores:
+                for ranking in same_scores:
                     trace = _trace(segment, ranking)
                     for shape in shapes:
                         sparse = dense_from(length, last_rows, shape.block_m) - begin
@@ -168,7 +168,7 @@ class _Trace:
     last: Tensor  # [H, S], the squared error once all keys are visited: 0 unless scores are rounded
 
 
-def _trace(segment: _Segment, ranking: Ranking) -> _Trace:
+def _trace(segment: _Segment, ranking: RankingConfig) -> _Trace:
     """Visit the whole prefix in the order of one ranking."""
     if not segment.k.shape[1]:
         none, out = segment.weights, segment.acc / segment.l[..., None]
@@ -208,9 +208,9 @@ def _left(mass: Tensor, order: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     mass: [H, P / grain] by position; order: [H, P]; v: [H, T, STEP, D], in that order. See ranking.Ranking.
     """
     grain = order.shape[1] // mass.shape[1]
-    of_keys = (mass.gather(1, order // grain) / grain).view(v.shape[:3])
-    left = _suffix_sums(of_keys.sum(-1))
-    values = _suffix_sums((of_keys[:, :, None] @ v)[:, :, 0])[:, 1:]
+    key_mass = (mass.gather(1, order // grain) / grain).view(v.shape[:3])
+    left = _suffix_sums(key_mass.sum(-1))
+    values = _suffix_sums((key_mass[:, :, None] @ v)[:, :, 0])[:, 1:]
     return left, values / torch.where(left > 0, left, 1.0)[:, 1:, None]
 
 
@@ -246,16 +246,16 @@ def _stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> _Stopped:
         sums = torch.zeros(3, heads, len(TAUS), dtype=torch.float64, device=device)
         last = trace.last[:, : max(sparse, 0)]
         sums[:2] = last.double().sum(-1)[:, None]
-        of_rows = last / trace.dense.square().sum(-1).maximum(norms[:, None])[:, : max(sparse, 0)]
-        of_tiles = F.pad(of_rows, (0, tiles * shape.block_m - last.shape[1])).view(heads, tiles, -1).amax(-1)
-        return _Stopped(sums, of_tiles[..., None].expand(2, heads, tiles, len(TAUS)))
+        row_errors = last / trace.dense.square().sum(-1).maximum(norms[:, None])[:, : max(sparse, 0)]
+        tile_errors = F.pad(row_errors, (0, tiles * shape.block_m - last.shape[1])).view(heads, tiles, -1).amax(-1)
+        return _Stopped(sums, tile_errors[..., None].expand(2, heads, tiles, len(TAUS)))
     chunks = -(-steps // (shape.stride // STEP))
     ends = (torch.arange(chunks + 1, device=device) * (shape.stride // STEP)).clamp_max(steps)
     count = (rows - torch.arange(tiles, device=device) * shape.block_m).clamp_max(shape.block_m)
 
-    def by_tile(of_rows: Tensor) -> Tensor:
+    def by_tile(row_errors: Tensor) -> Tensor:
         """[H, C, S] -> [H, tiles, C, block_m]"""
-        padded = F.pad(of_rows, (0, tiles * shape.block_m - rows))
+        padded = F.pad(row_errors, (0, tiles * shape.block_m - rows))
         return padded.view(heads, chunks, tiles, shape.block_m).transpose(1, 2)
 
     l = trace.l[:, ends]
@@ -269,7 +269,7 @@ def _stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> _Stopped:
     errors = (trace.xx[:, ends[1:] - 1], _with_tail(trace, ends))
     squared = [by_tile(error).sum(-1).gather(2, stop) for error in errors]
     worst = [by_tile(error / size).amax(-1).gather(2, stop) for error in errors]
-    squared_and_pairs = (torch.where(kept, of_tiles, 0).double().sum(1) for of_tiles in (*squared, pairs))
+    squared_and_pairs = (torch.where(kept, tile_errors, 0).double().sum(1) for tile_errors in (*squared, pairs))
     return _Stopped(torch.stack([*squared_and_pairs]), torch.where(kept, torch.stack(worst), 0))
 
 

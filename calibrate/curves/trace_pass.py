@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, head_norms, pairs_from, window_pairs
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
 from calibrate.recipe import SAMPLED_ROWS
@@ -44,22 +44,22 @@ def compiles(capability: tuple[int, int], triton_version: str) -> bool:
 
 @torch.no_grad()
 def measure(
-    prompt: Captured, methods: Sequence[Ranking], shapes: Sequence[Shape], last_rows: int = 0
-) -> dict[tuple[Ranking, Shape], Curve]:
+    prompt: Captured, methods: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0
+) -> dict[tuple[RankingConfig, Shape], Curve]:
     """As torch_pass.measure, with the order that the kernels make."""
     dense = prompt.truth()
     norms = head_norms(dense)
-    curves: dict[tuple[Ranking, Shape], Curve] = {}
+    curves: dict[tuple[RankingConfig, Shape], Curve] = {}
     for method in methods:
         for block_m in sorted({shape.block_m for shape in shapes}):
-            of_height = [s for s in shapes if s.block_m == block_m]
-            curves |= traced(prompt, method, of_height, dense, norms, last_rows)
+            same_height = [s for s in shapes if s.block_m == block_m]
+            curves |= traced(prompt, method, same_height, dense, norms, last_rows)
     return curves
 
 
 def traced(
-    prompt: Captured, method: Ranking, shapes: Sequence[Shape], dense: Tensor, norms: Tensor, last_rows: int = 0
-) -> dict[tuple[Ranking, Shape], Curve]:
+    prompt: Captured, method: RankingConfig, shapes: Sequence[Shape], dense: Tensor, norms: Tensor, last_rows: int = 0
+) -> dict[tuple[RankingConfig, Shape], Curve]:
     """The curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
 
     dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq]; last_rows: so many
@@ -89,8 +89,8 @@ def traced(
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
         kept = (edges < sparse)[:, None]
-        for total, of_tiles in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):
-            total += torch.where(kept, of_tiles, 0).double().sum(2)
+        for total, per_tile in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):
+            total += torch.where(kept, per_tile, 0).double().sum(2)
         worst.append(torch.where(kept, torch.stack([part.worst, part.tail_worst]), 0))
     row, tail_row = worst_of(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()

@@ -15,14 +15,14 @@ def compared(dense: Sequence[Sequence[bool]], other: Sequence[Sequence[bool]]) -
     """Compare two models by the answers that they have right.
 
     Args:
-        dense, other: For each prompt, whether each answer is right; at least one answer in all.
+        dense, other: for each prompt, whether each answer is right; at least one answer in all.
 
     Returns:
-        lost, gained: Answers that only dense, or only the other has right. difference: The other's share of right
-        answers less dense's. low, high: An interval that holds the true difference with `CONFIDENCE`; the answers of
+        lost, gained: answers that only dense, or only the other has right. difference: the other's share of right
+        answers less dense's. low, high: an interval that holds the true difference with `CONFIDENCE`; the answers of
         one prompt are no independent draws, so it is widened by the design effect of the prompts. p: McNemar's exact
         test, which takes all answers as independent: how often chance alone gives losses and gains so uneven.
-        p_by_prompt: The same where chance swaps the two models' answers to a whole prompt, never to a single question;
+        p_by_prompt: the same where chance swaps the two models' answers to a whole prompt, never to a single question;
         it equals `p` if each prompt asks once.
     """
     pairs = [list(zip(*answers, strict=True)) for answers in zip(dense, other, strict=True)]
@@ -50,8 +50,8 @@ def score_interval(lost: float, gained: float, pairs: float) -> tuple[float, flo
     for the difference in proportions for the paired-sample design", Statistics in Medicine 17, 1998).
 
     Args:
-        lost, gained: Pairs of which only the first, or only the second is right.
-        pairs: All of them, above 0.
+        lost, gained: pairs of which only the first, or only the second is right.
+        pairs: all of them, above 0.
     """
     quantile = float(stats.norm.ppf(0.5 + CONFIDENCE / 2))
     estimate = (gained - lost) / pairs
@@ -78,9 +78,9 @@ def design_effect(lost: int, gained: int, nets: Sequence[int], sizes: Sequence[i
     simple method for the analysis of clustered binary data", Biometrics 48, 1992).
 
     Args:
-        lost, gained: Answers that only one of the models has right.
-        nets: Of each prompt, the gained answers less the lost ones.
-        sizes: Of each prompt, its answers.
+        lost, gained: answers that only one of the models has right.
+        nets: of each prompt, the gained answers less the lost ones.
+        sizes: of each prompt, its answers.
     """
     answers, prompts = sum(sizes), len(sizes)
     mean = sum(nets) / answers

@@ -24,7 +24,7 @@ GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """One evaluation: every field is an option of s2o-eval, which its `Option` describes.
 
     The fields `out`, `profiles`, `settings`, `samples` and `needles` are the options out_dir, profile, setting,
@@ -112,7 +112,7 @@ class Plan:
         """What is compared, dense first: profiles by the shortest end of their paths that tells them apart."""
         return (DENSE, *_short_names(self.profiles), *(named(setting) for setting in self.settings))
 
-    def validate(self) -> Plan:
+    def validate(self) -> EvaluationPlan:
         """Returns itself. Raises ConfigError for an option out of its range, or for two that do not fit each other."""
         for entry in OPTIONS.values():
             entry.check(getattr(self, entry.field))
@@ -141,7 +141,7 @@ class Plan:
         return plain
 
 
-OPTIONS = options_of(Plan, GROUPS)
+OPTIONS = options_of(EvaluationPlan, GROUPS)
 
 
 def _short_names(paths: tuple[Path, ...]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from calibrate.evaluation.plan import PROMPTS, Plan
+from calibrate.evaluation.plan import PROMPTS, EvaluationPlan
 from calibrate.evaluation.quality_plots import pictures
 from calibrate.evaluation.results import DENSE_CAN, Row, Summary
 from calibrate.report.shown import times
@@ -37,7 +37,7 @@ TASK_NAMES = {
 }
 
 
-def plan_lines(plan: Plan, architecture: str, device: str, prompts: int) -> dict[str, Any]:
+def plan_lines(plan: EvaluationPlan, architecture: str, device: str, prompts: int) -> dict[str, Any]:
     """Every choice of a run, as JSON. prompts: how many each variant reads."""
     return {
         "model": plan.model,
@@ -75,7 +75,7 @@ def print_summary(summary: Summary, console: Console) -> None:
     print_lines(notes(summary), console)
 
 
-def write_report(summary: Summary, plan: Plan) -> list[str]:
+def write_report(summary: Summary, plan: EvaluationPlan) -> list[str]:
     """Write summary.json, the pictures and report.md into the plan's folder, each whole or not at all.
 
     Returns:

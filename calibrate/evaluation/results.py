@@ -1,7 +1,7 @@
 """The summary of an evaluation, as JSON: every number of the report and of the pictures is in it.
 
 It is made from the journal alone, so a run that was interrupted ends with the same summary as one that was not. The
-names of its fields are read by whoever keeps results (`docs/results/`), so they do not follow renamings in the code.
+names of its fields are read from results that were kept (`docs/results/`), so they do not follow renamings in the code.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import chain, product
 from typing import Any
 
 from calibrate.evaluation import paired
-from calibrate.evaluation.own import digest
-from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
+from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, EvaluationPlan
 from calibrate.evaluation.score import BUCKETS
 from calibrate.evaluation.tasks import Case, cases
+from calibrate.evaluation.user_prompts import digest
 from calibrate.evaluation.variants import Variant
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 Summary = dict[str, Any]
 
 
-def open_journal(plan: Plan, loaded: LoadedModel) -> Journal:
+def open_journal(plan: EvaluationPlan, loaded: LoadedModel) -> Journal:
     """The results so far, of the same model, device, software and prompts.
 
     Raises:
@@ -53,7 +53,7 @@ def open_journal(plan: Plan, loaded: LoadedModel) -> Journal:
 
 
 def summary(
-    plan: Plan,
+    plan: EvaluationPlan,
     loaded: LoadedModel,
     compared: Sequence[Variant],
     user_prompts: Sequence[Prompt],
@@ -62,14 +62,14 @@ def summary(
     """The outcome of an evaluation, all of it JSON.
 
     Args:
-        plan: What was measured.
-        loaded: The model that was measured.
-        compared: The variants, dense first.
-        user_prompts: The prompts of the user's own file.
-        journal: The results of all of the plan's prompts.
+        plan: what was measured.
+        loaded: the model that was measured.
+        compared: the variants, dense first.
+        user_prompts: the prompts of the user's own file.
+        journal: the results of all of the plan's prompts.
     """
     results = _Results(journal, cases(plan, user_prompts), compared)
-    text = {name: results.rows([name], of_text) for name, of_text in _OF_TEXT.items()}
+    text = {name: results.rows([name], kind_of_text) for name, kind_of_text in _OF_TEXT.items()}
     return {
         "model": plan.model,
         "architecture": str(loaded.geometry),
@@ -98,8 +98,8 @@ class _Results:
         """A row for each length and variant that has results in some tasks; the user's prompts are in one row.
 
         Args:
-            tasks: Whose results are taken together.
-            measured: Makes a row of a variant's results and dense's; they are the same list for dense.
+            tasks: whose results are taken together.
+            measured: makes a row of a variant's results and dense's; they are the same list for dense.
         """
         lengths = sorted({case.length for case in self.cases if set(tasks) & set(case.tasks)})
         rows = []
@@ -150,7 +150,7 @@ def _recall(values: list[Row], dense: list[Row]) -> Row:
     }
 
 
-def _quality(plan: Plan, results: _Results, text: Mapping[str, list[Row]]) -> list[Row]:
+def _quality(plan: EvaluationPlan, results: _Results, text: Mapping[str, list[Row]]) -> list[Row]:
     """What each variant keeps of dense's quality at a length: all retrieval tasks together, and the text's results."""
     times = [{name: row[name] for name in ("variant", "length", "speedup")} for row in text["time"]]
     parts = [*results.rows(RETRIEVAL, _recall), *text["agreement"], *text["greedy"], *times]
@@ -165,7 +165,7 @@ def _quality(plan: Plan, results: _Results, text: Mapping[str, list[Row]]) -> li
     return rows
 
 
-def _heat(plan: Plan, results: _Results) -> list[Row]:
+def _heat(plan: EvaluationPlan, results: _Results) -> list[Row]:
     """For each variant the share of needles found: accuracy[depth][length].
 
     A depth is where one of at most `BUCKETS` equal parts of the text before the questions begins.
@@ -192,8 +192,10 @@ def _heat(plan: Plan, results: _Results) -> list[Row]:
 
 def _perplexity(values: list[Row], dense: list[Row]) -> Row:
     tokens = sum(value["tokens"] for value in values)
-    perplexity, of_dense = (math.exp(math.fsum(value["nll"] for value in some) / tokens) for some in (values, dense))
-    return {"tokens": tokens, "perplexity": perplexity, "dense_perplexity": of_dense}
+    perplexity, dense_perplexity = (
+        math.exp(math.fsum(value["nll"] for value in some) / tokens) for some in (values, dense)
+    )
+    return {"tokens": tokens, "perplexity": perplexity, "dense_perplexity": dense_perplexity}
 
 
 def _agreement(values: list[Row], dense: list[Row]) -> Row:
@@ -224,9 +226,9 @@ def _greedy(values: list[Row], dense: list[Row]) -> Row:
 
 
 def _time(values: list[Row], dense: list[Row]) -> Row:
-    (value,), (of_dense,) = values, dense
+    (value,), (dense_value,) = values, dense
     measured = {name: value[name] for name in ("seconds", "fastest", "slowest", "peak_bytes")}
-    return measured | {"dense_seconds": of_dense["seconds"], "speedup": of_dense["seconds"] / value["seconds"]}
+    return measured | {"dense_seconds": dense_value["seconds"], "speedup": dense_value["seconds"] / value["seconds"]}
 
 
 _OF_TEXT = {"perplexity": _perplexity, "agreement": _agreement, "greedy": _greedy, "time": _time}

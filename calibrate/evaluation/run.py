@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calibrate.evaluation import score
-from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, Plan
+from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, EvaluationPlan
 from calibrate.evaluation.tasks import Case, build, cases
 from calibrate.evaluation.variants import Variant, run_stats, running
 from calibrate.journal import Journal
@@ -26,7 +26,7 @@ POSITIONS = 512  # of a prompt at which predictions are compared with the dense 
 
 
 def evaluate(
-    plan: Plan,
+    plan: EvaluationPlan,
     loaded: LoadedModel,
     compared: Sequence[Variant],
     user_prompts: Sequence[Prompt],
@@ -37,12 +37,12 @@ def evaluate(
     """Measure what a plan asks for. Afterwards the journal has an entry for each task, variant and prompt.
 
     Args:
-        plan: What to measure.
-        loaded: The model, unpatched.
-        compared: The variants, dense first.
-        user_prompts: The prompts of the user's own file.
-        journal: Where results are kept; what it has is not measured again.
-        progress: Whether to show a progress bar.
+        plan: what to measure.
+        loaded: the model, unpatched.
+        compared: the variants, dense first.
+        user_prompts: the prompts of the user's own file.
+        journal: where results are kept; what it has is not measured again.
+        progress: whether to show a progress bar.
 
     Raises:
         InputError: If the GPU's memory does not suffice.
@@ -50,8 +50,8 @@ def evaluate(
     planned = cases(plan, user_prompts)
     with progress_bar("evaluating", len(planned) * len(compared), "prompt", shown=progress) as step:
         to_do = [[one for one in compared if _missing(case, one, compared[0], journal)] for case in planned]
-        if known := sum(len(compared) - len(missing) for missing in to_do):
-            step(f"are in {journal.path.name}", known, known=True)
+        if stored := sum(len(compared) - len(missing) for missing in to_do):
+            step(f"are in {journal.path.name}", stored, known=True)
         for case, missing in zip(planned, to_do, strict=True):
             if missing:
                 prompt, asked = build(case, plan, loaded.tokenizer, user_prompts)
@@ -76,7 +76,7 @@ class _CaseRun:
     case: Case
     prompt: Prompt
     asked: Sequence[int]
-    plan: Plan
+    plan: EvaluationPlan
     loaded: LoadedModel
     compared: Sequence[Variant]
     journal: Journal

@@ -26,7 +26,7 @@ ANSWER = 64  # tokens of a greedy answer
 class ForwardPass:
     """One prompt through a model as it is patched now.
 
-    hidden: [L, H], after the last norm. cache: Its keys and values, if they are kept.
+    hidden: [L, H], after the last norm. cache: its keys and values, if they are kept.
     """
 
     @torch.no_grad()
@@ -87,12 +87,12 @@ class ForwardPass:
         Returns:
             The tokens' log-probabilities, [R] in float64, and whether each was the most likely token, [R].
         """
-        of_tokens, most_likely = [], []
+        token_log_probs, most_likely = [], []
         for rows, log_probs in self.log_probs(positions - 1):
             tokens = self.ids[rows + 1]
-            of_tokens.append(log_probs.gather(-1, tokens[:, None])[:, 0].double().cpu())
+            token_log_probs.append(log_probs.gather(-1, tokens[:, None])[:, 0].double().cpu())
             most_likely.append((log_probs.argmax(-1) == tokens).cpu())
-        return torch.cat(of_tokens), torch.cat(most_likely)
+        return torch.cat(token_log_probs), torch.cat(most_likely)
 
 
 def answers(forward: ForwardPass, prompt: Prompt) -> dict[str, Any]:
@@ -116,11 +116,11 @@ def greedy_answer(loaded: LoadedModel, forward: ForwardPass) -> dict[str, Any]:
     """What the model as it is patched now writes behind a prompt, one token after another.
 
     Args:
-        loaded: The model.
-        forward: The prompt's pass, with its cache, which is used up.
+        loaded: the model.
+        forward: the prompt's pass, with its cache, which is used up.
 
     Returns:
-        tokens: `ANSWER` of them, or fewer if the last ends the answer. prefix: What `greedy_prefix` gives for this
+        tokens: `ANSWER` of them, or fewer if the last ends the answer. prefix: what `greedy_prefix` gives for this
         same model: fewer only because the answer is read at once there, and rounded otherwise.
     """
     end = getattr(loaded.model.generation_config, "eos_token_id", None)
@@ -140,8 +140,8 @@ def greedy_prefix(forward: ForwardPass, tokens: Sequence[int]) -> dict[str, Any]
     pass over the answer tells where it would first differ.
 
     Args:
-        forward: The prompt's pass, with its cache, which is used up.
-        tokens: The answer, at least one token.
+        forward: the prompt's pass, with its cache, which is used up.
+        tokens: the answer, at least one token.
     """
     own = [forward.first_token, *(forward.following(tokens[:-1]) if tokens[1:] else ())]
     alike = [token == expected for token, expected in zip(own, tokens, strict=True)]
@@ -157,7 +157,7 @@ def agreement(forward: ForwardPass, positions: Tensor, dense: Tensor) -> dict[st
     """KL(dense || this) in nats and the number of equal most likely tokens: sums of each part of the prompt.
 
     Args:
-        forward: The pass to judge.
+        forward: the pass to judge.
         positions: [R], integers: where the predictions are compared.
         dense: [R, V]: what `reference` gave for the dense model at these positions.
     """
@@ -175,9 +175,9 @@ def first_token(loaded: LoadedModel, ids: Tensor, repeats: int) -> dict[str, Any
     """Time prefills until the first token is known and the cache is written, after one that is not counted.
 
     Args:
-        loaded: The model as it is patched now.
+        loaded: the model as it is patched now.
         ids: [L], the prompt's tokens.
-        repeats: How many prefills are timed.
+        repeats: how many prefills are timed.
 
     Returns:
         Seconds: the median, the fastest and the slowest. `peak_bytes` is the most GPU memory that was in use, weights

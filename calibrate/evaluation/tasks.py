@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, Plan
+from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, EvaluationPlan
 from calibrate.prompts.facts import FACTS
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.retrieval import Retrieval, encode, start_of
@@ -30,9 +30,9 @@ class Case:
     """One prompt of an evaluation, before it is built.
 
     Args:
-        tasks: What its result answers; several where one forward pass answers them all.
-        length: In tokens.
-        sample: Its number among the prompts of this kind.
+        tasks: what its result answers; several where one forward pass answers them all.
+        length: in tokens.
+        sample: its number among the prompts of this kind.
     """
 
     tasks: tuple[str, ...]
@@ -44,7 +44,7 @@ class Case:
         return {"variant": variant, "length": self.length, "sample": self.sample}
 
 
-def cases(plan: Plan, user_prompts: Sequence[Prompt]) -> list[Case]:
+def cases(plan: EvaluationPlan, user_prompts: Sequence[Prompt]) -> list[Case]:
     """Every prompt that a plan asks for, by rising length; the user's prompts and the timed ones last."""
     groups = [*((task,) for task in RETRIEVAL), TEXT]  # one forward pass answers all tasks of a group
     groups = [tasks for group in groups if (tasks := tuple(task for task in group if task in plan.tasks))]
@@ -56,7 +56,7 @@ def cases(plan: Plan, user_prompts: Sequence[Prompt]) -> list[Case]:
     return planned
 
 
-def build(case: Case, plan: Plan, tokenizer: Any, user_prompts: Sequence[Prompt]) -> tuple[Prompt, list[int]]:
+def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequence[Prompt]) -> tuple[Prompt, list[int]]:
     """The prompt of a case, and for each of its answers the number of the question, which is that of its fact.
 
     Raises:
@@ -79,7 +79,7 @@ def build(case: Case, plan: Plan, tokenizer: Any, user_prompts: Sequence[Prompt]
     return Prompt(torch.tensor(ids), answers), retrieval.asked
 
 
-def check(plan: Plan, tokenizer: Any) -> None:
+def check(plan: EvaluationPlan, tokenizer: Any) -> None:
     """Check that the shortest length is long enough for every prompt of every task.
 
     Raises:
@@ -96,14 +96,14 @@ def check(plan: Plan, tokenizer: Any) -> None:
             raise InputError(_too_short(task, plan.lengths[0], least))
 
 
-def _retrieval(case: Case, plan: Plan, tokenizer: Any) -> Retrieval:
+def _retrieval(case: Case, plan: EvaluationPlan, tokenizer: Any) -> Retrieval:
     """The facts and questions of a case."""
     rng = _rng(case, plan, "facts")
     facts, asked = FACTS[case.tasks[0]](plan.needles, rng)
     return Retrieval.of(tokenizer, asked, rng, facts)
 
 
-def _rng(case: Case, plan: Plan, purpose: str) -> random.Random:
+def _rng(case: Case, plan: EvaluationPlan, purpose: str) -> random.Random:
     return random.Random(f"{plan.seed}/{case.tasks[0]}/{case.length}/{case.sample}/{purpose}")
 
 

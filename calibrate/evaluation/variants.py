@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from calibrate.evaluation.plan import DENSE, Plan
+from calibrate.evaluation.plan import DENSE, EvaluationPlan
 from calibrate.evaluation.settings import baseline_of, config_of
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import attention_implementation
@@ -36,13 +36,13 @@ class Variant:
     """One way to run a model.
 
     Args:
-        name: What reports call it.
-        identity: What results are kept under in the journal; a profile's changes with its content.
-        states: The state of each attention layer, in order. Without states the model is dense, with the fastest
+        name: what reports call it.
+        identity: what results are kept under in the journal; a profile's changes with its content.
+        states: the state of each attention layer, in order. Without states the model is dense, with the fastest
             attention that torch has.
-        baseline: What computes every layer's prefill instead of S2O; then there are no states.
-        last: With a baseline, what each attention layer did in the last prefill; None for one that it leaves dense.
-        profile: What the states are of, if they are those of a profile.
+        baseline: what computes every layer's prefill instead of S2O; then there are no states.
+        last: with a baseline, what each attention layer did in the last prefill; None for one that it leaves dense.
+        profile: what the states are of, if they are those of a profile.
     """
 
     name: str
@@ -75,15 +75,15 @@ class RunStats:
     """What the layers did in the last prefill.
 
     Args:
-        density: Query-key pairs computed over causal pairs, the mean over heads and layers.
-        dense: How many layers ran dense for each reason.
+        density: query-key pairs computed over causal pairs, the mean over heads and layers.
+        dense: how many layers ran dense for each reason.
     """
 
     density: float
     dense: dict[str, int]
 
 
-def variants(plan: Plan, loaded: LoadedModel) -> list[Variant]:
+def variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
     """Dense, every profile and every setting of a plan, ready to run.
 
     Raises:

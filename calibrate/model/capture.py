@@ -36,9 +36,9 @@ from s2o_runtime.scoring import Scoring
 class Captured:
     """One prompt's attention inputs at one layer.
 
-    q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: What q k^T is multiplied
-    by. layer: Its row in a profile's tables. prompt: The prompt's index in the list that was given. softcap, sinks: As
-    in `s2o_runtime.scoring.Scoring`. exact: The keys and values before they were rounded; None if they were not.
+    q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: what q k^T is multiplied
+    by. layer: its row in a profile's tables. prompt: the prompt's index in the list that was given. softcap, sinks: as
+    in `s2o_runtime.scoring.Scoring`. exact: the keys and values before they were rounded; None if they were not.
     """
 
     q: Tensor
@@ -83,8 +83,8 @@ def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Capt
     prompts that were not asked for run before the next layer. The hidden states of all prompts stay on the device.
 
     Args:
-        loaded: The model.
-        prompts: Token ids, int64 [L] each.
+        loaded: the model.
+        prompts: token ids, int64 [L] each.
 
     Yields:
         For each layer of full attention in turn, an iterator over the attention inputs of every prompt.
@@ -94,21 +94,21 @@ def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Capt
     """
     register()
     with attention_implementation(loaded.model, NAME):
-        walk = DenseWalk(loaded, prompts)
+        forward = DenseForward(loaded, prompts)
         for row in range(loaded.geometry.layers):
-            yield walk.inputs(row)
-        walk.finish()
+            yield forward.inputs(row)
+        forward.finish()
 
 
-class DenseWalk:
+class DenseForward:
     """Prompts on their way through the dense model, which gives the attention inputs of any layer.
 
-    The model computes attention by `watched.NAME` while a walk is used.
+    The model computes attention by `watched.NAME` while a pass is under way.
 
     Args:
-        loaded: The model.
-        prompts: Token ids, int64 [L] each.
-        calls: As `begin` takes them.
+        loaded: the model.
+        prompts: token ids, int64 [L] each.
+        calls: as `begin` takes them.
     """
 
     def __init__(

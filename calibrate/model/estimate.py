@@ -28,9 +28,9 @@ class Rates(NamedTuple):
 
     products, attention: FLOP/s of a layer's matrix products and of dense attention. curves: pairs of a query and a key
     whose part in all curves of a ranking is measured in a second, of one head whose dim is 128 or less. logits: numbers
-    of the vocabulary's width that are compared in a second. token: Seconds for a token in a layer, of norms, errors
-    and copies. trial, timing: Seconds for a trial of the search and for a layer that is timed, besides the attention in
-    them. compiling: Seconds for the kernels of a stage. start: Seconds to load and test a small model. read, draw:
+    of the vocabulary's width that are compared in a second. token: seconds for a token in a layer, of norms, errors
+    and copies. trial, timing: seconds for a trial of the search and for a layer that is timed, besides the attention in
+    them. compiling: seconds for the kernels of a stage. start: seconds to load and test a small model. read, draw:
     Bytes of weights in a second, of a file's and of random ones.
     """
 
@@ -99,11 +99,11 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """What of a model decides how long it runs.
 
-    parameters: All of them. of_token: Those of decoder layers that a token meets, where experts are chosen fewer than
-    all. largest_layer: Those of the largest decoder layer. hidden, intermediate, vocabulary: Widths. resident: Whether
+    parameters: all of them. of_token: those of decoder layers that a token meets, where experts are chosen fewer than
+    all. largest_layer: those of the largest decoder layer. hidden, intermediate, vocabulary: widths. resident: whether
     the weights stay on the device.
     """
 
@@ -116,22 +116,24 @@ class Sizes:
     resident: bool
 
     @classmethod
-    def of(cls, model: Any, device: str) -> Sizes:
+    def of(cls, model: Any, device: str) -> ModelSizes:
         """The sizes of a transformers model, or of its skeleton, and whether it is going to stay on a torch device."""
         config = text_config(model.config)
         layers = decoder_layers(model)
         experts = max((int(getattr(config, name, 0) or 0) for name in ("num_experts", "num_local_experts")), default=0)
         chosen = int(getattr(config, "num_experts_per_tok", 0) or 0) / experts if experts else 1.0
-        of_layers = [dict(layer.module.named_parameters()) for layer in layers]
+        layer_parameters = [dict(layer.module.named_parameters()) for layer in layers]
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return cls(
             parameters=parameters,
             of_token=sum(
                 round(parameter.numel() * (chosen if ".experts." in name else 1.0))
-                for of_layer in of_layers
-                for name, parameter in of_layer.items()
+                for parameters in layer_parameters
+                for name, parameter in parameters.items()
             ),
-            largest_layer=max(sum(parameter.numel() for parameter in of_layer.values()) for of_layer in of_layers),
+            largest_layer=max(
+                sum(parameter.numel() for parameter in parameters.values()) for parameters in layer_parameters
+            ),
             hidden=int(config.hidden_size),
             intermediate=int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size),
             vocabulary=int(config.vocab_size),
@@ -143,7 +145,7 @@ class Sizes:
 class Estimate:
     """What a calibration will take.
 
-    seconds: By the phases' names, in their order. memory: Bytes on the device at most.
+    seconds: by the phases' names, in their order. memory: bytes on the device at most.
     """
 
     seconds: Mapping[str, float]
@@ -155,16 +157,16 @@ class Estimate:
         return sum(self.seconds.values())
 
 
-def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIdentity) -> Estimate:
+def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: DeviceIdentity) -> Estimate:
     """What a calibration will take, within a factor of about 1.5 on a GPU like those that were measured.
 
     Layers without full attention count by the products of their weights alone. What the journal has already is not left
     out. Several GPUs share all of the work.
 
     Args:
-        recipe: What is calibrated, on what.
-        sizes, geometry: Of the model.
-        device: What it runs on.
+        recipe: what is calibrated, on what.
+        sizes, geometry: of the model.
+        device: what it runs on.
     """
     rates = rates_of(device)
     on_gpu = device.kind == "cuda"
@@ -204,26 +206,26 @@ def estimate(recipe: Recipe, sizes: Sizes, geometry: Geometry, device: DeviceIde
 class _Steps:
     """The seconds of a prompt's way through a model."""
 
-    def __init__(self, sizes: Sizes, geometry: Geometry, rates: Rates) -> None:
+    def __init__(self, sizes: ModelSizes, geometry: Geometry, rates: Rates) -> None:
         self._sizes, self._geometry, self._rates = sizes, geometry, rates
 
     def attention(self, length: int) -> float:
-        """Of dense attention in one layer."""
+        """The seconds that dense attention takes in one layer."""
         width = self._geometry.query_heads * self._geometry.head_dim
         return 4 * width * length * length / 2 / self._rates.attention
 
     def forward(self, length: int) -> float:
-        """Of the dense model's layers."""
+        """The seconds that all layers of the dense model take."""
         products = 2 * self._sizes.of_token * length / self._rates.products
         return products + self._geometry.layers * self.attention(length)
 
     def curves(self, pairs: float, rankings: int) -> float:
-        """Of the curves of all layers of full attention."""
+        """The seconds that measuring the curves of all layers of full attention takes."""
         wide = max(1.0, self._geometry.head_dim / 128)
         return self._geometry.layers * self._geometry.query_heads * pairs * rankings * wide / self._rates.curves
 
     def both(self, length: int) -> float:
-        """Of the patched and the dense model together, with every layer's errors and what both predict."""
+        """The seconds that both models take together, with every layer's errors and both models' predictions."""
         errors = self._geometry.layers * (self.attention(length) + length * self._rates.token)
         return 2 * self.forward(length) + errors + self._predictions(length)
 
@@ -237,8 +239,8 @@ def rates_of(device: DeviceIdentity) -> Rates:
     if device.kind != "cuda":
         return _faster(CPU_THREAD, torch.get_num_threads())
     sms = device.sm_count or H200_SMS  # unknown of workers elsewhere
-    known = max((there for there in FLOPS_OF_SM if there <= device.capability), default=(9, 0))
-    return _faster(H200, sms * FLOPS_OF_SM[known] / (H200_SMS * FLOPS_OF_SM[9, 0]))
+    nearest = max((capability for capability in FLOPS_OF_SM if capability <= device.capability), default=(9, 0))
+    return _faster(H200, sms * FLOPS_OF_SM[nearest] / (H200_SMS * FLOPS_OF_SM[9, 0]))
 
 
 def _faster(rates: Rates, times: float) -> Rates:
@@ -254,12 +256,12 @@ def _faster(rates: Rates, times: float) -> Rates:
 
 def _rankings(recipe: Recipe, length: int) -> int:
     """How many rankings have curves at a length; those of linear tails take as long as two."""
-    of_segment = len(recipe.scores) * len(recipe.representatives)
+    curves_of_segment = len(recipe.scores) * len(recipe.representatives)
     linear = 2 * len(recipe.linear_segments_for(length))
-    return len(recipe.grains) * (len(recipe.segments_for(length)) * of_segment + linear)
+    return len(recipe.grains) * (len(recipe.segments_for(length)) * curves_of_segment + linear)
 
 
-def _memory(recipe: Recipe, sizes: Sizes, geometry: Geometry) -> float:
+def _memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:
     """Bytes on the device at most: weights, the prompts on their way, and the inside of one layer of one prompt."""
     width = number_width(recipe.device)
     longest = max((*recipe.lengths, *recipe.checked_lengths))

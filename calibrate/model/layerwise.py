@@ -19,13 +19,13 @@ class LayerwiseForward:
     Streams that are one object are moved once where a layer runs as the model has it.
 
     Args:
-        loaded: The model.
-        streams: The prompts before the first layer, as `begin` gives them; one may be there several times.
+        loaded: the model.
+        streams: the prompts before the first layer, as `begin` gives them; one may be there several times.
 
     Attributes:
-        streams: The prompts before the next layer.
-        layers: All decoder layers.
-        number: Which of them is next.
+        streams: the prompts before the next layer.
+        layers: all decoder layers.
+        number: which of them is next.
     """
 
     def __init__(self, loaded: LoadedModel, streams: Sequence[Stream]) -> None:
@@ -42,7 +42,7 @@ class LayerwiseForward:
         """Move the streams through the next layer, one after another, its parameters on the device meanwhile.
 
         Args:
-            through: How the layer runs, for all streams or for each; None where it runs as the model has it.
+            through: how the layer runs, for all streams or for each; None where it runs as the model has it.
 
         Yields:
             The index of each stream after it moved.
@@ -52,11 +52,11 @@ class LayerwiseForward:
         """
         layer = self.next_layer
         self.number += 1
-        of_streams = through if isinstance(through, Sequence) else [through] * len(self.streams)
+        per_stream = through if isinstance(through, Sequence) else [through] * len(self.streams)
         count = Counter(map(id, self.streams))
         moved: dict[int, Stream] = {}  # of what is there several times
         with layer_on_device(self._loaded, layer):
-            for index, how in enumerate(of_streams):
+            for index, how in enumerate(per_stream):
                 stream = self.streams[index]
                 if how is not None:
                     self.streams[index] = how(layer, stream)

@@ -20,10 +20,10 @@ def within_memory(device: torch.device, length: int, resident: int, what: str) -
     """Turn torch's error into one sentence if the GPU's memory runs out inside the block.
 
     Args:
-        device: Where the block runs.
-        length: Tokens of the prompt it works on.
-        resident: Bytes in use whatever the length, such as the weights.
-        what: What the block does, in words.
+        device: where the block runs.
+        length: tokens of the prompt it works on.
+        resident: bytes in use whatever the length, such as the weights.
+        what: what the block does, in words.
 
     Raises:
         ResourceError: The memory ran out.
@@ -60,10 +60,10 @@ def longest_that_fits(length: int, needed: int, resident: int, total: int) -> in
     """A length in tokens that fits, if all memory but what is resident grows with the length.
 
     Args:
-        length: The length at which memory ran out.
-        needed: Bytes that this length would have needed.
-        resident: Bytes in use whatever the length.
-        total: Bytes of the GPU's memory.
+        length: the length at which memory ran out.
+        needed: bytes that this length would have needed.
+        resident: bytes in use whatever the length.
+        total: bytes of the GPU's memory.
     """
     share = max(0, total - resident) / max(1, needed - resident)
     return max(STEP, int(SAFE * min(1.0, share) * length) // STEP * STEP)

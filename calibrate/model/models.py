@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from calibrate.model import gguf
+from calibrate.model.full_load import check_quantisation, load_whole, quantisation, streaming_obstacle
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, InMemory, RandomWeights, Weights, skeleton
-from calibrate.model.whole import check_quantisation, load_whole, quantisation, streaming_obstacle
 from s2o_runtime.errors import ModelError, ResourceError, first_line
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config
@@ -57,9 +57,9 @@ log = logging.getLogger("calibrate")
 class LoadedModel:
     """A model ready to be measured.
 
-    name: As the user gave it. model: The transformers model. It can be called like any other if `weights.resident`;
+    name: as the user gave it. model: the transformers model. It can be called like any other if `weights.resident`;
     otherwise its parameters are on the meta device, and `weights` puts them on `weights.device` part by part.
-    fingerprint: A hash that names the weights in a profile. random: Whether the weights are random ones.
+    fingerprint: a hash that names the weights in a profile. random: whether the weights are random ones.
     """
 
     name: str
@@ -114,9 +114,9 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     """The model's configuration.
 
     Args:
-        name: An alias, a local folder, a GGUF file or a hub id.
-        random_weights: Whether only the architecture is needed.
-        trust_remote_code: Whether code that comes with the model may run; else it never does.
+        name: an alias, a local folder, a GGUF file or a hub id.
+        random_weights: whether only the architecture is needed.
+        trust_remote_code: whether code that comes with the model may run; else it never does.
 
     Raises:
         ModelError: It cannot be loaded, has no layer of full attention, or needs code of its own that is not trusted.
@@ -143,10 +143,10 @@ def load_tokenizer(
     """The model's tokenizer; the demo model's if the weights are random and the model has none at hand.
 
     Args:
-        name: The model. A GGUF file's tokenizer is read once in a process, because that takes half a minute.
-        random_weights: Whether any tokenizer will do.
-        trust_remote_code: Whether code that comes with it may run; else it never does.
-        tokenizer: The folder or hub id of one to use in place of the model's.
+        name: the model. A GGUF file's tokenizer is read once in a process, because that takes half a minute.
+        random_weights: whether any tokenizer will do.
+        trust_remote_code: whether code that comes with it may run; else it never does.
+        tokenizer: the folder or hub id of one to use in place of the model's.
 
     Raises:
         ModelError: The name is not known, the tokenizer cannot be loaded, or it makes other tokens than a GGUF file's.
@@ -225,14 +225,14 @@ def load(
     time. All others are loaded as a whole, by transformers.
 
     Args:
-        name: An alias, a local folder, a GGUF file or a hub id.
-        device: A torch device, such as "cuda:0" or "cpu".
-        random_weights: Take only the model's architecture, and draw its weights.
-        seed: What random weights are drawn from.
-        resident: Whether all weights stay on the device, so that `model` can be called; None keeps them if they take
+        name: an alias, a local folder, a GGUF file or a hub id.
+        device: a torch device, such as "cuda:0" or "cpu".
+        random_weights: take only the model's architecture, and draw its weights.
+        seed: what random weights are drawn from.
+        resident: whether all weights stay on the device, so that `model` can be called; None keeps them if they take
             a quarter of the memory or less, or cannot go layer by layer.
-        trust_remote_code: Whether code that comes with the model may run; else it never does.
-        tokenizer: The folder or hub id of a tokenizer to use in place of the model's.
+        trust_remote_code: whether code that comes with the model may run; else it never does.
+        tokenizer: the folder or hub id of a tokenizer to use in place of the model's.
 
     Raises:
         ModelError: The model cannot be found, downloaded or read, or is not supported.
@@ -269,9 +269,9 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
     """A transformers model that is loaded already: quantised, with adapters, spread over like GPUs or as it is.
 
     Args:
-        model: In evaluation mode, all of its parameters in memory.
-        tokenizer: The model's tokenizer, or the processor of a model with further inputs.
-        name: What it is called in profiles; by default what it was loaded from, or its class.
+        model: in evaluation mode, all of its parameters in memory.
+        tokenizer: the model's tokenizer, or the processor of a model with further inputs.
+        name: what it is called in profiles; by default what it was loaded from, or its class.
 
     Raises:
         ModelError: It is no such model, has no layer of full attention, or there is no tokenizer.

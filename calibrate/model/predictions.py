@@ -32,8 +32,8 @@ def agreement(dense: Tensor, other: Tensor) -> Agreement:
     """Compare the predictions of two models at the same positions.
 
     Args:
-        dense: The dense model's log-probabilities, float32 [R, V].
-        other: The other model's, float32 [R, V].
+        dense: the dense model's log-probabilities, float32 [R, V].
+        other: the other model's, float32 [R, V].
 
     Returns:
         How alike they are at each position, on the device of `dense`.
@@ -52,9 +52,9 @@ def timed_prefill(model: Any, ids: Tensor, *, use_cache: bool) -> float:
     """Time one prefill, until the first token behind the prompt is known.
 
     Args:
-        model: A model whose weights are all on the device.
-        ids: The prompt's token ids, int64 [L].
-        use_cache: Whether the keys and values are kept, as generation needs them.
+        model: a model whose weights are all on the device.
+        ids: the prompt's token ids, int64 [L].
+        use_cache: whether the keys and values are kept, as generation needs them.
 
     Returns:
         Seconds by the clock.

@@ -49,7 +49,7 @@ def self_test(loaded: LoadedModel) -> None:
     those behind it are of the same classes.
 
     Args:
-        loaded: The model.
+        loaded: the model.
 
     Raises:
         ModelError: It cannot, with the first layer and the reason.
@@ -164,9 +164,9 @@ def _checked(layers: list[DecoderLayer], comparison: _Comparison) -> Iterator[No
 class _Comparison:
     """The attention function and the mask function of the test, and what they saw.
 
-    geometry: What the configuration says of the layers. model: Its weights are looked at where numbers are not finite.
-    case: What is tested. real: Which positions are no padding,
-    bool [B, L]; None if all are none. ran: The modules that ran S2O in this case. reasons: Why others did not. masks:
+    geometry: what the configuration says of the layers. model: its weights are looked at where numbers are not finite.
+    case: what is tested. real: which positions are no padding,
+    bool [B, L]; None if all are none. ran: the modules that ran S2O in this case. reasons: why others did not. masks:
     Eager attention's masks of this case, and beside each what S2O gets instead.
     """
 

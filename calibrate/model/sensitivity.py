@@ -47,9 +47,9 @@ def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Se
     """What each head's mean squared error costs in KL, the mean over prompts.
 
     Args:
-        loaded: The model.
-        prompts: Token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant.
-        seed: Of the tokens that are drawn; the same seed gives the same result.
+        loaded: the model.
+        prompts: token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant.
+        seed: of the tokens that are drawn; the same seed gives the same result.
 
     Returns:
         For each layer of full attention and each of its query heads, nats per token for each unit of its attention
@@ -76,13 +76,13 @@ def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Se
                 layer_on_device(loaded, layer),
                 within_memory(device, longest, held, f"weighing layer {layer.number}"),
             ):
-                of_heads = []
+                head_costs = []
                 for prompt, (stream, hidden) in enumerate(zip(forward.streams, inputs.pop(), strict=True)):
                     before = replace(stream, hidden=hidden.to(device))
                     gradients[prompt], outputs = _backward(layer, before, gradients[prompt])
-                    of_heads += outputs
+                    head_costs += outputs
             if layer.attention is not None:
-                costs.append(tuple(torch.stack(of_heads).mean(0).tolist()))
+                costs.append(tuple(torch.stack(head_costs).mean(0).tolist()))
     return tuple(reversed(costs))
 
 
@@ -92,13 +92,13 @@ def _of_predictions(loaded: LoadedModel, streams: Sequence[Stream], seed: int) -
     gradients = []
     with logits_on_device(loaded) as logits, torch.enable_grad():
         for stream in streams:
-            of_pieces = []
+            pieces = []
             for piece in torch.split(stream.hidden, ROWS, 1):
                 rows = piece.detach().requires_grad_()
                 log_p = logits(rows)[0].float().log_softmax(-1)
                 drawn = _drawn(log_p.detach(), generator)
-                of_pieces.append(torch.autograd.grad(log_p.gather(1, drawn[:, None]).sum(), rows)[0])
-            gradients.append(torch.cat(of_pieces, 1))
+                pieces.append(torch.autograd.grad(log_p.gather(1, drawn[:, None]).sum(), rows)[0])
+            gradients.append(torch.cat(pieces, 1))
     return gradients
 
 
@@ -113,9 +113,9 @@ def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Te
     """A layer's turn in the backward pass.
 
     Args:
-        layer: The decoder layer.
-        before: The prompt before the layer.
-        gradient: With respect to the hidden state behind the layer, [1, L, H].
+        layer: the decoder layer.
+        before: the prompt before the layer.
+        gradient: with respect to the hidden state behind the layer, [1, L, H].
 
     Returns:
         The gradient with respect to the hidden state before the layer, and half the mean over rows of the squared norm

@@ -31,7 +31,7 @@ BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a d
 class Stream:
     """One prompt before its next layer.
 
-    prompt: Its index in the list that was given. hidden: The hidden state, [1, L, H] in the model's dtype. calls: What
+    prompt: its index in the list that was given. hidden: the hidden state, [1, L, H] in the model's dtype. calls: what
     each decoder layer is called with besides: positional arguments, and others by name.
     """
 
@@ -56,7 +56,7 @@ class Stream:
 class DecoderLayer:
     """One layer of a model's decoder.
 
-    number: Which one it is. row: Its row in a profile's tables, None for a layer that has no full attention; attention:
+    number: which one it is. row: its row in a profile's tables, None for a layer that has no full attention; attention:
     its attention module, if it has a row.
     """
 
@@ -121,9 +121,9 @@ def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls
     """The prompts before the first layer, with the masks of the model's attention implementation.
 
     Args:
-        loaded: The model.
-        prompts: Token ids, int64 [L] each. Those of one length share positions and masks.
-        calls: What layers were called with besides, by length, for other prompts under the same implementation; what
+        loaded: the model.
+        prompts: token ids, int64 [L] each. Those of one length share positions and masks.
+        calls: what layers were called with besides, by length, for other prompts under the same implementation; what
             is new is added.
     """
     device, layers = loaded.weights.device, layer_list(loaded.model)
@@ -132,8 +132,8 @@ def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls
     streams = []
     with loaded.weights.on_device(*beside_layers(loaded.model)):
         for index, ids in enumerate(prompts):
-            hidden, of_layers = _layer_inputs(decoder, layers, ids.to(device))
-            streams.append(Stream(index, hidden, calls.setdefault(len(ids), of_layers)))
+            hidden, layer_calls = _layer_inputs(decoder, layers, ids.to(device))
+            streams.append(Stream(index, hidden, calls.setdefault(len(ids), layer_calls)))
     return streams
 
 

@@ -144,14 +144,14 @@ class Weights:
     """The parameters of a `skeleton`, on the device only while they are needed.
 
     Args:
-        model: The skeleton.
-        source: Where its parameters come from.
-        device: Where they are put.
-        resident: Put all of them there at once and let them stay, so that the model is one like any other; None
+        model: the skeleton.
+        source: where its parameters come from.
+        device: where they are put.
+        resident: put all of them there at once and let them stay, so that the model is one like any other; None
             decides by `stays_resident`.
 
     Attributes:
-        keeps_last: What `on_device` put there last stays until other parts are needed, or `release`. So several items
+        keeps_last: what `on_device` put there last stays until other parts are needed, or `release`. So several items
             of work on one layer read its weights once.
     """
 
@@ -227,7 +227,7 @@ class InMemory:
     """A model's parameters that are in memory all the time, wherever they are; used as `Weights` is.
 
     Args:
-        model: A transformers model with all of its parameters.
+        model: a transformers model with all of its parameters.
 
     Raises:
         ModelError: Some parameters are not in memory.
@@ -283,7 +283,7 @@ class Checkpoint:
     A file is opened when its first tensor is asked for, and mapped: only what is read moves.
 
     Args:
-        find: Gives the path of a file by its name, or None if the checkpoint has no such file.
+        find: gives the path of a file by its name, or None if the checkpoint has no such file.
 
     Raises:
         ModelError: There are no weights, or an index cannot be read.

@@ -8,15 +8,15 @@ from pathlib import Path
 from calibrate.curves.curves import Curves
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
-from calibrate.search.allocate import Weights
+from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choice import (
     Choice,
     ChosenDense,
     SearchPoint,
+    allocate_model_budget,
     budget_mse,
     choice_at,
     predicted_kl,
-    shared,
     weights_of,
 )
 from s2o_runtime.config import LayerConfig
@@ -106,11 +106,11 @@ def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) ->
         weights = _weights(stored, length, layer, curves, after)
         choices.append(replace(_choice(curves, config, before, after, weights), last_rows=after.last_rows_at(length)))
     if after.scope == "model":
-        choices, _ = shared(choices, after, _scale(stored, length, after))
+        choices, _ = allocate_model_budget(choices, after, _scale(stored, length, after))
     return choices
 
 
-def _weights(stored: StoredCurves, length: int, layer: int, curves: Curves, after: Recipe) -> Weights:
+def _weights(stored: StoredCurves, length: int, layer: int, curves: Curves, after: Recipe) -> ErrorWeights:
     """What a layer's errors count: of a KL after a KL, as the old calibration measured the layer by itself."""
     layers = stored.profile.geometry.layers
     weights = weights_of(curves, after, stored.sensitivity[layer] if stored.sensitivity else None, layers)
@@ -133,7 +133,7 @@ def _choice(
     config: LayerConfig,
     before: Recipe,
     after: Recipe,
-    weights: Weights,
+    weights: ErrorWeights,
 ) -> Choice:
     """A layer as it was in segment, grain and tile, with its new budget spent."""
     budget = budget_mse(weights, after)

@@ -19,7 +19,7 @@ from torch import Tensor
 from calibrate.compiling import compile_ahead, with_tiles
 from calibrate.curves import linear_pass
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Ranking, Shape
+from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.passes import measure
 from calibrate.model.capture import Captured
 from calibrate.search.crossover import Layer, with_crossover
@@ -248,7 +248,7 @@ def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerCon
     for head in _ranked(config):
         if head.linear:
             computed -= linear_pass.density(prompt.q.shape[2], replace(config, heads=(head,)))
-    wanted = computed / max(len(ranked), 1)
+    target = computed / max(len(ranked), 1)
     shape = Shape.of(config.tile)
     densities_of = {
         ranking: measure(prompt, [ranking], [shape], config.last_rows)[ranking, shape].density
@@ -257,13 +257,13 @@ def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerCon
     heads = tuple(
         head
         if not head.has_threshold
-        else replace(head, tau=tau_for(densities_of[_ranking(head, config)][index], wanted), stop_rule=StopRule.REST)
+        else replace(head, tau=tau_for(densities_of[_ranking(head, config)][index], target), stop_rule=StopRule.REST)
         for index, head in enumerate(config.heads)
     )
     return replace(config, heads=heads)
 
 
-def tau_for(densities: Tensor, wanted: float) -> float:
+def tau_for(densities: Tensor, target: float) -> float:
     """The tau of a head with this density, from those at `TAUS` [T], interpolated in log tau.
 
     Beyond what was measured the nearest of `TAUS`, or 0, which computes everything.
@@ -272,11 +272,11 @@ def tau_for(densities: Tensor, wanted: float) -> float:
     1.0
     """
     falling = densities.cummin(0).values.tolist()
-    if wanted >= falling[0]:
-        return 0.0 if 1.0 - wanted < wanted - falling[0] else TAUS[0]
+    if target >= falling[0]:
+        return 0.0 if 1.0 - target < target - falling[0] else TAUS[0]
     for upper in range(1, len(TAUS)):
-        if falling[upper] <= wanted:
-            share = (falling[upper - 1] - wanted) / (falling[upper - 1] - falling[upper])
+        if falling[upper] <= target:
+            share = (falling[upper - 1] - target) / (falling[upper - 1] - falling[upper])
             return math.exp((1 - share) * math.log(TAUS[upper - 1]) + share * math.log(TAUS[upper]))
     return TAUS[-1]
 
@@ -299,5 +299,5 @@ def _ranked(config: LayerConfig) -> list[HeadConfig]:
     return [head for head in config.heads if head.mode == "s2o"]
 
 
-def _ranking(head: HeadConfig, config: LayerConfig) -> Ranking:
-    return Ranking(head.segment, head.representatives, config.grain, config.scores, head.linear)
+def _ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
+    return RankingConfig(head.segment, head.representatives, config.grain, config.scores, head.linear)

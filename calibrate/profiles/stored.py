@@ -46,19 +46,19 @@ class StoredCurves:
         """
         config = self.profile.layers[self.profile.lengths.index(length)][layer]
         shape = Shape.of(config.tile)
-        wanted = {
+        expected_key = {
             "layer": layer,
             "prompts": _prompt_hashes(self.profile, length),
             **recipe_key(self.recipe, length),
         }
         for key, value in reversed(self.entries):
-            if key == wanted | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
+            if key == expected_key | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
                 cost = ranking_cost.stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
                 curves = with_fixed_cost(unpacked(value), cost, linear_cost(length))
-                there = methods(curves, config.segment, config.grain, shape, config.scores)
-                return curves if there else None
+                matching = methods(curves, config.segment, config.grain, shape, config.scores)
+                return curves if matching else None
         return None
 
 

@@ -46,13 +46,13 @@ def assembled(
     conversation. The prompt's domain and group are those of most of its tokens.
 
     Args:
-        tokenizer: The model's tokenizer.
-        documents: Texts or conversations; as many are taken as are needed.
-        length: In tokens.
-        rng: What draws the needles.
-        needles: Whether facts are hidden in the text and asked for at its end: after plain text, or as the answer of a
+        tokenizer: the model's tokenizer.
+        documents: texts or conversations; as many are taken as are needed.
+        length: in tokens.
+        rng: what draws the needles.
+        needles: whether facts are hidden in the text and asked for at its end: after plain text, or as the answer of a
             conversation's last turn. A quarter of the prompt at most are these questions.
-        isolated: Whether plain text has the questions each by itself, spread over its second half, not at its end.
+        isolated: whether plain text has the questions each by itself, spread over its second half, not at its end.
 
     Raises:
         InputError: The documents are too short, or the chat template does not take the conversation.
@@ -109,13 +109,13 @@ def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: 
     while needed := list(_needed(documents, length - len(ids))):
         most = _CHARACTERS * (length - len(ids))  # long files are not read to their end for a few tokens
         texts = [document.as_text for document in needed]
-        for document, text, of_text in zip(
+        for document, text, text_ids in zip(
             needed, texts, encode_all(tokenizer, [text[:most] for text in texts]), strict=True
         ):
             before = len(ids)
             ids += separator if tokens else []
-            cut_short = len(text) > most and len(of_text) <= length - len(ids)
-            ids += encode(tokenizer, text) if cut_short else of_text
+            cut_short = len(text) > most and len(text_ids) <= length - len(ids)
+            ids += encode(tokenizer, text) if cut_short else text_ids
             tokens[document.domain, document.group] += min(len(ids), length) - before
             if len(ids) >= length:
                 return ids[:length], tokens

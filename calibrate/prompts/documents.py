@@ -45,8 +45,8 @@ _NO_CODE = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 class Document:
     """A text or a conversation, which is in at most one of the three sets.
 
-    domain: What kind of text it is. group: What it belongs to; documents of one group are in one set. text: Empty for a
-    conversation. turns: Of a conversation.
+    domain: what kind of text it is. group: what it belongs to; documents of one group are in one set. text: empty for a
+    conversation. turns: of a conversation.
     """
 
     domain: str
@@ -129,7 +129,7 @@ def _shipped(domain: str) -> list[Document]:
 class Supply:
     """Hands out the built-in documents of one set, none twice.
 
-    used_up: Kinds of found text of which a prompt of that kind needed more than there was.
+    used_up: kinds of found text of which a prompt of that kind needed more than there was.
     """
 
     def __init__(self, purpose: str, rng: random.Random) -> None:

@@ -63,9 +63,9 @@ def parsed_lines(path: Path, parse: Callable[[Any, int], Entry], expected: str) 
     """What a file of JSON lines holds.
 
     Args:
-        path: The file.
-        parse: Makes an entry of a line's JSON and number; ValueError says what is wrong with it.
-        expected: What a line should be, for messages.
+        path: the file.
+        parse: makes an entry of a line's JSON and number; ValueError says what is wrong with it.
+        expected: what a line should be, for messages.
 
     Raises:
         InputError: The file cannot be read or has no entries, or a line is none; it names file and line.

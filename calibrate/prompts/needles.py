@@ -36,7 +36,7 @@ DIGITS = 5
 class Needle:
     """A hidden fact and its question, as text.
 
-    fact: The line that is hidden in the text. question: Up to where the answer is due. code: What answers it.
+    fact: the line that is hidden in the text. question: up to where the answer is due. code: what answers it.
     """
 
     fact: str

@@ -16,8 +16,8 @@ from s2o_runtime.profile.record import PromptHash, PromptHashes
 class Prompt:
     """Token ids, and where the answers stand among them.
 
-    ids: int64 [L]. answers: Each answer that the prompt asks for, as (first token, one behind the last). domain: What
-    kind of text it is, such as "code". group: What most of its text belongs to, such as a novel or a module: prompts of
+    ids: int64 [L]. answers: each answer that the prompt asks for, as (first token, one behind the last). domain: what
+    kind of text it is, such as "code". group: what most of its text belongs to, such as a novel or a module: prompts of
     one group are not independent of one another. Empty if that is not known.
     """
 
@@ -40,8 +40,8 @@ class Prompt:
 class PromptSet:
     """The prompts of a run, by length in tokens. No two of the three sets share a document, at any length.
 
-    calibration: What is calibrated on; a length that is only checked has none. held_out: What layers are adjusted on.
-    certify: What the finished choice is certified on; they choose nothing. A length may have none.
+    calibration: what is calibrated on; a length that is only checked has none. held_out: what layers are adjusted on.
+    certify: what the finished choice is certified on; they choose nothing. A length may have none.
     """
 
     calibration: dict[int, list[Prompt]]

@@ -46,8 +46,8 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
     Python standard library's, which changes with Python.
 
     Args:
-        recipe: The lengths, how many prompts of each, the documents and the seed.
-        tokenizer: The model's tokenizer.
+        recipe: the lengths, how many prompts of each, the documents and the seed.
+        tokenizer: the model's tokenizer.
 
     Raises:
         InputError: A prompt file is bad, or the documents are too few or too short to calibrate and adjust on.
@@ -178,14 +178,14 @@ def _round_robin(lists: Sequence[list[list[Document]]]) -> list[list[Document]]:
 def _set_of(wanted: Mapping[int, Mapping[str, int]], prompts_of: Callable[[str, int], list[Prompt]]) -> PromptSet:
     """The prompts of every purpose and length, made beside one another: tokenizers leave Python's lock."""
     with ThreadPoolExecutor() as threads:
-        made = {
+        pending = {
             (purpose, length): threads.submit(prompts_of, purpose, length)
             for length in sorted(wanted, reverse=True)  # the longest take longest
             for purpose in reversed(PURPOSES)
             if wanted[length][purpose] or purpose == HELD_OUT
         }
         calibration, held_out, certify = (
-            {length: made[purpose, length].result() for length in wanted if (purpose, length) in made}
+            {length: pending[purpose, length].result() for length in wanted if (purpose, length) in pending}
             for purpose in PURPOSES
         )
     return PromptSet(calibration=calibration, held_out=held_out, certify=certify)

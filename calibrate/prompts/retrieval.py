@@ -18,8 +18,8 @@ MAX_NEEDLES = 32
 class Retrieval:
     """What a retrieval prompt has besides its text, as token ids.
 
-    facts: Each fact, in the order in which they stand in the text. questions: The end of the prompt, where each
-    question is followed by its answer. answers: Where the codes stand among the tokens of `questions`. asked: Which of
+    facts: each fact, in the order in which they stand in the text. questions: the end of the prompt, where each
+    question is followed by its answer. answers: where the codes stand among the tokens of `questions`. asked: which of
     the needles each answer belongs to.
     """
 
@@ -35,10 +35,10 @@ class Retrieval:
         """Tokenize needles, their questions in random order.
 
         Args:
-            tokenizer: The model's tokenizer.
-            asked: The needles that are asked for.
-            rng: What draws the order of the questions: one `sample` of as many as there are needles.
-            facts: What is written into the text; by default the needles' own facts, in their order.
+            tokenizer: the model's tokenizer.
+            asked: the needles that are asked for.
+            rng: what draws the order of the questions: one `sample` of as many as there are needles.
+            facts: what is written into the text; by default the needles' own facts, in their order.
         """
         questions: list[int] = []
         answers = []
@@ -62,8 +62,8 @@ class Retrieval:
         """Hide the facts in a text, spread evenly, and ask for them at its end.
 
         Args:
-            text: The text's token ids.
-            start: How many of its first tokens may not be written over.
+            text: the text's token ids.
+            start: how many of its first tokens may not be written over.
 
         Returns:
             The prompt's token ids, as many as text and questions have together, and where the codes that it asks for
@@ -82,9 +82,9 @@ def isolated_in(
     """Hide facts in the first half of a text, and ask for each by itself in the second, in random order.
 
     Args:
-        tokenizer, text, start: As for `Retrieval`.
-        asked: The needles.
-        rng: What draws the order.
+        tokenizer, text, start: as for `Retrieval`.
+        asked: the needles.
+        rng: what draws the order.
 
     Returns:
         What `Retrieval.hidden_in` does.

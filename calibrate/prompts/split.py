@@ -25,10 +25,10 @@ def split(
     as long as the prompt go before those that must be joined.
 
     Args:
-        documents: All of them.
-        size: A document's tokens.
-        wanted: For each length in tokens, how many prompts each purpose is to have.
-        rng: What draws the order of the groups.
+        documents: all of them.
+        size: a document's tokens.
+        wanted: for each length in tokens, how many prompts each purpose is to have.
+        rng: what draws the order of the groups.
 
     Returns:
         Each purpose's documents, in the order in which they make prompts.

@@ -48,11 +48,11 @@ def built_in(tokenizer: Any, length: int, count: int, seed: int, held_out: bool)
     """Prompts of the standard library's sources, with needles.
 
     Args:
-        tokenizer: The model's tokenizer.
-        length: Tokens of each prompt.
-        count: How many prompts. No file is in two of them.
-        seed: What draws the text and the needles.
-        held_out: Whether the prompts are of the files that are held out, or of the others.
+        tokenizer: the model's tokenizer.
+        length: tokens of each prompt.
+        count: how many prompts. No file is in two of them.
+        seed: what draws the text and the needles.
+        held_out: whether the prompts are of the files that are held out, or of the others.
 
     Raises:
         InputError: The sources are too short.
@@ -75,10 +75,10 @@ def one_text(tokenizer: Any, length: int, count: int, rng: random.Random) -> tup
     """Prompts that hide the same codes in the same held-out text, and each ask for another of them.
 
     Args:
-        tokenizer: The model's tokenizer.
-        length: Tokens of the longest prompt.
-        count: How many codes, and prompts.
-        rng: What draws the text and the codes.
+        tokenizer: the model's tokenizer.
+        length: tokens of the longest prompt.
+        count: how many codes, and prompts.
+        rng: what draws the text and the codes.
 
     Returns:
         Each prompt's token ids, and the codes that answer them.
@@ -115,9 +115,9 @@ def sources(rng: random.Random, held_out: bool | None = None, used: set[str] | N
     Files of one folder are alike, so every prompt is to take the folders in an order of its own.
 
     Args:
-        rng: What draws the order.
-        held_out: Only the files that are held out (True), or only the others (False); None takes both.
-        used: Names of files to leave out. The files that are taken are added to it.
+        rng: what draws the order.
+        held_out: only the files that are held out (True), or only the others (False); None takes both.
+        used: names of files to leave out. The files that are taken are added to it.
 
     Yields:
         The text of each file, after a line with its name.

@@ -6,7 +6,7 @@ sees it. After all layers, a length that lost needles gets half its budget, a le
 less by as much, and a length whose prefill was slower than the dense one becomes dense (`tighten`).
 
 The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less or
-more, and how much it varies between prompts is another matter for every layer. So a layer is given more, or less, until
+more, and how much it varies between prompts differs from layer to layer. So a layer is given more, or less, until
 one of two things holds: its mean error is the recipe's margin of its limit, or the bound that the certificate can be
 expected to find for it is `AIM` of the limit.
 """
@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from calibrate.proof.bounds import CONFIDENCE, STEPS, expected_mean_bound, mean_lower_bound, step_confidence
-from calibrate.proof.state import Candidate, KlPass, LengthAndLayer, Problem, ProblemKind, lengths_of
+from calibrate.proof.state import Candidate, KlTrial, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import Recipe
-from calibrate.search.choice import Choice, ChosenDense, allowed
+from calibrate.search.choice import Choice, ChosenDense, search_constraints
 from calibrate.search.choose import Chosen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -48,16 +48,16 @@ log = logging.getLogger("calibrate")
 class Proven:
     """A candidate after its last attempt at the proof.
 
-    candidate: What was proven. proofs: What was measured, by length in tokens. problems: Why the proof failed;
-    none if it holds. certificates: What is certified, by length in tokens; empty without a certificate.
-    kl_passes: How a budget in KL was searched for, by length in tokens; empty with others.
+    candidate: what was proven. proofs: what was measured, by length in tokens. problems: why the proof failed;
+    none if it holds. certificates: what is certified, by length in tokens; empty without a certificate.
+    kl_passes: how a budget in KL was searched for, by length in tokens; empty with others.
     """
 
     candidate: Candidate
     proofs: dict[int, LengthProof]
     problems: tuple[Problem, ...]
     certificates: Mapping[int, CertifiedLength] = field(default_factory=dict)
-    kl_passes: Mapping[int, Sequence[KlPass]] = field(default_factory=dict)
+    kl_passes: Mapping[int, Sequence[KlTrial]] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
@@ -101,9 +101,9 @@ def prove_and_tighten(prover: Prover, candidate: Candidate, texts: Mapping[int, 
     """Prove what the search chose, changing it until the proof holds or the attempts are used up.
 
     Args:
-        prover: What measures it.
-        candidate: What the search chose.
-        texts: How many groups of text will certify each length; by default as many as the recipe has prompts.
+        prover: what measures it.
+        candidate: what the search chose.
+        texts: how many groups of text will certify each length; by default as many as the recipe has prompts.
 
     Returns:
         The candidate as adjusted, what was measured of it, and what is still wrong.
@@ -132,10 +132,10 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     """Give one layer at one length less if what is held to its limit is over it; the last time it becomes dense.
 
     Args:
-        candidate: What was proven.
-        length: The prompts' length in tokens.
-        layer: The layer's index.
-        proof: What was measured of the layer.
+        candidate: what was proven.
+        length: the prompts' length in tokens.
+        layer: the layer's index.
+        proof: what was measured of the layer.
 
     Returns:
         The candidate to prove instead, or None if this one is accepted.
@@ -155,7 +155,7 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
 class Adjusting:
     """Moves each layer at each calibrated length to what it may spend; it is what the first proof revises by.
 
-    texts: As `prove_and_tighten` takes them. tries: How often the spending of a layer at a length was changed within
+    texts: as `prove_and_tighten` takes them. tries: how often the spending of a layer at a length was changed within
     its limit.
     """
 
@@ -166,7 +166,7 @@ class Adjusting:
         """The candidate in which a layer spends as much as it may.
 
         Args:
-            candidate, length, layer, proof: As `tighten_layer` takes them.
+            candidate, length, layer, proof: as `tighten_layer` takes them.
 
         Returns:
             What to prove instead; None if the layer spends about as much as it may, or nothing is to be changed: it is
@@ -180,7 +180,7 @@ class Adjusting:
         if choice is None or choice.config.is_dense or candidate.recipe.budget.is_kl or (before and before.tightened):
             return None
         texts = self.texts.get(length, candidate.recipe.num_certify)
-        times = growth(proof, candidate.limits[key], candidate.recipe, candidate.geometry.layers, texts)
+        times = allowed_growth(proof, candidate.limits[key], candidate.recipe, candidate.geometry.layers, texts)
         if proof.worst > (candidate.recipe.worst_rows or math.inf):  # more was given to rows than they bear
             times = min(times, 1 / CLOSE**2 if self.tries[key] else 1.0)
         if 1 / CLOSE <= times <= CLOSE or self.tries[key] == TRIES:
@@ -190,15 +190,15 @@ class Adjusting:
         return None if moved.layer_config(layer, length) == choice.config else moved
 
 
-def growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int, texts: int) -> float:
+def allowed_growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int, texts: int) -> float:
     """How many times the error that was measured a layer may have.
 
     Args:
-        proof: What was measured of the layer on the adjust prompts.
-        limit: The error it may have, in the budget's unit.
-        recipe: Its margin.
-        layers: Of the model, all of which are to be within their limits together.
-        texts: To certify on, which says how far a bound is from the mean.
+        proof: what was measured of the layer on the adjust prompts.
+        limit: the error it may have, in the budget's unit.
+        recipe: its margin.
+        layers: of the model, all of which are to be within their limits together.
+        texts: to certify on, which says how far a bound is from the mean.
     """
     errors = proof.errors(recipe.budget)
     largest = max(statistics.fmean(errors), proof.held(recipe), LEAST * limit)
@@ -219,11 +219,11 @@ def scaled(
     heads with a linear tail, which have none, become dense.
 
     Args:
-        candidate: What the layer runs so far.
-        length: The prompts' length in tokens.
-        layer: The layer's index.
-        share: Of the error that is predicted of it; 0 makes the layer dense.
-        why_dense: The reason for that.
+        candidate: what the layer runs so far.
+        length: the prompts' length in tokens.
+        layer: the layer's index.
+        share: of the error that is predicted of it; 0 makes the layer dense.
+        why_dense: the reason for that.
 
     Returns:
         What the layer runs, and the choice behind it; None at a checked length.
@@ -232,7 +232,7 @@ def scaled(
     if not share:
         return config.as_dense(), choice and choice.as_dense(why_dense)
     if choice is not None:
-        choice = choice.spending(choice.spent * share, allowed(candidate.recipe))
+        choice = choice.spending(choice.spent * share, search_constraints(candidate.recipe))
         return choice.config, choice
     factor = share ** (1 / TAU_FOR_ERROR)
     heads = (
@@ -252,9 +252,9 @@ def tighten(
     much. Layers of checked lengths beside them start again from what is interpolated.
 
     Args:
-        candidate: What was proven.
-        problems: What is wrong with it.
-        proofs: What was measured of it, by length in tokens.
+        candidate: what was proven.
+        problems: what is wrong with it.
+        proofs: what was measured of it, by length in tokens.
 
     Returns:
         The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
@@ -268,7 +268,7 @@ def tighten(
         share = candidate.recipe.margin * candidate.recipe.budget.value / proofs[length].kl
         shares[length] = min(share, shares.get(length, 1.0))
     for length, share in shares.items():
-        chosen[length] = chosen[length].spending(share, allowed(candidate.recipe))
+        chosen[length] = chosen[length].spending(share, search_constraints(candidate.recipe))
     for length in slower & set(chosen):
         choices = [choice.as_dense(ChosenDense.SLOWER_PREFILL) for choice in chosen[length].choices]
         chosen[length] = replace(chosen[length], choices=choices)
@@ -294,8 +294,8 @@ def judge(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Prob
     """Judge a candidate by what was measured of it.
 
     Args:
-        candidate: What was proven.
-        proofs: What was measured, by length in tokens.
+        candidate: what was proven.
+        proofs: what was measured, by length in tokens.
 
     Returns:
         Why the proof failed: layers over their limit, then lengths that lost needles, are slower than dense or are over
@@ -314,8 +314,8 @@ def layers_over_limit(candidate: Candidate, proofs: Mapping[int, LengthProof]) -
     recipe = candidate.recipe
     return tuple(
         over_limit(length, candidate.geometry.layer_number(layer), proof.held(recipe), candidate.limits[length, layer])
-        for length, of_length in proofs.items()
-        for layer, proof in enumerate(of_length.layers)
+        for length, length_proof in proofs.items()
+        for layer, proof in enumerate(length_proof.layers)
         if not proof.held(recipe) <= candidate.limits[length, layer]  # also where it is no number
         and not candidate.layer_config(layer, length).is_dense
     )
@@ -324,8 +324,8 @@ def layers_over_limit(candidate: Candidate, proofs: Mapping[int, LengthProof]) -
 def slower_than_dense(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Problem, ...]:
     """The lengths whose prefill takes longer than the dense one.
 
-    There are none on a CPU, where times are not the objective. A length that is all dense is none of them either: it
-    runs what dense runs, whatever its times say.
+    A CPU has none, because times are not the objective there. A length whose layers are all dense is not one either:
+    it runs what dense runs, whatever its times say.
     """
     if candidate.device.kind != "cuda":
         return ()
@@ -347,8 +347,8 @@ def slower_layers(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> fr
     have lost what made it fast. There are none where nothing was timed."""
     return frozenset(
         (length, layer)
-        for length, of_length in proofs.items()
-        for layer, proof in enumerate(of_length.layers)
+        for length, length_proof in proofs.items()
+        for layer, proof in enumerate(length_proof.layers)
         if proof.seconds is not None
         and proof.dense_seconds is not None
         and proof.seconds > TIE * proof.dense_seconds
@@ -406,9 +406,9 @@ def kl_shown_over_budget(length: int, kls: Sequence[float], kinds: Sequence[str]
     They show it if even a lower bound for the mean over prompts like these is over it.
 
     Args:
-        length: In tokens.
-        kls, kinds: Of each certify prompt, in nats per token, and its kind of text.
-        recipe: Says the budget, and which lengths it is for.
+        length: in tokens.
+        kls, kinds: of each certify prompt, in nats per token, and its kind of text.
+        recipe: says the budget, and which lengths it is for.
     """
     if not recipe.budget.is_kl or length not in recipe.lengths:
         return None

@@ -37,7 +37,7 @@ from s2o_runtime.profile.record import CertifiedLength, CertifiedRetrieval
 class Opened:
     """A profile that can be measured here, the recipe that made it, and its model.
 
-    prompts: Files and folders to draw prompts from instead of the recipe's text; None is what the recipe says.
+    prompts: files and folders to draw prompts from instead of the recipe's text; None is what the recipe says.
     """
 
     profile: Profile
@@ -60,15 +60,15 @@ def opened(
     """Open a profile and the model it is of.
 
     Args:
-        model: Alias, local folder or hub id.
-        path: The profile's file.
+        model: alias, local folder or hub id.
+        path: the profile's file.
         device: Torch's name of the device to measure on.
-        prompts: Files and folders to draw prompts from instead of the recipe's text; None is what the recipe says.
-        chunk: Tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
-        needs_certificate: Whether a profile without one is refused, before anything is loaded.
-        trust_remote_code: Whether code that comes with the model may run; what the recipe says does not count, because
+        prompts: files and folders to draw prompts from instead of the recipe's text; None is what the recipe says.
+        chunk: tokens that layers are fed at once instead of the recipe's; None is what the recipe says.
+        needs_certificate: whether a profile without one is refused, before anything is loaded.
+        trust_remote_code: whether code that comes with the model may run; what the recipe says does not count, because
             a profile may be another's.
-        tokenizer: The folder or hub id of a tokenizer in place of the model's; the recipe's does not count.
+        tokenizer: the folder or hub id of a tokenizer in place of the model's; the recipe's does not count.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -104,9 +104,9 @@ def certified_lengths(profile: Profile) -> dict[int, CertifiedLength]:
 class Verified:
     """A proof that was made again.
 
-    lengths: For each length what the prompts say of the model and, under "layers", of each layer: its error and its
+    lengths: for each length what the prompts say of the model and, under "layers", of each layer: its error and its
     limit in the budget's unit, its rel_mse, which limit binds (`Recipe.binds`), its density, and whether it is dense.
-    problems: One sentence each, none if the proof holds. same_prompts: Whether the prompts are those in the profile's
+    problems: one sentence each, none if the proof holds. same_prompts: whether the prompts are those in the profile's
     record.
     """
 
@@ -172,10 +172,10 @@ def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof)
 class LengthRecertified:
     """What fresh prompts of one length say of what is certified.
 
-    means: The largest mean error of a layer over its limit. broken: How many layers' means are over it by more than
-    chance explains. groups: Of text, which are what is counted. above: How many groups have a prompt outside the joint
-    limit. chance: How likely so many or more are if the certificate is right. retrieval: None if the prompts ask for no
-    needles. problems: One sentence each.
+    means: the largest mean error of a layer over its limit. broken: how many layers' means are over it by more than
+    chance explains. groups: of text, which are what is counted. above: how many groups have a prompt outside the joint
+    limit. chance: how likely so many or more are if the certificate is right. retrieval: None if the prompts ask for no
+    needles. problems: one sentence each.
     """
 
     length: int
@@ -192,7 +192,7 @@ class LengthRecertified:
 
 @dataclass(frozen=True)
 class Recertified:
-    """A certificate that was checked on fresh prompts. problems: One sentence each; none if it holds."""
+    """A certificate that was checked on fresh prompts. problems: one sentence each; none if it holds."""
 
     lengths: tuple[LengthRecertified, ...]
     problems: tuple[str, ...]
@@ -205,8 +205,8 @@ def recertified(opened: Opened, seed: int) -> Recertified:
     together.
 
     Args:
-        opened: A profile with a certificate.
-        seed: What draws the prompts.
+        opened: a profile with a certificate.
+        seed: what draws the prompts.
 
     Raises:
         InputError: There are too few fresh prompts.
@@ -235,11 +235,11 @@ def compared(
     """A certificate beside what fresh prompts showed.
 
     Args:
-        profile: Whose layers are not compared where they are dense.
-        recipe: Has the unit of errors.
-        certified, seen: What is certified and what was measured, by length in tokens.
+        profile: whose layers are not compared where they are dense.
+        recipe: has the unit of errors.
+        certified, seen: what is certified and what was measured, by length in tokens.
     """
-    layers = sum(len(of_length.layers) for of_length in seen.values())
+    layers = sum(len(proof.layers) for proof in seen.values())
     lengths = tuple(
         _compared_length(profile, recipe, certified[length], seen[length], (1 - CONFIDENCE) / max(1, layers))
         for length in certified
@@ -292,8 +292,8 @@ def fresh_prompts(opened: Opened, recipe: Recipe) -> dict[int, list[Prompt]]:
     """The certify prompts of a recipe, by length in tokens, without those that took part in the profile.
 
     Args:
-        opened: The profile, whose record names what took part, its model, and where prompts are drawn from.
-        recipe: What to draw: the lengths, how many prompts and the seed, and the kinds of text.
+        opened: the profile, whose record names what took part, its model, and where prompts are drawn from.
+        recipe: what to draw: the lengths, how many prompts and the seed, and the kinds of text.
     """
     drawn = on_other_text(recipe, opened.prompts)
     if opened.prompts is not None:  # of the user's text as much as possible is for the certificate
@@ -302,6 +302,6 @@ def fresh_prompts(opened: Opened, recipe: Recipe) -> dict[int, list[Prompt]]:
     parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()
     seen = {prompt.sha256 for part in parts for prompt in part or ()}
     return {
-        length: [prompt for prompt in of_length if prompt.sha256 not in seen]
-        for length, of_length in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
+        length: [prompt for prompt in length_prompts if prompt.sha256 not in seen]
+        for length, length_prompts in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
     }

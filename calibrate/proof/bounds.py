@@ -27,12 +27,14 @@ OWN_VARIANCE = 8  # texts of a kind: with fewer of any, all kinds count with one
 
 
 def step_confidence(step: float, recipe: Recipe, layers: int) -> float:
-    """Of the bound at one look at one layer at one length: half of the risk is the first look's, the others share half.
+    """The confidence of a bound at one attempt at a layer and length: half of the risk is the first attempt's.
+
+    The other attempts share the other half.
 
     Args:
-        step: Of `STEPS`.
-        recipe: Says how many lengths are looked at, and whether all of `PATH` may be.
-        layers: Of the model, with full attention.
+        step: of `STEPS`.
+        recipe: says how many lengths are certified, and whether each is tried at all of `PATH`.
+        layers: of the model, with full attention.
     """
     part = 0.5 if step == STEPS[0] else 0.5 / (len(STEPS) - 1)
     passes = len(PATH) if recipe.per_prompt else 1
@@ -50,9 +52,9 @@ def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float)
     texts have ten times the error of all others, it fails often (docs/results/coverage-bounds.txt counts).
 
     Args:
-        values: Of each text.
-        kinds: The kind of each text. If one kind has a single text, all texts count as of one kind.
-        confidence: The probability that the bound is not below the mean.
+        values: of each text.
+        kinds: the kind of each text. If one kind has a single text, all texts count as of one kind.
+        confidence: the probability that the bound is not below the mean.
 
     Returns:
         The bound; infinity if a single value, which bounds nothing, is above 0, or a value is inf or NaN.
@@ -83,10 +85,10 @@ def expected_mean_bound(values: Sequence[float], kinds: Sequence[str], count: in
     counts beside a usual one, which is that of `USUAL_WEIGHT` values.
 
     Args:
-        values: At least one, all at least 0.
-        kinds: As for `mean_bound`.
-        count: At least 2; the kinds are in equal parts, and of one kind if there are not two for each.
-        confidence: Of the bound.
+        values: at least one, all at least 0.
+        kinds: as for `mean_bound`.
+        count: at least 2; the kinds are in equal parts, and of one kind if there are not two for each.
+        confidence: of the bound.
     """
     groups = _groups(values, kinds if count >= 2 * len(set(kinds)) else [""] * len(values), least=1)
     means = [statistics.fmean(group) for group in groups]
@@ -121,7 +123,7 @@ def _groups(values: Sequence[float], kinds: Sequence[str], least: int) -> list[l
 
 
 def _quantile(degrees: float, probability: float) -> float:
-    """Of Student's distribution."""
+    """The quantile of Student's distribution."""
     from scipy.special import stdtrit  # a second to import, which the command line does not have
 
     return float(stdtrit(degrees, probability))
@@ -134,9 +136,9 @@ def share_shown(count: int, above: int, risk: float) -> float:
     Wilks, "Determination of sample sizes for setting tolerance limits", 1941).
 
     Args:
-        count: At least 1.
-        above: From 0 to `count`.
-        risk: The probability that the true share is smaller.
+        count: at least 1.
+        above: from 0 to `count`.
+        risk: the probability that the true share is smaller.
     """
     from scipy.special import betaincinv
 

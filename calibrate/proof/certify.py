@@ -75,7 +75,7 @@ log = logging.getLogger("calibrate")
 class Groups:
     """Prompts by what most of their text belongs to: prompts of one novel are no more independent than its chapters.
 
-    members: Of each group the numbers of its prompts. kinds: The kind of text of each group.
+    members: of each group the numbers of its prompts. kinds: the kind of text of each group.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -106,8 +106,8 @@ class Groups:
 class Scale:
     """What makes one number of a prompt's errors and its KL.
 
-    recipe: Has the unit of errors, and says what is held to limits. limits: The error each layer may have; None of
-    layers that are dense. kl: The KL in nats that counts as much as an error of its limit.
+    recipe: has the unit of errors, and says what is held to limits. limits: the error each layer may have; None of
+    layers that are dense. kl: the KL in nats that counts as much as an error of its limit.
     """
 
     recipe: Recipe
@@ -120,8 +120,8 @@ class Scale:
         so that neither of the two decides alone. With single prompts held to limits it has room (`KL_ROOM`).
 
         Args:
-            candidate, length: What is certified.
-            proof: What the adjust prompts showed.
+            candidate, length: what is certified.
+            proof: what the adjust prompts showed.
         """
         layers = range(len(proof.layers))
         limits = tuple(
@@ -136,13 +136,13 @@ class Scale:
         return replace(unscaled, kl=kl or math.inf)
 
     def errors(self, layers: Sequence[LayerProof]) -> list[float]:
-        """Of each prompt the largest error over its limit, of all layers, over all rows and over those that answer."""
+        """Each prompt's largest error over its limit, over all layers, both of all rows and of those that answer."""
         budget = self.recipe.budget
-        of_layers = [
+        layer_shares = [
             [prompt.largest(budget) / limit if limit else 0.0 for prompt in layer.of_prompts]
             for layer, limit in zip(layers, self.limits, strict=True)
         ]
-        return [max(of_prompt, default=0.0) for of_prompt in zip(*of_layers, strict=True)]
+        return [max(prompt_shares, default=0.0) for prompt_shares in zip(*layer_shares, strict=True)]
 
     def numbers(self, seen: LengthProof) -> list[float]:
         """Each prompt's number: the larger of its largest error over the limit, and its KL over the scale's."""
@@ -166,9 +166,9 @@ def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Pro
     """Certify what was proven, with less of what layers spend where it does not hold as it is.
 
     Args:
-        prover: What measures it.
-        prompts: The certify prompts, by length in tokens.
-        proven: A proof that holds.
+        prover: what measures it.
+        prompts: the certify prompts, by length in tokens.
+        proven: a proof that holds.
 
     Returns:
         What is left of the candidate, with the certificate, and with a problem for each length where nothing can be
@@ -222,10 +222,10 @@ def along_path(
     """Spend more and more at a length, from the safest on, as long as enough groups of text are within all limits.
 
     Args:
-        candidate: What was proven.
-        length: In tokens.
-        scale: Of the length.
-        measure: What the certify prompts show of a candidate.
+        candidate: what was proven.
+        length: in tokens.
+        scale: of the length.
+        measure: what the certify prompts show of a candidate.
 
     Returns:
         What was measured last before one failed, or of the safest if that one failed.
@@ -248,9 +248,9 @@ def along_path(
 
 @dataclass(frozen=True)
 class Left:
-    """What a layer is left with: a share of what it spends, and what was seen of that. 0: It is dense.
+    """The share of its spending that a layer keeps, 0 if it becomes dense, and what was measured with that share.
 
-    bound: For its mean error, in the budget's unit.
+    bound: for its mean error, in the budget's unit.
     """
 
     share: float
@@ -263,9 +263,9 @@ class Means:
     """Finds for each layer at a length how much it may spend so that its mean error is shown to be within its limit.
 
     Args:
-        candidate: As it was adjusted.
-        length: In tokens.
-        groups: Of the certify prompts.
+        candidate: as it was adjusted.
+        length: in tokens.
+        groups: of the certify prompts.
     """
 
     def __init__(self, candidate: Candidate, length: int, groups: Groups) -> None:
@@ -342,8 +342,8 @@ def proven_again(prover: Prover, proven: Proven, certified: Proven) -> Proven:
     `s2o-profile verify` would find them.
 
     Args:
-        prover: What measures them.
-        proven, certified: As the proof left it, and as it is after the certificate and `without_slower_layers`.
+        prover: what measures them.
+        proven, certified: as the proof left it, and as it is after the certificate and `without_slower_layers`.
     """
     lengths = frozenset(
         length for (length, layer), config in certified.configs.items() if config != proven.configs[length, layer]
@@ -387,10 +387,10 @@ def _without_slower(
     the lengths at which it changed."""
     for length, layer in sorted(layers):
         log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
-    of_layers = frozenset(length for length, _ in layers)
+    measured_lengths = frozenset(length for length, _ in layers)
     candidate = with_dense_layers(candidate, layers, ChosenDense.SLOWER_ATTENTION)
-    whole = {(length, layer) for length, layer in candidate.configs if length in lengths - of_layers}
-    return with_dense_layers(candidate, whole, ChosenDense.SLOWER_PREFILL), of_layers | lengths
+    whole = {(length, layer) for length, layer in candidate.configs if length in lengths - measured_lengths}
+    return with_dense_layers(candidate, whole, ChosenDense.SLOWER_PREFILL), measured_lengths | lengths
 
 
 def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: ChosenDense) -> Candidate:
@@ -412,11 +412,11 @@ def certificate_of(
     """What a length's prompts certify.
 
     Args:
-        length: In tokens.
-        seen: What the certify prompts showed of layers as they were adjusted.
-        means: What each layer is left with.
-        scale: Of the length.
-        noise_floor: The mean KL between two dense implementations, in nats; None where there is one only.
+        length: in tokens.
+        seen: what the certify prompts showed of layers as they were adjusted.
+        means: what each layer is left with.
+        scale: of the length.
+        noise_floor: the mean KL between two dense implementations, in nats; None where there is one only.
     """
     recipe, groups = scale.recipe, Groups.of(seen.prompts)
     above = scale.above(seen) if recipe.per_prompt else may_exceed(len(groups), 1 - CONFIDENCE)

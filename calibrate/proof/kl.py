@@ -1,9 +1,9 @@
 """A budget in KL: allocate from the curves, prove, compare with the budget, and allocate again at another scale.
 
 A sensitivity takes the errors of rows for unrelated. Those of late layers are, to a few percent; those of early layers
-may not be (on the demo model the first layer costs nine times what is predicted). So first layers are weighed by what
-they cost by themselves, with S2O's own errors (`kl_alone`): a few groups of adjacent ones are patched, while the rest
-is dense.
+may not be (on the demo model the first layer costs nine times what is predicted). So layers are first weighed by what
+they cost by themselves, with S2O's own errors (`isolated_kl`): one group of adjacent layers is patched at a time, and
+the rest is dense.
 
 Then a few passes find the scale: log KL is nearly linear in the logarithm of what is spent, so a secant through them
 does (`next_scale`). A pass is the adjust stage's measurement, with its tightening of layers and without times. What is
@@ -32,10 +32,10 @@ from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import tighten_layer
-from calibrate.proof.layers import LayerRun, ProofItem, compare, layer_state
-from calibrate.proof.state import Candidate, KlPass
+from calibrate.proof.layers import LayerSetting, ProofItem, compare, layer_state
+from calibrate.proof.state import Candidate, KlTrial
 from calibrate.proof.verify import Prover
-from calibrate.search.allocate import Weights
+from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor, executor_of, shares
 from calibrate.work.items import WorkerState
@@ -52,17 +52,17 @@ LEAST = 0.1  # of what was measured counts, however large the noise of rounding 
 CLOSE = 1.12  # a pass that is within this factor of what is aimed at needs no further one
 SLOPES = (0.5, 2.0)  # of log KL over log scale; a secant outside of it is noise, of rounding or of whole steps
 
-Alone = tuple[tuple[float, ...], float]  # KL of each group in nats per token, and that of rounding alone
+IsolatedKls = tuple[tuple[float, ...], float]  # KL of each group in nats per token, and that of rounding alone
 
 log = logging.getLogger("calibrate")
 
 
-def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int, tuple[KlPass, ...]]]:
+def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int, tuple[KlTrial, ...]]]:
     """Find the allocation whose KL on the adjust prompts is the budget less its margin.
 
     Args:
-        prover: What measures it.
-        candidate: What the search chose, for a budget in KL.
+        prover: what measures it.
+        candidate: what the search chose, for a budget in KL.
 
     Returns:
         The candidate to prove, whose calibrated lengths spend what the passes found, and the passes of each length.
@@ -74,7 +74,7 @@ def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int
     recipe = candidate.recipe
     begun = _weighed(prover, candidate)
     most, aim = recipe.budget.value, recipe.budget.value * recipe.margin
-    passes: dict[int, list[KlPass]] = {length: [] for length in recipe.lengths}
+    passes: dict[int, list[KlTrial]] = {length: [] for length in recipe.lengths}
     ended: set[int] = set()
     for number in range(1, PASSES + 1):
         scales = {length: next_scale(passes[length], aim) for length in recipe.lengths if length not in ended}
@@ -88,13 +88,16 @@ def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int
         title = f"searching for the KL, pass {number}"
         _, proofs = prover.prove(title, tried, candidate, tighten_layer, timed=False)
         for length, chosen in tried.items():
-            passes[length].append(KlPass(scales[length], chosen.predicted_kl, proofs[length].kl))
+            passes[length].append(KlTrial(scales[length], chosen.predicted_kl, proofs[length].kl))
             log.info("%d tokens: %s, aimed at %.2e", length, passes[length][-1], aim)
-        ended |= {length for length in tried if settled(passes[length], aim, most)}
+        ended |= {length for length in tried if close_enough(passes[length], aim, most)}
     final = {
-        length: begun[length].sharing(recipe, best_scale(of_length, aim, most)) for length, of_length in passes.items()
+        length: begun[length].sharing(recipe, best_scale(passes_of_length, aim, most))
+        for length, passes_of_length in passes.items()
     }
-    return replace(candidate, chosen=final), {length: tuple(of_length) for length, of_length in passes.items()}
+    return replace(candidate, chosen=final), {
+        length: tuple(passes_of_length) for length, passes_of_length in passes.items()
+    }
 
 
 def _weighed(prover: Prover, candidate: Candidate) -> dict[int, Chosen]:
@@ -104,11 +107,11 @@ def _weighed(prover: Prover, candidate: Candidate) -> dict[int, Chosen]:
         for _ in range(WEIGHINGS):  # the first one may be at errors far from those that the budget allows
             configs = [choice.config for choice in weighed[length].choices]
             with progress_bar(f"weighing layers at {length} tokens", 1, "pass", shown=prover.progress) as step:
-                alone = kl_alone(prover.executor, prover.held_out[length], configs, prover.journal)
+                isolated = isolated_kl(prover.executor, prover.held_out[length], configs, prover.journal)
                 step()
-            log.info("%d tokens: groups of layers by themselves have a KL of %s, rounding %.1e", length, *alone)
-            ratio = sum(alone[0]) / max(weighed[length].predicted_kl, 1e-30)
-            weighed[length] = corrected(weighed[length], alone).sharing(candidate.recipe, 1.0)
+            log.info("%d tokens: groups of layers by themselves have a KL of %s, rounding %.1e", length, *isolated)
+            ratio = sum(isolated[0]) / max(weighed[length].predicted_kl, 1e-30)
+            weighed[length] = corrected(weighed[length], isolated).sharing(candidate.recipe, 1.0)
             if 1 / NEAR <= ratio <= NEAR:
                 break
     return weighed
@@ -128,19 +131,19 @@ def layer_groups(layers: int) -> list[range]:
     return [range(layer, layer + 1) for layer in range(ALONE)] + [range(first, end) for first, end in pairwise(edges)]
 
 
-def kl_alone(
+def isolated_kl(
     model: LoadedModel | Executor,
     prompts: Sequence[Prompt],
     configs: Sequence[LayerConfig],
     journal: Journal | None = None,
-) -> Alone:
+) -> IsolatedKls:
     """The KL of each group of layers if only that runs its configuration.
 
     Args:
-        model: Who runs it, or a loaded model, which then runs in this process.
-        prompts: Of one length, at least one.
-        configs: What each layer runs.
-        journal: Where it is kept, and found again; None if nowhere.
+        model: who runs it, or a loaded model, which then runs in this process.
+        prompts: of one length, at least one.
+        configs: what each layer runs.
+        journal: where it is kept, and found again; None if nowhere.
 
     Returns:
         The KL of each of `layer_groups`, mean over the prompts, in nats per token, and that of the first layer with
@@ -150,28 +153,28 @@ def kl_alone(
         ModelError: inf or NaN came up.
         ResourceError: The GPU's memory ran out.
     """
-    runs = tuple(map(LayerRun, configs))
+    runs = tuple(map(LayerSetting, configs))
     with executor_of(model) as executor:
-        executor.know(prompts)
+        executor.register_prompts(prompts)
         items = [
-            AlonePrompts(prompts[0].length, tuple(prompt.sha256 for prompt in share), runs)
+            IsolatedKl(prompts[0].length, tuple(prompt.sha256 for prompt in share), runs)
             for share in shares(executor, prompts)
         ]
-        of_prompts = [kls for of_share in measured(items, executor, journal) for kls in of_share]
-    means = [statistics.fmean(kls) for kls in zip(*of_prompts, strict=True)]
+        prompt_kls = [kls for share_kls in measured(items, executor, journal) for kls in share_kls]
+    means = [statistics.fmean(kls) for kls in zip(*prompt_kls, strict=True)]
     return tuple(max(0.0, kl) for kl in means[:-1]), max(0.0, means[-1])
 
 
 @dataclass(frozen=True)
-class AlonePrompts(ProofItem):
+class IsolatedKl(ProofItem):
     """Some prompts with each group of layers patched by itself, as an item of work.
 
     Its result is, for each prompt, the KL of each group and that of rounding alone, in nats per token.
     """
 
     prompts: tuple[str, ...]
-    runs: tuple[LayerRun, ...]
-    stage: str = field(default="alone", kw_only=True)
+    runs: tuple[LayerSetting, ...]
+    stage: str = field(default="alone", kw_only=True)  # the word of journals
 
     @property
     def affinity(self) -> Hashable:
@@ -199,13 +202,13 @@ class AlonePrompts(ProofItem):
         begun = begin(loaded, [prompt.ids for prompt in prompts])
         forward = LayerwiseForward(loaded, [stream for stream in begun for _ in variants])
         for layer in forward.layers:
-            ways = [
+            layer_passes = [
                 partial(_patched, variant[layer.row]) if layer.row in variant else None
                 for _ in prompts
                 for variant in variants
             ]
             with self.within_memory(worker, f"measuring layer {layer.number} by itself"):
-                forward.move(ways)
+                forward.move(layer_passes)
         results = []
         with logits_on_device(loaded) as logits:
             for index, prompt in enumerate(prompts):
@@ -215,18 +218,18 @@ class AlonePrompts(ProofItem):
 
 
 def _patched(config: LayerConfig, layer: DecoderLayer, stream: Stream) -> Stream:
-    return layer.patched(stream, layer_state(layer, LayerRun(config)))
+    return layer.patched(stream, layer_state(layer, LayerSetting(config)))
 
 
-def corrected(chosen: Chosen, alone: Alone) -> Chosen:
+def corrected(chosen: Chosen, isolated: IsolatedKls) -> Chosen:
     """What was chosen, with the weights of its layers as their groups were measured.
 
     Args:
-        chosen: With a budget in KL; what it predicts is compared.
-        alone: What was measured of its configurations.
+        chosen: with a budget in KL; what it predicts is compared.
+        isolated: what was measured of its configurations.
     """
-    kls, noise = alone
-    weights: list[Weights] = [choice.weights for choice in chosen.choices]
+    kls, noise = isolated
+    weights: list[ErrorWeights] = [choice.weights for choice in chosen.choices]
     for group, kl in zip(layer_groups(len(weights)), kls, strict=True):
         predicted = sum(weights[layer].layer * chosen.choices[layer].spent for layer in group) / len(weights)
         if predicted > 0 and kl > 0:
@@ -237,12 +240,12 @@ def corrected(chosen: Chosen, alone: Alone) -> Chosen:
     return replace(chosen, choices=choices)
 
 
-def next_scale(passes: Sequence[KlPass], aim: float) -> float:
+def next_scale(passes: Sequence[KlTrial], aim: float) -> float:
     """The scale at which the KL should be what is aimed at: a secant through the two passes that are nearest to it.
 
     Args:
-        passes: What was measured; the first pass is at a scale of 1.
-        aim: Nats per token, above 0.
+        passes: what was measured; the first pass is at a scale of 1.
+        aim: nats per token, above 0.
     """
     if not passes:
         return 1.0
@@ -256,16 +259,16 @@ def next_scale(passes: Sequence[KlPass], aim: float) -> float:
     return nearest[0].scale * min(max(step, 1 / FURTHEST), FURTHEST)
 
 
-def settled(passes: Sequence[KlPass], aim: float, most: float) -> bool:
+def close_enough(passes: Sequence[KlTrial], aim: float, most: float) -> bool:
     """Whether the best pass is close enough to what is aimed at, and within `most`."""
     return any(_distance(one, aim) <= math.log(CLOSE) and one.kl <= most for one in passes)
 
 
-def best_scale(passes: Sequence[KlPass], aim: float, most: float) -> float:
+def best_scale(passes: Sequence[KlTrial], aim: float, most: float) -> float:
     """The scale to prove: of the pass nearest to the aim among those within `most`; if none is, the secant's."""
     within = [one for one in passes if one.kl <= most]
     return min(within, key=lambda one: _distance(one, aim)).scale if within else next_scale(passes, aim)
 
 
-def _distance(one: KlPass, aim: float) -> float:
+def _distance(one: KlTrial, aim: float) -> float:
     return abs(math.log(max(one.kl, 1e-30) / aim))

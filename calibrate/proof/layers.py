@@ -1,10 +1,10 @@
-"""Prompts on their way through the patched and the dense model, a layer at a time, and what each layer is off by.
+"""Layer-by-layer comparison of the patched and the dense model, and each layer's error over all rows.
 
 A few rows of a prompt may carry a third of its error, so that an error of some rows says little about all: errors are
 of all rows, against dense attention. Dense attention in the model's own type costs a prefill no more than one more
 attention, and its rounding (in bfloat16 some 3e-6 of the output's mean square) only adds to the error.
 
-A prompt at a layer is an item of work, a step. It says all that its result depends on: the prompt, what the layers
+A prompt at a layer is an item of work. The item says all that its result depends on: the prompt, what the layers
 before ran, and what this one runs. Which worker takes it, and whether that one has the prompt at hand or begins again,
 changes nothing but the time.
 """
@@ -35,7 +35,7 @@ from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf
 from s2o_runtime.scoring import Scoring
 
-HISTORIES = 16  # that a process keeps unpacked
+PREFIXES = 16  # that a process keeps unpacked
 ANSWER_ROWS, ANSWER_PART = 256, 8  # the rows that answer: so many last ones, and one in so many at most
 TILE_ROWS = 64  # rows of which the worst counts
 KEPT_WITHIN = 1.0  # nats
@@ -68,7 +68,7 @@ def answer_rows(length: int) -> int:
 class RowErrors:
     """What every row of one output is off by.
 
-    squares, powers: Means over heads and Dv of the squared error and of the dense output's squares, float64 [Lq]. off:
+    squares, powers: means over heads and Dv of the squared error and of the dense output's squares, float64 [Lq]. off:
     Each row's relative error (`row_errors.row_errors`), float32 [Hq, Lq].
     """
 
@@ -101,10 +101,10 @@ def errors_of_rows(out: Tensor, dense: Tensor) -> RowErrors:
 
 
 @dataclass(frozen=True)
-class LayerRun:
+class LayerSetting:
     """What one layer runs for prompts of one length.
 
-    chunk: Tokens that it is fed at once; None for whole prompts. by_keys: Of a layer that is fed in chunks, what it
+    chunk: tokens that it is fed at once; None for whole prompts. by_keys: of a layer that is fed in chunks, what it
     runs behind each number of keys. kv_cache_dtype: "fp8" if S2O reads keys and values as such a cache has them.
     """
 
@@ -114,7 +114,7 @@ class LayerRun:
     kv_cache_dtype: KvCacheDtype = "auto"
 
     @classmethod
-    def of(cls, configured: Configured, chunk: int | None, layer: int, length: int) -> LayerRun:
+    def of(cls, configured: Configured, chunk: int | None, layer: int, length: int) -> LayerSetting:
         """What a layer runs in a configuration.
 
         A server feeds prompts in chunks, each a call behind those before it. Every chunk follows the configuration of
@@ -129,8 +129,8 @@ class LayerRun:
             return cls(config, kv_cache_dtype=cache)
         by_keys = []
         for keys in (*range(chunk, length, chunk), length):
-            of_chunk = replace(configured.layer_config(layer, keys), last_rows=0)
-            by_keys.append((keys, of_chunk.as_dense() if keys < configured.min_length else of_chunk))
+            chunk_config = replace(configured.layer_config(layer, keys), last_rows=0)
+            by_keys.append((keys, chunk_config.as_dense() if keys < configured.min_length else chunk_config))
         return cls(config, chunk, tuple(by_keys), cache)
 
     @cached_property
@@ -139,39 +139,39 @@ class LayerRun:
         return hashlib.sha256(repr((self.config, self.chunk, self.by_keys, *cache)).encode()).hexdigest()
 
 
-class History:
+class ConfigPrefix:
     """What the layers before one ran. It is unpacked once in a process, however many items bring it."""
 
-    def __init__(self, runs: tuple[LayerRun, ...] = (), digest: str = "") -> None:
+    def __init__(self, runs: tuple[LayerSetting, ...] = (), digest: str = "") -> None:
         self.runs, self.digest = runs, digest
         self._packed: bytes | None = None
 
-    def then(self, run: LayerRun) -> History:
+    def then(self, run: LayerSetting) -> ConfigPrefix:
         """With one more layer."""
         digest = hashlib.sha256(f"{self.digest}/{run.digest}".encode()).hexdigest()
-        return History((*self.runs, run), digest)
+        return ConfigPrefix((*self.runs, run), digest)
 
-    def __reduce__(self) -> tuple[Callable[[str, bytes], History], tuple[str, bytes]]:
+    def __reduce__(self) -> tuple[Callable[[str, bytes], ConfigPrefix], tuple[str, bytes]]:
         if self._packed is None:
             self._packed = pickle.dumps(self.runs)
         return _unpack, (self.digest, self._packed)
 
 
-@lru_cache(maxsize=HISTORIES)
-def _unpack(digest: str, packed: bytes) -> History:
-    return History(pickle.loads(packed), digest)
+@lru_cache(maxsize=PREFIXES)
+def _unpack(digest: str, packed: bytes) -> ConfigPrefix:
+    return ConfigPrefix(pickle.loads(packed), digest)
 
 
 def layer_state(
-    layer: DecoderLayer, runs: LayerRun, observer: hf.Observer | None = None, chunks: bool = True
+    layer: DecoderLayer, runs: LayerSetting, observer: hf.Observer | None = None, chunks: bool = True
 ) -> hf.LayerState:
     """What patches a layer of full attention.
 
     Args:
-        layer: The layer.
-        runs: What it runs.
-        observer: Sees its attention's inputs and output.
-        chunks: Whether it is fed in the chunks that `runs` has; else whole.
+        layer: the layer.
+        runs: what it runs.
+        observer: sees its attention's inputs and output.
+        chunks: whether it is fed in the chunks that `runs` has; else whole.
     """
     assert layer.row is not None
     chunk = runs.chunk if chunks else None
@@ -183,38 +183,38 @@ def layer_state(
     )  # fmt: skip
 
 
-class PairWalk:
+class PairForward:
     """One prompt in the patched and in the dense model, before some layer of full attention.
 
     Args:
-        worker: What the process keeps.
-        prompt: The prompt's hash.
-        index: Which of its length's prompts it is.
+        worker: what the process keeps.
+        prompt: the prompt's hash.
+        index: which of its length's prompts it is.
     """
 
     def __init__(self, worker: WorkerState, prompt: str, index: int) -> None:
         self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
-        self._runs: tuple[LayerRun, ...]
-        self._tried: tuple[LayerRun, Stream] | None
+        self._runs: tuple[LayerSetting, ...]
+        self._tried: tuple[LayerSetting, Stream] | None
         self._dense: Tensor | None
         self._begin()
 
-    def move_to(self, history: History) -> None:
+    def move_to(self, prefix: ConfigPrefix) -> None:
         """Move to where these layers have run: on from here, or from the model's beginning."""
-        if history.runs[: len(self._runs)] != self._runs:
+        if prefix.runs[: len(self._runs)] != self._runs:
             self._begin()
-        for run in history.runs[len(self._runs) :]:
+        for run in prefix.runs[len(self._runs) :]:
             self._pass()
             self._forward.move([partial(self._accepted, run), None])
             self._runs, self._tried, self._dense = (*self._runs, run), None, None
 
     @torch.no_grad()
-    def measure(self, run: LayerRun, observer: hf.Observer) -> float:
+    def measure(self, run: LayerSetting, observer: hf.Observer) -> float:
         """Let the next layer run; it is not moved through yet.
 
         Args:
-            run: What it runs.
-            observer: Sees its attention's inputs and output.
+            run: what it runs.
+            observer: sees its attention's inputs and output.
 
         Returns:
             The density.
@@ -244,7 +244,7 @@ class PairWalk:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        (stream,) = begin(self._worker.loaded, [self._prompt.ids], self._worker.keep("calls of patched layers", dict))
+        (stream,) = begin(self._worker.loaded, [self._prompt.ids], self._worker.cached("calls of patched layers", dict))
         self._forward = LayerwiseForward(self._worker.loaded, [replace(stream, prompt=self._index)] * 2)
         self._runs, self._tried, self._dense = (), None, None
 
@@ -253,7 +253,7 @@ class PairWalk:
         while self._forward.next_layer.row is None:
             self._forward.move()
 
-    def _accepted(self, run: LayerRun, layer: DecoderLayer, stream: Stream) -> Stream:
+    def _accepted(self, run: LayerSetting, layer: DecoderLayer, stream: Stream) -> Stream:
         if self._tried is not None and self._tried[0] == run:
             return self._tried[1]
         return layer.patched(stream, layer_state(layer, run))
@@ -263,7 +263,7 @@ class PairWalk:
 class ProofItem(WorkItem):
     """What is measured of prompts of one length in the proof.
 
-    length: In tokens. stage: What it is done for, in a word.
+    length: in tokens. stage: what it is done for, in a word.
     """
 
     length: int
@@ -290,10 +290,10 @@ class ProofItem(WorkItem):
 
 
 @dataclass(frozen=True)
-class Step(ProofItem):
+class LayerProofItem(ProofItem):
     """One prompt at one layer, as an item of work.
 
-    index: Which of its length's prompts it is. before: What the layers before ran. runs: What this one runs.
+    index: which of its length's prompts it is. before: what the layers before ran. runs: what this one runs.
 
     Its result has the mean squared error and the mean square of the dense output over all rows as `all_rows`, the same
     over the rows that answer as `last_rows`, the largest relative error of a row in each tile of rows as `tiles`,
@@ -303,8 +303,8 @@ class Step(ProofItem):
     prompt: str
     index: int
     layer: int
-    before: History
-    runs: LayerRun
+    before: ConfigPrefix
+    runs: LayerSetting
 
     @property
     def affinity(self) -> Hashable:
@@ -329,30 +329,30 @@ class Step(ProofItem):
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
             whole = self.runs.config.is_dense and self.runs.chunk is None  # what ran is dense attention itself
-            dense = out if whole else walk.dense(lambda: fastest_dense_attention(q, k, v, scoring))
+            dense = out if whole else forward.dense(lambda: fastest_dense_attention(q, k, v, scoring))
             errors = errors_of_rows(out, dense)
             result["all_rows"] = errors.mse_and_power()
             result["last_rows"] = errors.mse_and_power(self.length - answer_rows(self.length))
             result["tiles"] = tile_worst(errors.off, TILE_ROWS).flatten().cpu()
 
         with self._measuring(worker):
-            walk = self._walk(worker)
-            density = walk.measure(self.runs, observe)
+            forward = self._forward_here(worker)
+            density = forward.measure(self.runs, observe)
         return {**result, "density": density}
 
-    def _walk(self, worker: WorkerState) -> PairWalk:
+    def _forward_here(self, worker: WorkerState) -> PairForward:
         """The prompt before this layer."""
         self.patching(worker)
-        walk = worker.keep(self.affinity, lambda: PairWalk(worker, self.prompt, self.index))
-        walk.move_to(self.before)
-        return walk
+        forward = worker.cached(self.affinity, lambda: PairForward(worker, self.prompt, self.index))
+        forward.move_to(self.before)
+        return forward
 
     def _measuring(self, worker: WorkerState) -> AbstractContextManager[None]:
         return self.within_memory(worker, f"{self.stage} layer {worker.loaded.geometry.layer_number(self.layer)}")
 
 
 @dataclass(frozen=True)
-class LastStep(Step):
+class AgreementItem(LayerProofItem):
     """What both models predict of a prompt after all layers, which `before` has; `layer` and `runs` are not read."""
 
     @property
@@ -364,7 +364,7 @@ class LastStep(Step):
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
         with self._measuring(worker):
-            agreement = self._walk(worker).agreement()
+            agreement = self._forward_here(worker).agreement()
         worker.kept.pop(self.affinity)
         return vars(agreement)
 
@@ -373,9 +373,9 @@ class LastStep(Step):
 class PromptAgreement:
     """How alike the dense and the patched model predict one prompt.
 
-    kl: The mean over positions of KL(dense || patched) of the next token, in nats; rounding can leave a little less
-    than nothing. top1: The share of positions where both find the same token most likely. found: How many of the
-    prompt's answers the dense model finds. kept: How many of these the patched model keeps.
+    kl: the mean over positions of KL(dense || patched) of the next token, in nats; rounding can leave a little less
+    than nothing. top1: the share of positions where both find the same token most likely. found: how many of the
+    prompt's answers the dense model finds. kept: how many of these the patched model keeps.
 
     An answer is found if each of its tokens is the most likely one after those before it. It is kept if the patched
     model finds it too, or if its log-probability fell by less than `KEPT_WITHIN`: where a model is undecided, any
@@ -392,8 +392,8 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
     """Compare the two models' predictions of a prompt.
 
     Args:
-        prompt: The prompt.
-        dense, patched: Hidden states [1, L, H] after the last layer.
+        prompt: the prompt.
+        dense, patched: hidden states [1, L, H] after the last layer.
         logits: [1, R, H] -> [1, R, V].
     """
     following = torch.roll(prompt.ids, -1).to(dense.device)
@@ -412,8 +412,8 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
             tokens[model].append(best)
             log_probabilities[model].append(both[model].gather(1, next_tokens[:, None])[:, 0].double())
     by_dense, by_patched = (
-        _Predicted(prompt, torch.cat(best).cpu(), torch.cat(of_next).cpu())
-        for best, of_next in zip(tokens, log_probabilities, strict=True)
+        _Predicted(prompt, torch.cat(best).cpu(), torch.cat(next_log_prob).cpu())
+        for best, next_log_prob in zip(tokens, log_probabilities, strict=True)
     )
     answers = [span for span in prompt.answers if by_dense.finds(span)]
     kept = [
@@ -435,7 +435,7 @@ class _Predicted:
 
     prompt: Prompt
     best: Tensor
-    of_next: Tensor
+    next_log_prob: Tensor
 
     def finds(self, span: tuple[int, int]) -> bool:
         first, end = span
@@ -443,4 +443,4 @@ class _Predicted:
 
     def log_probability(self, span: tuple[int, int]) -> float:
         first, end = span
-        return float(self.of_next[first - 1 : end - 1].sum())
+        return float(self.next_log_prob[first - 1 : end - 1].sum())

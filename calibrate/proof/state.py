@@ -22,8 +22,8 @@ LengthAndLayer = tuple[int, int]
 class Change:
     """What replaces a layer's choice at one length.
 
-    config: What it runs now. choice: The search's choice with another budget; None at a length that is not calibrated,
-    where there is no choice. tightened: How often it was given less because its error was over its limit. first_error:
+    config: what it runs now. choice: the search's choice with another budget; None at a length that is not calibrated,
+    where there is no choice. tightened: how often it was given less because its error was over its limit. first_error:
     The error before that, in the budget's unit; None if it was not.
     """
 
@@ -37,9 +37,9 @@ class Change:
 class Candidate:
     """What every layer shall do at every length. It never changes: `adjust` and `certify` return new ones.
 
-    recipe: The lengths, the budget and what heads may be given. model_name, geometry, fingerprint, device: What the
-    profile will be of. chosen: What was chosen at each calibrated length (bucket); an attempt at the proof that failed
-    gives a bucket half its budget, or makes it dense. changes: What a layer runs instead of its choice. dense_lengths:
+    recipe: the lengths, the budget and what heads may be given. model_name, geometry, fingerprint, device: what the
+    profile will be of. chosen: what was chosen at each calibrated length (bucket); an attempt at the proof that failed
+    gives a bucket half its budget, or makes it dense. changes: what a layer runs instead of its choice. dense_lengths:
     Checked lengths that are dense as a whole.
     """
 
@@ -92,9 +92,9 @@ class Candidate:
         """The candidate in which a layer runs something else at one length.
 
         Args:
-            layer, length: Which layer, and at how many tokens.
-            config, choice: What it runs instead, and the choice behind it.
-            error: What it had been over its limit with, if that is why: it counts as one more tightening.
+            layer, length: which layer, and at how many tokens.
+            config, choice: what it runs instead, and the choice behind it.
+            error: what it had been over its limit with, if that is why: it counts as one more tightening.
         """
         before = self.changes.get((length, layer), Change(config, choice))
         first_error = error if before.first_error is None else before.first_error
@@ -184,11 +184,11 @@ def lengths_of(problems: Iterable[Problem], kind: ProblemKind | None = None) -> 
 
 
 @dataclass(frozen=True)
-class KlPass:
+class KlTrial:
     """One allocation that was tried for a budget in KL.
 
-    scale: How much of the budget without its margin was predicted to be spent. predicted: The KL that sensitivities
-    give for the allocation, in nats per token. kl: What was measured on the adjust prompts.
+    scale: how much of the budget without its margin was predicted to be spent. predicted: the KL that sensitivities
+    give for the allocation, in nats per token. kl: what was measured on the adjust prompts.
     """
 
     scale: float

@@ -26,14 +26,14 @@ from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, layer_on
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (
+    AgreementItem,
     C,
+    ConfigPrefix,
     Configured,
-    History,
-    LastStep,
-    LayerRun,
+    LayerProofItem,
+    LayerSetting,
     PromptAgreement,
     ProofItem,
-    Step,
     layer_state,
 )
 from calibrate.proof.state import Candidate
@@ -56,7 +56,7 @@ LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is sm
 class PromptErrors:
     """What one layer is off by on one prompt.
 
-    all_rows, last_rows: Mean squared error and mean square of the dense output, over all rows and over the last ones,
+    all_rows, last_rows: mean squared error and mean square of the dense output, over all rows and over the last ones,
     those that answer (`layers.answer_rows`).
     """
 
@@ -77,10 +77,10 @@ class PromptErrors:
 class LayerProof:
     """One layer's attention at one length against dense attention on the same q, k, v.
 
-    mse, dense_power, density: Means over the prompts; dense_power is the mean square of the dense output.
+    mse, dense_power, density: means over the prompts; dense_power is the mean square of the dense output.
     worst: `row_errors.worst_of`, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
-    (`row_errors`). seconds, dense_seconds: Attention alone, on the first prompt; None on a CPU. of_prompts: What each
-    prompt showed. kinds: The kind of text of each prompt.
+    (`row_errors`). seconds, dense_seconds: attention alone, on the first prompt; None on a CPU. of_prompts: what each
+    prompt showed. kinds: the kind of text of each prompt.
     """
 
     mse: float
@@ -93,14 +93,14 @@ class LayerProof:
     kinds: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], of_prompts: Sequence[Mapping[str, Any]]) -> LayerProof:
+    def of(cls, prompts: Sequence[Prompt], results: Sequence[Mapping[str, Any]]) -> LayerProof:
         """From the results of a layer's steps on these prompts, without times."""
         return cls(
-            mse=statistics.fmean(one["all_rows"][0] for one in of_prompts),
-            dense_power=statistics.fmean(one["all_rows"][1] for one in of_prompts),
-            density=statistics.fmean(one["density"] for one in of_prompts),
-            worst=float(worst_of(torch.cat([one["tiles"] for one in of_prompts]))),
-            of_prompts=tuple(PromptErrors(tuple(one["all_rows"]), tuple(one["last_rows"])) for one in of_prompts),
+            mse=statistics.fmean(result["all_rows"][0] for result in results),
+            dense_power=statistics.fmean(result["all_rows"][1] for result in results),
+            density=statistics.fmean(result["density"] for result in results),
+            worst=float(worst_of(torch.cat([result["tiles"] for result in results]))),
+            of_prompts=tuple(PromptErrors(tuple(result["all_rows"]), tuple(result["last_rows"])) for result in results),
             kinds=tuple(prompt.domain for prompt in prompts),
         )
 
@@ -127,11 +127,11 @@ class LayerProof:
 class LengthProof:
     """The whole model at one length, patched against dense.
 
-    kl: The mean over all positions of KL(dense || patched) of the next token, in nats. top1: The share of positions
-    where both find the same token most likely. needles: Of the codes that the prompts ask for, how many the patched
+    kl: the mean over all positions of KL(dense || patched) of the next token, in nats. top1: the share of positions
+    where both find the same token most likely. needles: of the codes that the prompts ask for, how many the patched
     model keeps of those the dense one finds (`PromptAgreement`), and how many the dense one finds; None if they ask
-    for none. prefill_seconds, dense_prefill_seconds: All decoder layers on the first prompt, without embedding and
-    head. prompts, agreements: On what, and what both models predict of each.
+    for none. prefill_seconds, dense_prefill_seconds: all decoder layers on the first prompt, without embedding and
+    head. prompts, agreements: on what, and what both models predict of each.
     """
 
     layers: tuple[LayerProof, ...]
@@ -191,15 +191,15 @@ def prove(
     follow see what the accepted configuration gave.
 
     Args:
-        model: Who runs it, or a loaded model, which then runs in this process.
-        prompts: By length in tokens, at least one of each. At each layer the lengths take their turns in this order.
-        configured: What each layer runs at each length.
-        revise: Given the configuration, the length, the layer's index and its proof, without times: what to measure
+        model: who runs it, or a loaded model, which then runs in this process.
+        prompts: by length in tokens, at least one of each. At each layer the lengths take their turns in this order.
+        configured: what each layer runs at each length.
+        revise: given the configuration, the length, the layer's index and its proof, without times: what to measure
             instead on the same inputs, or None to accept this one.
-        progress: Who is told of it, and what it is done for.
-        timed: Whether to take times too, of whole prompts; without, those of the proofs are 0 or None.
-        chunk: Tokens that a layer is fed at once, as a server does; None for whole prompts.
-        journal: Where steps are kept, and found again; None if nowhere.
+        progress: who is told of it, and what it is done for.
+        timed: whether to take times too, of whole prompts; without, those of the proofs are 0 or None.
+        chunk: tokens that a layer is fed at once, as a server does; None for whole prompts.
+        journal: where steps are kept, and found again; None if nowhere.
 
     Returns:
         What was accepted in the end, and what was measured of it by length in tokens.
@@ -210,18 +210,19 @@ def prove(
     """
     with executor_of(model) as executor:
         evaluations = [
-            _Evaluation(executor, journal, progress.stage, length, of_length) for length, of_length in prompts.items()
+            _Evaluation(executor, journal, progress.stage, length, length_prompts)
+            for length, length_prompts in prompts.items()
         ]
         layers: dict[int, list[LayerProof]] = {length: [] for length in prompts}
         for index in range(executor.geometry.layers):
             for evaluation in evaluations:  # so that the lengths are measured beside one another if there are workers
-                evaluation.begin(LayerRun.of(configured, chunk, index, evaluation.length))
+                evaluation.begin(LayerSetting.of(configured, chunk, index, evaluation.length))
             for evaluation in evaluations:
                 length = evaluation.length
                 revised: C | None = configured
                 while revised is not None:
                     configured = revised
-                    runs = LayerRun.of(configured, chunk, index, length)
+                    runs = LayerSetting.of(configured, chunk, index, length)
                     proof = LayerProof.of(prompts[length], evaluation.measured(runs))
                     revised = revise(configured, length, index, proof)
                 layers[length].append(proof)
@@ -234,8 +235,8 @@ def prove(
             for evaluation in evaluations
         }
         if timed:
-            first = {length: of_length[0] for length, of_length in prompts.items()}
-            ran = {evaluation.length: evaluation.history for evaluation in evaluations}
+            first = {length: length_prompts[0] for length, length_prompts in prompts.items()}
+            ran = {evaluation.length: evaluation.prefix for evaluation in evaluations}
             proofs = _with_times(executor, first, ran, proofs, journal)
     return configured, proofs
 
@@ -252,35 +253,35 @@ class _Evaluation:
         length: int,
         prompts: Sequence[Prompt],
     ) -> None:
-        self.length, self.history = length, History()
+        self.length, self.prefix = length, ConfigPrefix()
         self._executor, self._journal, self._stage = executor, journal, stage
         self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
-        self._begun: tuple[LayerRun, Measuring] | None = None
-        executor.know(prompts)
+        self._begun: tuple[LayerSetting, Measuring] | None = None
+        executor.register_prompts(prompts)
 
-    def begin(self, runs: LayerRun) -> None:
+    def begin(self, runs: LayerSetting) -> None:
         """Let the next layer run this on all prompts; the results come by `measured`."""
-        self._begun = runs, self._measuring(Step, len(self.history.runs), runs)
+        self._begun = runs, self._measuring(LayerProofItem, len(self.prefix.runs), runs)
 
-    def measured(self, runs: LayerRun) -> list[Any]:
+    def measured(self, runs: LayerSetting) -> list[Any]:
         """Every prompt's result of the next layer; what was begun with another configuration is not waited for."""
         if self._begun is None or self._begun[0] != runs:
             self.begin(runs)
         assert self._begun is not None
         return self._begun[1].results()
 
-    def accept(self, runs: LayerRun) -> None:
+    def accept(self, runs: LayerSetting) -> None:
         """Move on, with what was measured last."""
-        self.history, self._begun = self.history.then(runs), None
+        self.prefix, self._begun = self.prefix.then(runs), None
 
     def agreements(self) -> tuple[PromptAgreement, ...]:
         """What both models predict of each prompt, after all layers."""
-        last = self._measuring(LastStep, len(self.history.runs) - 1, self.history.runs[-1])
+        last = self._measuring(AgreementItem, len(self.prefix.runs) - 1, self.prefix.runs[-1])
         return tuple(PromptAgreement(**result) for result in last.results())
 
-    def _measuring(self, make: type[Step], layer: int, runs: LayerRun) -> Measuring:
+    def _measuring(self, make: type[LayerProofItem], layer: int, runs: LayerSetting) -> Measuring:
         steps = [
-            make(self.length, sha256, index, layer, self.history, runs, stage=self._stage)
+            make(self.length, sha256, index, layer, self.prefix, runs, stage=self._stage)
             for sha256, index in self._prompts
         ]
         return Measuring(steps, self._executor, self._journal)
@@ -290,8 +291,8 @@ class _Evaluation:
 class Prover:
     """What measures candidates on the prompts that layers are adjusted on.
 
-    executor: Who runs it. held_out: The prompts, by length in tokens; every length of the candidates. journal: Where
-    measurements are kept; None if nowhere. progress: Whether to show progress bars.
+    executor: who runs it. held_out: the prompts, by length in tokens; every length of the candidates. journal: where
+    measurements are kept; None if nowhere. progress: whether to show progress bars.
     """
 
     executor: Executor
@@ -301,7 +302,7 @@ class Prover:
 
     @property
     def geometry(self) -> Geometry:
-        """Of the model."""
+        """The model's sizes."""
         return self.executor.geometry
 
     def bar(self, title: str, lengths: int) -> AbstractContextManager[Callable[[], object]]:
@@ -326,7 +327,7 @@ class Prover:
 def _with_times(
     executor: Executor,
     prompts: Mapping[int, Prompt],
-    ran: Mapping[int, History],
+    ran: Mapping[int, ConfigPrefix],
     proofs: Mapping[int, LengthProof],
     journal: Journal | None,
 ) -> dict[int, LengthProof]:
@@ -360,7 +361,7 @@ def _with_times(
 class LayerTime(ProofItem):
     """The times of one decoder layer on one prompt, as an item of work.
 
-    number: Which decoder layer. ran: What all layers of full attention run. part: Which of the parts of the model, one
+    number: which decoder layer. ran: what all layers of full attention run. part: which of the parts of the model, one
     for each worker, it is in; the parts are timed beside one another. Its result has the seconds of the whole
     layer as `patched` and `dense`, and on a GPU, for a layer of full attention, those of attention alone, S2O and
     dense, as `attention`.
@@ -368,7 +369,7 @@ class LayerTime(ProofItem):
 
     prompt: str
     number: int
-    ran: History
+    ran: ConfigPrefix
     part: int
     stage: str = field(default="timing", kw_only=True)
     kind: ClassVar[str] = "prefill"
@@ -388,14 +389,16 @@ class LayerTime(ProofItem):
     def run(self, worker: WorkerState) -> dict[str, Any]:
         self.patching(worker)
         with self.within_memory(worker, f"timing layer {self.number}"):
-            walk = worker.keep((self.length, self.ran.digest), lambda: _TimedWalk(worker, self.prompt, self.ran))
-            return walk.timed(self.number)
+            forward = worker.cached(
+                (self.length, self.ran.digest), lambda: _TimedForward(worker, self.prompt, self.ran)
+            )
+            return forward.timed(self.number)
 
 
-class _TimedWalk:
-    """A prompt on its way through the patched model, whose layers are timed with its hidden states."""
+class _TimedForward:
+    """The patched model's forward pass over one prompt, which times each layer with the prompt's hidden states."""
 
-    def __init__(self, worker: WorkerState, prompt: str, ran: History) -> None:
+    def __init__(self, worker: WorkerState, prompt: str, ran: ConfigPrefix) -> None:
         self._worker, self._ids, self._runs = worker, worker.prompts[prompt].ids, ran.runs
         self._begin()
 
@@ -434,7 +437,7 @@ class _TimedWalk:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        calls: dict[int, Calls] = self._worker.keep("calls of patched layers", dict)
+        calls: dict[int, Calls] = self._worker.cached("calls of patched layers", dict)
         self._forward = LayerwiseForward(self._worker.loaded, begin(self._worker.loaded, [self._ids], calls))
 
 
@@ -454,7 +457,7 @@ def _clocked(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _attention_seconds(layer: DecoderLayer, stream: Stream, runs: LayerRun) -> tuple[float, float]:
+def _attention_seconds(layer: DecoderLayer, stream: Stream, runs: LayerSetting) -> tuple[float, float]:
     """Median seconds of attention alone, S2O and dense, on the q, k, v that a prompt brings to the layer."""
     calls: dict[str, Callable[[], Any]] = {}
 

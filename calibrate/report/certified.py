@@ -14,8 +14,8 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     """In one sentence what was shown of means, of all layers at all lengths together.
 
     Args:
-        certificate: Of the profile; None if it has none.
-        adjusted_on: How many prompts of each length layers were adjusted on; None if that is not recorded.
+        certificate: of the profile; None if it has none.
+        adjusted_on: how many prompts of each length layers were adjusted on; None if that is not recorded.
     """
     lengths = _lengths(certificate)
     if not lengths:
@@ -181,8 +181,8 @@ def _over_limit(layer: CertifiedLayer, bound: float | None) -> float | None:
 
 
 def _share(shares: Iterable[float | None]) -> str:
-    known = [share for share in shares if share is not None]
-    return _percent(max(known)) if known else "-"
+    measured = [share for share in shares if share is not None]
+    return _percent(max(measured)) if measured else "-"
 
 
 def _percent(share: float) -> Number:
@@ -190,5 +190,5 @@ def _percent(share: float) -> Number:
 
 
 def _range(counts: Iterable[int | None]) -> str:
-    known = sorted({count for count in counts if count})
-    return "-" if not known else str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"
+    measured = sorted({count for count in counts if count})
+    return "-" if not measured else str(measured[0]) if len(measured) == 1 else f"{measured[0]} to {measured[-1]}"

@@ -88,7 +88,7 @@ def _changed_layers(a: Profile, b: Profile, length: int) -> Iterator[dict[str, A
             for name in ("tile", "row_reduce", "grain", "scores", "last_rows")
             if getattr(one, name) != getattr(other, name)
         ]
-        before, after = (of_layers[layer] if of_layers else None for of_layers in densities)
+        before, after = (layer_densities[layer] if layer_densities else None for layer_densities in densities)
         if changed or whole or before != after:
             yield {
                 "length": length,

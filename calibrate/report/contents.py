@@ -15,12 +15,12 @@ from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
-from calibrate.proof.state import KlPass
+from calibrate.proof.state import KlTrial
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.report.plan import option_lines
 from calibrate.report.summary import head_counts
-from calibrate.search.choice import Choice, allowed
+from calibrate.search.choice import Choice, search_constraints
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
 from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit, error_unit
@@ -54,18 +54,18 @@ class LayerReport:
     `held_out` come from the proof; the fields named `predicted` from the measured curves.
 
     Attributes:
-        tau_min: The smallest threshold of the heads that have one; None without such heads.
-        tau_max: Their largest threshold.
-        tails: How many heads estimate what the keys behind the stop would bring.
-        linear_tails: How many others visit one chunk and estimate the rest to first order.
-        representatives: How many heads have each number of representatives, which is the key.
-        why_dense: Why the whole layer was made dense; None if it was not.
+        tau_min: the smallest threshold of the heads that have one; None without such heads.
+        tau_max: their largest threshold.
+        tails: how many heads estimate what the keys behind the stop would bring.
+        linear_tails: how many others visit one chunk and estimate the rest to first order.
+        representatives: how many heads have each number of representatives, which is the key.
+        why_dense: why the whole layer was made dense; None if it was not.
         error_over_limit: `error` divided by `limit`.
-        binds: Which of its two limits `limit` is (`Recipe.binds`); None of a budget without a ceiling.
-        tightened: How often the proof made the layer more careful.
+        binds: which of its two limits `limit` is (`Recipe.binds`); None of a budget without a ceiling.
+        tightened: how often the proof made the layer more careful.
         predicted_seconds: None if nothing was timed or the length was only checked, as for all that was predicted.
-        seconds: The measured time of the layer's attention; None on a CPU, as `dense_seconds`.
-        heads: Empty at a length that was only checked.
+        seconds: the measured time of the layer's attention; None on a CPU, as `dense_seconds`.
+        heads: empty at a length that was only checked.
         frontier: (density, error) that other budgets would give, by rising budget.
     """
 
@@ -115,17 +115,17 @@ class LengthReport:
     """One prompt length.
 
     Attributes:
-        length: In tokens.
-        calibrated: Whether settings were chosen for this length; otherwise it was only checked.
+        length: in tokens.
+        calibrated: whether settings were chosen for this length; otherwise it was only checked.
         kl: KL(dense, patched) of the next token in nats, the mean over all positions of the held-out prompts.
-        top1: The share of positions at which both models find the same token most likely.
-        needles: How many needles the patched model keeps of those that the dense one finds, and how many those are;
+        top1: the share of positions at which both models find the same token most likely.
+        needles: how many needles the patched model keeps of those that the dense one finds, and how many those are;
             None if the prompts ask for none.
         uniform: None at a length that was only checked, or if no single setting is within the budget.
-        cost: The predicted time of all layers' attention divided by that of dense attention.
-        attention_seconds: Of all layers; None on a CPU, as `dense_attention_seconds`.
-        groups: Layers that shared one study.
-        kl_passes: How the scale of a budget in KL was found; empty with others.
+        cost: the predicted time of all layers' attention divided by that of dense attention.
+        attention_seconds: of all layers; None on a CPU, as `dense_attention_seconds`.
+        groups: layers that shared one study.
+        kl_passes: how the scale of a budget in KL was found; empty with others.
     """
 
     length: int
@@ -141,7 +141,7 @@ class LengthReport:
     dense_attention_seconds: float | None
     groups: tuple[tuple[int, ...], ...]
     layers: tuple[LayerReport, ...]
-    kl_passes: tuple[KlPass, ...] = ()
+    kl_passes: tuple[KlTrial, ...] = ()
 
     @property
     def label(self) -> str:
@@ -187,19 +187,19 @@ class Report:
     """A finished calibration.
 
     Attributes:
-        out: The profile's file; None if none was written.
-        met: Whether the proof succeeded.
-        problems: Why it did not.
-        worst_rows: The limit on single rows; None if there is none.
-        calibration_seconds: The whole run.
-        phases: The seconds of each part of it.
-        failures: What trials failed of, and how many did.
-        data: Where the prompts came from.
-        command: The command line that made this; None for a run from Python.
-        adjusted_on: How many prompts of each length layers were adjusted on.
-        certificate: What is certified; None if nothing is.
-        not_proven: What a reader might take for shown although it is not, one sentence each.
-        plan: Every option of the run in words, by its name, whether it was given or not.
+        out: the profile's file; None if none was written.
+        met: whether the proof succeeded.
+        problems: why it did not.
+        worst_rows: the limit on single rows; None if there is none.
+        calibration_seconds: the whole run.
+        phases: the seconds of each part of it.
+        failures: what trials failed of, and how many did.
+        data: where the prompts came from.
+        command: the command line that made this; None for a run from Python.
+        adjusted_on: how many prompts of each length layers were adjusted on.
+        certificate: what is certified; None if nothing is.
+        not_proven: what a reader might take for shown although it is not, one sentence each.
+        plan: every option of the run in words, by its name, whether it was given or not.
     """
 
     out: str | None
@@ -242,9 +242,9 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
     """The report of a finished calibration.
 
     Args:
-        recipe: What was asked for.
-        result: What came of it.
-        command: The command line that was run, for the reader who wants to run it again.
+        recipe: what was asked for.
+        result: what came of it.
+        command: the command line that was run, for the reader who wants to run it again.
     """
     failures = sum((chosen.failures for chosen in result.chosen.values()), Counter[str]())
     return Report(
@@ -355,7 +355,9 @@ def _frontier(recipe: Recipe, choice: Choice) -> tuple[tuple[float, float], ...]
     The allocation is computed here and not in the search, because which choice and which budget a layer ends with is
     known only after the proof has tightened them; it is a pure function of curves that are in memory already.
     """
-    allocations = [choice.spending(choice.budget_mse * times, allowed(recipe)).allocation for times in FRONTIER]
+    allocations = [
+        choice.spending(choice.budget_mse * times, search_constraints(recipe)).allocation for times in FRONTIER
+    ]
     return tuple((allocation.density, _in_unit(recipe, choice, allocation.mse)) for allocation in allocations)
 
 
@@ -366,8 +368,8 @@ def _in_unit(recipe: Recipe, choice: Choice, mse: float) -> float:
 
 def _total(values: Iterable[float | None]) -> float | None:
     """The sum; None if a value is missing."""
-    known = list(values)
-    return None if None in known else sum(filter(None, known), 0.0)
+    numbers = list(values)
+    return None if None in numbers else sum(filter(None, numbers), 0.0)
 
 
 def _copied(source: object, *names: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from calibrate.curves.curves import Curves, Shape, dense_power, methods
 from calibrate.profiles.stored import calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Point, points_of
-from calibrate.search.choice import allowed, budget_mse, weights_of
+from calibrate.search.choice import budget_mse, search_constraints, weights_of
 from s2o_runtime.config import HeadConfig, LayerConfig, plain
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile
@@ -88,7 +88,7 @@ def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> t
     """Density and error of a head as its curve predicts them, and what keeps it from the next cheaper setting."""
     curves_of_methods = methods(curves, config.segment, config.grain, Shape.of(config.tile), config.scores)
     power = dense_power(curves_of_methods)
-    choices = allowed(recipe)
+    choices = search_constraints(recipe)
     guarded = points_of(curves_of_methods, head, choices)
     free = points_of(curves_of_methods, head, replace(choices, worst_rows=None))
     here = next((point for point in guarded if _alike(point.head, config.heads[head])), None)
@@ -122,7 +122,7 @@ def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> t
 
 
 def _spender(curves: Curves, recipe: Recipe, power: float) -> str:
-    """Who may spend how much, in words."""
+    """How much error the layer, or the model, may spend, in words."""
     budget = recipe.budget
     if budget.is_kl:
         return f"the model may spend a KL of {budget.value * recipe.margin:.2e} nats per token"

@@ -27,9 +27,9 @@ def png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
     """The bytes of a PNG file.
 
     Args:
-        draw: Puts axes into an empty figure.
-        title: A line above the picture.
-        pad: Inches left free beside the axes.
+        draw: puts axes into an empty figure.
+        title: a line above the picture.
+        pad: inches left free beside the axes.
     """
     return _saved(draw, title, pad, format="png", dpi=DPI)
 
@@ -38,10 +38,10 @@ def svg(draw: Callable[[Figure], None], title: str, name: str, description: str)
     """An SVG element that can stand in a page of HTML and refers to nothing outside itself.
 
     Args:
-        draw: Puts axes into an empty figure.
-        title: A line above the picture.
-        name: Tells its ids from those of other pictures on the page.
-        description: What it shows, for readers who cannot see it.
+        draw: puts axes into an empty figure.
+        title: a line above the picture.
+        name: tells its ids from those of other pictures on the page.
+        description: what it shows, for readers who cannot see it.
     """
     from matplotlib import rc_context
 
@@ -80,13 +80,13 @@ def panels(
     """Axes with these titles, labelled at the outer edges of the figure.
 
     Args:
-        figure: Gets the size that the panels need.
-        titles: One for each panel.
-        size: About how many inches a panel is wide and high.
-        x: The label below the lowest panels.
-        y: The label beside the leftmost ones.
-        columns: The most panels side by side.
-        sharey: Whether all panels have one vertical axis.
+        figure: gets the size that the panels need.
+        titles: one for each panel.
+        size: about how many inches a panel is wide and high.
+        x: the label below the lowest panels.
+        y: the label beside the leftmost ones.
+        columns: the most panels side by side.
+        sharey: whether all panels have one vertical axis.
     """
     columns = min(columns, len(titles))
     rows = math.ceil(len(titles) / columns)
@@ -106,8 +106,8 @@ def whole_numbers(axis: Axis, numbers: Sequence[int] | None = None) -> None:
     """Ticks at whole numbers only.
 
     Args:
-        axis: Gets the ticks.
-        numbers: What stands at the ticks 0, 1, ...; None for these themselves.
+        axis: gets the ticks.
+        numbers: what stands at the ticks 0, 1, ...; None for these themselves.
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -21,12 +21,12 @@ class HeadMap:
     """One quantity of heads, and its scale of colours, which is the same at every length.
 
     Attributes:
-        name: What the map is called.
-        value: The quantity; None where a head has none.
-        text: How a value is shown.
-        low: The value with the first colour; smaller ones have it too.
-        high: The value with the last colour.
-        logarithmic: Whether the colours are even in the value's logarithm.
+        name: what the map is called.
+        value: the quantity; None where a head has none.
+        text: how a value is shown.
+        low: the value with the first colour; smaller ones have it too.
+        high: the value with the last colour.
+        logarithmic: whether the colours are even in the value's logarithm.
     """
 
     name: str

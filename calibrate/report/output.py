@@ -36,8 +36,8 @@ def write_report(report: Report, profile_path: Path) -> list[Path]:
     """Write the report beside a profile, or where one would be.
 
     Args:
-        report: What the files say.
-        profile_path: The profile's file, from whose name the others get theirs.
+        report: what the files say.
+        profile_path: the profile's file, from whose name the others get theirs.
 
     Returns:
         `<stem>.report.json`, the report as it is; `<stem>.density.png`, `<stem>.frontier.png` and `<stem>.time.png`;

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from calibrate.report import certified, sections
 from calibrate.report.contents import Report
@@ -28,9 +28,9 @@ def markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str
     """The page in Markdown.
 
     Args:
-        report: What it says.
-        profile_path: Where the profile is, or would be if one had been written.
-        pictures: The file of each picture, a name beside the page, by the pictures' names.
+        report: what it says.
+        profile_path: where the profile is, or would be if one had been written.
+        pictures: the file of each picture, a name beside the page, by the pictures' names.
     """
     return in_markdown("page.j2", **_said(report, profile_path), form="form.md.j2", pictures=pictures)
 
@@ -39,6 +39,7 @@ def html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -
     """The page in HTML, in which all text is escaped; `pictures` are SVG elements, all else as in `markdown_page`."""
     templates = environment(autoescape=True)
     templates.filters |= {"text": printable, "anchor": _anchor, "nested": _nested, "sorted_by": _sorted_by}
+    templates.filters |= {"whole_words": _whole_words, "with_options": _with_options}
     return templates.get_template("page.html.j2").render(
         _said(report, profile_path),
         form="form.html.j2",
@@ -84,6 +85,19 @@ def _nested(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
         else:
             items.append((line.lstrip(), []))
     return items
+
+
+def _whole_words(command: str) -> Markup:
+    """A command whose words are not cut where lines end."""
+    return Markup("\n").join(
+        Markup(" ").join(Markup("<span>{}</span>").format(word) for word in line.split(" "))
+        for line in command.split("\n")
+    )
+
+
+def _with_options(sentence: str) -> Markup:
+    """A sentence whose options (--lengths) are set as code, and not cut where lines end."""
+    return Markup(re.sub(r"--[a-z][a-z-]*", r"<code>\g<0></code>", str(escape(printable(sentence)))))
 
 
 def _sorted_by(cell: str) -> Markup:

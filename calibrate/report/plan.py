@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from calibrate.model.estimate import GIB, Estimate
-from calibrate.model.foresight import Outlook
 from calibrate.model.models import shipped_sizes
+from calibrate.model.preflight import Preflight
 from calibrate.progress import duration
 from calibrate.recipe import OPTIONS, WORKERS, Recipe
 from s2o_runtime.devices import DeviceIdentity
@@ -23,7 +23,7 @@ def option_lines(recipe: Recipe) -> dict[str, str]:
 
 def plan(
     recipe: Recipe,
-    outlook: Outlook,
+    preflight: Preflight,
     estimate: Estimate,
     device: DeviceIdentity,
     given: frozenset[str],
@@ -34,7 +34,7 @@ def plan(
 
     Args:
         recipe: what is run.
-        outlook: what is known of the model before its weights are.
+        preflight: what is known of the model before its weights are.
         estimate: what the run is going to take.
         device: that the recipe names.
         given: the options that the user gave, which are marked.
@@ -48,11 +48,11 @@ def plan(
         label: line + (" (given)" if label in given_labels else "") for label, line in option_lines(recipe).items()
     }
     derived = {
-        "architecture": str(outlook.geometry),
-        "layers": outlook.layers,
-        "attention in them": ", ".join(f"{share:.0%} at {length}" for length, share in outlook.shares.items())
+        "architecture": str(preflight.geometry),
+        "layers": preflight.layers,
+        "attention in them": ", ".join(f"{share:.0%} at {length}" for length, share in preflight.shares.items())
         + " tokens",
-        "loaded": outlook.loading,
+        "loaded": preflight.loading,
         "runs on": str(device),
         "takes": _takes(estimate),
         "memory": _memory(estimate, device),

@@ -18,7 +18,7 @@ CAPTIONS = {
     "density": "The share of query-key pairs that every head computes, as calibrated; a cross marks dense heads.",
     "frontier": "Error against density of every layer: curves are predicted for other budgets, circles are what was "
     "chosen, on the prompts that layers were adjusted on.",
-    "time": "Time of every layer's attention before that of dense attention; predicted where there was no GPU.",
+    "time": "The time of each layer's attention in front of dense attention's; predicted where there was no GPU.",
 }
 LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors, as of a dense layer, lie on its edge
 
@@ -71,7 +71,7 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     from matplotlib.ticker import LogLocator
 
     budget, last = report.budget, len(report.lengths[0].layers) - 1
-    of_layer = ScalarMappable(Normalize(0, max(1, last) / DARK), COLOURS)
+    layer_colours = ScalarMappable(Normalize(0, max(1, last) / DARK), COLOURS)
     circle: dict[str, Any] = {"ls": "", "marker": "o", "ms": 5 if last < 12 else 3.5, "mec": "black", "mew": 0.6}
     circle |= {"zorder": 3, "clip_on": False, "in_layout": False}  # a circle at the edge is drawn whole
     errors = [layer.error for length in report.lengths for layer in length.layers if layer.error > 0]
@@ -82,7 +82,7 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     for axes, length in zip(all_axes, report.lengths, strict=True):
         axes.axhline(budget.value, color="black", lw=1, ls="--", label="budget")
         for number, layer in enumerate(length.layers):
-            colour = of_layer.cmap(number / max(1, last) * DARK)
+            colour = layer_colours.cmap(number / max(1, last) * DARK)
             curve = [point for point in layer.frontier or () if min(point) > 0]  # as the budget rises
             axes.plot([x for x, _ in curve], [y for _, y in curve], color=colour, lw=0.8, alpha=0.8)
             axes.plot(layer.density, max(layer.error, bottom), color=colour, **circle)
@@ -96,7 +96,7 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     first.plot([], [], color="grey", lw=0.8, label="a layer's choices, predicted")
     first.plot([], [], color="lightgrey", label="chosen, held out", **circle)
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    bar = figure.colorbar(of_layer, ax=all_axes, label="layer", **BAR)
+    bar = figure.colorbar(layer_colours, ax=all_axes, label="layer", **BAR)
     bar.ax.set_ylim(0, max(1, last))
     whole_numbers(bar.ax.yaxis, report.layer_numbers)
 

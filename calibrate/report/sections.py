@@ -119,7 +119,10 @@ def _overview_cells(report: Report, length: LengthReport) -> tuple[str, ...]:
         errors.append([layer.held_out_rel_mse for layer in length.layers])
     return (
         Number(f"{length.length}{'' if length.calibrated else ' checked'}", length.length),
-        *(formatted(max(of_unit) if report.budget.scope == "layer" else fmean(of_unit), ".2e") for of_unit in errors),
+        *(
+            formatted(max(unit_errors) if report.budget.scope == "layer" else fmean(unit_errors), ".2e")
+            for unit_errors in errors
+        ),
         formatted(max(layer.error_over_limit for layer in length.layers), ".0%"),
         formatted(fmean(layer.density for layer in length.layers), ".3f"),
         _attention_speedup(length),
@@ -267,7 +270,8 @@ def not_shown(report: Report) -> list[str]:
     if calibrated:
         notes.append(f"Prompts below {min(calibrated)} tokens: they stay dense.")
     longest = max(length.length for length in lengths)
-    return [*notes, f"Prompts beyond {longest} tokens, and text unlike the held-out prompts."]
+    others = "" if report.certificate else ", and text unlike the held-out prompts"
+    return [*notes, f"Prompts beyond {longest} tokens{others}."]
 
 
 def _prediction_note(report: Report) -> str | None:
@@ -302,7 +306,7 @@ def layer_ranges(numbers: Iterable[int]) -> str:
 
 
 def _attention_speedup(length: LengthReport) -> str:
-    """Of the layers' attention together; where it was not measured, what is predicted."""
+    """The speedup of all layers' attention together; the predicted one where it was not measured."""
     if length.attention_seconds is not None:
         return _speedup(length.dense_attention_seconds, length.attention_seconds)
     predicted = ratio(1.0, length.cost)

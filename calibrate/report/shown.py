@@ -11,7 +11,9 @@ from calibrate.tables import Number, Table, formatted, kept_of
 from s2o_runtime.config import plain
 from s2o_runtime.profile import Profile, described
 
-COLUMNS = ("length", "tau", "dense heads", "tails", "density", "of", "error / limit", "worst row", "needles", "KL")
+COLUMNS = (
+    "length", "tau", "dense\nheads", "tails", "density", "of", "error /\nlimit", "worst\nrow", "needles", "KL"
+)  # fmt: skip
 
 
 def summary_parts(profile: Profile) -> Iterator[Table | str]:

@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Ranking
+from calibrate.curves.curves import TAUS, Curve, RankingConfig
 from s2o_runtime.config import HeadConfig, StopRule
 
 
@@ -38,12 +38,12 @@ class Point(NamedTuple):
 
 
 # a point whose head is not made yet: mse, cost, density, worst, and what the head is made of
-_Candidate = tuple[float, float, float, float, Ranking, float, bool]
+_Candidate = tuple[float, float, float, float, RankingConfig, float, bool]
 _MSE_AND_COST = itemgetter(0, 1)
 
 
 @dataclass(frozen=True)
-class Allowed:
+class SearchConstraints:
     """What a head may be given.
 
     Attributes:
@@ -91,7 +91,7 @@ def dense_point(segment: int, mse: float = 0.0, worst: float = 0.0) -> Point:
 
 
 @dataclass(frozen=True)
-class Weights:
+class ErrorWeights:
     """What the errors of one layer count.
 
     Attributes:
@@ -110,37 +110,42 @@ class Weights:
         return sum(weight * point.mse for weight, point in zip(self.heads, points, strict=True)) / len(points)
 
 
-UNWEIGHTED = Weights()
+UNWEIGHTED = ErrorWeights()
 
 
 def allocate(
-    curves: Mapping[Ranking, Curve],
+    curves: Mapping[RankingConfig, Curve],
     budget_mse: float,
-    allowed: Allowed = Allowed(),
-    weights: Weights = UNWEIGHTED,
+    constraints: SearchConstraints = SearchConstraints(),
+    weights: ErrorWeights = UNWEIGHTED,
 ) -> Allocation:
     """The heads' settings of a layer with the least mean cost whose mean error is at most `budget_mse`.
 
     Args:
         curves: of every ranking that a head may choose.
         budget_mse: mean squared error; with weights of heads their weighted mean.
-        allowed: which of their points it may choose.
+        constraints: which of their points it may choose.
         weights: of its heads; that of the layer does not count here.
     """
-    return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, allowed)[0]
+    return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, constraints)[0]
 
 
 def allocate_each(
-    curves: Mapping[Ranking, Curve], budgets: Sequence[float], allowed: Allowed = Allowed()
-) -> list[Allocation]:  # fmt: skip
+    curves: Mapping[RankingConfig, Curve],
+    budgets: Sequence[float],
+    constraints: SearchConstraints = SearchConstraints(),
+) -> list[Allocation]:
     """`allocate` of one layer with each of several budgets."""
-    options = [points_of(curves, head, allowed) for head in range(_heads(curves))]
+    options = [points_of(curves, head, constraints) for head in range(_heads(curves))]
     equal = [1.0 / len(options)] * len(options)
-    return [Allocation(tuple(_spend(options, equal, budget, allowed.head_cap))) for budget in budgets]
+    return [Allocation(tuple(_spend(options, equal, budget, constraints.head_cap))) for budget in budgets]
 
 
 def allocate_together(
-    layers: Sequence[Mapping[Ranking, Curve]], weights: Sequence[Weights], budget: float, allowed: Allowed = Allowed()
+    layers: Sequence[Mapping[RankingConfig, Curve]],
+    weights: Sequence[ErrorWeights],
+    budget: float,
+    constraints: SearchConstraints = SearchConstraints(),
 ) -> list[Allocation]:
     """The same for several layers with one budget.
 
@@ -148,25 +153,25 @@ def allocate_together(
         layers: the curves of every layer.
         weights: of every layer's mean squared error, and of its heads'.
         budget: the mean over the layers of weight times error is at most this.
-        allowed: which points heads may choose.
+        constraints: which points heads may choose.
 
     Returns:
         An allocation for every layer.
     """
-    options = [points_of(curves, head, allowed) for curves in layers for head in range(_heads(curves))]
+    options = [points_of(curves, head, constraints) for curves in layers for head in range(_heads(curves))]
     weighted = zip(layers, weights, strict=True)
     head_weights = [
-        of_layer.layer * of_head / _heads(curves)
-        for curves, of_layer in weighted
-        for of_head in of_layer.heads or (1.0,) * _heads(curves)
+        layer_weights.layer * head_weight / _heads(curves)
+        for curves, layer_weights in weighted
+        for head_weight in layer_weights.heads or (1.0,) * _heads(curves)
     ]
-    chosen = iter(_spend(options, head_weights, budget * len(layers), allowed.head_cap))
+    chosen = iter(_spend(options, head_weights, budget * len(layers), constraints.head_cap))
     return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
 
 
-def points_of(curves: Mapping[Ranking, Curve], head: int, allowed: Allowed) -> list[Point]:
+def points_of(curves: Mapping[RankingConfig, Curve], head: int, constraints: SearchConstraints) -> list[Point]:
     """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
-    limit = math.inf if allowed.worst_rows is None else allowed.worst_rows
+    limit = math.inf if constraints.worst_rows is None else constraints.worst_rows
     candidates: list[_Candidate] = []
     for method, curve in curves.items():
         densities = curve.density[head].tolist()
@@ -175,7 +180,7 @@ def points_of(curves: Mapping[Ranking, Curve], head: int, allowed: Allowed) -> l
             if row <= limit:
                 candidates.append((float(curve.mse[head, 0]), cost, densities[0], row, method, 0.0, False))
             continue
-        for tail in allowed.tails:
+        for tail in constraints.tails:
             errors, worst = (curve.tail_mse, curve.tail_worst) if tail else (curve.mse, curve.worst)
             extra = overhead(method, tail) + curve.fixed_cost
             by_tau = zip(TAUS, errors[head].tolist(), densities, worst[head].tolist(), strict=True)
@@ -191,11 +196,11 @@ def points_of(curves: Mapping[Ranking, Curve], head: int, allowed: Allowed) -> l
     return points
 
 
-def _settings(ranking: Ranking, tau: float, tail: bool) -> HeadConfig:
+def _settings(ranking: RankingConfig, tau: float, tail: bool) -> HeadConfig:
     return HeadConfig(tau, ranking.segment, "s2o", StopRule.REST, ranking.representatives, tail, ranking.linear)
 
 
-def rounding_error(curves: Mapping[Ranking, Curve], head: int) -> tuple[float, float]:
+def rounding_error(curves: Mapping[RankingConfig, Curve], head: int) -> tuple[float, float]:
     """What int8 scores cost a head that visits all keys: its mse, and the error of its worst rows; 0 for others.
 
     That is the least error of any threshold, with a tail or without, because a low one leaves next to nothing out; no
@@ -210,7 +215,7 @@ def rounding_error(curves: Mapping[Ranking, Curve], head: int) -> tuple[float, f
     )
 
 
-def _heads(curves: Mapping[Ranking, Curve]) -> int:
+def _heads(curves: Mapping[RankingConfig, Curve]) -> int:
     return len(next(iter(curves.values())).mse)
 
 

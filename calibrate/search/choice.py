@@ -13,16 +13,23 @@ from enum import Enum
 from statistics import fmean
 from typing import NamedTuple
 
-from calibrate.curves.curves import Curve, Curves, Ranking, Shape, dense_power, methods
+from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, methods
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import UNWEIGHTED, Allocation, Allowed, Weights, allocate, allocate_together
+from calibrate.search.allocate import (
+    UNWEIGHTED,
+    Allocation,
+    ErrorWeights,
+    SearchConstraints,
+    allocate,
+    allocate_together,
+)
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, TileConfig
 from s2o_runtime.profile.record import PredictedLayer
 
-HARMLESS = 0.5  # of an equal part of a budget in KL: an error that costs less than this needs no tightening
+HARMLESS = 0.5  # a layer is not tightened while it costs less than this share of an equal part of a KL budget
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
-FEWEST = 0.01  # of its layer's mean: what a head's error counts at least, so that none that hardly counted is free
+FEWEST = 0.01  # the least weight of a head's error, relative to the mean weight of its layer's heads
 
 
 class ChosenDense(Enum):
@@ -37,7 +44,7 @@ class ChosenDense(Enum):
     NO_TRIAL = "no trial ran"
     WAS_DENSE = "it was dense with no smaller budget"
     NO_CLEAR_GAIN = "it was dense, and is not predicted to win clearly"
-    OVER_LIMIT = "its held-out error stayed over the limit"
+    OVER_LIMIT = "the held-out error stayed over the limit"
     OVER_BOUND = "the certified bound stayed over the limit"
     SLOWER_ATTENTION = "attention was measured slower than dense"
     SLOWER_PREFILL = "the prefill was not faster than dense"
@@ -69,13 +76,13 @@ class Choice:
     """
 
     point: SearchPoint
-    curves: Mapping[Ranking, Curve]
+    curves: Mapping[RankingConfig, Curve]
     budget_mse: float
     allocation: Allocation
     timing: Timing | None = None
     why_dense: ChosenDense | None = None
     measured: str = ""
-    weights: Weights = UNWEIGHTED
+    weights: ErrorWeights = UNWEIGHTED
     last_rows: int = 0
 
     @property
@@ -103,9 +110,9 @@ class Choice:
             return None
         return self.timing.dense_seconds if self.config.is_dense else self.timing.seconds
 
-    def spending(self, budget_mse: float, allowed: Allowed) -> Choice:
+    def spending(self, budget_mse: float, constraints: SearchConstraints) -> Choice:
         """The same search point with another budget; dense where int8 scores alone cost more than that."""
-        allocation = allocate(self.curves, budget_mse, allowed, self.weights)
+        allocation = allocate(self.curves, budget_mse, constraints, self.weights)
         spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
         return spending.as_dense(ChosenDense.ROUNDING_COSTS) if spending._over_budget else spending
 
@@ -127,18 +134,18 @@ class Choice:
 
     def predicted(self, layers: int) -> PredictedLayer:
         """What a profile keeps of it, in a model of so many layers: what the curves say, and the times if there are."""
-        of_heads, timing = self.allocation, self.timing
+        allocation, timing = self.allocation, self.timing
         return PredictedLayer(
-            mse=of_heads.mse,
-            density=of_heads.density,
-            cost=of_heads.cost,
+            mse=allocation.mse,
+            density=allocation.density,
+            cost=allocation.cost,
             seconds=self.seconds,
             dense_seconds=timing.dense_seconds if timing else None,
             # of a budget in KL, where layers' weights are for a mean over them
             sensitivity=self.weights.layer / layers if self.weights.heads is not None else None,
         )
 
-    def settled(self) -> Choice:
+    def dense_if_no_gain(self) -> Choice:
         """The same choice, made dense where it gains nothing over dense attention."""
         if self.why_dense:
             return self
@@ -158,12 +165,14 @@ def default_segment(segments: Sequence[int]) -> int:
     return segments[min(1, len(segments) - 1)]
 
 
-def allowed(recipe: Recipe) -> Allowed:
+def search_constraints(recipe: Recipe) -> SearchConstraints:
     """What a recipe lets heads choose. One budget over the model has no equal parts: it goes where it saves most."""
-    return Allowed(recipe.tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
+    return SearchConstraints(recipe.tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
 
 
-def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1) -> Weights:
+def weights_of(
+    curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1
+) -> ErrorWeights:
     """What the errors of one layer count against a recipe's budget.
 
     An error counts in the budget's unit, and more where a ceiling allows the layer less than the budget's value. With
@@ -178,16 +187,16 @@ def weights_of(curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | No
     """
     budget, power = recipe.budget, dense_power(curves)
     if not budget.is_kl:
-        return Weights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
+        return ErrorWeights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
     if sensitivity is None:
         raise ValueError("a budget in KL needs the layer's sensitivity")
     mean = max(sum(sensitivity) / len(sensitivity), 1e-30)
-    heads = [max(of_head / mean, FEWEST) for of_head in sensitivity]
+    heads = [max(cost / mean, FEWEST) for cost in sensitivity]
     total = sum(heads)
-    return Weights(layers * mean * total, tuple(of_head * len(heads) / total for of_head in heads))
+    return ErrorWeights(layers * mean * total, tuple(cost * len(heads) / total for cost in heads))
 
 
-def budget_mse(weights: Weights, recipe: Recipe) -> float:
+def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
     """What a layer's calibration may spend, as mean squared error weighted by head: the budget without its margin.
 
     Of a budget in KL that is an equal part for every layer.
@@ -196,16 +205,16 @@ def budget_mse(weights: Weights, recipe: Recipe) -> float:
 
 
 def choice_at(
-    point: SearchPoint, curves: Curves, recipe: Recipe, weights: Weights | None = None, last_rows: int = 0
+    point: SearchPoint, curves: Curves, recipe: Recipe, weights: ErrorWeights | None = None, last_rows: int = 0
 ) -> Choice:
     """A layer's budget spent at one search point, not timed.
 
     weights: by default those of a budget that is no KL. last_rows: dense ones at a prompt's end, that curves count so.
     """
-    of_point = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
+    point_curves = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
     weights = weights_of(curves, recipe) if weights is None else weights
-    unspent = Choice(point, of_point, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
-    return unspent.spending(budget_mse(weights, recipe), allowed(recipe))
+    unspent = Choice(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
+    return unspent.spending(budget_mse(weights, recipe), search_constraints(recipe))
 
 
 def predicted_kl(choices: Sequence[Choice]) -> float:
@@ -213,7 +222,9 @@ def predicted_kl(choices: Sequence[Choice]) -> float:
     return fmean(choice.weights.layer * choice.spent for choice in choices)
 
 
-def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tuple[list[Choice], list[float]]:
+def allocate_model_budget(
+    choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0
+) -> tuple[list[Choice], list[float]]:
     """One budget over all layers, spent where it saves most.
 
     Args:
@@ -233,7 +244,10 @@ def shared(choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0) -> tup
         return list(choices), [recipe.budget.value] * len(choices)
     budget = recipe.budget.value * recipe.margin * scale * len(choices) / len(live)
     allocations = allocate_together(
-        [choices[layer].curves for layer in live], [choices[layer].weights for layer in live], budget, allowed(recipe)
+        [choices[layer].curves for layer in live],
+        [choices[layer].weights for layer in live],
+        budget,
+        search_constraints(recipe),
     )
     after, limits = list(choices), [0.0] * len(choices)
     for layer, allocation in zip(live, allocations, strict=True):

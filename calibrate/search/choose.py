@@ -17,29 +17,29 @@ import torch
 
 from calibrate.compiling import compile_ahead, form, with_tiles
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Curves, Ranking, Shape, dense_power, methods
-from calibrate.curves.measure import LayersCurves, dense_walk
+from calibrate.curves.curves import TAUS, Curve, Curves, RankingConfig, Shape, dense_power, methods
+from calibrate.curves.measure import LayersCurves, dense_forward
 from calibrate.journal import Journal, taken_on
 from calibrate.model.capture import Captured
 from calibrate.model.memory import free_memory
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import Allowed
+from calibrate.search.allocate import SearchConstraints
 from calibrate.search.choice import (
     Choice,
     SearchPoint,
-    allowed,
+    allocate_model_budget,
     budget_mse,
     default_segment,
     predicted_kl,
-    shared,
+    search_constraints,
     weights_of,
 )
 from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
-from calibrate.work.executor import Executor, Pending, at_once
+from calibrate.work.executor import Executor, Pending, completed
 from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 
@@ -90,20 +90,20 @@ class Chosen:
 
     @property
     def predicted_kl(self) -> float:
-        """Of a budget in KL, what is predicted of the choices, in nats per token."""
+        """The KL that is predicted of the choices, in nats per token, with a budget in KL."""
         return predicted_kl(self.choices)
 
     def sharing(self, recipe: Recipe, scale: float) -> Chosen:
-        """The same search points with one budget over all layers, of which `scale` is spent (`shared`)."""
-        choices, limits = shared(self.choices, recipe, scale)
+        """These search points with `scale` of one budget over all layers (`allocate_model_budget`)."""
+        choices, limits = allocate_model_budget(self.choices, recipe, scale)
         return replace(self, choices=choices, limits=limits)
 
-    def spending(self, share: float, allowed: Allowed) -> Chosen:
+    def spending(self, share: float, constraints: SearchConstraints) -> Chosen:
         """The same choices with this share of the budget they were made for; dense layers stay as they are."""
         return replace(
             self,
             choices=[
-                choice if choice.why_dense else choice.spending(choice.budget_mse * share, allowed)
+                choice if choice.why_dense else choice.spending(choice.budget_mse * share, constraints)
                 for choice in self.choices
             ],
         )
@@ -151,9 +151,13 @@ def choose(
         configs = [config for search in searches.values() for config in search.likely()]
         return tuple({form(config): config for config in configs}.values())
 
+    def timed(length: int, layer: int, config: LayerConfig, best: float) -> Timing:
+        prompt = prompts.calibration[length][0].sha256
+        item = CallTime(layer, length, prompt, config, best, tuple(tiles[length]), likely())
+        return _timed(item, executor, journal)
+
     for length in recipe.lengths:
-        prompt = prompts.calibration[length][0]
-        executor.know([prompt])
+        executor.register_prompts([prompts.calibration[length][0]])
         searches[length] = _LengthSearch(
             length,
             curves[length],
@@ -162,7 +166,7 @@ def choose(
             studies,
             lambda: deadline is not None and time.monotonic() > deadline,
             on_trial,
-            partial(_timed, executor, journal, length, prompt.sha256, tuple(tiles[length]), likely) if on_gpu else None,
+            partial(timed, length) if on_gpu else None,
             sensitivity,
         )
     waiting: list[Pending[None]] = []
@@ -208,33 +212,33 @@ class CallTime(WorkItem):
 
     def run(self, worker: WorkerState) -> dict[str, Any] | str:
         captured = self._captured(worker)
-        compiled: set[Hashable] = worker.keep("compiled", set)
+        compiled: set[Hashable] = worker.cached("compiled", set)
         if form(self.config) not in compiled:
             needed = {form(config): config for config in (*self.likely, self.config)}
             layers = [config for name, config in needed.items() if name not in compiled and not config.is_dense]
             compiled.update(needed)
             compile_ahead(captured.s2o(each) for config in layers for each in with_tiles(config, self.tiles))
         try:
-            known: dict[Hashable, float] = worker.keep("seconds of dense attention", dict)
+            dense_seconds: dict[Hashable, float] = worker.cached("seconds of dense attention", dict)
             s2o, device = captured.s2o(self.config), captured.q.device
-            timing = against_dense(s2o, captured.dense, device, self.best, known.get(self.affinity))
-            known[self.affinity] = timing.dense_seconds
+            timing = against_dense(s2o, captured.dense, device, self.best, dense_seconds.get(self.affinity))
+            dense_seconds[self.affinity] = timing.dense_seconds
             return asdict(timing)
         except torch.OutOfMemoryError as failure:
             why = reason(failure)
         except FAILURES as failure:
             return reason(failure)
-        if worker.keep("captured", CapturedLayers).keep_only(self.affinity):
+        if worker.cached("captured", CapturedLayers).keep_only(self.affinity):
             return self.run(worker)
         return why
 
     def _captured(self, worker: WorkerState) -> Captured:
         """The layer's inputs. Those of the layers before it come by on the way, and are kept for items to come."""
-        kept = worker.keep("captured", CapturedLayers)
+        kept = worker.cached("captured", CapturedLayers)
         captured = kept.get(self.affinity)
         if captured is None:
-            walk = dense_walk(worker, (self.prompt,))
-            for captured in walk.inputs_up_to(self.layer):
+            forward = dense_forward(worker, (self.prompt,))
+            for captured in forward.inputs_up_to(self.layer):
                 kept.add((self.length, captured.layer), captured)
         assert captured is not None
         return captured
@@ -282,33 +286,22 @@ def _size(captured: Captured) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _timed(
-    executor: Executor,
-    journal: Journal,
-    length: int,
-    sha256: str,
-    tiles: tuple[TileConfig, ...],
-    likely: Callable[[], tuple[LayerConfig, ...]],
-    layer: int,
-    config: LayerConfig,
-    best: float,
-) -> Timing:
+def _timed(item: CallTime, executor: Executor, journal: Journal) -> Timing:
     """The time of a configuration on a layer's inputs, from the journal if it is there.
 
-    A time that was given up as hopeless is taken again if it is not hopeless against `best` seconds.
+    A time that was given up as hopeless is taken again if it is not hopeless against the item's `best` seconds.
 
     Raises:
         RuntimeError: the GPU cannot run the configuration.
     """
-    item = CallTime(layer, length, sha256, config, best, tiles, likely())
     key = {**item.key, **taken_on(executor.device)}
-    known = journal.get(item.kind, key)
-    if known is None or (known["rejected"] and known["seconds"] <= HOPELESS * best):
-        known = executor.submit(item).result()
-        if isinstance(known, str):
-            raise RuntimeError(known)
-        journal.put(item.kind, key, known)
-    return Timing(**known)
+    timing = journal.get(item.kind, key)
+    if timing is None or (timing["rejected"] and timing["seconds"] <= HOPELESS * item.best):
+        timing = executor.submit(item).result()
+        if isinstance(timing, str):
+            raise RuntimeError(timing)
+        journal.put(item.kind, key, timing)
+    return Timing(**timing)
 
 
 class _LengthSearch:
@@ -332,42 +325,42 @@ class _LengthSearch:
         self._studies, self._out_of_time, self._on_trial, self._timer = studies, out_of_time, on_trial, timer
         self._segments = recipe.segments_for(length)
         self._weights = [
-            weights_of(of_layer, recipe, of_heads, len(curves))
-            for of_layer, of_heads in zip(curves, sensitivity or repeat(None, len(curves)), strict=True)
+            weights_of(layer_curves, recipe, head_sensitivity, len(curves))
+            for layer_curves, head_sensitivity in zip(curves, sensitivity or repeat(None, len(curves)), strict=True)
         ]
         budgets = [budget_mse(weights, recipe) for weights in self._weights]
         shape, grain = Shape.of(tiles[0]), recipe.grains[-1]
         by_segment = [
-            {segment: methods(of_layer, segment, grain, shape, recipe.scores[0]) for segment in self._segments}
-            for of_layer in curves
+            {segment: methods(layer_curves, segment, grain, shape, recipe.scores[0]) for segment in self._segments}
+            for layer_curves in curves
         ]
-        self._groups = groups(by_segment, budgets, allowed(recipe))
+        self._groups = groups(by_segment, budgets, search_constraints(recipe))
         self._first_of_group = {layer: group[0] for group in self._groups for layer in group}
         self._points: dict[int, Pending[SearchPoint]] = {}  # the best one, by the first layer of a group
         self._choices: dict[int, Choice] = {}
         default = default_segment(self._segments)
         self._uniform = None  # a KL belongs to no single setting, because its search goes on in the proof
         if not recipe.budget.is_kl:
-            self._uniform = _uniform([of_segment[default] for of_segment in by_segment], budgets, recipe.tails)
+            self._uniform = _uniform([segment_curves[default] for segment_curves in by_segment], budgets, recipe.tails)
         self._uniform_seconds: dict[int, float] = {}
         self._searches = [
             LayerSearch(
                 layer,
                 length,
-                of_layer,
+                layer_curves,
                 recipe,
                 self._segments,
                 tiles,
                 None if timer is None else partial(timer, layer),
                 weights,
             )
-            for layer, (of_layer, weights) in enumerate(zip(curves, self._weights, strict=True))
+            for layer, (layer_curves, weights) in enumerate(zip(curves, self._weights, strict=True))
         ]
 
     def begin(self, layer: int, executor: Executor) -> list[Pending[Any]]:
         """Begin to choose for a layer, the layers in their order; all is done when what is returned is."""
         search = self._searches[layer]
-        run = executor.background if self._timer is not None else at_once
+        run = executor.background if self._timer is not None else completed
         first = self._first_of_group[layer]
         pending: list[Pending[Any]]
         if layer == first:
@@ -410,7 +403,7 @@ class _LengthSearch:
         return LayerConfig((self._uniform.head,) * heads, self._tiles[0], "mean", grain, scores, last_rows).validate()
 
     def _time_uniform(self, layer: int, config: LayerConfig, timer: Timer) -> None:
-        """Take a layer's time with the single setting; if one cannot be timed, there is no sum of them."""
+        """Add a layer's time with the single setting; if any layer cannot be timed, the total is not reported."""
         try:
             self._uniform_seconds[layer] = timer(config, math.inf).seconds
         except FAILURES as failure:
@@ -421,9 +414,9 @@ class _LengthSearch:
         """What was chosen, once every layer has come by."""
         recipe = self._recipe
         choices = [self._choices[layer] for layer in range(len(self._curves))]
-        limits = [recipe.budget.limit(dense_power(of_layer)) for of_layer in self._curves]
+        limits = [recipe.budget.limit(dense_power(layer_curves)) for layer_curves in self._curves]
         if recipe.scope == "model":
-            choices, limits = shared(choices, recipe)
+            choices, limits = allocate_model_budget(choices, recipe)
         seconds = sum(self._uniform_seconds[layer] for layer in sorted(self._uniform_seconds))
         timed = seconds > 0.0  # neither without a timer nor NaN
         uniform = self._uniform and replace(self._uniform, seconds=seconds if timed else None)
@@ -434,7 +427,7 @@ class _LengthSearch:
 
 
 def _uniform(
-    layers: Sequence[Mapping[Ranking, Curve]], budgets: Sequence[float], tails: Sequence[bool]
+    layers: Sequence[Mapping[RankingConfig, Curve]], budgets: Sequence[float], tails: Sequence[bool]
 ) -> Uniform | None:
     """The cheapest setting for all heads of all layers whose error over its layer's budget is at most 1 on average."""
     best: Uniform | None = None

@@ -34,10 +34,10 @@ TAIL_PAYS = 0.85  # the same for tails: with few row tiles the one that visits m
 
 
 @dataclass(frozen=True)
-class Kind:
+class CrossoverKey:
     """What layers have in common whose crossovers differ by their density only.
 
-    tile: Without crossovers. head: The settings of all heads of a timed call. grain, scores: Of the layers.
+    tile: without crossovers. head: the settings of all heads of a timed call. grain, scores: of the layers.
     """
 
     tile: TileConfig
@@ -46,8 +46,8 @@ class Kind:
     scores: Scores = "input"
 
     @classmethod
-    def of(cls, config: LayerConfig) -> Kind:
-        """A layer's kind: its heads' dearest ranking, in a head that stops as early as it can."""
+    def of(cls, config: LayerConfig) -> CrossoverKey:
+        """A layer's key: its heads' dearest ranking, in a head that stops as early as it can."""
         ranked = [head for head in config.heads if head.mode == "s2o"] or [HeadConfig(segment=config.segment)]
         dearest = max(ranked, key=lambda head: (head.linear, head.representatives, head.tail))
         bare = replace(config.tile, dense_below=0, min_queries=0, tail_keys=0)
@@ -63,7 +63,7 @@ class Kind:
 class Layer:
     """What of a layer its crossovers depend on.
 
-    density: The query-key pairs that it computes over causal pairs, which calls have to pay for. faster_at: A length at
+    density: the query-key pairs that it computes over causal pairs, which calls have to pay for. faster_at: a length at
     which it was faster than dense attention, so that it does not go dense there; None if it was not timed.
     """
 
@@ -73,7 +73,7 @@ class Layer:
 
     @property
     def case(self) -> Case:
-        """What it differs by from others of its kind."""
+        """What it differs by from others of its key."""
         return round(self.density, 2), self.faster_at
 
 
@@ -82,16 +82,16 @@ Case = tuple[float, int | None]  # the density, in hundredths, and `faster_at` o
 
 def with_crossover(layer: Layer, geometry: Geometry, device: torch.device) -> TileConfig:
     """A layer's tile with its `dense_below`, in keys, and its `min_queries` measured on a GPU."""
-    return _with(layer.config.tile, *_crossover(Kind.of(layer.config), geometry, device, layer.case))
+    return _with(layer.config.tile, *_crossover(CrossoverKey.of(layer.config), geometry, device, layer.case))
 
 
-def _crossover(kind: Kind, geometry: Geometry, device: torch.device, case: Case) -> tuple[int, int]:
-    """`dense_below` and `min_queries` of layers of one kind and density."""
+def _crossover(key: CrossoverKey, geometry: Geometry, device: torch.device, case: Case) -> tuple[int, int]:
+    """`dense_below` and `min_queries` of layers of one key and density."""
     density, faster_at = case
-    below = dense_below(kind, geometry, device, density)
+    below = dense_below(key, geometry, device, density)
     if faster_at is not None:
         below = min(below, faster_at)
-    return below, min_queries(replace(kind, tile=_with(kind.tile, below, DECODE)), geometry, device, density)
+    return below, min_queries(replace(key, tile=_with(key.tile, below, DECODE)), geometry, device, density)
 
 
 def _with(tile: TileConfig, below: int, fewest: int) -> TileConfig:
@@ -101,9 +101,9 @@ def _with(tile: TileConfig, below: int, fewest: int) -> TileConfig:
 
 @dataclass(frozen=True)
 class Crossovers(WorkItem):
-    """The crossovers of layers of one kind, as an item of work: `dense_below` and `min_queries` of each case."""
+    """The crossovers of layers of one key, as an item of work: `dense_below` and `min_queries` of each case."""
 
-    of: Kind
+    of: CrossoverKey
     cases: tuple[Case, ...]
     stage: str = "crossovers"
     kind: ClassVar[str] = "crossover"
@@ -128,52 +128,55 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
     """The tiles of many layers with their crossovers, as `with_crossover` gives them.
 
     Args:
-        executor: Who measures; layers that differ in their density only are measured together.
-        layers: By any name.
-        journal: Where they are kept.
+        executor: who measures; layers that differ in their density only are measured together.
+        layers: by any name.
+        journal: where they are kept.
 
     Returns:
         The tile of every layer, by its name.
     """
-    cases: dict[Kind, dict[Case, None]] = {}
+    cases: dict[CrossoverKey, dict[Case, None]] = {}
     for layer in layers.values():
-        cases.setdefault(Kind.of(layer.config), {})[layer.case] = None
-    items = [Crossovers(kind, tuple(of_kind)) for kind, of_kind in cases.items()]
+        cases.setdefault(CrossoverKey.of(layer.config), {})[layer.case] = None
+    items = [Crossovers(key, tuple(key_cases)) for key, key_cases in cases.items()]
     calls = [item.of.call(executor.geometry) for item in unmeasured(items, executor, journal)]
     if len(kernels := {(any_stride(config.tile), form(config)): config for config in calls}) > 1:
         length = SEGMENTS * max(config.segment for config in kernels.values())
         executor.submit(Compilation(tuple(kernels.values()), length, stage=Crossovers.stage)).result()
     found = {
         (item.of, case): crossover
-        for item, of_cases in zip(items, measured(items, executor, journal), strict=True)
-        for case, crossover in zip(item.cases, of_cases, strict=True)
+        for item, item_crossovers in zip(items, measured(items, executor, journal), strict=True)
+        for case, crossover in zip(item.cases, item_crossovers, strict=True)
     }
-    return {name: _with(layer.config.tile, *found[Kind.of(layer.config), layer.case]) for name, layer in layers.items()}
+    return {
+        name: _with(layer.config.tile, *found[CrossoverKey.of(layer.config), layer.case])
+        for name, layer in layers.items()
+    }
 
 
 @lru_cache(maxsize=256)
-def dense_below(kind: Kind, geometry: Geometry, device: torch.device, density: float) -> int:
+def dense_below(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
     """The shortest of `LENGTHS` at which a whole prompt beats dense attention.
 
     Its time is taken as a tail's is (`_pays`): shorter prompts compute a larger share of their pairs, not a smaller
     one. A prompt of one segment runs dense anyway, so there is nothing to compare.
 
     Args:
-        kind: Of the layer.
-        geometry: The model's.
-        device: The GPU.
-        density: The pairs that the layer computes over causal pairs.
+        key: of the layer.
+        geometry: the model's.
+        device: the GPU.
+        density: the pairs that the layer computes over causal pairs.
 
     Returns:
         Tokens; twice the longest of `LENGTHS` if dense attention is faster at all of them.
     """
-    for length in (length for length in LENGTHS if length > kind.head.segment):
-        if _pays(*seconds(kind, geometry, device, length, length), density):
+    for length in (length for length in LENGTHS if length > key.head.segment):
+        if _pays(*seconds(key, geometry, device, length, length), density):
             return length
     return 2 * LENGTHS[-1]
 
 
-def min_queries(kind: Kind, geometry: Geometry, device: torch.device, density: float) -> int:
+def min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
     """The fewest queries from which on calls behind a cached prefix beat dense attention.
 
     A tail's time is taken as `_pays` says. A query behind a segment's end ranks the whole prefix once more, so calls
@@ -181,20 +184,20 @@ def min_queries(kind: Kind, geometry: Geometry, device: torch.device, density: f
     were timed.
 
     Args:
-        kind: Of the layer, its tile with `dense_below` and `tail_keys`: what runs dense anyway, because it is no tail
+        key: of the layer, its tile with `dense_below` and `tail_keys`: what runs dense anyway, because it is no tail
             whose prefix is as long as its queries and has less work than such a prompt, is not compared.
-        geometry, device, density: As for `dense_below`.
+        geometry, device, density: as for `dense_below`.
 
     Returns:
         Queries, at least 2; twice the longest tail if dense attention is faster even there.
     """
     fewest = DECODE
     for keys in TAIL_KEYS:
-        for queries, more in _from_the_longest(_tails(kind.head, keys)):
-            if CallShape(1, 1, 1, queries, keys, 1, 1).is_little_for(kind.tile):
+        for queries, more in _from_the_longest(_tails(key.head, keys)):
+            if CallShape(1, 1, 1, queries, keys, 1, 1).is_little_for(key.tile):
                 continue
             try:
-                s2o, dense = seconds(kind, geometry, device, queries, keys)
+                s2o, dense = seconds(key, geometry, device, queries, keys)
             except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
                 continue
             if not _pays(s2o, dense, density, TAIL_PAYS):
@@ -221,16 +224,18 @@ def _from_the_longest(tails: list[int]) -> Iterator[tuple[int, int]]:
 
 
 @lru_cache(maxsize=1024)
-def seconds(kind: Kind, geometry: Geometry, device: torch.device, queries: int, keys: int) -> tuple[float, float]:
+def seconds(
+    key: CrossoverKey, geometry: Geometry, device: torch.device, queries: int, keys: int
+) -> tuple[float, float]:
     """The median times of S2O, wherever its tile would go dense, and of dense attention for one call.
 
     Args:
-        kind, geometry, device: Of all heads of the call.
-        queries: The last positions.
-        keys: All of them, those before the queries included.
+        key, geometry, device: of all heads of the call.
+        queries: the last positions.
+        keys: all of them, those before the queries included.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = kind.call(geometry)
+    config = key.call(geometry)
     q, k, v = random_inputs(geometry, queries, keys, dtype, device)
     times = medians(
         {"dense": partial(dense_attention, q, k, v), "s2o": partial(s2o_attention, q, k, v, config)}, device, ROUNDS

@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial
 
 from calibrate.curves.curves import Curves, Shape
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import Weights
+from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choice import Choice, ChosenDense, SearchPoint, choice_at, default_segment
 from calibrate.timing import FAILURES, Timing, reason
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -125,7 +125,7 @@ class LayerSearch:
     segments: Sequence[int]
     tiles: Sequence[TileConfig]
     timer: Timer | None
-    weights: Weights | None = None
+    weights: ErrorWeights | None = None
     tried: dict[SearchPoint, Choice] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     trials: int = 0
@@ -190,7 +190,7 @@ class LayerSearch:
                 break
         if not self.tried:
             return self.choice_at(self.default).as_dense(ChosenDense.NO_TRIAL)
-        return min(self.tried.values(), key=attrgetter("cost")).settled()  # of equal ones the first
+        return min(self.tried.values(), key=attrgetter("cost")).dense_if_no_gain()  # of equal ones the first
 
     def adopted(self, point: SearchPoint) -> Choice:
         """What was best for a similar layer, with this layer's own curves; dense if it fails or gains nothing."""
@@ -198,7 +198,7 @@ class LayerSearch:
             point = point._replace(scores=self.recipe.scores[0])
         choice = self.choice_at(point)
         try:
-            return self._timed(choice).settled()
+            return self._timed(choice).dense_if_no_gain()
         except FAILURES as failure:
             return choice.as_dense(ChosenDense.FAILED, self._failed(point, failure))
 
@@ -208,8 +208,8 @@ class LayerSearch:
         if key not in self._allocated:
             last_rows = self.recipe.last_rows_at(self.length)
             self._allocated[key] = choice_at(point, self.curves, self.recipe, self.weights, last_rows)
-        known = self._allocated[key]
-        return replace(known, point=known.point._replace(tile=point.tile))
+        choice = self._allocated[key]
+        return replace(choice, point=choice.point._replace(tile=point.tile))
 
     def _tried(self, point: SearchPoint, trial: optuna.Trial) -> float:
         """The cost of a point; what it is made of goes into the trial's attributes."""

@@ -134,7 +134,7 @@ class TileTime(WorkItem):
 class Compilation(WorkItem):
     """The kernels of several layers that are timed next, compiled beside one another, as an item of work.
 
-    configs: One for each kernel. length: Of the prompts that they are compiled on, in tokens.
+    configs: one for each kernel. length: of the prompts that they are compiled on, in tokens.
     """
 
     configs: tuple[LayerConfig, ...]

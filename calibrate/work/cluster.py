@@ -104,7 +104,7 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
             loaded = load(recipe.model, device, seed=recipe.seed, **recipe.loading)
             self_test(loaded)
             self._state = self._open.enter_context(WorkerState(loaded).working())
-            self._state.know(self._prompts)
+            self._state.register_prompts(self._prompts)
         return self._state
 
 
@@ -131,9 +131,9 @@ class _Submitted:
     """The result of an item that is with the workers.
 
     Args:
-        executor: Whose work the item is.
-        item: What is run.
-        priority: Items with a higher one run first where both may run.
+        executor: whose work the item is.
+        item: what is run.
+        priority: items with a higher one run first where both may run.
     """
 
     def __init__(self, executor: ClusterExecutor, item: WorkItem, priority: int) -> None:
@@ -188,9 +188,9 @@ class _Workers:
     """The workers of a Dask scheduler that have loaded the run's model.
 
     Attributes:
-        ready: By address, what each said of itself; all have the same model and the same versions, and the run's kind
+        ready: by address, what each said of itself; all have the same model and the same versions, and the run's kind
             of GPU once that is chosen.
-        lost: How many of them are gone.
+        lost: how many of them are gone.
     """
 
     def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
@@ -204,7 +204,7 @@ class _Workers:
         self._lock = threading.Lock()
         self._looked = 0.0
 
-    def wait_until_loaded(self, wanted: int | None) -> None:
+    def wait_until_loaded(self, workers_wanted: int | None) -> None:
         """Until this many workers have loaded the model; with None, until all that there are have.
 
         Raises:
@@ -215,9 +215,9 @@ class _Workers:
         while True:
             self.look(at_once=True)
             loading = any(future is not None for future in self._asked.values())
-            if len(self.ready) >= (wanted or math.inf):
+            if len(self.ready) >= (workers_wanted or math.inf):
                 return
-            if self.ready and not loading and len(self._asked) >= (wanted or 1):
+            if self.ready and not loading and len(self._asked) >= (workers_wanted or 1):
                 return  # some cannot be used
             if not loading and time.monotonic() - begun > PATIENCE:
                 raise ResourceError(f"no worker is there after {PATIENCE:g} s: start workers, one for each GPU")
@@ -319,9 +319,9 @@ class ClusterExecutor:
     """Runs items on those workers of a Dask scheduler that have the run's kind of GPU.
 
     Args:
-        client: Connected to the scheduler.
-        recipe: The run.
-        prompts: All that items are going to name.
+        client: connected to the scheduler.
+        recipe: the run.
+        prompts: all that items are going to name.
 
     Raises:
         ConfigError: No worker has a GPU that the recipe names, or it must name one of several.
@@ -351,7 +351,7 @@ class ClusterExecutor:
     def size(self) -> int:
         return max(1, len(self.workers.ready))
 
-    def know(self, prompts: Iterable[Prompt]) -> None:
+    def register_prompts(self, prompts: Iterable[Prompt]) -> None:
         unknown = [prompt for prompt in prompts if prompt.sha256 not in self._known]
         if unknown:
             raise ValueError(f"{len(unknown)} prompts are not those that the workers were given")
@@ -427,8 +427,8 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[Clus
     """The workers that a recipe names: started here, or those of a scheduler.
 
     Args:
-        recipe: Names them, and the model that they load.
-        prompts: All that items are going to name.
+        recipe: names them, and the model that they load.
+        prompts: all that items are going to name.
 
     Raises:
         ConfigError: The recipe does not fit the machine.

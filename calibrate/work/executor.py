@@ -66,7 +66,7 @@ class Executor(Protocol):
     @property
     def size(self) -> int: ...
 
-    def know(self, prompts: Iterable[Prompt]) -> None:
+    def register_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Prompts that items name from now on, by their hash."""
 
     def submit(self, item: WorkItem) -> Pending[Any]:
@@ -85,14 +85,14 @@ class Executor(Protocol):
         """
 
 
-def at_once(call: Callable[[], T]) -> Pending[T]:
-    """A call that is made now."""
+def completed(call: Callable[[], T]) -> Pending[T]:
+    """The result of a call that is made now."""
     finished: Future[T] = Future()
     finished.set_result(call())
     return finished
 
 
-class _WhenAsked:
+class _LazyResult:
     """The result of an item that runs in this process when somebody asks for it."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
@@ -110,11 +110,11 @@ class LocalExecutor:
         self.device = worker.device
         self.work: dict[str, StageWork] = {}
 
-    def know(self, prompts: Iterable[Prompt]) -> None:
-        self._worker.know(prompts)
+    def register_prompts(self, prompts: Iterable[Prompt]) -> None:
+        self._worker.register_prompts(prompts)
 
     def submit(self, item: WorkItem) -> Pending[Any]:
-        return _WhenAsked(partial(self._run, item))
+        return _LazyResult(partial(self._run, item))
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
         for abreast in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
@@ -123,7 +123,7 @@ class LocalExecutor:
                     yield item, self._run(item)
 
     def background(self, call: Callable[[], T]) -> Pending[T]:
-        return at_once(call)
+        return completed(call)
 
     def _run(self, item: WorkItem) -> Any:
         begin = time.monotonic()

@@ -24,9 +24,9 @@ class WorkItem:
     """One measurement; subclasses are frozen dataclasses.
 
     Attributes:
-        stage: What it is a part of; a worker forgets what it kept for another stage.
-        kind: Of its entry in a journal.
-        timed: Whether its result is a time, which holds for one kind of GPU.
+        stage: what it is a part of; a worker forgets what it kept for another stage.
+        kind: of its entry in a journal.
+        timed: whether its result is a time, which holds for one kind of GPU.
     """
 
     stage: str
@@ -75,8 +75,8 @@ class WorkerState:
             self._stage = item.stage
         return item.run(self)
 
-    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is kept under a key; made if it is not there."""
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is cached under a key; made if it is not there."""
         if key not in self.kept:
             self.kept[key] = make()
         return cast(T, self.kept[key])
@@ -105,7 +105,7 @@ class WorkerState:
             self.loaded.weights.keeps_last = False
             self.close()
 
-    def know(self, prompts: Iterable[Prompt]) -> None:
+    def register_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Prompts that items may name from now on."""
         for prompt in prompts:
             self.prompts[prompt.sha256] = prompt

@@ -17,9 +17,9 @@ def measured(items: Sequence[WorkItem], executor: Executor, journal: Journal | N
     """The results of some items, in their order: from the journal, or measured and put into it.
 
     Args:
-        items: What to measure.
-        executor: Who measures.
-        journal: Where results are kept, and found again; None if nowhere.
+        items: what to measure.
+        executor: who measures.
+        journal: where results are kept, and found again; None if nowhere.
 
     Raises:
         ModelError: inf or NaN came up.
@@ -37,8 +37,8 @@ class Measuring:
     """Items that are in the journal, or on their way: an executor may run them before the results are asked for.
 
     Args:
-        items: Of one kind.
-        executor, journal: As `measured` takes them.
+        items: of one kind.
+        executor, journal: as `measured` takes them.
     """
 
     def __init__(self, items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> None:

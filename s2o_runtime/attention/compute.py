@@ -59,7 +59,7 @@ def compute(call: Call, backend: str, out: Tensor | None = None) -> Outputs:
 def takes_output(out: Tensor, q: Tensor) -> bool:
     """Whether the kernels can write the output of these packed queries, [Tq, Hq, D], straight into a tensor.
 
-    Not into memory of the queries, which they read meanwhile, nor of head dims that are filled up with zeros.
+    They cannot if `out` shares memory with the queries, which they still read, or if the head dim is padded.
     """
     laid = out.is_contiguous() and not out.data_ptr() & 15 and out.shape[2] in HEAD_DIMS
     return laid and out.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()

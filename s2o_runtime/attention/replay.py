@@ -1,7 +1,7 @@
-"""Calls that come again: what was found out for the first is not found out again.
+"""A cache of the launches, and of the decision to go dense, of calls that repeat.
 
-Of a call that the kernels compute, the launches are recorded once and replayed, without the Python that led to them;
-`kernels.plan` has these plans. Of a call that goes dense it is remembered that it does: nothing is checked or chosen.
+The launches of a call that the kernels compute are recorded once and replayed, without the Python that led to them
+(`kernels.plan`). A call that goes dense is remembered as such, and its repetitions skip the checks.
 
 Two calls are alike if everything that their checks, their backend and their launches follow from is equal: the config,
 the options, and the shape, strides, type and device of every tensor. Of packed queries whose output is given only the
@@ -24,7 +24,7 @@ from s2o_runtime.reference.dense import unchecked_attention
 from s2o_runtime.shapes import CallShape
 
 if TYPE_CHECKING:
-    from s2o_runtime.kernels.plan import Plan, Recorder
+    from s2o_runtime.kernels.plan import LaunchPlan, Recorder
 
 PLANS = 4096  # plans kept, such as those of 32 layers at 128 lengths; one takes about 15 KiB
 STEPS = 64  # kinds of decode steps kept: each has one more key than the last, and its layers follow one another
@@ -43,7 +43,7 @@ class RepeatedCall:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._known: tuple[Plan, BackendChoice, CallShape] | None = None
+        self._known: tuple[LaunchPlan, BackendChoice, CallShape] | None = None
         self._dense: tuple[float, BackendChoice, CallShape] | None = None
 
     def replay(self, inputs: Inputs) -> Answer | None:

@@ -63,7 +63,7 @@ def warmup(
     if not segments:
         return
     sinks = features.get("sinks")
-    of_heads = None if sinks is None else torch.zeros(config.num_heads, dtype=sinks, device=device)
+    sink_values = None if sinks is None else torch.zeros(config.num_heads, dtype=sinks, device=device)
     calls = [(count * min(segments),) * 2 for count in SEGMENTS]
     for queries, keys in calls + split_calls(config):
         q, k, v = (
@@ -77,7 +77,7 @@ def warmup(
         for kv_start in (None, torch.zeros(1, dtype=torch.int64, device=device))[: 1 + features.get("padded", False)]:
             s2o_attention(
                 q, k, v, config,
-                kv_start=kv_start, softcap=features.get("softcap"), sinks=of_heads, backend="triton",
+                kv_start=kv_start, softcap=features.get("softcap"), sinks=sink_values, backend="triton",
             )  # fmt: skip
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

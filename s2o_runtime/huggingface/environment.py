@@ -38,7 +38,7 @@ from s2o_runtime.identity import (
     geometry,
     offloaded,
 )
-from s2o_runtime.monitor.drift import DriftChoice, allowed_errors
+from s2o_runtime.monitor.drift import DriftChoice, error_limits
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import Found, fitting_profile, none_like, profiles
 
@@ -84,7 +84,7 @@ def available() -> Available:
             try:
                 profile = load_profile(path).check_trained()
                 if drift() in ("warn", "dense"):
-                    allowed_errors(profile)
+                    error_limits(profile)
             except ProfileError as error:
                 raise ProfileError(f"{VARIABLE}: {error}") from error
             _read.append(Available(named=profile))
@@ -184,7 +184,7 @@ def _siblings(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
     models: list[Any] = [
         model
         for model in gc.get_objects()
-        if issubclass(type(model), PreTrainedModel) and any(each is module for each in model.modules())
+        if issubclass(type(model), PreTrainedModel) and any(attention is module for attention in model.modules())
     ]
     models.sort(key=lambda model: sum(1 for _ in model.modules()), reverse=True)
     for model in models:
@@ -192,9 +192,9 @@ def _siblings(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
             attention_modules(model)
         except (ModelError, ValueError, AttributeError):
             continue
-        modules = [each for of_layer in decoder_attention(model).values() for each in of_layer]
-        if any(each is module for each in modules):
-            return [each for each in modules if STATE not in each.__dict__], models
+        modules = [attention for layer_modules in decoder_attention(model).values() for attention in layer_modules]
+        if any(attention is module for attention in modules):
+            return [attention for attention in modules if STATE not in attention.__dict__], models
     _searched.add(id(module.config))
     return [module], []
 

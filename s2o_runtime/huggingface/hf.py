@@ -39,7 +39,7 @@ from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.obstacles import layer_obstacle
-from s2o_runtime.huggingface.paged import one_by_one
+from s2o_runtime.huggingface.paged import per_request
 from s2o_runtime.huggingface.ranks import heads_here
 from s2o_runtime.identity import (
     attention_modules,
@@ -421,7 +421,7 @@ def _request_attention(
     return s2o_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
 
 
-s2o_paged_forward = one_by_one(_request_attention)
+s2o_paged_forward = per_request(_request_attention)
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ class Edges(NamedTuple):
     keys: list[int]
 
 
-def one_by_one(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]]:
+def per_request(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]]:
     """An attention function for continuous batching that computes each request of a batch by itself.
 
     Args:

@@ -157,7 +157,7 @@ def stride_groups(**tensors: Tensor) -> dict[str, Strides]:
 def hooked() -> bool:
     """Whether a profiler has asked Triton to tell it of launches, which a direct call of the launcher would not.
 
-    Who asks of compiling, such as vLLM's monitor, is told of that whoever calls the launcher.
+    Hooks on compilation, such as vLLM's monitor sets, are called either way.
     """
     runtime = triton.knobs.runtime
     return _calls_something(runtime.launch_enter_hook) or _calls_something(runtime.launch_exit_hook)

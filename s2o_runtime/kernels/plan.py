@@ -53,7 +53,7 @@ class Layout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """The launches of calls that are alike, on one device.
 
     The addresses of a replay are those of the inputs that are there, of the outputs, and of the workspace if it
@@ -180,7 +180,7 @@ class Recorder:
         """Whether a tensor is one of the inputs, such as an output that the caller gave."""
         return any(tensor is given for given in self._inputs)
 
-    def plan(self, outputs: Sequence[Tensor | None]) -> Plan | None:
+    def plan(self, outputs: Sequence[Tensor | None]) -> LaunchPlan | None:
         """The plan of the recorded call that returned `outputs`, or None if it cannot be repeated."""
         if not self._repeatable or not self._launches:
             return None
@@ -232,7 +232,7 @@ class Recorder:
             steps.append(Step(compiled, grid, picker(compiled.order(indices)), rest))
         groups = tuple(picker(of_group) for of_group in group_index)
         device = self._inputs[0].device
-        return Plan(device, tuple(layouts), workspace, tuple(derived), constants, groups, tuple(steps))
+        return LaunchPlan(device, tuple(layouts), workspace, tuple(derived), constants, groups, tuple(steps))
 
 
 def _is_whole(tensor: Tensor) -> bool:

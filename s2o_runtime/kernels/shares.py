@@ -24,9 +24,9 @@ from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import Argument, launch, stride_groups, strides
 from s2o_runtime.kernels.primitives import LN2, RCP_LN2, sequence
 
-DENSITY = 0.25  # of its keys, what a head that stops is taken to visit, which nobody knows before it has run
-LONGEST = 0.7  # of the mean work of an SM: dense programs up to this long find room beside the others
-LAST = 0.25  # of the mean work of an SM: so long SMs may wait for the last share
+DENSITY = 0.25  # the share of its keys that a head that stops is assumed to visit; the true one is not known in advance
+LONGEST = 0.7  # a dense head is split if a program of it takes more than this share of an SM's mean work
+LAST = 0.25  # the last share may keep other SMs waiting for this share of an SM's mean work
 SHARES = (4, 16)  # the fewest, with which they are as short as other heads' programs, and the most
 FEWEST_KEYS = 2048  # of a share: 30 us on an H200, where it costs 3 us to start and to write its output
 SHARE_BYTES = 64 << 20  # of workspace for the outputs of shares
@@ -62,14 +62,14 @@ def key_shares(call: Call, programs: int, gpu: Resources) -> int:
     shape, dense = call.shape, call.tables.dense
     if not dense or shape.offset < shape.q_len:
         return 1
-    of_sm = shape.batch * programs * (dense + DENSITY * call.tables.stopping) / gpu.sm_count  # in dense programs
-    if LONGEST * of_sm > 1:
+    programs_per_sm = shape.batch * programs * (dense + DENSITY * call.tables.stopping) / gpu.sm_count
+    if LONGEST * programs_per_sm > 1:
         return 1
-    wanted = max(2 / DENSITY, 1 / (LAST * of_sm))  # half as long as other heads' programs, or less
+    needed = max(2 / DENSITY, 1 / (LAST * programs_per_sm))  # half as long as other heads' programs, or less
     share_bytes = 4 * shape.batch * dense * programs * call.config.tile.rows * shape.head_dim
     fewest, most = SHARES
     possible = min(most, shape.kv_len // FEWEST_KEYS, SHARE_BYTES // share_bytes)
-    return 1 if possible < fewest else 1 << int(min(math.ceil(math.log2(wanted)), math.log2(possible)))
+    return 1 if possible < fewest else 1 << int(min(math.ceil(math.log2(needed)), math.log2(possible)))
 
 
 def shares_of(call: Call, shares: int, rows: int, device: torch.device) -> Shares:

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.call import Call
-from s2o_runtime.kernels.groups import Levels, Ranking, Sizes
+from s2o_runtime.kernels.groups import Levels, Ranking, Sizes, Strides
 from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.launch import launch, stride_groups, strides
 from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, row_slices
 from s2o_runtime.kernels.primitives import (
     LOG2E,
@@ -59,7 +59,7 @@ class Traced(NamedTuple):
 def _trace(
     Q, K, V, RANKING: Ranking, TRUTH, FLOOR, TAUS, SINKS, TRACED, LEVELS: Levels,
     qk_scale, q_len, row_begin, chunk, segment, segments, count,
-    stride_qh, stride_ql, stride_kh, stride_kl, stride_vh, stride_vl, stride_th, stride_tl, stride_ih, stride_in,
+    stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_t: Strides, stride_ih, stride_in,
     stride_oq, stride_os,
     SIZES: tl.constexpr, STRIDES: tl.constexpr, T: tl.constexpr,
     HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr,
@@ -99,6 +99,8 @@ def _trace(
     GRAIN: tl.constexpr = SIZES.GRAIN
     EDGES: tl.constexpr = SIZES.EDGES
     BUCKETS: tl.constexpr = SIZES.BUCKETS
+    stride_kl = stride_k.row
+    stride_vl = stride_v.row
     if WIDE:
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
@@ -114,12 +116,13 @@ def _trace(
     head = h.to(tl.int64)
     head_row = row0.to(tl.int64)
     q = tl.load(
-        Q + head * stride_qh + head_row * stride_ql + offs_row * stride_ql + offs_d[None, :],
+        Q + head * stride_q.head + head_row * stride_q.row + offs_row * stride_q.row + offs_d[None, :],
         mask=real[:, None], other=0.0,
     )  # fmt: skip
-    truth_tile = TRUTH + head * stride_th + head_row * stride_tl + offs_row * stride_tl + offs_d[None, :]
-    k_base = K + (h // GROUP).to(tl.int64) * stride_kh
-    v_base = V + (h // GROUP).to(tl.int64) * stride_vh
+    truth_row = TRUTH + head * stride_t.head + head_row * stride_t.row
+    truth_tile = truth_row + offs_row * stride_t.row + offs_d[None, :]
+    k_base = K + (h // GROUP).to(tl.int64) * stride_k.head
+    v_base = V + (h // GROUP).to(tl.int64) * stride_v.head
 
     m, l = softmax_start(SINKS, h, BM, HAS_SINKS)
     if INT8:  # as in `_prefill`
@@ -256,8 +259,7 @@ def trace(
                 "LEVELS": Levels(keys.unit, keys.middle),
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
                 "segment": tables.shortest, "segments": ranked.order.shape[2], "count": tiles,
-                **strides("hl", q=q[0], k=k[0], v=v[0], t=truth[0]), **strides("hn", i=ranked.order[0]),
-                **strides("qs", o=out),
+                **stride_groups(q=q, k=k, v=v, t=truth), **strides("hn", i=ranked.order[0]), **strides("qs", o=out),
             },
             {
                 "SIZES": Sizes(

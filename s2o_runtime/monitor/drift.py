@@ -93,7 +93,7 @@ def check_of(drift: Drift) -> DriftCheck | None:
 
 
 @dataclass(frozen=True)
-class Allowed:
+class ErrorLimits:
     """The error that one layer may have.
 
     unit: of the limits. limits: the largest error by prompt length in tokens; lengths at which the layer is
@@ -109,7 +109,7 @@ class Allowed:
         return math.inf if nearest is None else self.limits[nearest]
 
 
-def allowed_errors(profile: Profile) -> list[Allowed]:
+def error_limits(profile: Profile) -> list[ErrorLimits]:
     """The error that each layer may have.
 
     Returns:
@@ -124,16 +124,16 @@ def allowed_errors(profile: Profile) -> list[Allowed]:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
     limits = [_usable(profile.record.limits(layer)) for layer in range(layers)]
     if all(limits):
-        return [Allowed(budget.unit, {length: limit for length, limit in one.items() if limit}) for one in limits]
+        return [ErrorLimits(budget.unit, {length: limit for length, limit in one.items() if limit}) for one in limits]
     if budget.scope != "layer":
         raise ProfileError(
             "the profile's record does not say what each layer may have of the model's budget: prove it by "
             "calibrating with this budget"
         )
-    return [Allowed(budget.unit, dict.fromkeys(profile.lengths, budget.value))] * layers
+    return [ErrorLimits(budget.unit, dict.fromkeys(profile.lengths, budget.value))] * layers
 
 
-def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[Allowed]]:
+def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[ErrorLimits]]:
     """The drift check that is meant and what each layer may have.
 
     Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
@@ -143,7 +143,7 @@ def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple
     if check is None:
         return None, []
     try:
-        return check, allowed_errors(profile)
+        return check, error_limits(profile)
     except ProfileError as error:
         if drift != "auto":
             raise
@@ -175,7 +175,7 @@ class DriftMonitor:
     dense for it.
     """
 
-    def __init__(self, check: DriftCheck, layer: int, allowed: Allowed) -> None:
+    def __init__(self, check: DriftCheck, layer: int, allowed: ErrorLimits) -> None:
         self.check, self.layer, self.allowed = check, layer, allowed
         self.checks = 0
         self.verdict: str | None = None
@@ -187,7 +187,7 @@ class DriftMonitor:
         self._sums: Tensor | None = None
         self._sent: tuple[Tensor, int, torch.cuda.Event | None] | None = None  # on its way to the host, after n checks
 
-    def __reduce__(self) -> tuple[type[DriftMonitor], tuple[DriftCheck, int, Allowed]]:
+    def __reduce__(self) -> tuple[type[DriftMonitor], tuple[DriftCheck, int, ErrorLimits]]:
         return DriftMonitor, (self.check, self.layer, self.allowed)
 
     def see(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scoring: Scoring, kv_start: Tensor | None) -> None:
@@ -353,15 +353,17 @@ def sampled_errors(
     at_once = max(1, SCORES // (batch * max(group * rows, head_dim) * kv_len))
     for begin in range(0, kv_heads, at_once):
         keys, values = (t[:, begin : begin + at_once].to(dtype) for t in (k, v))
-        of_group = slice(begin * group, (begin + keys.shape[1]) * group)
-        queries = query[:, of_group].reshape(batch, -1, group * rows, head_dim)
+        group_heads = slice(begin * group, (begin + keys.shape[1]) * group)
+        queries = query[:, group_heads].reshape(batch, -1, group * rows, head_dim)
         scores = capped(queries @ keys.transpose(2, 3), softcap)  # [B, H, G * R, Lk]
         scores.view(batch, -1, group, rows, kv_len).masked_fill_(hidden[:, None, None], -math.inf)
-        of_rows = None
+        row_sinks = None
         if sinks is not None:
-            of_rows = sinks[of_group].to(dtype).view(-1, group).repeat_interleave(rows, 1)[..., None]  # [H, G * R, 1]
-        dense = (softmax(scores, of_rows) @ values).reshape(batch, -1, rows, value_dim)  # [B, H * G, R, Dv]
-        error += (ours[:, of_group] - dense).square().sum((1, 3), dtype=torch.float64)
+            row_sinks = (
+                sinks[group_heads].to(dtype).view(-1, group).repeat_interleave(rows, 1)[..., None]
+            )  # [H, G * R, 1]
+        dense = (softmax(scores, row_sinks) @ values).reshape(batch, -1, rows, value_dim)  # [B, H * G, R, Dv]
+        error += (ours[:, group_heads] - dense).square().sum((1, 3), dtype=torch.float64)
         power += dense.square().sum((1, 3), dtype=torch.float64)
     error, power = (_parts(each, real) / (heads * value_dim) for each in (error, power))  # [2]: sums over rows
     all_rows, last_rows = real.sum().clamp_min(1), real[:, 1].sum().clamp_min(1)
@@ -386,8 +388,8 @@ def _drawn(rows: int, first: Tensor, q_len: int, generator: torch.Generator) -> 
     real = torch.stack((begins[:, 1] - begins[:, 0], q_len - begins[:, 1]), 1).double()
     draw = torch.rand(len(first), rows, generator=generator, dtype=torch.float64, device=first.device)
     halves = []
-    for part, of_part in enumerate((draw[:, : rows // 2], draw[:, rows // 2 :])):
-        strata = (of_part + torch.arange(of_part.shape[1], device=first.device)) / of_part.shape[1]
+    for part, part_draw in enumerate((draw[:, : rows // 2], draw[:, rows // 2 :])):
+        strata = (part_draw + torch.arange(part_draw.shape[1], device=first.device)) / part_draw.shape[1]
         halves.append(begins[:, part, None] + (strata * real[:, part, None]).long())
     return torch.cat(halves, 1).clamp_max(q_len - 1), real
 

@@ -75,9 +75,9 @@ class Meter:
         """To be called before a call of this kind; None if it is not sampled, as in a CUDA graph or while tracing."""
         if torch.compiler.is_compiling():
             return None
-        of_kind = self._kinds[kind]
-        of_kind.calls += 1
-        number = of_kind.calls
+        calls_of_kind = self._kinds[kind]
+        calls_of_kind.calls += 1
+        number = calls_of_kind.calls
         slot = number - 1 if number <= SAMPLES else int(self._random.random() * number)
         if slot >= SAMPLES or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None
@@ -94,8 +94,8 @@ class Meter:
     def read(self) -> dict[Key, Measured]:
         """The means so far; waits for the device."""
         by_key: defaultdict[Key, list[Sample]] = defaultdict(list)
-        for of_kind in list(self._kinds.values()):  # a server's metrics are read by a thread of their own
-            for sample in list(of_kind.kept.values()):
+        for calls_of_kind in list(self._kinds.values()):  # a server's metrics are read by a thread of their own
+            for sample in list(calls_of_kind.kept.values()):
                 by_key[sample.key].append(sample)
         measured = {}
         for key, samples in by_key.items():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s2o_runtime.serving.calls import SparseCall
 from s2o_runtime.serving.fit import LayerFit
-from s2o_runtime.serving.plan import Plan, Run, plan
+from s2o_runtime.serving.plan import BatchPlan, Run, plan
 
 
 class Batch:
@@ -29,7 +29,7 @@ class Batch:
         self, starts: Sequence[int], lengths: Sequence[int], max_keys: int, build_part: Callable[[Run], Any]
     ) -> None:
         self.starts, self.lengths, self._max_keys, self._build_part = starts, lengths, max_keys, build_part
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, BatchPlan] = {}
         self._calls: dict[Run, SparseCall] = {}
         self._parts: dict[Run, Any] = {}
 
@@ -38,7 +38,7 @@ class Batch:
         """Query rows of all requests."""
         return self.starts[-1]
 
-    def plan(self, layer: LayerFit) -> Plan:
+    def plan(self, layer: LayerFit) -> BatchPlan:
         """What becomes of the batch's requests in a layer."""
         if layer.kind not in self._plans:
             self._plans[layer.kind] = plan(self.starts, self.lengths, layer.why_dense, self._max_keys)

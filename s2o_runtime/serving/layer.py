@@ -13,7 +13,7 @@ from s2o_runtime.lengths import length_step
 from s2o_runtime.monitor.drift import DriftMonitor
 from s2o_runtime.profile import Profile
 
-TRUSTED_BEYOND = 1.5  # times the longest calibrated length: how far its settings are taken to hold
+TRUSTED_BEYOND = 1.5  # a profile's settings hold up to this many times its longest calibrated length
 
 log = logging.getLogger("s2o_runtime")
 

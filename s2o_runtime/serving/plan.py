@@ -50,7 +50,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """What becomes of every row of one batch in one layer.
 
     Attributes:
@@ -67,7 +67,7 @@ class Plan:
         return not any(run.is_sparse for run in self.runs)
 
 
-def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max_keys: int) -> Plan:
+def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max_keys: int) -> BatchPlan:
     """Share the requests of a batch between S2O and the stock backend.
 
     Neighbours join one run if both go to the stock backend, or if both are sparse, of the same length step, and have at
@@ -97,4 +97,4 @@ def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max
         max_q, max_k, total_k = max(max_q, queries), max(max_k, keys), total_k + keys
     if lengths:
         runs.append(Run(first, len(lengths), starts[first], starts[len(lengths)], step, max_q, max_k, total_k))
-    return Plan(tuple(runs), dense_rows)
+    return BatchPlan(tuple(runs), dense_rows)

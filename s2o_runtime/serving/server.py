@@ -48,7 +48,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Site:
+class ServerContext:
     """Where a server's process is.
 
     Attributes:
@@ -99,16 +99,17 @@ class Server:
         ConfigError: S2O_PROFILES names no folder.
     """
 
-    def __init__(self, settings: Settings, site: Site) -> None:
-        self.fit, taken = _fit_of(settings, site)
-        self.obstacle = self.fit.obstacle or site.obstacle or cache_obstacle(site.kv_cache_dtype, self.fit.made_for)
-        self.max_keys = site.max_keys
+    def __init__(self, settings: Settings, context: ServerContext) -> None:
+        self.fit, taken = _fit_of(settings, context)
+        cache = cache_obstacle(context.kv_cache_dtype, self.fit.made_for)
+        self.obstacle = self.fit.obstacle or context.obstacle or cache
+        self.max_keys = context.max_keys
         self.counters = Counters(settings.log_every)
-        self._check_drift(settings, site.rank)
+        self._check_drift(settings, context.rank)
         if settings.metrics_port is not None:
-            host, port = settings.metrics_host, settings.metrics_port + site.process.number
+            host, port = settings.metrics_host, settings.metrics_port + context.process.number
             try:
-                serve_metrics(self.counters, host, port, _labels(site))
+                serve_metrics(self.counters, host, port, _labels(context))
             except OSError as error:
                 log.warning(
                     "S2O's counters are not served at %s, port %d (%s): use another metrics_port, or a metrics_host "
@@ -116,7 +117,7 @@ class Server:
                     host, port, error,
                 )  # fmt: skip
         self._reserved_rows = 0
-        self._say(site, taken)
+        self._say(context, taken)
 
     def _check_drift(self, settings: Settings, rank: Rank) -> None:
         """Give the layers what checks their errors; a call that is sampled is checked."""
@@ -133,10 +134,12 @@ class Server:
             layer.drift = DriftMonitor(replace(check, every=1, trial=EARLY), layer.layer, errors)
             self.counters.drift[layer.layer] = layer.drift
 
-    def _say(self, site: Site, taken: str) -> None:
+    def _say(self, context: ServerContext, taken: str) -> None:
         """One line that says what will run where; `taken` names the profile."""
         if self.obstacle:
-            log.warning("S2O %s in %s: all rows go to %s: %s", __version__, site.engine, site.stock, self.obstacle)
+            log.warning(
+                "S2O %s in %s: all rows go to %s: %s", __version__, context.engine, context.stock, self.obstacle
+            )
             return
         profile, fit = self.fit.profile, self.fit
         until = "on" if fit.max_length is None else f"to {fit.max_length}"
@@ -144,8 +147,8 @@ class Server:
         log.info(
             "S2O %s in %s: profile %s, %d of %d layers %ssparse from %d %s keys and from %d new tokens "
             "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
-            __version__, site.engine, taken, fit.sparse_layers, len(fit.layers), others, profile.min_length, until,
-            fit.min_queries, site.rank.index, site.rank.size, fit.heads.start, fit.heads.stop - 1, site.stock,
+            __version__, context.engine, taken, fit.sparse_layers, len(fit.layers), others, profile.min_length, until,
+            fit.min_queries, context.rank.index, context.rank.size, fit.heads.start, fit.heads.stop - 1, context.stock,
         )  # fmt: skip
 
     def reserve(self, query: Tensor) -> None:
@@ -199,28 +202,28 @@ class Server:
             gathered(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)  # what a check of drift reads
 
 
-def _fit_of(settings: Settings, site: Site) -> tuple[ProfileFit, str]:
+def _fit_of(settings: Settings, context: ServerContext) -> tuple[ProfileFit, str]:
     """The profile that the settings name, or else the one that is found, and what the log says of it.
 
     If none is found, nothing runs S2O, for that reason.
     """
-    model, decode_queries = site.model_config, site.decode_queries
+    model, decode_queries = context.model_config, context.decode_queries
     if settings.profile is not None:
         profile = load_profile(settings.profile)
-        compared = check_model(profile, model, site.checkpoint, strict=settings.strict)
+        compared = check_model(profile, model, context.checkpoint, strict=settings.strict)
         taken = f"{settings.profile} of {profile.model_name} ({compared})"
     else:
         try:
-            found = find_profile(model, site.device, lambda one: weights_mismatch(one, model, site.checkpoint))
+            found = find_profile(model, context.device, lambda one: weights_mismatch(one, model, context.checkpoint))
         except (ProfileError, ModelError) as error:
             return NoFit(str(error), decode_queries), ""
         profile, taken = found.profile, str(found)
-    return ProfileFit(profile, site.rank, site.device, settings.beyond, decode_queries), taken
+    return ProfileFit(profile, context.rank, context.device, settings.beyond, decode_queries), taken
 
 
-def _labels(site: Site) -> dict[str, str]:
+def _labels(context: ServerContext) -> dict[str, str]:
     """What names this process in its metrics: its rank, its stage of pipeline and its replica of data parallelism."""
-    return {"rank": str(site.rank.index), "pp": str(site.process.stage), "dp": str(site.process.replica)}
+    return {"rank": str(context.rank.index), "pp": str(context.process.stage), "dp": str(context.process.replica)}
 
 
 def _compiled_kind(config: LayerConfig) -> object:

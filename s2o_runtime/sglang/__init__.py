@@ -2,5 +2,5 @@
 
 `batch` has the tensors of a batch, `compat` says which SGLang this is and what a batch is cut out of, and `backend`
 makes a backend out of a stock one; what any server needs is in `s2o_runtime.serving`. None of these imports SGLang.
-`plugin` is what SGLang loads, and `host` what it calls to make the backend. docs/serving.md has the user's view.
+`plugin` is what SGLang loads, and `engine` what it calls to make the backend. docs/serving.md has the user's view.
 """

@@ -17,11 +17,11 @@ from s2o_runtime.serving.calls import FP8_CACHES, cache_obstacle, layer_obstacle
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
-from s2o_runtime.sglang.batch import Batch, whole_only
+from s2o_runtime.sglang.batch import SglangBatch, whole_only
 
 
 @dataclass(frozen=True)
-class Host:
+class SglangApi:
     """What the backend asks of the SGLang around it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Host:
     write: Callable[[Any, Any, Tensor, Tensor], None]
 
 
-def mix_in(stock: type, host: Host) -> type:
+def mix_in(stock: type, host: SglangApi) -> type:
     """The class of S2O's backend on top of a stock one.
 
     Args:
@@ -49,7 +49,7 @@ def mix_in(stock: type, host: Host) -> type:
     """
 
     class S2OAttnBackend(_Backend, stock):  # type: ignore[misc]
-        s2o_host = host
+        s2o_engine = host
 
     return S2OAttnBackend
 
@@ -57,14 +57,14 @@ def mix_in(stock: type, host: Host) -> type:
 class _Backend:
     """Computes the sparse runs of batches of prompts, and calls the stock backend for the others."""
 
-    s2o_host: Host
+    s2o_engine: SglangApi
     forward_metadata: Any
     req_to_token_pool: Any
     token_to_kv_pool: Any
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.s2o_batch: Batch | str | None = None  # of the batch that was announced last, or why it has none
+        self.s2o_batch: SglangBatch | str | None = None  # of the batch that was announced last, or why it has none
         self.s2o_layers: dict[int, LayerFit | str] = {}
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -72,13 +72,13 @@ class _Backend:
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         if forward_batch.forward_mode.is_decode_or_idle():
             self.s2o_batch = None
-        elif reason := self.s2o_host.server.fit.obstacle or whole_only(forward_batch):
+        elif reason := self.s2o_engine.server.fit.obstacle or whole_only(forward_batch):
             self.s2o_batch = reason
-        elif self.s2o_host.is_split(forward_batch):
+        elif self.s2o_engine.is_split(forward_batch):
             self.s2o_batch = "the context is shared by several ranks"
         else:
-            slots, max_keys = self.req_to_token_pool.req_to_token, self.s2o_host.server.max_keys
-            self.s2o_batch = Batch(forward_batch, slots, max_keys, self._part)
+            slots, max_keys = self.req_to_token_pool.req_to_token, self.s2o_engine.server.max_keys
+            self.s2o_batch = SglangBatch(forward_batch, slots, max_keys, self._part)
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
@@ -92,7 +92,7 @@ class _Backend:
 
         def pages() -> tuple[Tensor, Tensor]:
             if not written and k is not None and v is not None:
-                self.s2o_host.write(layer, forward_batch, k, v)
+                self.s2o_engine.write(layer, forward_batch, k, v)
             k_slots, v_slots = pool.get_kv_buffer(layer.layer_id)
             return k_slots[:, None], v_slots[:, None]
 
@@ -102,7 +102,7 @@ class _Backend:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
 
         def part(run: Run, out: Tensor) -> None:
-            assert isinstance(batch, Batch)
+            assert isinstance(batch, SglangBatch)
             keys, values = (None if tensor is None else tensor[run.rows] for tensor in (k, v))
             source, metadata = batch.part(run)
             kept, self.forward_metadata = self.forward_metadata, metadata
@@ -119,9 +119,9 @@ class _Backend:
         fit = self._layer(layer)
         query = q if isinstance(fit, str) else q.view(len(q), heads, head_dim)
         call = LayerCall(layer.layer_id, fit, batch, query, layer.scaling, pages, whole, part, output)
-        return attend(call, len(q), self.s2o_host.server.counters)
+        return attend(call, len(q), self.s2o_engine.server.counters)
 
-    def _sharable(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> Batch | str:
+    def _sharable(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> SglangBatch | str:
         """The batch that a call is of, or why the call is the stock backend's as a whole."""
         batch = self.s2o_batch
         if isinstance(batch, str):
@@ -137,7 +137,7 @@ class _Backend:
         """The profile's layer, or why there is none."""
         index = layer.layer_id
         if index not in self.s2o_layers:
-            host, skips = self.s2o_host, getattr(self, "fa_skip_kv_cache", False)  # FlashAttention's, for embeddings
+            host, skips = self.s2o_engine, getattr(self, "fa_skip_kv_cache", False)  # FlashAttention's, for embeddings
             obstacle = (
                 host.obstacle
                 or ("keys are not written into the cache" if skips else None)

@@ -15,7 +15,7 @@ from s2o_runtime.serving.plan import Run
 from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 
-class Batch(batch.Batch):
+class SglangBatch(batch.Batch):
     """A ForwardBatch of prompts, some of which S2O may compute.
 
     Args:

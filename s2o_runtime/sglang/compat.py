@@ -48,7 +48,7 @@ NEEDED = {*OF_REQUESTS, *OF_TOKENS, *COUNTS, "forward_mode"}
 
 
 @dataclass(frozen=True)
-class Interface(ServerInterface):
+class SglangInterface(ServerInterface):
     """What of SGLang the backend relies on, as names.
 
     Attributes:
@@ -70,7 +70,7 @@ class Interface(ServerInterface):
     layer: tuple[str, ...]
 
     @classmethod
-    def in_sources(cls, folder: Path) -> Interface:
+    def in_sources(cls, folder: Path) -> SglangInterface:
         """The interface, from the folder of the package `sglang.srt`."""
         (backend,) = named_classes(folder / FLASH, "FlashAttentionBackend")
         batch, modes = named_classes(folder / BATCH, "ForwardBatch", "ForwardMode")

@@ -26,6 +26,6 @@ def register() -> None:
 
 def create(runner: Any) -> Any:
     """SGLang makes the backend of a model runner."""
-    from s2o_runtime.sglang.host import create_backend
+    from s2o_runtime.sglang.engine import create_backend
 
     return create_backend(runner)

@@ -21,14 +21,14 @@ from s2o_runtime.serving.calls import cache_obstacle, layer_obstacle, say_once, 
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.server import Server
-from s2o_runtime.vllm.batch import Batch, key_and_value_pages, whole_only
+from s2o_runtime.vllm.batch import VllmBatch, key_and_value_pages, whole_only
 from s2o_runtime.vllm.compat import INIT
 
 BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, or why S2O has no part in it
 
 
 @dataclass(frozen=True)
-class Host:
+class VllmApi:
     """What the classes ask of the vLLM around them.
 
     Attributes:
@@ -40,7 +40,7 @@ class Host:
     layer_index: Callable[[str], int]
 
 
-def mix_in(stock: type, name: str, host: Host) -> type:
+def mix_in(stock: type, name: str, host: VllmApi) -> type:
     """The class of S2O's backend on top of a stock one, which names those of its builder and implementation.
 
     Args:
@@ -51,10 +51,10 @@ def mix_in(stock: type, name: str, host: Host) -> type:
     stock_builder, stock_implementation = stock.get_builder_cls(), stock.get_impl_cls()  # type: ignore[attr-defined]
 
     class S2OMetadataBuilder(_Builder, stock_builder):  # type: ignore[misc, valid-type]
-        s2o_host = host
+        s2o_engine = host
 
     class S2OImpl(_Implementation, stock_implementation):  # type: ignore[misc, valid-type]
-        s2o_host = host
+        s2o_engine = host
 
     class S2OBackend(stock):  # type: ignore[misc]
         @staticmethod
@@ -83,7 +83,7 @@ def mix_in(stock: type, name: str, host: Host) -> type:
 class _Builder:
     """Adds the batch to the stock backend's metadata where a request may be long enough for S2O."""
 
-    s2o_host: Host
+    s2o_engine: VllmApi
 
     @classmethod
     def get_cudagraph_support(cls, *arguments: Any, **named: Any) -> Any:
@@ -92,24 +92,24 @@ class _Builder:
         return min(support, type(support).UNIFORM_BATCH, key=lambda level: level.value)
 
     def use_cascade_attention(self, *arguments: Any, **named: Any) -> bool:
-        return False  # its metadata has no parts
+        return False  # a batch with cascade attention cannot be cut into parts
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         stock_build = super().build  # type: ignore[misc]
         metadata = stock_build(common_prefix_len, common_attn_metadata, fast_build)
-        server = self.s2o_host.server()
+        server = self.s2o_engine.server()
         if common_attn_metadata.max_query_len < server.fit.min_queries:
             return metadata
         # fast: no schedule in buffers that the whole batch's metadata uses
         build_part = partial(stock_build, 0, fast_build=True)
         reason = server.fit.obstacle or whole_only(common_attn_metadata)
-        setattr(metadata, BATCH, reason or Batch(common_attn_metadata, build_part, server.max_keys))
+        setattr(metadata, BATCH, reason or VllmBatch(common_attn_metadata, build_part, server.max_keys))
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         updated = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
-        batch: Batch | str | None = getattr(metadata, BATCH, None)
-        if isinstance(batch, Batch):
+        batch: VllmBatch | str | None = getattr(metadata, BATCH, None)
+        if isinstance(batch, VllmBatch):
             batch = batch.with_block_table(blk_table, slot_mapping)
         if batch is not None:
             setattr(updated, BATCH, batch)
@@ -119,7 +119,7 @@ class _Builder:
 class _Implementation:
     """Computes the sparse runs of a batch, and calls the stock backend for the others."""
 
-    s2o_host: Host
+    s2o_engine: VllmApi
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -128,7 +128,7 @@ class _Implementation:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         given = {**dict(zip(INIT, arguments, strict=False)), **named}
-        self.s2o_server = self.s2o_host.server()
+        self.s2o_server = self.s2o_engine.server()
         self.s2o_layers: dict[str, tuple[int, LayerFit | str]] = {}
         self.s2o_obstacle = say_once(layer_obstacle(
             alibi=given.get("alibi_slopes") is not None,
@@ -146,13 +146,13 @@ class _Implementation:
         stock = super().forward  # type: ignore[misc]
         if attn_metadata is None:
             self.s2o_server.reserve(query)
-        batch: Batch | str | None = getattr(attn_metadata, BATCH, None)
+        batch: VllmBatch | str | None = getattr(attn_metadata, BATCH, None)
 
         def whole() -> Any:
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)
 
         def part(run: Run, out: Tensor) -> None:
-            assert isinstance(batch, Batch)
+            assert isinstance(batch, VllmBatch)
             q, k, v = (None if tensor is None else tensor[run.rows] for tensor in (query, key, value))
             stock(layer, q, k, v, kv_cache, batch.part(run), output[run.rows], *scales, **named)
 
@@ -172,7 +172,7 @@ class _Implementation:
         name = layer.layer_name
         if name not in self.s2o_layers:
             try:
-                number = self.s2o_host.layer_index(name)
+                number = self.s2o_engine.layer_index(name)
             except (AssertionError, ValueError):  # a name with several numbers, of a part that is no decoder
                 number = -1
             sizes = self.num_heads, self.num_kv_heads, self.head_size

@@ -27,7 +27,7 @@ WHOLE_ONLY = {
 }
 
 
-class Batch(batch.Batch):
+class VllmBatch(batch.Batch):
     """One batch, as a metadata builder was given it.
 
     Args:
@@ -48,7 +48,7 @@ class Batch(batch.Batch):
         edges = common.query_start_loc[run.first : run.last + 1]
         return edges, common.seq_lens[run.requests].int(), common.block_table_tensor[run.requests]
 
-    def with_block_table(self, block_table: Tensor, slot_mapping: Tensor) -> Batch:
+    def with_block_table(self, block_table: Tensor, slot_mapping: Tensor) -> VllmBatch:
         """The same batch of another group of layers, whose keys lie in other pages."""
         common = replace(self._common, block_table_tensor=block_table, slot_mapping=slot_mapping)
         other, build_part = copy.copy(self), self._build

@@ -35,7 +35,7 @@ COMMON_MORE = {
 
 
 @dataclass(frozen=True)
-class Interface(ServerInterface):
+class VllmInterface(ServerInterface):
     """What of vLLM the backend relies on, as names.
 
     Attributes:
@@ -52,7 +52,7 @@ class Interface(ServerInterface):
     cache_update: bool
 
     @classmethod
-    def in_sources(cls, folder: Path) -> Interface:
+    def in_sources(cls, folder: Path) -> VllmInterface:
         """The interface of FlashAttention's backend, from the folder of the package `vllm`."""
         stock, implementation, builder = named_classes(
             folder / FLASH, "FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from s2o_runtime.serving.sources import interface_obstacle
-from s2o_runtime.vllm.compat import Interface
+from s2o_runtime.vllm.compat import VllmInterface
 
 NAME = "S2O"  # of the backend where vLLM lets plugins name one, else CUSTOM
 FLASH = "s2o_runtime.vllm.flash.S2OBackend"
@@ -33,7 +33,7 @@ def register() -> None:
         return
     import vllm
 
-    obstacle = interface_obstacle(Interface, Path(str(vllm.__file__)).parent)
+    obstacle = interface_obstacle(VllmInterface, Path(str(vllm.__file__)).parent)
     if obstacle is not None:
         log.warning("S2O does not know this vLLM (%s): the stock backend runs in its place", obstacle)
     path = FLASH if obstacle is None else STOCK

@@ -61,7 +61,7 @@ S2O = "S2O"
 
 
 @dataclass(frozen=True)
-class Point:
+class TableRow:
     """One row of a table: a form of S2O, what was aimed at, and the config that comes nearest."""
 
     form: str
@@ -168,7 +168,7 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerC
         of_heads = density(config)
         return of_heads.mean().expand_as(of_heads)
 
-    points: dict[str, Point] = {}  # by the name of their job
+    points: dict[str, TableRow] = {}  # by the name of their job
     jobs: dict[str, Job] = {"dense": partial(dense_attention, q, k, v)}
     for form, config in never_stop.items():
         of_form = points_of(args, form, config, mean_density if form == PUBLISHED else density)
@@ -180,7 +180,7 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerC
         points |= named
     seconds = {name: spread(times) for name, times in samples(jobs, q.device, args.rounds).items()}
 
-    def row(name: str, point: Point) -> AttentionRow:
+    def row(name: str, point: TableRow) -> AttentionRow:
         of_heads, prefill = density(point.config), seconds.get(f"{name}, prefill")
         mean = float(of_heads.mean())
         work = mean * seconds["dense"].median
@@ -216,21 +216,21 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerC
 
 def points_of(
     args: argparse.Namespace, form: str, never_stop: LayerConfig, density: Callable[[LayerConfig], Tensor]
-) -> list[Point]:
+) -> list[TableRow]:
     """The rows of one form: without a stop, at every density that can be reached, else as low as can be.
 
     Linear tails have one row.
     """
     if form == LINEAR_TAILS:
-        return [Point(form, "one chunk", never_stop)]
+        return [TableRow(form, "one chunk", never_stop)]
     lowest = with_taus(never_stop, [MAX_TAU] * never_stop.num_heads)
     floor = float(density(lowest).mean())
-    points = [Point(form, "never stop", never_stop)]
+    points = [TableRow(form, "never stop", never_stop)]
     for target in sorted(args.densities, reverse=True):
         if target > floor:
-            points.append(Point(form, target, bisect(never_stop, target, args.steps, density)))
+            points.append(TableRow(form, target, bisect(never_stop, target, args.steps, density)))
     if min(args.densities) <= floor:
-        points.append(Point(form, "lowest", lowest))
+        points.append(TableRow(form, "lowest", lowest))
     return points
 
 

@@ -104,7 +104,7 @@ def layer_row(qkv: QKV, call: Callable[..., Any], rounds: int) -> Row:
     Args:
         qkv: q [1, Hq, L, D], k and v [1, Hkv, L, D].
         call: its attention, which takes `return_stats`.
-        rounds: Turns that are timed.
+        rounds: turns that are timed.
     """
     q = qkv[0]
     stats = call(return_stats=True).stats

@@ -16,8 +16,8 @@ def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scoring: Scoring) 
     Args:
         q: [1, Hq, Lq, D], any floating type. Query i stands at position Lk - Lq + i.
         k, v: [1, Hkv, Lk, D] and [1, Hkv, Lk, Dv].
-        rows: Which of the queries, int64 [R], ascending.
-        scoring: What the layer makes of the products of q and k.
+        rows: which of the queries, int64 [R], ascending.
+        scoring: what the layer makes of the products of q and k.
 
     Returns:
         [1, Hq, R, Dv] in float32, or float64 for float64 inputs.

@@ -63,7 +63,7 @@ VARIABLES = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class PromptKind:
     """A kind of prompt. chunk: tokens of a step. hit: the share of its tokens that is in the prefix cache."""
 
     length: int
@@ -80,7 +80,7 @@ class FirstTokens:
     """
 
     engine: str
-    kind: Kind
+    kind: PromptKind
     seconds: Spread
     first_seconds: float
     cached: int
@@ -223,7 +223,7 @@ def timed(engine: str, args: argparse.Namespace, folder: Path) -> FirstTokenFile
 
     llm, text = vllm.LLM(**engine_options(engine, args, folder)), Text(args)
     rows = []
-    for kind in (Kind(*of) for of in product(args.lengths, args.chunks, args.hits)):
+    for kind in (PromptKind(*of) for of in product(args.lengths, args.chunks, args.hits)):
         row = first_tokens_of(llm, engine, kind, text, args)
         print(
             f"{engine}: {kind}: {row.seconds.median * 1e3:.1f} ms, the first {row.first_seconds * 1e3:.0f}", flush=True
@@ -234,9 +234,9 @@ def timed(engine: str, args: argparse.Namespace, folder: Path) -> FirstTokenFile
     loops = [open_loop(llm, engine, rate, text, args) for rate in args.rates]
     summary, density = "", {}
     if engine == S2O:
-        from s2o_runtime.vllm import host
+        from s2o_runtime.vllm import engine as vllm_engine
 
-        counters = host.server().counters
+        counters = vllm_engine.server().counters
         summary = counters.summary()
         density = {str(layer): share for layer, share in counters.densities().items()}
         if not any(path == "s2o" for path, _ in counters.shares()):
@@ -250,7 +250,7 @@ def timed(engine: str, args: argparse.Namespace, folder: Path) -> FirstTokenFile
     )
 
 
-def first_tokens_of(llm: Any, engine: str, kind: Kind, text: Text, args: argparse.Namespace) -> FirstTokens:
+def first_tokens_of(llm: Any, engine: str, kind: PromptKind, text: Text, args: argparse.Namespace) -> FirstTokens:
     """Time one kind of prompt."""
     set_chunk(llm, kind.chunk)
     shared = text.tokens(int(kind.hit * kind.length))

@@ -75,7 +75,7 @@ Key = tuple[str, str]  # method and setting
 
 
 @dataclass(frozen=True)
-class LayerCall:
+class MethodCall:
     """One setting of one method on one layer.
 
     attention: the whole call. measured: its output and the mean density of its heads. selection: the call's first part
@@ -87,7 +87,7 @@ class LayerCall:
     selection: Callable[[], Any] | None = None
 
 
-Settings = dict[Key, Callable[[Inputs], LayerCall]]
+Settings = dict[Key, Callable[[Inputs], MethodCall]]
 
 
 def parser() -> common.Parser:
@@ -262,12 +262,12 @@ def key_of(path: Path) -> Key:
     return CALIBRATED, f"{record.budget.kind} {record.budget.value:g} ({path.stem}){proven}"
 
 
-def dense_call(inputs: Inputs, attention: Callable[[Tensor, Tensor, Tensor], Tensor] = dense_attention) -> LayerCall:
+def dense_call(inputs: Inputs, attention: Callable[[Tensor, Tensor, Tensor], Tensor] = dense_attention) -> MethodCall:
     call = partial(attention, inputs.q, inputs.k, inputs.v)
-    return LayerCall(call, lambda: (call(), 1.0))
+    return MethodCall(call, lambda: (call(), 1.0))
 
 
-def baseline_call(baseline: Baseline, inputs: Inputs) -> LayerCall:
+def baseline_call(baseline: Baseline, inputs: Inputs) -> MethodCall:
     if baseline.runs_dense(inputs.layer):
         return dense_call(inputs)
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -277,23 +277,23 @@ def baseline_call(baseline: Baseline, inputs: Inputs) -> LayerCall:
         out, stats = baseline_attention(q, k, v, baseline)
         return out, float(stats.density.mean())
 
-    return LayerCall(lambda: attend(q, k, v, selection()), measured, selection)
+    return MethodCall(lambda: attend(q, k, v, selection()), measured, selection)
 
 
-def text_call(text: str, inputs: Inputs) -> LayerCall:
+def text_call(text: str, inputs: Inputs) -> MethodCall:
     heads, head_dim, device = inputs.q.shape[1], inputs.q.shape[3], inputs.q.device
     tiles = candidate_tiles(head_dim, identify(device).capability) if device.type == "cuda" else ()
     return config_call(config_of(text, heads, tiles), inputs)
 
 
-def profile_call(profile: Profile, inputs: Inputs) -> LayerCall:
+def profile_call(profile: Profile, inputs: Inputs) -> MethodCall:
     """As the runtime has it: a call with fewer keys than the shortest calibrated prompt is dense."""
     keys = inputs.k.shape[2]
     below = keys < profile.min_length
     return dense_call(inputs) if below else config_call(profile.layer_config(inputs.layer, keys), inputs)
 
 
-def config_call(config: LayerConfig, inputs: Inputs) -> LayerCall:
+def config_call(config: LayerConfig, inputs: Inputs) -> MethodCall:
     """S2O with this config; its selection is the ranking."""
     q, k, v = inputs.q, inputs.k, inputs.v
     backend = choose_backend(Call.of(q, k, v, config), "auto").backend
@@ -304,7 +304,7 @@ def config_call(config: LayerConfig, inputs: Inputs) -> LayerCall:
         return result.out, float(result.density.mean())
 
     selection = kernel_parts(q, k, v, [config])[0] if ranks else None
-    return LayerCall(partial(s2o_attention, q, k, v, config), measured, selection)
+    return MethodCall(partial(s2o_attention, q, k, v, config), measured, selection)
 
 
 if __name__ == "__main__":

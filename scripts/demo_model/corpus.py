@@ -40,7 +40,7 @@ CLOSED_LICENCES = re.compile(r"\b(GPL|LGPL|AGPL|GNU|Proprietary|NVIDIA|Commercia
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """What was read, and how much of it."""
 
     name: str
@@ -66,11 +66,11 @@ def main() -> None:
     (out / "corpus.json").write_text(json.dumps([asdict(source) for source in sources], indent=1) + "\n")
 
 
-def collect() -> tuple[list[str], list[str], list[Source]]:
+def collect() -> tuple[list[str], list[str], list[TextSource]]:
     """Texts to train on, texts to hold out, and where they came from."""
     train: list[str] = []
     hold: list[str] = []
-    sources: list[Source] = []
+    sources: list[TextSource] = []
     for source, texts in _all_texts():
         characters = 0
         for key, text in texts:
@@ -78,7 +78,7 @@ def collect() -> tuple[list[str], list[str], list[Source]]:
             (hold if held else train).append(text)
             characters += len(text)
         if characters:
-            sources.append(Source(*source, characters))
+            sources.append(TextSource(*source, characters))
     return train, hold, sources
 
 

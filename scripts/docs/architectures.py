@@ -59,7 +59,7 @@ Cells = Mapping[tuple[str, str], str]
 
 
 @dataclass
-class Recorder:
+class OutcomeRecorder:
     """A pytest plugin: the tests that were collected, and how each ended."""
 
     items: list[pytest.Item] = field(default_factory=list)
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="run no test and write nothing")
     check = parser.parse_args(argv).check
-    recorder = Recorder()
+    recorder = OutcomeRecorder()
     options = ["--collect-only", "-q", "--no-summary"] if check else ["-q", "--no-header"]
     code = pytest.main([str(TESTS), "-p", "no:cacheprovider", *options], plugins=[recorder])
     if code:

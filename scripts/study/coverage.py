@@ -20,7 +20,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from calibrate.proof.adjust import growth
+from calibrate.proof.adjust import allowed_growth
 from calibrate.proof.bounds import CONFIDENCE, STEPS, may_exceed, mean_bound, share_shown, step_confidence
 from calibrate.proof.verify import LayerProof, PromptErrors
 from calibrate.recipe import Budget, Recipe
@@ -119,7 +119,7 @@ def price(draw: Draw, texts: int, kinds: int, rounds: int, seed: int = 0) -> flo
             prompts = tuple(PromptErrors((error, 1.0), (error, 1.0)) for error in adjusted[:, layer].tolist())
             mean = float(adjusted[:, layer].mean())
             proof = LayerProof(mean, 1.0, 0.2, 0.0, of_prompts=prompts, kinds=tuple(names[:4]))
-            spent = losses[:, layer] * growth(proof, 1.0, RECIPE, LAYERS, texts)
+            spent = losses[:, layer] * allowed_growth(proof, 1.0, RECIPE, LAYERS, texts)
             step = next(
                 (
                     step
@@ -128,7 +128,7 @@ def price(draw: Draw, texts: int, kinds: int, rounds: int, seed: int = 0) -> flo
                 ),
                 None,
             )
-            share = growth(proof, 1.0, RECIPE, LAYERS, texts) * (step or 0.0) / RECIPE.margin
+            share = allowed_growth(proof, 1.0, RECIPE, LAYERS, texts) * (step or 0.0) / RECIPE.margin
             times.append(share**-SLOPE if share else 8.0)
     return float(np.mean(times))
 

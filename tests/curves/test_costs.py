@@ -10,7 +10,7 @@ import torch
 
 from calibrate.curves import ranking_cost
 from calibrate.curves.costs import fixed_cost, overhead
-from calibrate.curves.curves import Ranking
+from calibrate.curves.curves import RankingConfig
 from calibrate.curves.ranking_cost import stored_cost
 from calibrate.journal import Journal
 from calibrate.recipe import Recipe
@@ -37,7 +37,7 @@ def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
     dense = next(row["seconds"] for row in measured["rows"] if row["method"] == "dense (cuDNN)")
     selecting = [row["selecting_seconds"] for row in measured["rows"] if row["method"] == "S2O, one tau"]
     share = statistics.median(selecting) / dense
-    assert 0.95 < (overhead(Ranking(1024, 1, 4), tail=True) + fixed_cost(length)) / share < most
+    assert 0.95 < (overhead(RankingConfig(1024, 1, 4), tail=True) + fixed_cost(length)) / share < most
 
 
 def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
@@ -65,7 +65,7 @@ def test_the_measured_call_stops_as_early_as_it_can(monkeypatch):
 
     monkeypatch.setattr(ranking_cost, "medians", medians)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    ranking = Ranking(256, 1, 4)
+    ranking = RankingConfig(256, 1, 4)
     cost = ranking_cost._measured(GEOMETRY, torch.device("cpu"), 1024, ranking)
     assert [out.shape for out in ran] == [(1, 4, 1024, 64)] * 2
     density = 0.6 - overhead(ranking, tail=False) - cost

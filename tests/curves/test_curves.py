@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from calibrate.curves import torch_pass, trace_pass
-from calibrate.curves.curves import TAUS, Ranking, Shape, mean_curve, window_pairs
+from calibrate.curves.curves import TAUS, RankingConfig, Shape, mean_curve, window_pairs
 from calibrate.curves.passes import measure
 from calibrate.curves.row_errors import WORST, row_errors, tile_worst
 from calibrate.model.capture import Captured
@@ -24,8 +24,8 @@ def prompt(length=1300, heads=4, kv_heads=2, head_dim=16, value_dim=16, **featur
     return Captured(q, k, v, head_dim**-0.5, **features)
 
 
-METHODS = [Ranking(256), Ranking(512, 8), Ranking(256, 32, 4), Ranking(512, 1, 2)]
-INT8 = Ranking(256, 32, 4, "int8")
+METHODS = [RankingConfig(256), RankingConfig(512, 8), RankingConfig(256, 32, 4), RankingConfig(512, 1, 2)]
+INT8 = RankingConfig(256, 32, 4, "int8")
 TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 
@@ -54,7 +54,7 @@ def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
 
 def predicts(captured, method, tile, tail, last_rows=0):
     """Compare the curve of a method and a tile with the reference at some thresholds."""
-    methods = [Ranking(method.segment, 64), method]  # one pass, several ways to rank
+    methods = [RankingConfig(method.segment, 64), method]  # one pass, several ways to rank
     curve = measure(captured, methods, [Shape(64, 128), Shape.of(tile)], last_rows)[method, Shape.of(tile)]
     scoring = captured.scoring.arguments()
     truth = exact_attention(captured.q, captured.k, captured.v, **scoring)
@@ -83,7 +83,7 @@ def test_int8_scores_cost_what_they_do_to_dense_attention():
     captured = prompt()
     shape = Shape(64, 128)
     for segment in (256, 2048):
-        plain, int8 = Ranking(segment), Ranking(segment, scores="int8")
+        plain, int8 = RankingConfig(segment), RankingConfig(segment, scores="int8")
         curves = measure(captured, [plain, int8], [shape])
         config = LayerConfig.uniform(4, segment=segment, tile=TileConfig(64, 128, 1), scores="int8")
         truth = exact_attention(captured.q, captured.k, captured.v)
@@ -94,7 +94,7 @@ def test_int8_scores_cost_what_they_do_to_dense_attention():
 
 
 def test_measuring_few_heads_at_a_time_changes_nothing(monkeypatch):
-    captured, method, shape = prompt(600), Ranking(256, 4, 2), Shape(64, 256)
+    captured, method, shape = prompt(600), RankingConfig(256, 4, 2), Shape(64, 256)
     whole = measure(captured, [method], [shape])[method, shape]
     monkeypatch.setattr(torch_pass, "CPU_BYTES", 1)
     single = measure(captured, [method], [shape])[method, shape]
@@ -104,7 +104,7 @@ def test_measuring_few_heads_at_a_time_changes_nothing(monkeypatch):
 
 
 def test_the_curve_of_two_prompts_has_the_larger_error_and_the_mean_density():
-    key = (Ranking(256), Shape(64, 128))
+    key = (RankingConfig(256), Shape(64, 128))
     first, second = (measure(prompt(400), key[:1], key[1:])[key] for _ in range(2))
     mean = mean_curve([first, second])
     for name in ("mse", "tail_mse"):  # mean plus one deviation

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from calibrate.curves import measure, passes
-from calibrate.curves.curves import Ranking, Shape, mean_curve
+from calibrate.curves.curves import RankingConfig, Shape, mean_curve
 from calibrate.curves.measure import _with_all_shapes, measure_model
 from calibrate.journal import Journal
 from calibrate.model import capture
@@ -109,7 +109,7 @@ def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
     curves = watched.run(prompts)
     for length in LENGTHS:
         segments = (64,) if length == 450 else (64, 256)  # at least half of a prompt lies in some prefix
-        methods = [Ranking(segment, each, 4) for segment in segments for each in (1, 4)]
+        methods = [RankingConfig(segment, each, 4) for segment in segments for each in (1, 4)]
         alone = [list(map(list, capture.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
         for layer in range(2):
             assert set(curves[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
@@ -128,7 +128,7 @@ def test_the_journal_answers_the_second_time_without_the_model(watched, monkeypa
     assert sorted(watched.measured) == sorted(
         (layer, length) for layer in range(2) for length in (450, 450, 600, 600, 600, 600)
     )
-    monkeypatch.setattr(capture, "DenseWalk", None)
+    monkeypatch.setattr(capture, "DenseForward", None)
     assert_same(first, watched.run())
     assert (watched.measured, watched.reused) == ([], 4)
 

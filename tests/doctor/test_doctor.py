@@ -19,14 +19,16 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.doctor import environment, prospect, self_test
+from s2o_runtime.doctor import environment, profile_check, self_test
 from s2o_runtime.doctor.command import examine, main
 from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit_code
 from s2o_runtime.reference import attention
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.serving.fit import ProfileFit, Rank
 from s2o_runtime.sglang import compat as sglang_compat
+from s2o_runtime.sglang.compat import SglangInterface
 from s2o_runtime.vllm import compat as vllm_compat
+from s2o_runtime.vllm.compat import VllmInterface
 from support.marks import pairwise
 from support.pages import DEMO_PROFILE, ROOT
 
@@ -196,17 +198,17 @@ def installation_of(tmp_path, monkeypatch):
 
 
 SERVERS = pytest.mark.parametrize(
-    ("name", "compat", "group", "variable", "sources"),
+    ("name", "interface", "versions", "group", "variable", "sources"),
     [
-        ("vllm", vllm_compat, "vllm.general_plugins", "VLLM_PLUGINS", "vllm"),
-        ("sglang", sglang_compat, "sglang.srt.plugins", "SGLANG_PLUGINS", "sglang/srt"),
+        ("vllm", VllmInterface, vllm_compat.READ, "vllm.general_plugins", "VLLM_PLUGINS", "vllm"),
+        ("sglang", SglangInterface, sglang_compat.READ, "sglang.srt.plugins", "SGLANG_PLUGINS", "sglang/srt"),
     ],
 )
 
 
 @SERVERS
 def test_a_server_is_known_by_its_sources_alone(
-    name, compat, group, variable, sources, installation_of, tmp_path, monkeypatch
+    name, interface, versions, group, variable, sources, installation_of, tmp_path, monkeypatch
 ):
     installation = installation_of(name, "0.33.0")
     monkeypatch.delenv(variable, raising=False)
@@ -214,7 +216,7 @@ def test_a_server_is_known_by_its_sources_alone(
     assert unknown.name == name
     assert unknown.advice.startswith("S2O does not know it (its sources are not as expected: ")
     assert str(tmp_path / sources) in unknown.advice
-    assert unknown.advice.endswith(f"use one of {', '.join(compat.READ)}")
+    assert unknown.advice.endswith(f"use one of {', '.join(versions)}")
 
     looked_at, plugins = [], []
     monkeypatch.setattr(environment, "interface_obstacle", lambda *arguments: looked_at.append(arguments))
@@ -223,7 +225,7 @@ def test_a_server_is_known_by_its_sources_alone(
     assert "does not find S2O's plugin" in installation().advice
     plugins.append(SimpleNamespace(name="s2o"))
     assert installation() == Finding(name, "0.33.0, its interface is known and S2O is its plugin")
-    assert set(looked_at) == {(compat.Interface, tmp_path / sources)}
+    assert set(looked_at) == {(interface, tmp_path / sources)}
     monkeypatch.setenv(variable, "other")
     assert installation().advice == f"{variable} is 'other', which leaves S2O out: add s2o"
     assert name not in sys.modules
@@ -485,7 +487,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
         with torch.no_grad():
             model(torch.arange(length)[None] + 100, logits_to_keep=1)
         ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
-        foreseen = prospect.outcomes(ProfileFit(profile, Rank(), CPU), length)
+        foreseen = profile_check.outcomes(ProfileFit(profile, Rank(), CPU), length)
         assert {(layer, path) for layer, path, _ in foreseen} == ran.keys()
         assert all(ran[layer, path] == reason for layer, path, reason in foreseen if path == "dense")
         seen |= {path for _, path, _ in foreseen}
@@ -528,7 +530,7 @@ def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
     assert code == BAD_INPUT
     assert "calibrated on random weights" in sections["profile"]["weights"]["advice"]
 
-    monkeypatch.setattr(prospect, "identify", lambda device: DeviceIdentity("rocm", "MI300"))
+    monkeypatch.setattr(profile_check, "identify", lambda device: DeviceIdentity("rocm", "MI300"))
     code, sections = doctor(capsys, "--profile", DEMO_PROFILE)
     assert code == NO_RESOURCE
     assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
@@ -538,7 +540,7 @@ def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
     ("numbers", "words"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0 to 2, 5"), ([1, 3, 4], "1, 3 to 4")]
 )
 def test_ranges_in_words(numbers, words):
-    assert prospect.ranges(numbers) == words
+    assert profile_check.ranges(numbers) == words
 
 
 @pytest.mark.usefixtures("quick", "offline")

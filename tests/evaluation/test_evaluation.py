@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from calibrate.evaluation import quality_plots as plots
 from calibrate.evaluation import report, score
-from calibrate.evaluation.plan import TASKS, TEXT, Plan
+from calibrate.evaluation.plan import TASKS, TEXT, EvaluationPlan
 from calibrate.evaluation.results import open_journal, summary
 from calibrate.evaluation.run import evaluate
 from calibrate.evaluation.settings import named, parsed
@@ -70,7 +70,7 @@ def measured(demo, tmp_path_factory):
 
     def plan(folder):
         tasks = ("needles", "variables", "perplexity", "agreement")
-        return Plan("demo", folder, (512, 576), tasks, settings=(EXACT, COARSE), samples=1, needles=8)
+        return EvaluationPlan("demo", folder, (512, 576), tasks, settings=(EXACT, COARSE), samples=1, needles=8)
 
     whole = plan(shared(tmp_path_factory, "demo-evaluated", lambda folder: run(plan(folder), demo)))
     return whole, run(whole, demo)
@@ -113,7 +113,7 @@ def test_agreement_is_exact_for_a_setting_that_never_stops_and_not_for_a_coarse_
 
 def test_rows_and_the_heat_map_are_what_the_lines_say(tiny, tmp_path):
     tasks = ("needles", "alike")
-    plan = Plan("tiny", tmp_path, (512, 640), tasks, settings=(COARSE,), samples=5, needles=2).validate()
+    plan = EvaluationPlan("tiny", tmp_path, (512, 640), tasks, settings=(COARSE,), samples=5, needles=2).validate()
     compared = variants(plan, tiny)
     rng = random.Random(0)
     by_hand = {}
@@ -159,7 +159,7 @@ def test_perplexity_is_the_cross_entropy(demo):
 def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
     ids = torch.randint(3, 99, (700,))
     positions = torch.arange(5, 700, 3)
-    compared = variants(Plan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
+    compared = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
     kept = score.reference(score.ForwardPass(tiny, ids), positions)
     with running(tiny.model, compared[1]):
         value = score.agreement(score.ForwardPass(tiny, ids), positions, kept)
@@ -200,7 +200,7 @@ def generated(model, ids, count):
 
 @pytest.mark.slow(reason="generates with three models")
 def test_greedy_answers_are_those_that_the_models_generate(demo, tmp_path):
-    plan = Plan("demo", tmp_path, (700,), settings=("tau=20,segment=64", EXACT)).validate()
+    plan = EvaluationPlan("demo", tmp_path, (700,), settings=("tau=20,segment=64", EXACT)).validate()
     dense, *sparse = variants(plan, demo)
     ids = build(Case(("greedy",), 700, 1), plan, demo.tokenizer, ())[0].ids
     with running(demo.model, dense):
@@ -220,7 +220,7 @@ def test_greedy_answers_are_those_that_the_models_generate(demo, tmp_path):
 
 
 def test_a_greedy_answer_ends_where_the_model_ends_it(demo, tmp_path, monkeypatch):
-    ids = build(Case(("greedy",), 300, 0), Plan("demo", tmp_path, (300,)), demo.tokenizer, ())[0].ids
+    ids = build(Case(("greedy",), 300, 0), EvaluationPlan("demo", tmp_path, (300,)), demo.tokenizer, ())[0].ids
     whole = generated(demo.model, ids, score.ANSWER)
     monkeypatch.setattr(demo.model.generation_config, "eos_token_id", [4095, whole[5]])
     answer = score.greedy_answer(demo, score.ForwardPass(demo, ids, cache=True))
@@ -230,7 +230,7 @@ def test_a_greedy_answer_ends_where_the_model_ends_it(demo, tmp_path, monkeypatc
 @pytest.mark.parametrize(("keep", "same"), [(1.0, True), (0.3, False)])
 def test_a_baseline_computes_every_layer_of_full_attention(tiny, tmp_path, keep, same):
     text = f"pbs:keep={keep},segment=128,block=64"
-    plan = Plan("tiny", tmp_path, (700,), settings=(text,)).validate()
+    plan = EvaluationPlan("tiny", tmp_path, (700,), settings=(text,)).validate()
     dense, baseline = variants(plan, tiny)
     assert baseline.name == text
     ids, hidden = torch.randint(3, 99, (700,)), {}
@@ -250,7 +250,7 @@ def test_a_baseline_computes_every_layer_of_full_attention(tiny, tmp_path, keep,
 def test_a_baseline_leaves_its_first_layers_dense(tiny, tmp_path):
     """Of FlashPrefill V2 those that it names; they count as dense in what the run did."""
     text = "flash-prefill-v2:alpha=1,block=64,first=0,window=0,last=0,dense_layers=1"
-    baseline = variants(Plan("tiny", tmp_path, (700,), settings=(text,)).validate(), tiny)[1]
+    baseline = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(text,)).validate(), tiny)[1]
     with running(tiny.model, baseline):
         score.ForwardPass(tiny, torch.randint(3, 99, (700,)))
     first, *others = baseline.last.values()
@@ -284,7 +284,7 @@ def test_predictions_that_are_not_finite_are_named(tiny):
 
 def asked_in(demo, tmp_path, task, count=8):
     """A prompt of a task, 1024 tokens long: its text before the questions, these, and their answers in order."""
-    plan = Plan("demo", tmp_path, (1024,), (task,), samples=2, needles=count).validate()
+    plan = EvaluationPlan("demo", tmp_path, (1024,), (task,), samples=2, needles=count).validate()
     prompt, asked = build(cases(plan, ())[1], plan, demo.tokenizer, ())
     assert len(prompt.ids) == 1024
     assert sorted(asked) == list(range(count))
@@ -342,14 +342,14 @@ def test_questions_are_answered_by_a_sentence_of_the_text(demo, tmp_path):
 
 
 def test_the_text_of_a_greedy_answer_ends_with_a_request(demo, tmp_path):
-    plan = Plan("demo", tmp_path, (300,)).validate()
+    plan = EvaluationPlan("demo", tmp_path, (300,)).validate()
     prompt, _ = build(Case(("perplexity", "greedy"), 300, 0), plan, demo.tokenizer, ())
     assert len(prompt.ids) == 300
     assert demo.tokenizer.decode(prompt.ids).endswith(SUMMARY)
 
 
 def test_a_length_too_short_for_a_task_names_one_that_is_not(demo, tmp_path):
-    plan = Plan("demo", tmp_path, (256,), ("needles", "perplexity"), needles=9).validate()
+    plan = EvaluationPlan("demo", tmp_path, (256,), ("needles", "perplexity"), needles=9).validate()
     with pytest.raises(InputError, match=r"length 256 is too short for the task 'needles': use \d+ tokens") as refused:
         check(plan, demo.tokenizer)
     enough = replace(plan, lengths=(int(re.search(r"use (\d+) tokens", str(refused.value))[1]),))
@@ -380,7 +380,7 @@ def dies_after(survived, put):
 def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
     def plan(name):
         options = {"settings": (COARSE,), "samples": 2, "needles": 2, "repeats": 1}
-        return Plan("tiny", tmp_path / name, (512, 600), ("needles", "alike", *TEXT, "time"), **options)
+        return EvaluationPlan("tiny", tmp_path / name, (512, 600), ("needles", "alike", *TEXT, "time"), **options)
 
     whole = run(plan("whole"), tiny)
     killed = plan("killed")
@@ -404,7 +404,7 @@ def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
 
 
 def test_results_of_other_inputs_are_refused_by_name(tiny, tmp_path):
-    plan = Plan("tiny", tmp_path, (400,), ("needles",), samples=1, needles=1)
+    plan = EvaluationPlan("tiny", tmp_path, (400,), ("needles",), samples=1, needles=1)
     run(plan, tiny)
     with pytest.raises(InputError, match="was made with seed 0, this run has 1: give another --out-dir, or delete it"):
         run(replace(plan, seed=1), tiny)
@@ -415,7 +415,9 @@ def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
     for name, tau in (("exact", 0.0), ("coarse", 1000.0)):
         save_profile(make_profile(tiny.model, tau, min_length=400), tmp_path / f"{name}.safetensors")
     files = tuple(tmp_path / f"{name}.safetensors" for name in ("exact", "coarse"))
-    plan = Plan("tiny", tmp_path / "out", (300, 500), ("needles", "agreement", "time"), files, needles=1, repeats=1)
+    plan = EvaluationPlan(
+        "tiny", tmp_path / "out", (300, 500), ("needles", "agreement", "time"), files, needles=1, repeats=1
+    )
     results = run(plan, tiny)
     assert [variant["name"] for variant in results["variants"]] == ["dense", "exact", "coarse"]
     short, long = rows(results, "agreement", "coarse")

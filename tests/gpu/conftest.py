@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from s2o_runtime.kernels.plan import Plan
+from s2o_runtime.kernels.plan import LaunchPlan
 from s2o_runtime.tiles import tile_obstacle
 
 
@@ -31,12 +31,12 @@ def alone():
 @pytest.fixture
 def replays(monkeypatch):
     """For every call that had a plan, whether the plan was used."""
-    used, replay = [], Plan.replay
+    used, replay = [], LaunchPlan.replay
 
     def counted(plan, inputs):
         done = replay(plan, inputs)
         used.append(done is not None)
         return done
 
-    monkeypatch.setattr(Plan, "replay", counted)
+    monkeypatch.setattr(LaunchPlan, "replay", counted)
     return used

@@ -12,7 +12,7 @@ from s2o_runtime import DriftCheck, LayerConfig, TileConfig, s2o_attention
 from s2o_runtime.huggingface import hf
 from s2o_runtime.huggingface.explanation import explained
 from s2o_runtime.huggingface.layers import LayerState, attach
-from s2o_runtime.monitor.drift import Allowed, DriftMonitor, sampled_errors
+from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, sampled_errors
 from s2o_runtime.monitor.meter import SAMPLES, Meter
 from s2o_runtime.reference.dense import exact_attention
 from support.gpu import laid_out
@@ -106,7 +106,7 @@ def test_bookkeeping_takes_little_time_on_the_host(layer, monkeypatch, capsys, a
 def test_a_sampled_call_does_not_wait_for_the_device(layer):
     """Every call of the first ones is sampled, with the drift check besides; torch raises where something waits."""
     module, state = layer
-    state.drift = DriftMonitor(DriftCheck(every=1), 0, Allowed("rel_mse", {4096: 1e3}))
+    state.drift = DriftMonitor(DriftCheck(every=1), 0, ErrorLimits("rel_mse", {4096: 1e3}))
     call, _ = prefill(module, 4096)
     for _ in range(4):  # compiles, records, makes generators
         call()
@@ -126,7 +126,7 @@ def test_what_the_drift_check_costs_at_32k(layer, capsys):
     module, state = layer
     call, _ = prefill(module, 32768)
     without = milliseconds(call)
-    state.drift = DriftMonitor(DriftCheck(every=1), 0, Allowed("rel_mse", {32768: 1e3}))
+    state.drift = DriftMonitor(DriftCheck(every=1), 0, ErrorLimits("rel_mse", {32768: 1e3}))
     checked = milliseconds(call)
     share = (checked - without) / DriftCheck().every / without
     with capsys.disabled():
@@ -156,7 +156,7 @@ def test_the_estimate_is_the_error_within_sampling_error():
 @torch.no_grad()
 def test_a_loosened_layer_warns_and_goes_dense(layer, caplog):
     module, state = layer
-    state.drift = DriftMonitor(DriftCheck(every=1, action="dense", after=4), 0, Allowed("rel_mse", {4096: 1e-12}))
+    state.drift = DriftMonitor(DriftCheck(every=1, action="dense", after=4), 0, ErrorLimits("rel_mse", {4096: 1e-12}))
     call, qkv = prefill(module, 4096)
     for _ in range(8):
         out, _ = call()
@@ -175,7 +175,7 @@ def test_a_loosened_layer_warns_and_goes_dense(layer, caplog):
 def test_a_cuda_graph_captures_a_patched_layer(layer, calls_before):
     """With meter and drift check on; its replays compute what an eager call does."""
     module, state = layer
-    state.drift = DriftMonitor(DriftCheck(every=1), 0, Allowed("rel_mse", {2048: 1e3}))
+    state.drift = DriftMonitor(DriftCheck(every=1), 0, ErrorLimits("rel_mse", {2048: 1e3}))
     call, qkv = prefill(module, 2048)
     for _ in range(calls_before):
         call()

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from s2o_runtime import DriftCheck, LayerConfig, TileConfig, explain, patch, patched, s2o_attention, unpatch
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.monitor.drift import Allowed, DriftMonitor, SampledErrors, allowed_errors, sampled_errors
+from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, SampledErrors, error_limits, sampled_errors
 from s2o_runtime.profile.record import ProvenLayer, ProvenLength, Record, RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.scoring import Scoring
@@ -90,7 +90,7 @@ def test_few_heads_at_a_time_give_the_same(monkeypatch):
 @pytest.mark.parametrize("kind", ["mse", "rel_mse"])
 def test_the_running_error_is_in_the_budgets_unit(kind):
     """Over a limit of 0.5, from two calls whose errors differ: of rel_mse the errors' sum over the powers' sum."""
-    monitor = DriftMonitor(DriftCheck(every=1, rows=112), 0, Allowed(kind, {64: 0.5}))
+    monitor = DriftMonitor(DriftCheck(every=1, rows=112), 0, ErrorLimits(kind, {64: 0.5}))
     truths = []
     for scale in (1.0, 3.0):
         q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
@@ -200,7 +200,7 @@ def test_it_works_in_and_out_of_inference_mode(plain):
 
 
 def test_outputs_that_are_not_numbers_are_too_much(caplog):
-    monitor = DriftMonitor(DriftCheck(every=1, after=1), 5, Allowed("mse", {64: 1.0}))
+    monitor = DriftMonitor(DriftCheck(every=1, after=1), 5, ErrorLimits("mse", {64: 1.0}))
     q, k, v = (torch.randn(1, 2, 64, 32) for _ in range(3))
     monitor.see(q, k, v, torch.full_like(q, float("nan")), Scoring(), None)
     assert "layer 5: the sampled mse is nan times what the profile allows" in caplog.text
@@ -217,13 +217,13 @@ def test_allowed_errors_are_the_limits_of_the_proof(plain):
     profile = make_profile(plain, 0.5)
     limits = record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), scope="model")
     with_limits = dataclasses.replace(profile, record=Record.from_json(limits))
-    first, second = allowed_errors(with_limits)
+    first, second = error_limits(with_limits)
     assert (first.unit, [first.at(length) for length in (1, 128, 360, 370, 10**6)]) == (
         "mse",
         [0.1, 0.1, 0.1, 0.3, 0.3],
     )
     assert second.at(10**6) == 0.2  # a limit of 0 is a dense layer's
-    without = allowed_errors(budgeted(profile, 0.7))
+    without = error_limits(budgeted(profile, 0.7))
     assert [each.at(LENGTH) for each in without] == [0.7, 0.7]
 
 
@@ -320,7 +320,7 @@ def noticed(monkeypatch, foreign, layers, checks):
     found = []
     for layer in range(layers):
         monkeypatch.setattr("s2o_runtime.monitor.drift.sampled_errors", Shares(foreign, seed=layer))
-        monitor = DriftMonitor(DriftCheck(every=1), layer, Allowed("mse", {8: 1.0}))
+        monitor = DriftMonitor(DriftCheck(every=1), layer, ErrorLimits("mse", {8: 1.0}))
         while monitor.checks < checks and monitor.verdict is None:
             monitor.see(tensor, tensor, tensor, tensor, Scoring(), None)
         found.append(None if monitor.verdict is None else monitor.checks)
@@ -349,7 +349,7 @@ def test_high_checks_are_forgotten(monkeypatch):
         "s2o_runtime.monitor.drift.sampled_errors",
         lambda *_, **__: SampledErrors(one * next(shares), one, one * 0, one),
     )
-    monitor = DriftMonitor(DriftCheck(every=1, after=1000), 0, Allowed("mse", {8: 1.0}))
+    monitor = DriftMonitor(DriftCheck(every=1, after=1000), 0, ErrorLimits("mse", {8: 1.0}))
     tensor = torch.zeros(1, 1, 8, 1)
     high = []
     for _ in range(77):

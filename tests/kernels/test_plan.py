@@ -381,9 +381,9 @@ def interpreted_gpu(gpu, monkeypatch):
     for module in (pages, prefill, shares, linear, means, scores, order):
         monkeypatch.setattr(module, "launch", launch_interpreted)
     replays = []
-    replay = plan_module.Plan.replay
+    replay = plan_module.LaunchPlan.replay
     monkeypatch.setattr(
-        plan_module.Plan, "replay", lambda plan, inputs: (done := replay(plan, inputs), replays.append(done))[0]
+        plan_module.LaunchPlan, "replay", lambda plan, inputs: (done := replay(plan, inputs), replays.append(done))[0]
     )
     return replays
 

@@ -66,9 +66,9 @@ def test_the_layers_on_the_way_are_those_that_are_asked_for_one_by_one(folder):
     whole = [list(captured) for captured in capture.layers(loaded, PROMPTS)]
     watched.register()
     with streams.attention_implementation(loaded.model, watched.NAME):
-        walk = capture.DenseWalk(loaded, PROMPTS)
+        forward = capture.DenseForward(loaded, PROMPTS)
         for up_to, begin in ((0, 0), (1, 1), (1, 0), (0, 0)):  # on from there; again; back
-            came_by = list(walk.inputs_up_to(up_to))
+            came_by = list(forward.inputs_up_to(up_to))
             expected = [captured for of_layer in whole[begin : up_to + 1] for captured in of_layer]
             assert [(one.layer, one.prompt) for one in came_by] == [(one.layer, one.prompt) for one in expected]
             assert all(torch.equal(mine.q, theirs.q) for mine, theirs in zip(came_by, expected, strict=True))

@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from calibrate.model import estimate as module
-from calibrate.model.estimate import GIB, Sizes, estimate, rates_of
+from calibrate.model.estimate import GIB, ModelSizes, estimate, rates_of
 from calibrate.model.models import load_config
 from calibrate.model.weights import skeleton
 from calibrate.recipe import Recipe
@@ -62,7 +62,7 @@ def estimated(device=H200, **options):
     options = PROMPTS | options
     model = model_of(options["model"])
     recipe = Recipe.of({"out": Path("p"), "device": device.kind} | options)
-    return estimate(recipe, Sizes.of(model, device.kind), geometry(model.config), device)
+    return estimate(recipe, ModelSizes.of(model, device.kind), geometry(model.config), device)
 
 
 def assert_near(estimated_seconds, measured_seconds):
@@ -140,12 +140,12 @@ def test_a_device_is_as_fast_as_its_peak():
 
 def test_the_plan_names_time_and_memory():
     model, recipe = model_of("qwen2.5-7b"), Recipe.of({"out": Path("p"), "device": "cuda"} | ONE_7B)
-    told = estimate(recipe, Sizes.of(model, "cuda"), geometry(model.config), H200)
-    outlook = SimpleNamespace(geometry=geometry(model.config), layers="all", shares={}, loading="")
-    lines = plan(recipe, outlook, told, H200, frozenset())
+    told = estimate(recipe, ModelSizes.of(model, "cuda"), geometry(model.config), H200)
+    preflight = SimpleNamespace(geometry=geometry(model.config), layers="all", shares={}, loading="")
+    lines = plan(recipe, preflight, told, H200, frozenset())
     assert re.fullmatch(
         r"about \d+ min \(.*measuring .*, searching .*, certifying .*\), less what the journal has", lines["takes"]
     )
     assert re.fullmatch(r"about \d+ GiB of the GPU's 140", lines["memory"])
-    small = plan(recipe, outlook, told, replace(H200, memory_bytes=16 << 30), frozenset())
+    small = plan(recipe, preflight, told, replace(H200, memory_bytes=16 << 30), frozenset())
     assert "of the GPU's 16, which is too little: use shorter --lengths or a lower --num-certify" in small["memory"]

@@ -13,11 +13,11 @@ from calibrate import calibrate
 from calibrate.commands.profile import main as profile_command
 from calibrate.model import capture
 from calibrate.model import gguf as gguf_files
+from calibrate.model.full_load import streaming_obstacle
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import in_memory, load, load_config, load_tokenizer
 from calibrate.model.streams import attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.model.weights import InMemory, model_class, skeleton
-from calibrate.model.whole import streaming_obstacle
 from s2o_runtime import load_profile, patch
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity

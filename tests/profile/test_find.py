@@ -14,10 +14,10 @@ from s2o_runtime.huggingface import run, sdpa
 from s2o_runtime.profile import find
 from s2o_runtime.profile.record import Certificate, CertifiedLength, Record, RecordedBudget
 from s2o_runtime.serving.server import Server
-from s2o_runtime.sglang.host import settings_of_environment
-from s2o_runtime.vllm.host import settings_of
+from s2o_runtime.sglang.engine import settings_of_environment
+from s2o_runtime.vllm.engine import settings_of
 from support.environment import forget, under_s2o_run
-from support.fake_server import site
+from support.fake_server import context
 from support.models import CONFIGS, make_profile, new_model, prompt, twin, used_s2o
 
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150 << 30)
@@ -168,7 +168,7 @@ def test_a_folder_that_is_none_is_refused(model, monkeypatch, tmp_path, mine):
     with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere, which is no folder"):
         patch(model)
     with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere"):
-        Server(settings_of({}), site(model.config, checkpoint=tmp_path))
+        Server(settings_of({}), context(model.config, checkpoint=tmp_path))
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_s2o_run_hands_the_folders_on(monkeypatch, tmp_path, mine):
 def test_a_server_takes_the_profile_of_the_model_that_it_serves(settings, model, profile, mine, tmp_path, info_log):
     model.save_pretrained(tmp_path / "model")
     path = write(profile, mine / "p.safetensors")
-    server = Server(settings(), site(model.config, checkpoint=tmp_path / "model"))
+    server = Server(settings(), context(model.config, checkpoint=tmp_path / "model"))
     assert server.obstacle is None
     assert server.fit.profile == profile
     (line,) = (message for message in info_log.messages if str(path) in message)
@@ -259,7 +259,7 @@ def test_a_server_for_which_none_fits_is_dense_with_one_line(
         model.config.quantization_config = {}
     if name == "unsupported":
         model.config.is_encoder_decoder, said = True, "an encoder with a decoder, expected a decoder alone"
-    server = Server(settings(), site(model.config, checkpoint=tmp_path / "model", decode_queries=3))
+    server = Server(settings(), context(model.config, checkpoint=tmp_path / "model", decode_queries=3))
     server.reserve(torch.zeros(4, 4, 64))
     assert len(info_log.messages) == 1
     assert "S2O " in info_log.text

@@ -90,7 +90,7 @@ def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tm
         for measured, before, config in zip(curves[length], of_old, of_new, strict=True):
             point = SearchPoint(before.heads[0].segment, before.grain, before.tile, before.scores)
             assert (config.heads[0].segment, config.grain, config.tile, config.scores) == point
-            spent = choice_at(point, measured, after).settled()
+            spent = choice_at(point, measured, after).dense_if_no_gain()
             assert spent.allocation.mse <= spendable(measured, after)
             grew = spendable(measured, after) > spendable(measured, recipe)
             if before.is_dense and not (grew and spent.cost < 0.9):

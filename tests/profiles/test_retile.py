@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calibrate.curves.curves import TAUS, Ranking, Shape
+from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.passes import measure
 from calibrate.profiles import retile as module
 from calibrate.profiles.retile import OTHER_HEIGHT, legal_tiles, retile, tau_for
@@ -140,7 +140,7 @@ def test_heads_are_timed_at_the_density_that_the_record_gives(old, timed, tmp_pa
     shape = Shape.of(FORMER)
     prompt = module._inputs(GEOMETRY, 2048, torch.device("cpu"))
     config = next(config for config, length in timed if length == 2048)
-    methods = [Ranking(head.segment, head.representatives, 4) for head in config.heads]
+    methods = [RankingConfig(head.segment, head.representatives, 4) for head in config.heads]
     curves = measure(prompt, list(dict.fromkeys(methods)), [shape])
     for index, head in enumerate(config.heads):
         density = curves[methods[index], shape].density[index]

@@ -13,7 +13,7 @@ from calibrate.proof.adjust import (
     TIGHTENINGS,
     TRIES,
     Adjusting,
-    growth,
+    allowed_growth,
     judge,
     scaled,
     slower_than_dense,
@@ -147,18 +147,18 @@ def test_a_layer_that_spends_little_is_given_more_until_it_spends_its_margin():
 
 def test_what_the_certificate_will_find_limits_what_is_given():
     recipe = candidate().recipe
-    even, uneven = (growth(proof_of(1e-4, factors), 2e-4, recipe, 2, 32) for factors in (ALIKE, FAR_APART))
+    even, uneven = (allowed_growth(proof_of(1e-4, factors), 2e-4, recipe, 2, 32) for factors in (ALIKE, FAR_APART))
     assert 1.0 < even <= 2 * recipe.margin
     errors = [1e-4 * factor for factor in FAR_APART]
     bound = expected_mean_bound(errors, ["text"] * 4, 32, step_confidence(STEPS[0], recipe, 2))
     assert uneven == pytest.approx(AIM * 2e-4 / bound)
     assert uneven < even
-    assert growth(proof_of(1e-4, FAR_APART), 2e-4, recipe, 2, 0) == pytest.approx(2 * recipe.margin)
+    assert allowed_growth(proof_of(1e-4, FAR_APART), 2e-4, recipe, 2, 0) == pytest.approx(2 * recipe.margin)
 
 
 def test_bounds_of_fewer_texts_than_enough_decide_nothing():
     recipe = candidate().recipe
-    few, enough = (growth(proof_of(1e-4, FAR_APART), 2e-4, recipe, 2, texts) for texts in (ENOUGH - 1, ENOUGH))
+    few, enough = (allowed_growth(proof_of(1e-4, FAR_APART), 2e-4, recipe, 2, texts) for texts in (ENOUGH - 1, ENOUGH))
     assert few == pytest.approx(2 * recipe.margin)
     assert enough < few
 
@@ -166,7 +166,9 @@ def test_bounds_of_fewer_texts_than_enough_decide_nothing():
 def test_what_differs_between_kinds_of_text_limits_nothing():
     recipe = candidate().recipe
     apart = proof_of(1e-4, FAR_APART)
-    assert growth(replace(apart, kinds=tuple("abcd")), 2e-4, recipe, 2, 32) > growth(apart, 2e-4, recipe, 2, 32)
+    assert allowed_growth(replace(apart, kinds=tuple("abcd")), 2e-4, recipe, 2, 32) > allowed_growth(
+        apart, 2e-4, recipe, 2, 32
+    )
 
 
 def test_what_the_certificate_would_find_too_much_is_taken_back_below_what_the_search_chose_too():
@@ -193,7 +195,7 @@ def test_single_prompts_and_the_rows_that_answer_are_held_to_the_limit_if_the_re
 def test_what_is_about_right_stays():
     begun = candidate()
     limit = begun.limits[512, 0]
-    times = growth(proof_of(limit), limit, begun.recipe, 2, begun.recipe.num_certify)
+    times = allowed_growth(proof_of(limit), limit, begun.recipe, 2, begun.recipe.num_certify)
     for off in (CLOSE * 0.999, 1 / CLOSE * 1.001):
         assert Adjusting().revise(begun, 512, 0, proof_of(limit * times / off)) is None
 

@@ -9,7 +9,7 @@ from calibrate.commands.profile import main as profile_command
 from calibrate.model.streams import DecoderLayer
 from calibrate.pipeline import calibrate
 from calibrate.proof import again, certify, verify
-from calibrate.proof.layers import LayerRun, layer_state
+from calibrate.proof.layers import LayerSetting, layer_state
 from calibrate.proof.verify import prove
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import LayerConfig
@@ -43,27 +43,27 @@ class Layers:
 
 def test_what_each_chunk_runs():
     layers = Layers(SPARSE, SPARSER)
-    in_chunks = LayerRun.of(layers, CHUNK, 0, LENGTH)
+    in_chunks = LayerSetting.of(layers, CHUNK, 0, LENGTH)
     assert (in_chunks.chunk, in_chunks.by_keys) == (CHUNK, ((128, SPARSE), (256, SPARSER), (300, SPARSER)))
-    short = LayerRun.of(layers, 64, 0, 150)  # below the shortest calibrated length a chunk is dense
+    short = LayerSetting.of(layers, 64, 0, 150)  # below the shortest calibrated length a chunk is dense
     assert [(keys, config.is_dense) for keys, config in short.by_keys] == [(64, True), (128, False), (150, False)]
-    assert LayerRun.of(layers, CHUNK, 0, CHUNK) == LayerRun(SPARSE)
-    assert LayerRun.of(layers, None, 0, LENGTH) == LayerRun(SPARSER)
+    assert LayerSetting.of(layers, CHUNK, 0, CHUNK) == LayerSetting(SPARSE)
+    assert LayerSetting.of(layers, None, 0, LENGTH) == LayerSetting(SPARSER)
 
 
 def test_no_chunk_has_dense_last_rows():
     """Servers have none, in a short prompt either."""
     layers = Layers(*(replace(config, last_rows=128) for config in (SPARSE, SPARSER)))
-    assert [config for _, config in LayerRun.of(layers, CHUNK, 0, LENGTH).by_keys] == [SPARSE, SPARSER, SPARSER]
-    assert LayerRun.of(layers, CHUNK, 0, CHUNK).config == SPARSE
-    assert LayerRun.of(layers, None, 0, LENGTH).config.last_rows == 128
+    assert [config for _, config in LayerSetting.of(layers, CHUNK, 0, LENGTH).by_keys] == [SPARSE, SPARSER, SPARSER]
+    assert LayerSetting.of(layers, CHUNK, 0, CHUNK).config == SPARSE
+    assert LayerSetting.of(layers, None, 0, LENGTH).config.last_rows == 128
 
 
 def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
     module = torch.nn.Module()
     observed = []
     layers = Layers(SPARSE, SPARSER)
-    runs = LayerRun.of(layers, CHUNK, 3, LENGTH)
+    runs = LayerSetting.of(layers, CHUNK, 3, LENGTH)
     state = layer_state(DecoderLayer(5, 3, module, module), runs, lambda *call: observed.append(call))
     attach(module, state)
     q, k, v = (torch.randn(1, heads, LENGTH, 64) for heads in (4, 2, 2))

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate.curves.curves import TAUS, Ranking, Shape
+from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.passes import measure
 from calibrate.model.capture import Captured
-from calibrate.proof.layers import LayerRun
+from calibrate.proof.layers import LayerSetting
 from calibrate.proof.verify import prove
 from calibrate.recipe import Recipe
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
@@ -28,7 +28,7 @@ OPTIONS = {"model": "demo", "lengths": (1024,), "out": Path("p.safetensors"), "k
 def test_a_curves_error_is_from_dense_attention_that_rounds_nothing(tail):
     q, k, v = torch.randn(1, 4, LENGTH, 16), *torch.randn(2, 1, 2, LENGTH, 16)
     captured = Captured(q, k, v, 0.25).cached("fp8")
-    tile, ranking = TileConfig(64, 64, 2), Ranking(256, 1)
+    tile, ranking = TileConfig(64, 64, 2), RankingConfig(256, 1)
     curve = measure(captured, [ranking], [Shape.of(tile)])[ranking, Shape.of(tile)]
     truth = exact_attention(q, k, v)
     rounded = [as_cached(tensor, "fp8") for tensor in (k, v)]
@@ -61,7 +61,7 @@ def of_all(config):
 
 def test_what_was_measured_without_such_a_cache_is_found_again():
     config = LayerConfig.uniform(4, tau=0.5, segment=512)
-    assert LayerRun(config).digest != LayerRun(config, kv_cache_dtype="fp8").digest
+    assert LayerSetting(config).digest != LayerSetting(config, kv_cache_dtype="fp8").digest
     recipe = Recipe.of(OPTIONS)
     assert recipe.record()["kv_cache_dtype"] == "fp8"
     assert Recipe.from_record(recipe.record(), recipe.out).kv_cache_dtype == "fp8"

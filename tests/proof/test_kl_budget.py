@@ -19,7 +19,7 @@ from calibrate.recipe import Budget
 from calibrate.search.choice import HARMLESS
 from s2o_runtime import load_profile
 from s2o_runtime.errors import InputError
-from s2o_runtime.monitor.drift import allowed_errors
+from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile.record import Record
 from support.models import patched_kl
 from support.tiny import recipe
@@ -71,7 +71,7 @@ def test_the_record_says_how(finished):
 
 def test_drift_is_held_to_the_limits_of_the_layers(finished):
     asked, result = finished
-    allowed = allowed_errors(load_profile(asked.out))
+    allowed = error_limits(load_profile(asked.out))
     assert {one.unit for one in allowed} == {"mse"}
     limits = [result.limits[512, layer] for layer in range(2)]
     assert [one.at(512) for one in allowed if one.limits] == [pytest.approx(limit) for limit in limits if limit]

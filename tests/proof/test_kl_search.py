@@ -9,24 +9,24 @@ import pytest
 
 from calibrate.proof import kl
 from calibrate.proof.adjust import judge, kl_shown_over_budget, tighten
-from calibrate.proof.kl import PASSES, best_scale, next_scale, settled, within_kl
-from calibrate.proof.state import KlPass, Problem, ProblemKind
+from calibrate.proof.kl import PASSES, best_scale, close_enough, next_scale, within_kl
+from calibrate.proof.state import KlTrial, Problem, ProblemKind
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Budget
-from calibrate.search.allocate import Weights
+from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choice import HARMLESS
 from support.candidates import LENGTHS, RECIPE, candidate
 
 AIM, MOST = 4e-3, 5e-3
-WEIGHTS = Weights(40.0, (0.5, 1.5))  # of each of the two layers: a mean of what they spend times 40 is the KL
+WEIGHTS = ErrorWeights(40.0, (0.5, 1.5))  # of each of the two layers: a mean of what they spend times 40 is the KL
 
 
 def searched(law, aim=AIM, most=MOST, passes=PASSES):
     """What a search ends with where a scale s gives the KL law(s): the scale, and the passes."""
     done = []
-    while len(done) < passes and not settled(done, aim, most):
+    while len(done) < passes and not close_enough(done, aim, most):
         scale = next_scale(done, aim)
-        done.append(KlPass(scale, aim * scale, law(scale)))
+        done.append(KlTrial(scale, aim * scale, law(scale)))
     return best_scale(done, aim, most), done
 
 
@@ -47,14 +47,14 @@ def test_three_passes_find_the_scale(factor, power):
 
 def test_what_is_proven_is_within_the_budget_where_a_pass_was():
     """Of a KL that jumps over the aim, the side below it; where none was below, what the secant says."""
-    below, above = KlPass(0.5, 1.0, 0.4 * AIM), KlPass(0.6, 1.0, 1.3 * AIM)
+    below, above = KlTrial(0.5, 1.0, 0.4 * AIM), KlTrial(0.6, 1.0, 1.3 * AIM)
     assert above.kl > MOST
     assert best_scale([below, above], AIM, MOST) == 0.5
-    assert not settled([above], AIM, MOST)
+    assert not close_enough([above], AIM, MOST)
     assert best_scale([above], AIM, MOST) == pytest.approx(0.6 / 1.3)
-    just_above = KlPass(1.0, 1.0, 0.99 * MOST)
-    assert settled([just_above], 0.9 * MOST, MOST)
-    assert not settled([replace(just_above, kl=1.01 * MOST)], MOST, MOST)
+    just_above = KlTrial(1.0, 1.0, 0.99 * MOST)
+    assert close_enough([just_above], 0.9 * MOST, MOST)
+    assert not close_enough([replace(just_above, kl=1.01 * MOST)], MOST, MOST)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_each_length_is_passed_until_it_is_close(together, begun, monkeypatch):
     def proof(candidate, length):
         return fake_proof(candidate, length, [together * factor for factor in factors[length]])
 
-    monkeypatch.setattr(kl, "kl_alone", alone)
+    monkeypatch.setattr(kl, "isolated_kl", alone)
     held_out = {length: [length] for length in begun.lengths}
     prover = SimpleNamespace(executor=None, held_out=held_out, journal=None, progress=False, prove=prove)
     found, passes = within_kl(prover, begun)

@@ -12,7 +12,7 @@ from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.predictions import rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
-from calibrate.proof.layers import History, answer_rows
+from calibrate.proof.layers import ConfigPrefix, answer_rows
 from calibrate.proof.verify import LayerProof, LengthProof, Progress, prove
 from calibrate.work.executor import executor_of
 from s2o_runtime import patch, unpatch
@@ -274,7 +274,7 @@ def test_layers_are_timed_in_as_many_parts_as_there_are_workers(monkeypatch):
     geometry = SimpleNamespace(decoder_layers=5, layers=0)
     executor = SimpleNamespace(size=2, device=CPU, geometry=geometry)
     proof = LengthProof((), 0.0, 1.0, None)
-    prompts, ran = {512: SimpleNamespace(sha256="a")}, {512: History()}
+    prompts, ran = {512: SimpleNamespace(sha256="a")}, {512: ConfigPrefix()}
     times = verify._with_times(executor, prompts, ran, {512: proof}, None)[512]
     assert (times.prefill_seconds, times.dense_prefill_seconds) == (5.0, 10.0)
     assert [item.affinity for item in timed] == [(512, 0), (512, 0), (512, 0), (512, 1), (512, 1)]

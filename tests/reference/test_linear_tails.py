@@ -9,13 +9,13 @@ from torch.autograd.functional import jacobian
 
 from calibrate.curves import linear_pass
 from calibrate.curves.costs import EXPANSION, overhead
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, methods, packed, unpacked
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, methods, packed, unpacked
 from calibrate.curves.measure import recipe_key
 from calibrate.curves.row_errors import row_errors, tile_worst, worst_of
 from calibrate.model.capture import Captured
 from calibrate.proof.adjust import scaled
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import Allowed, allocate, points_of
+from calibrate.search.allocate import SearchConstraints, allocate, points_of
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
@@ -153,7 +153,7 @@ def captured(length=700, **features):
 
 
 def test_a_curve_is_what_the_op_does():
-    prompt, rankings = captured(), [Ranking(128, grain=4, linear=True)]
+    prompt, rankings = captured(), [RankingConfig(128, grain=4, linear=True)]
     shapes = [Shape(64, 128), Shape(128, 128), Shape(64, 256)]
     curves = linear_pass.measure(prompt, rankings, shapes)
     assert list(curves) == [(rankings[0], shape) for shape in shapes]
@@ -172,13 +172,15 @@ def test_a_curve_is_what_the_op_does():
 
 
 def test_soft_caps_have_no_such_curves_and_journals_keep_those_there_are():
-    ranking, shape = Ranking(128, grain=4, linear=True), Shape(64, 128)
+    ranking, shape = RankingConfig(128, grain=4, linear=True), Shape(64, 128)
     assert linear_pass.measure(captured(softcap=5.0), [ranking], [shape]) == {}
-    curves = linear_pass.measure(captured(), [ranking], [shape]) | {(Ranking(128, grain=4), shape): of_taus([1e-3])}
+    curves = linear_pass.measure(captured(), [ranking], [shape]) | {
+        (RankingConfig(128, grain=4), shape): of_taus([1e-3])
+    }
     kept = unpacked(packed(curves, torch.float64))
     assert list(kept) == list(curves)
     assert torch.equal(kept[ranking, shape].mse, curves[ranking, shape].mse)
-    assert set(methods(kept, 128, 4, shape)) == {ranking, Ranking(128, grain=4)}
+    assert set(methods(kept, 128, 4, shape)) == {ranking, RankingConfig(128, grain=4)}
 
 
 def of_taus(errors):
@@ -191,14 +193,14 @@ def of_taus(errors):
 
 
 def test_a_head_gets_a_linear_tail_where_that_is_cheapest():
-    linear, plain = Ranking(1024, grain=4, linear=True), Ranking(1024, grain=4)
+    linear, plain = RankingConfig(1024, grain=4, linear=True), RankingConfig(1024, grain=4)
     point = (torch.full((1, 1), value, dtype=torch.float64) for value in (2e-3, 2e-3, 0.4, 0.4, 0.1))
     curves = {plain: of_taus([1e-3]), linear: Curve(*point, 1.0)}
     (head,) = allocate(curves, 2e-3).heads
     assert head == HeadConfig(segment=1024, linear=True)
     assert allocate(curves, 1.5e-3).heads[0].tau == TAUS[0]  # not within this budget
-    assert not allocate(curves, 2e-3, Allowed(worst_rows=0.3)).heads[0].linear  # nor with such rows
-    assert [point.head.linear for point in points_of(curves, 0, Allowed())] == [False, False, True]
+    assert not allocate(curves, 2e-3, SearchConstraints(worst_rows=0.3)).heads[0].linear  # nor with such rows
+    assert [point.head.linear for point in points_of(curves, 0, SearchConstraints())] == [False, False, True]
     costs = overhead(linear, False) - overhead(plain, False)
     assert costs == pytest.approx(EXPANSION / 1024)
 

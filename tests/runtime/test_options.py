@@ -115,7 +115,7 @@ def test_what_is_no_duration(given):
 
 def test_every_field_of_a_command_is_an_option():
     assert {option.field for option in OPTIONS.values()} == set(Recipe.__dataclass_fields__)
-    assert {option.field for option in plan.OPTIONS.values()} == set(plan.Plan.__dataclass_fields__)
+    assert {option.field for option in plan.OPTIONS.values()} == set(plan.EvaluationPlan.__dataclass_fields__)
     assert options_of(Recipe, GROUPS) == OPTIONS
     for option in (*OPTIONS.values(), *plan.OPTIONS.values()):
         assert option.required or option.default is None or option.rule.admits(option.default)

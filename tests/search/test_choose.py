@@ -10,15 +10,15 @@ import torch
 
 from calibrate.compiling import form
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Ranking, Shape, unpacked
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, unpacked
 from calibrate.curves.measure import combined, of_prompt
 from calibrate.journal import Journal
 from calibrate.model.capture import Captured
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.search import choose as choose_module
-from calibrate.search.allocate import Weights, allocate_together
-from calibrate.search.choice import allowed
+from calibrate.search.allocate import ErrorWeights, allocate_together
+from calibrate.search.choice import search_constraints
 from calibrate.search.choose import CallTime, CapturedLayers, _timed, _uniform, choose
 from calibrate.timing import Timing
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
@@ -175,7 +175,7 @@ def random_curve(generator):
 )
 def test_the_best_single_setting_by_trying_them_all(budget, tails):
     generator = torch.Generator().manual_seed(3)
-    methods = (Ranking(512), Ranking(512, 8), Ranking(1024, 1, 4))
+    methods = (RankingConfig(512), RankingConfig(512, 8), RankingConfig(1024, 1, 4))
     layers = [{method: random_curve(generator) for method in methods} for _ in range(3)]
     budgets = [budget, 2 * budget, budget / 2]
     best = (1.0, None)
@@ -209,12 +209,12 @@ def timings(monkeypatch, seconds_of):
 
     monkeypatch.setattr(choose_module, "against_dense", against_dense)
     monkeypatch.setattr(choose_module, "compile_ahead", list)
-    monkeypatch.setattr(choose_module, "dense_walk", lambda worker, prompts: worker.keep(("walk", prompts), Walk))
+    monkeypatch.setattr(choose_module, "dense_forward", lambda worker, prompts: worker.cached(("walk", prompts), Walk))
     return seen
 
 
 class Walk:
-    """Like a `DenseWalk` through `LAYERS`; `moved` are the layers that any came by."""
+    """Like a `DenseForward` through `LAYERS`; `moved` are the layers that any came by."""
 
     moved: ClassVar[list[int]] = []
 
@@ -335,7 +335,7 @@ def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, m
     config = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
 
     def timed(best):
-        return _timed(pretended(None, GPU), journal, LENGTH, "a", TILES, tuple, 0, config, best)
+        return _timed(CallTime(0, LENGTH, "a", config, best, TILES, ()), pretended(None, GPU), journal)
 
     assert timed(1.0).rejected
     assert timed(1.5).rejected
@@ -354,9 +354,9 @@ def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monke
     powers = [next(iter(of_layer.values())).dense_power for of_layer in curves]
     expected = allocate_together(
         [each.choices[layer].curves for layer in live],
-        [Weights(1 / powers[layer]) for layer in live],
+        [ErrorWeights(1 / powers[layer]) for layer in live],
         0.8e-2 * 4 / 3,
-        allowed(recipe(budget_scope="model")),
+        search_constraints(recipe(budget_scope="model")),
     )
     assert [shared.choices[layer].allocation for layer in live] == expected
     assert shared.limits[1] == 0.0

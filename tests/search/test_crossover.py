@@ -8,14 +8,14 @@ import torch
 from calibrate.compiling import form
 from calibrate.journal import Journal
 from calibrate.search import crossover, tiles
-from calibrate.search.crossover import Kind, Layer
+from calibrate.search.crossover import CrossoverKey, Layer
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
 from support.executors import GPU, pretended
 
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
 CPU = torch.device("cpu")
-KIND = Kind(TileConfig(), HeadConfig(MAX_TAU, 1024), 4)
+KEY = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024), 4)
 
 
 def forget():
@@ -40,7 +40,7 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected)
     monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
     forget()
     config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, tail=True)), grain=2)
-    assert crossover.dense_below(Kind.of(config), GEOMETRY, CPU, density) == expected
+    assert crossover.dense_below(CrossoverKey.of(config), GEOMETRY, CPU, density) == expected
     assert seen[-1] == min(expected, crossover.LENGTHS[-1])
 
 
@@ -56,8 +56,8 @@ def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch
         assert tile == TileConfig(dense_below=7, min_queries=9, tail_keys=8192)
         fastest = replace(timed, tau=MAX_TAU)
         assert calls == [
-            Kind(TileConfig(), fastest, 2),
-            Kind(TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest, 2),
+            CrossoverKey(TileConfig(), fastest, 2),
+            CrossoverKey(TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest, 2),
         ]
         calls.clear()
 
@@ -93,7 +93,7 @@ def modelled(monkeypatch, ranking):
 )
 def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, density, expected):
     modelled(monkeypatch, ranking)
-    assert crossover.min_queries(KIND, GEOMETRY, CPU, density) == expected
+    assert crossover.min_queries(KEY, GEOMETRY, CPU, density) == expected
 
 
 def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatch):
@@ -103,8 +103,8 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
         return (1.0 if queries <= (4096 if keys == 8192 else 512) else 0.0), 0.5
 
     monkeypatch.setattr(crossover, "seconds", seconds)
-    assert crossover.min_queries(KIND, GEOMETRY, CPU, 0.0) == 4097
-    assert crossover.min_queries(replace(KIND, tile=TileConfig(dense_below=8192)), GEOMETRY, CPU, 0.0) == 1024
+    assert crossover.min_queries(KEY, GEOMETRY, CPU, 0.0) == 4097
+    assert crossover.min_queries(replace(KEY, tile=TileConfig(dense_below=8192)), GEOMETRY, CPU, 0.0) == 1024
 
 
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
@@ -151,7 +151,7 @@ def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
     """It runs dense on both sides, and either could win."""
     monkeypatch.setattr(crossover, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
     forget()
-    assert crossover.dense_below(KIND, GEOMETRY, CPU, 0.0) == 2048
+    assert crossover.dense_below(KEY, GEOMETRY, CPU, 0.0) == 2048
 
 
 def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
@@ -161,4 +161,4 @@ def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
         return (1.0 if queries <= 64 else 0.0), 0.5
 
     monkeypatch.setattr(crossover, "seconds", seconds)
-    assert crossover.min_queries(KIND, GEOMETRY, CPU, 0.0) == 128
+    assert crossover.min_queries(KEY, GEOMETRY, CPU, 0.0) == 128

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Ranking
-from calibrate.search.allocate import Allowed
+from calibrate.curves.curves import TAUS, Curve, RankingConfig
+from calibrate.search.allocate import SearchConstraints
 from calibrate.search.groups import APART, BUDGETS, groups
 
 SEGMENTS = (512, 1024)
@@ -19,7 +19,7 @@ def layer(costs, budget=1.0):
     for segment, of_segment in zip(SEGMENTS, costs, strict=True):
         mse = torch.full((2, len(TAUS)), 1e9, dtype=torch.float64)
         density = torch.ones(2, len(TAUS), dtype=torch.float64)
-        method = Ranking(segment)
+        method = RankingConfig(segment)
         for index, (share, cost) in enumerate(zip(BUDGETS, of_segment, strict=True)):
             mse[:, index] = 0.99 * share * budget  # both heads can just afford it
             density[:, index] = cost - overhead(method, tail=False)
@@ -31,7 +31,7 @@ def layer(costs, budget=1.0):
 def grouped(costs, budgets=None):
     budgets = budgets or [1.0] * len(costs)
     layers = [layer(each, budget) for each, budget in zip(costs, budgets, strict=True)]
-    return groups(layers, budgets, Allowed())
+    return groups(layers, budgets, SearchConstraints())
 
 
 @pytest.mark.parametrize("segment", range(2))
@@ -51,8 +51,10 @@ def test_errors_count_relative_to_the_budget():
     even = [[0.5] * 3] * 2
     assert grouped([even, even], budgets=[1.0, 1e-3]) == [[0, 1]]
     layers = [layer(even, 1.0), layer(even, 1e-3)]
-    assert groups(layers, [1.0, 1.0], Allowed()) == [[0, 1]]  # the second has the same costs at every larger budget
-    assert groups(layers, [1e-3, 1e-3], Allowed()) == [[0], [1]]
+    assert groups(layers, [1.0, 1.0], SearchConstraints()) == [
+        [0, 1]
+    ]  # the second has the same costs at every larger budget
+    assert groups(layers, [1e-3, 1e-3], SearchConstraints()) == [[0], [1]]
 
 
 @pytest.mark.parametrize("seed", [0, 3, 7])

@@ -16,7 +16,7 @@ from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.capture import Captured
 from calibrate.recipe import Recipe
 from calibrate.search import study
-from calibrate.search.choice import SearchPoint, allowed, choice_at
+from calibrate.search.choice import SearchPoint, choice_at, search_constraints
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import Timing
 from s2o_runtime.config import TileConfig
@@ -317,4 +317,4 @@ def test_int8_scores_that_cost_more_than_the_budget_are_given_up():
     assert in_16_bits.dense_sentence == "no head gains anything within the budget"
     affordable = choice_at(point, both, recipe(value=0.1, scores=("int8",)))
     assert affordable.config.scores == "int8"
-    assert affordable.spending(1e-12, allowed(recipe())).config.scores == "input"
+    assert affordable.spending(1e-12, search_constraints(recipe())).config.scores == "input"

@@ -30,7 +30,7 @@ def test_recorded_interfaces_are_known(interface):
 
 
 CHANGES = {
-    vllm.Interface: [
+    vllm.VllmInterface: [
         (lambda known: {"forward": (*known.forward, "mask")}, "forward takes layer, query, .*mask"),
         (lambda known: {"forward": known.forward[1:]}, "forward takes query, key"),
         (lambda known: {"init": known.init[::-1]}, "an implementation is made with sinks"),
@@ -42,7 +42,7 @@ CHANGES = {
         (lambda known: {"common": known.common[1:]}, "CommonAttentionMetadata has no query_start_loc"),
         (lambda known: {"cache_update": True}, "forward writes the KV cache"),
     ],
-    sglang.Interface: [
+    sglang.SglangInterface: [
         (lambda known: {"forward": known.forward[1:]}, "forward_extend takes k, v"),
         (lambda known: {"write": known.write[::-1]}, "set_kv_buffer takes "),
         (lambda known: {"location": ("layer",)}, "for_layer takes layer"),
@@ -134,14 +134,14 @@ class RadixAttention:
         self.layer_id = layer_id
 """,
 }
-IN_VLLM = vllm.Interface(
+IN_VLLM = vllm.VllmInterface(
     forward=("layer", "query"),
     init=("num_heads", "head_size", "sinks"),
     build=("common_prefix_len", "common_attn_metadata", "fast_build"),
     common=("num_reqs", "causal"),
     cache_update=False,
 )
-IN_SGLANG = sglang.Interface(
+IN_SGLANG = sglang.SglangInterface(
     forward=("q", "k", "sinks", "forward_batch"),
     reads=("extend_seq_lens", "seq_lens"),
     batch=("batch_size", "seq_lens"),

@@ -7,7 +7,7 @@ import torch
 
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.monitor.counters import EARLY
-from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
+from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
 from s2o_runtime.serving import self_test
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.self_test import FEWEST_ROWS, KEYS, UNTESTED, never_stops
@@ -146,7 +146,7 @@ def test_a_profile_whose_layers_are_swapped_is_noticed_within_its_first_prompts(
     """Though drift is only warned about."""
     server = served(of_two_kinds(swapped))
     for layer in server.fit.layers:
-        layer.drift = DriftMonitor(DriftCheck(every=1, trial=EARLY), layer.layer, Allowed("rel_mse", {300: 1e-3}))
+        layer.drift = DriftMonitor(DriftCheck(every=1, trial=EARLY), layer.layer, ErrorLimits("rel_mse", {300: 1e-3}))
     for number in range(2):
         engine = untested(server=server)
         for request in [add_prompt(engine, number) for _ in range(10)]:

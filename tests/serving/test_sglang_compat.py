@@ -10,9 +10,9 @@ import torch
 
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.serving.settings import Settings
-from s2o_runtime.sglang import host, plugin
+from s2o_runtime.sglang import engine, plugin
 from s2o_runtime.sglang.compat import COUNTS, FORWARD, LAYER, OF_REQUESTS, OF_TOKENS, WHOLE_ONLY
-from s2o_runtime.sglang.host import settings_of_environment
+from s2o_runtime.sglang.engine import settings_of_environment
 from support.fake_sglang import FakeEngine, ForwardBatch, Stock
 from support.interfaces import recorded
 from support.modules import put_modules
@@ -57,7 +57,7 @@ def test_the_plugin_names_the_backend(monkeypatch):
     plugin.register()
     plugin.register()
     assert choices == ["fa3", "s2o"]
-    monkeypatch.setattr(host, "create_backend", lambda runner: ("made", runner))
+    monkeypatch.setattr(engine, "create_backend", lambda runner: ("made", runner))
     assert factories["s2o"]("runner") == ("made", "runner")
     plugin.register.cache_clear()
 
@@ -78,7 +78,7 @@ def installed(monkeypatch, tmp_path, obstacle=None):
             "sglang.srt.layers.attention.flashattention_backend": {"FlashAttentionBackend": NativeBackend},
         },
     )
-    monkeypatch.setattr(host, "interface_obstacle", lambda interface, folder: obstacle)
+    monkeypatch.setattr(engine, "interface_obstacle", lambda interface, folder: obstacle)
 
 
 def runner(**changes):
@@ -87,7 +87,7 @@ def runner(**changes):
 
 def test_an_unknown_sglang_runs_its_stock_backend_with_one_warning(monkeypatch, tmp_path, caplog):
     installed(monkeypatch, tmp_path, "ForwardMode has no MIXED")
-    assert type(host.create_backend(runner())) is NativeBackend
+    assert type(engine.create_backend(runner())) is NativeBackend
     (record,) = caplog.records
     assert record.message == (
         "S2O does not know SGLang 0.9 (ForwardMode has no MIXED), only 0.5.23: the stock backend runs in its place"
@@ -96,7 +96,7 @@ def test_an_unknown_sglang_runs_its_stock_backend_with_one_warning(monkeypatch, 
 
 def test_a_draft_model_runs_the_stock_backend(monkeypatch, tmp_path):
     installed(monkeypatch, tmp_path)
-    assert type(host.create_backend(runner(is_draft_worker=True))) is NativeBackend
+    assert type(engine.create_backend(runner(is_draft_worker=True))) is NativeBackend
 
 
 @pytest.mark.parametrize(("capability", "known"), [((8, 0), True), ((9, 0), True), ((7, 5), False), ((10, 0), False)])
@@ -105,11 +105,11 @@ def test_the_gpu_must_have_flash_attention_3(monkeypatch, tmp_path, capability, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if known:
-        assert host.stock_class(runner(device="cuda")) is NativeBackend
+        assert engine.stock_class(runner(device="cuda")) is NativeBackend
         return
     major, minor = capability
     with pytest.raises(ConfigError, match=rf"no kernels for compute capability {major}\.{minor} \(8 and 9 only\)"):
-        host.create_backend(runner(device="cuda"))
+        engine.create_backend(runner(device="cuda"))
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert record.message.startswith("S2O cannot start: S2O runs in SGLang with its FlashAttention 3")
@@ -131,7 +131,7 @@ def test_cuda_graphs_of_prompts_are_refused(monkeypatch, tmp_path):
         },
     )
     with pytest.raises(ConfigError, match="add --disable-prefill-cuda-graph, or serve with another"):
-        host.host_of(runner(device="cuda"))
+        engine.sglang_api(runner(device="cuda"))
 
 
 class MHATokenToKVPool:
@@ -161,7 +161,7 @@ class SWAKVPool(MHATokenToKVPool):
 def test_caches_of_other_kinds_are_left_to_the_stock_backend(monkeypatch, pool, translating, obstacle):
     put_modules(monkeypatch, {"sglang.srt.mem_cache.memory_pool": {"MHATokenToKVPool": MHATokenToKVPool}})
     translator = SimpleNamespace(is_translating=translating)
-    assert host._obstacle(runner(token_to_kv_pool=pool, kv_index_translator=translator)) == obstacle
+    assert engine._obstacle(runner(token_to_kv_pool=pool, kv_index_translator=translator)) == obstacle
 
 
 @pytest.mark.parametrize("attention_replicas", [1, 2])
@@ -176,7 +176,7 @@ def test_every_process_has_a_port_of_its_own(attention_replicas):
                     attn_dp_rank=rank // 2 if attention_replicas > 1 else 0,
                     dp_rank=rank // 2 if attention_replicas > 1 else replica,
                 )  # fmt: skip
-                places.append(host._process(parallel))
+                places.append(engine._process(parallel))
                 assert places[-1].stage == stage
                 assert places[-1].replica == (rank // 2 if attention_replicas > 1 else replica)
     assert [place.number for place in places] == list(range(len(places)))

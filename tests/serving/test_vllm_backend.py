@@ -10,7 +10,7 @@ from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.errors import InputError
 from s2o_runtime.monitor import counters
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY
-from s2o_runtime.monitor.drift import Allowed, DriftCheck, DriftMonitor
+from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
@@ -195,7 +195,7 @@ def test_a_layer_past_its_budget_is_noticed(action, path, monkeypatch):
     shared = server(tau=1e5)
     layer = shared.fit.layers[0]
     check = DriftCheck(every=1, after=2, action=action)
-    layer.drift = shared.counters.drift[0] = DriftMonitor(check, 0, Allowed("rel_mse", {300: 1e-9}))
+    layer.drift = shared.counters.drift[0] = DriftMonitor(check, 0, ErrorLimits("rel_mse", {300: 1e-9}))
     for _ in range(3):
         engine = FakeEngine(shared)
         request = engine.add(300)

@@ -12,15 +12,15 @@ from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
-from s2o_runtime.monitor.drift import allowed_errors
+from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import load_profile
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.shapes import CallShape
-from s2o_runtime.vllm import host
-from s2o_runtime.vllm.host import settings_of
-from support.fake_server import site
+from s2o_runtime.vllm import engine
+from s2o_runtime.vllm.engine import settings_of
+from support.fake_server import context
 from support.modules import put_modules
 
 DEMO = Path(__file__).parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
@@ -79,7 +79,7 @@ def demo(**changes):
 
 def started(model=None, settings=Settings(DEMO), rank=Rank(1, 2), **changes):  # noqa: B008 (neither changes)
     """The server of a model, the demo model by default, on one of two ranks."""
-    return Server(settings, site(model or demo(), rank=rank, **changes))
+    return Server(settings, context(model or demo(), rank=rank, **changes))
 
 
 def test_one_line_says_what_will_run_where(info_log):
@@ -107,7 +107,7 @@ def test_a_server_whose_layers_all_go_to_the_stock_backend_says_so(caplog):
     ],
 )
 def test_the_type_of_vllms_cache(cache, dtype):
-    assert host._cache_dtype(SimpleNamespace(**{"cache_dtype": "auto", **cache})) == dtype
+    assert engine._cache_dtype(SimpleNamespace(**{"cache_dtype": "auto", **cache})) == dtype
 
 
 def test_the_demos_limits_are_checked_on_one_rank(info_log):
@@ -132,7 +132,7 @@ def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
     assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
     geometry = profile.geometry
     sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
-    assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == allowed_errors(profile)
+    assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == error_limits(profile)
 
 
 def compiled(monkeypatch, rows, configs=()):
@@ -211,9 +211,9 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
     }
     put_modules(monkeypatch, names)
-    host.server.cache_clear()
+    engine.server.cache_clear()
     with pytest.raises(S2OError) as failure:
-        host.server()
+        engine.server()
     (record,) = caplog.records
     assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
 
@@ -271,7 +271,7 @@ def test_every_process_of_vllm_has_a_port_of_its_own():
                 parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_rank=replica)
                 if not together:  # dense models: vLLM keeps the replica's number in another place
                     parallel.data_parallel_rank, parallel.data_parallel_index = 0, replica
-                process = host._process(parallel, world_rank + 4 * replica * together, world_rank // 2)
+                process = engine._process(parallel, world_rank + 4 * replica * together, world_rank // 2)
                 numbers.append(process.number)
                 assert (process.stage, process.replica) == (world_rank // 2, replica)
         assert numbers == list(range(12))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from calibrate.curves.curves import TAUS, Curve, Ranking
+from calibrate.curves.curves import TAUS, Curve, RankingConfig
 from calibrate.proof.state import Candidate
 from calibrate.proof.verify import LayerProof, LengthProof, PromptErrors, accept
 from calibrate.recipe import Budget, Recipe
@@ -25,7 +25,7 @@ def choice(budget):
     """A layer of two heads whose error grows with tau, and whose density falls."""
     mse = torch.tensor([[1e-7 * tau, 3e-7 * tau] for tau in TAUS], dtype=torch.float64).T
     density = torch.linspace(0.9, 0.2, len(TAUS), dtype=torch.float64).expand(2, -1)
-    curves = {Ranking(256): Curve(mse, 2 * mse, torch.zeros_like(mse), torch.zeros_like(mse), density, 1.0)}
+    curves = {RankingConfig(256): Curve(mse, 2 * mse, torch.zeros_like(mse), torch.zeros_like(mse), density, 1.0)}
     return Choice(SearchPoint(256, 1, TileConfig()), curves, budget, allocate(curves, budget))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving.fit import ProfileFit, Rank
-from s2o_runtime.serving.server import Site
+from s2o_runtime.serving.server import ServerContext
 
 
 class FakeServer:
@@ -27,13 +27,13 @@ class FakeServer:
         self.reserved += 1
 
 
-def site(model_config: Any, **changes: Any) -> Site:
+def context(model_config: Any, **changes: Any) -> ServerContext:
     """Where a vLLM on a CPU would serve a model of this configuration."""
     known = {
         "engine": "vLLM 0.32.0", "stock": "STOCK", "model_config": model_config, "checkpoint": None, "rank": Rank(),
         "device": torch.device("cpu"), "max_keys": 4096,
     }  # fmt: skip
-    return Site(**{**known, **changes})
+    return ServerContext(**{**known, **changes})
 
 
 @dataclass

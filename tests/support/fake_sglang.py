@@ -15,7 +15,7 @@ from torch import Tensor
 
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.sglang.backend import Host, mix_in
+from s2o_runtime.sglang.backend import SglangApi, mix_in
 from support.fake_server import Request, Requests, take
 
 NOWHERE = 1 << 28  # a slot that is not there: whoever reads a token behind a request's end, fails
@@ -146,7 +146,7 @@ class FakeEngine(Requests):
             self.writes += 1
             write(self.pool, batch, keys, values)
 
-        host = Host(self.server, self.obstacle, self.kv_cache_dtype, lambda batch: self.split, written)
+        host = SglangApi(self.server, self.obstacle, self.kv_cache_dtype, lambda batch: self.split, written)
         self.backend: Any = mix_in(Stock, host)(runner)
         self.free = torch.randperm(self.slots).tolist()
         self.rows: dict[int, int] = {}  # of the table, by the request's id

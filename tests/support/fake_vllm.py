@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.vllm.backend import Host, mix_in
+from s2o_runtime.vllm.backend import VllmApi, mix_in
 from support.fake_server import Request, Requests, take
 from support.vllm_plain import PlainBuilder, PlainImpl
 
@@ -103,7 +103,7 @@ class Stock:
 
 def fake_backend(server: Any) -> Any:
     """S2O's backend on the stock one, for a server; layers are named "layers.N"."""
-    return mix_in(Stock, "S2O", Host(lambda: server, lambda name: int(name.rpartition(".")[2])))
+    return mix_in(Stock, "S2O", VllmApi(lambda: server, lambda name: int(name.rpartition(".")[2])))
 
 
 def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: int, **like: Any) -> Tensor:

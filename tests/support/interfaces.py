@@ -19,7 +19,7 @@ from typing import Any
 from s2o_runtime.sglang import compat as sglang
 from s2o_runtime.vllm import compat as vllm
 
-KINDS: dict[str, Any] = {"vllm": vllm.Interface, "sglang": sglang.Interface}
+KINDS: dict[str, Any] = {"vllm": vllm.VllmInterface, "sglang": sglang.SglangInterface}
 SOURCES = {"vllm": ".", "sglang": "srt"}  # in the package
 
 

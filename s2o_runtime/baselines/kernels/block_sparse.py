@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.devices import capability, interpreted
-from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb_or_skip
+from s2o_runtime.kernels.groups import BlockLists, BlockMeans, BlockSparseMode, BlockSparseSizes, Strides
+from s2o_runtime.kernels.launch import launch, stride_groups, strides
+from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb_or_skip, at_head
 from s2o_runtime.tiles import block_sparse_tile, skip_tile
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ INTERPRETED = (9, 0)  # the compute capability whose tiles the interpreter runs
 POOL_WARPS = 4
 MEANS_AT_ONCE = 32  # of blocks that are not listed; more spill registers at head dim 128
 MEAN_STAGES = 3
-NOWHERE = 1 << 30  # the position of a key that does not exist
+NOWHERE = tl.constexpr(1 << 30)  # the position of a key that does not exist
 
 
 @triton.jit(
@@ -37,39 +38,46 @@ NOWHERE = 1 << 30  # the position of a key that does not exist
     ]
 )  # fmt: skip
 def _block_sparse(
-    Q, K, V, BLOCKS, COUNTS, KEY_ORDER, ROW_ORDER, PRUNED, MEAN_KEYS, MEAN_VALUES, OUT, LEFT_OUT,
+    Q, K, V, LISTS: BlockLists, MEANS: BlockMeans, OUT, LEFT_OUT,
     qk_scale, limit, group, q_len, kv_len, row_unit, key_unit,
-    stride_qb, stride_qh, stride_ql, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
-    stride_ob, stride_oh, stride_ol, stride_lb, stride_lh, stride_lr, stride_cb, stride_ch, stride_pb, stride_ph,
-    stride_rb, stride_rh, stride_xb, stride_xh, stride_xr, stride_mb, stride_mh, stride_ml,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, KEYS_MOVED: tl.constexpr, ROWS_MOVED: tl.constexpr, SKIPS: tl.constexpr,
-    SKIPS_SUM: tl.constexpr, HAS_LEFT_OUT: tl.constexpr, NOWHERE: tl.constexpr, PACKED: tl.constexpr,
-    HAS_MEANS: tl.constexpr, BC: tl.constexpr, MEAN_STAGES: tl.constexpr,
+    stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_m: Strides,
+    stride_lb, stride_lh, stride_lr, stride_cb, stride_ch, stride_pb, stride_ph, stride_rb, stride_rh,
+    stride_xb, stride_xh, stride_xr,
+    SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row tile over its row block's list of key blocks.
 
     The softmax is that of `primitives.absorb_or_skip`, which has SKIPS and SKIPS_SUM, over the listed keys, then over
     the blocks on the diagonal with a causal mask. Programs: (row tiles, the last ones first; H; B), where H is Hq /
-    PACKED: row r is query r // PACKED of head r % PACKED of those of a program. T is the input type.
+    PACKED: row r is query r // PACKED of head r % PACKED of those of a program. T is the input type. Constants are the
+    fields of SIZES and MODE (`groups.BlockSparseSizes`, `groups.BlockSparseMode`); a tensor with the name of a constant
+    behind it is read or written only if that constant is true, and may be absent otherwise.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
-        K, V                T [B, Hkv, Lk, D], strides k and v, permuted as KEY_ORDER says
-        BLOCKS              int32 [B, H, row blocks, width], strides l: key blocks of each row block, boundary last
-        COUNTS              int32 [B, H, row blocks], strides c: how many of them count
-        KEY_ORDER           int32 [B, Hkv, Lk], strides p: the position of each permuted key (KEYS_MOVED)
-        ROW_ORDER           int32 [B, Hq, Lq], strides r: the query of each permuted row (ROWS_MOVED)
-        PRUNED              int8 [B, H, row blocks, key blocks], strides x: 1 for whole blocks that are not listed
+        K, V                T [B, Hkv, Lk, D], strides k and v, permuted as LISTS.key_order says
+        LISTS.blocks        int32 [B, H, row blocks, width], strides l: key blocks of each row block, boundary last
+        LISTS.counts        int32 [B, H, row blocks], strides c: how many of them count
+        LISTS.key_order     int32 [B, Hkv, Lk], strides p: the position of each permuted key (KEYS_MOVED)
+        LISTS.row_order     int32 [B, Hq, Lq], strides r: the query of each permuted row (ROWS_MOVED)
+        LISTS.pruned        int8 [B, H, row blocks, key blocks], strides x: 1 for whole blocks that are not listed
                             (HAS_MEANS)
-        MEAN_KEYS, MEAN_VALUES
+        MEANS.mean_keys, .mean_values
                             T [B, Hkv, key blocks, D], strides m: what stands for each key of those (HAS_MEANS)
         LEFT_OUT            int32 [B, Hq, row tiles]: how many tiles of chosen blocks were left out of the product with
                             v (HAS_LEFT_OUT)
 
     qk_scale: the scores' scale times log2(e); limit: of the skip, in base 2; group: query heads of a KV head; row_unit,
-    key_unit: rows and keys that are permuted among one another (`selection.Grid`); BLOCK_M, BLOCK_N: a selection's
-    blocks, multiples of BM and BN.
+    key_unit: rows and keys that are permuted among one another (`selection.Grid`).
     """
+    D: tl.constexpr = SIZES.D
+    BM: tl.constexpr = SIZES.BM
+    BN: tl.constexpr = SIZES.BN
+    BLOCK_M: tl.constexpr = SIZES.BLOCK_M
+    BLOCK_N: tl.constexpr = SIZES.BLOCK_N
+    STAGES: tl.constexpr = SIZES.STAGES
+    PACKED: tl.constexpr = SIZES.PACKED
+    BC: tl.constexpr = SIZES.BC
+    MEAN_STAGES: tl.constexpr = SIZES.MEAN_STAGES
     # the last rows have the longest lists, as a rule: they go first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -84,16 +92,14 @@ def _block_sparse(
     rows = row0 + tl.arange(0, BM)
     real = rows < q_len * PACKED
     query = rows // PACKED
-    if ROWS_MOVED:
-        query = tl.load(ROW_ORDER + b * stride_rb + h * stride_rh + rows, mask=real, other=0)
+    if MODE.ROWS_MOVED:
+        query = tl.load(LISTS.row_order + b * stride_rb + h * stride_rh + rows, mask=real, other=0)
     position = offset + query
     q_row = query.to(tl.int64)[:, None]
     q_head = (h * PACKED + rows % PACKED)[:, None] if PACKED > 1 else h
-    q = tl.load(
-        Q + b * stride_qb + q_head * stride_qh + q_row * stride_ql + offs_d[None, :], mask=real[:, None], other=0.0
-    )
-    k_tile = K + b * stride_kb + kv_head * stride_kh + offs_n[None, :] * stride_kl + offs_d[:, None]
-    v_tile = V + b * stride_vb + kv_head * stride_vh + offs_n[:, None] * stride_vl + offs_d[None, :]
+    q = tl.load(at_head(Q, stride_q, b, q_head) + q_row * stride_q.row + offs_d[None, :], mask=real[:, None], other=0.0)
+    k_tile = at_head(K, stride_k, b, kv_head) + offs_n[None, :] * stride_k.row + offs_d[:, None]
+    v_tile = at_head(V, stride_v, b, kv_head) + offs_n[:, None] * stride_v.row + offs_d[None, :]
 
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -107,17 +113,17 @@ def _block_sparse(
     end = tl.minimum((last // key_unit + 1) * key_unit, kv_len)
     boundary = (end - begin + BLOCK_N - 1) // BLOCK_N
 
-    if HAS_MEANS:
+    if MODE.HAS_MEANS:
         offs_c = tl.arange(0, BC)
-        pruned = PRUNED + b * stride_xb + h * stride_xh + i * stride_xr + offs_c
-        mean_key = MEAN_KEYS + b * stride_mb + kv_head * stride_mh + offs_c[None, :] * stride_ml + offs_d[:, None]
-        mean_value = MEAN_VALUES + b * stride_mb + kv_head * stride_mh + offs_c[:, None] * stride_ml + offs_d[None, :]
+        pruned = LISTS.pruned + b * stride_xb + h * stride_xh + i * stride_xr + offs_c
+        mean_key = at_head(MEANS.mean_keys, stride_m, b, kv_head) + offs_c[None, :] * stride_m.row + offs_d[:, None]
+        mean_value = at_head(MEANS.mean_values, stride_m, b, kv_head) + offs_c[:, None] * stride_m.row + offs_d[None, :]
         whole = begin // BLOCK_N
         for j in tl.range(0, whole, BC, num_stages=MEAN_STAGES):
             exists = j + offs_c < whole
             left = tl.load(pruned + j, mask=exists, other=0) != 0
-            k = tl.load(mean_key + j * stride_ml, mask=exists[None, :], other=0.0)
-            v = tl.load(mean_value + j * stride_ml, mask=exists[:, None], other=0.0)
+            k = tl.load(mean_key + j * stride_m.row, mask=exists[None, :], other=0.0)
+            v = tl.load(mean_value + j * stride_m.row, mask=exists[:, None], other=0.0)
             m, l, acc, _ = absorb_or_skip(
                 q, k, v, m, l, acc, qk_scale, left[None, :], True, real, limit, False, False
             )  # fmt: skip
@@ -126,18 +132,18 @@ def _block_sparse(
         acc *= BLOCK_N
 
     # blocks that every row sees whole
-    chosen = tl.load(COUNTS + b * stride_cb + h * stride_ch + i) - boundary
-    blocks = BLOCKS + b * stride_lb + h * stride_lh + i * stride_lr
+    chosen = tl.load(LISTS.counts + b * stride_cb + h * stride_ch + i) - boundary
+    blocks = LISTS.blocks + b * stride_lb + h * stride_lh + i * stride_lr
     PER_BLOCK: tl.constexpr = BLOCK_N // BN
     left_out = 0
     for t in tl.range(0, chosen * PER_BLOCK, num_stages=STAGES):
         key = (tl.load(blocks + t // PER_BLOCK) * BLOCK_N + t % PER_BLOCK * BN).to(tl.int64)
-        k = tl.load(k_tile + key * stride_kl)
-        v = tl.load(v_tile + key * stride_vl)
+        k = tl.load(k_tile + key * stride_k.row)
+        v = tl.load(v_tile + key * stride_v.row)
         m, l, acc, low = absorb_or_skip(
-            q, k, v, m, l, acc, qk_scale, True, False, real, limit, SKIPS, SKIPS_SUM
+            q, k, v, m, l, acc, qk_scale, True, False, real, limit, MODE.SKIPS, MODE.SKIPS_SUM
         )  # fmt: skip
-        if HAS_LEFT_OUT:
+        if MODE.HAS_LEFT_OUT:
             left_out += low
 
     for t in tl.range(0, (end - begin + BN - 1) // BN, num_stages=1):
@@ -145,18 +151,19 @@ def _block_sparse(
         keys = j + offs_n
         exists = keys < kv_len
         key_position = keys
-        if KEYS_MOVED:
-            key_position = tl.load(KEY_ORDER + b * stride_pb + kv_head * stride_ph + keys, mask=exists, other=NOWHERE)
-        k = tl.load(k_tile + j.to(tl.int64) * stride_kl, mask=exists[None, :], other=0.0)
-        v = tl.load(v_tile + j.to(tl.int64) * stride_vl, mask=exists[:, None], other=0.0)
+        if MODE.KEYS_MOVED:
+            key_order = LISTS.key_order + b * stride_pb + kv_head * stride_ph
+            key_position = tl.load(key_order + keys, mask=exists, other=NOWHERE)
+        k = tl.load(k_tile + j.to(tl.int64) * stride_k.row, mask=exists[None, :], other=0.0)
+        v = tl.load(v_tile + j.to(tl.int64) * stride_v.row, mask=exists[:, None], other=0.0)
         visible = key_position[None, :] <= position[:, None]
         m, l, acc, _ = absorb_or_skip(
-            q, k, v, m, l, acc, qk_scale, visible, True, real, limit, SKIPS, SKIPS_SUM
+            q, k, v, m, l, acc, qk_scale, visible, True, real, limit, MODE.SKIPS, MODE.SKIPS_SUM
         )  # fmt: skip
 
-    out = OUT + b * stride_ob + q_head * stride_oh + q_row * stride_ol + offs_d[None, :]
+    out = at_head(OUT, stride_o, b, q_head) + q_row * stride_o.row + offs_d[None, :]
     tl.store(out, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
-    if HAS_LEFT_OUT:
+    if MODE.HAS_LEFT_OUT:
         tl.store(LEFT_OUT + (b * tl.num_programs(1) + h) * tl.num_programs(0) + tile, left_out)
 
 
@@ -188,7 +195,6 @@ def block_sparse_attention(
         tile = skip_tile(q.shape[3], here, skip.rows, skip.keys)
     row_tiles = -(-grid.q_len * grid.packed // tile.block_m)
     pruned = None if selection.pruned is None else selection.pruned.view(torch.int8)
-    mean_keys, mean_values = (None, None) if means is None else means
     counts = None
     if left_out is not None and skip is not None:
         counts = torch.empty(q.shape[0], heads, row_tiles, dtype=torch.int32, device=q.device)
@@ -196,21 +202,28 @@ def block_sparse_attention(
         _block_sparse,
         (row_tiles, heads, q.shape[0]),
         {
-            "Q": q, "K": k, "V": v, "BLOCKS": selection.blocks, "COUNTS": selection.counts,
-            "KEY_ORDER": selection.key_order, "ROW_ORDER": selection.row_order, "PRUNED": pruned,
-            "MEAN_KEYS": mean_keys, "MEAN_VALUES": mean_values, "OUT": out, "LEFT_OUT": counts,
+            "Q": q, "K": k, "V": v, "OUT": out, "LEFT_OUT": counts,
+            "LISTS": BlockLists(
+                selection.blocks, selection.counts, selection.key_order, selection.row_order, pruned
+            ),
+            "MEANS": BlockMeans(*(means or (None, None))),
             "qk_scale": scale * LOG2E, "limit": 0.0 if skip is None else skip.limit * LOG2E,
             "group": q.shape[1] // k.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len, "row_unit": grid.row_unit,
             "key_unit": grid.key_unit,
-            **strides("bhl", q=q, k=k, v=v, o=out, m=mean_keys), **strides("bhr", l=selection.blocks, x=pruned),
+            **stride_groups(q=q, k=k, v=v, o=out, m=k if means is None else means[0]),
+            **strides("bhr", l=selection.blocks, x=pruned),
             **strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order),
         },
         {
-            "D": q.shape[3], "BM": tile.block_m, "BN": tile.block_n, "BLOCK_M": grid.block_m, "BLOCK_N": grid.block_n,
-            "STAGES": tile.stages, "KEYS_MOVED": selection.key_order is not None,
-            "ROWS_MOVED": selection.row_order is not None, "SKIPS": skip is not None,
-            "SKIPS_SUM": skip is not None and skip.sum_too, "HAS_LEFT_OUT": counts is not None, "NOWHERE": NOWHERE,
-            "PACKED": grid.packed, "HAS_MEANS": means is not None, "BC": MEANS_AT_ONCE, "MEAN_STAGES": MEAN_STAGES,
+            "SIZES": BlockSparseSizes(
+                D=q.shape[3], BM=tile.block_m, BN=tile.block_n, BLOCK_M=grid.block_m, BLOCK_N=grid.block_n,
+                STAGES=tile.stages, PACKED=grid.packed, BC=MEANS_AT_ONCE, MEAN_STAGES=MEAN_STAGES,
+            ),
+            "MODE": BlockSparseMode(
+                KEYS_MOVED=selection.key_order is not None, ROWS_MOVED=selection.row_order is not None,
+                SKIPS=skip is not None, SKIPS_SUM=skip is not None and skip.sum_too,
+                HAS_LEFT_OUT=counts is not None, HAS_MEANS=means is not None,
+            ),
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

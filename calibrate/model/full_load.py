@@ -25,8 +25,8 @@ def check_quantisation(config: Any, name: str) -> None:
     """Check, before anything is downloaded, that what a quantised checkpoint needs is installed.
 
     Args:
-        config: The model's transformers configuration.
-        name: The model, as the user gave it.
+        config: the model's transformers configuration.
+        name: the model, as the user gave it.
 
     Raises:
         ModelError: Transformers does not know the format.
@@ -61,9 +61,9 @@ def streaming_obstacle(config: Any, model: Any, names: Collection[str] | None) -
     """Why a checkpoint cannot be read one layer at a time; None if it can.
 
     Args:
-        config: The model's configuration.
-        model: Its skeleton.
-        names: The tensors in the safetensors files; None if there are no such files, or if they are not known yet.
+        config: the model's configuration.
+        model: its skeleton.
+        names: the tensors in the safetensors files; None if there are no such files, or if they are not known yet.
     """
     method = quantisation(config)
     if method is not None:
@@ -83,11 +83,11 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
     """A checkpoint as transformers loads it, with all of its parameters on the device.
 
     Args:
-        source: A folder or a hub id.
-        config: The model's configuration.
-        device: Where it shall be.
-        name: The model, as the user gave it.
-        **options: For `from_pretrained`, such as `gguf_file`.
+        source: a folder or a hub id.
+        config: the model's configuration.
+        device: where it shall be.
+        name: the model, as the user gave it.
+        **options: for `from_pretrained`, such as `gguf_file`.
 
     Raises:
         ModelError: The checkpoint lacks parameters of the model, or its format needs another device.

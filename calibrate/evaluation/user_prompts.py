@@ -16,7 +16,7 @@ from calibrate.prompts.retrieval import encode, start_of
 EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
 
 
-def read(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:
+def read_user_prompts(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:
     """The prompts of files with their answers behind them. limit: tokens that the model can read.
 
     Raises InputError naming file and line.

@@ -15,8 +15,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from calibrate.model.estimate import Sizes
-from calibrate.model.foresight import attention_share, loading, outlook
+from calibrate.model.estimate import ModelSizes
+from calibrate.model.preflight import attention_share, loading, preflight
 from calibrate.model.weights import skeleton
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import geometry
@@ -38,12 +38,12 @@ def test_the_plan_knows_what_the_tests_of_architectures_show(name):
     options = {"device": "cpu", "lengths": (100,), "random_weights": True}
     if case.runs and case.others:
         said = f"1 of 2 run S2O ({kinds.index('full_attention')}); {case.others} stay as they are"
-        assert outlook(str(name), case.config, **options).layers == said
+        assert preflight(str(name), case.config, **options).layers == said
     elif case.runs:
-        assert outlook(str(name), case.config, **options).layers == "all 2 run S2O"
+        assert preflight(str(name), case.config, **options).layers == "all 2 run S2O"
     else:
         with pytest.raises(ModelError, match=r"layer [01] cannot run S2O \("):
-            outlook(str(name), case.config, **options)
+            preflight(str(name), case.config, **options)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_share_of_attention():
 def test_how_a_checkpoint_is_loaded(tmp_path):
     folder = str(save("llama", tmp_path))
     model = skeleton(CONFIGS["llama"], torch.bfloat16, CPU)
-    resident = Sizes.of(model, "cpu")
+    resident = ModelSizes.of(model, "cpu")
 
     def said(name, sizes):
         return loading(name, CONFIGS["llama"], model, sizes, "cpu", False)

@@ -13,11 +13,11 @@ import torch
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, Site, start_failures
+from s2o_runtime.serving.server import Process, Server, ServerContext, start_failures
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.serving.sources import interface_obstacle
-from s2o_runtime.sglang.backend import Host, mix_in
-from s2o_runtime.sglang.compat import READ, Interface
+from s2o_runtime.sglang.backend import SglangApi, mix_in
+from s2o_runtime.sglang.compat import READ, SglangInterface
 
 FLASH_ATTENTION_3 = (8, 9)  # major compute capabilities that SGLang runs it on
 
@@ -36,7 +36,7 @@ def create_backend(runner: Any) -> Any:
     import sglang
 
     stock = stock_class(runner)
-    obstacle = interface_obstacle(Interface, Path(str(sglang.__file__)).parent / "srt")
+    obstacle = interface_obstacle(SglangInterface, Path(str(sglang.__file__)).parent / "srt")
     if obstacle is not None:
         log.warning(
             "S2O does not know SGLang %s (%s), only %s: the stock backend runs in its place",
@@ -45,7 +45,7 @@ def create_backend(runner: Any) -> Any:
         return stock(runner)
     if runner.is_draft_worker:
         return stock(runner)
-    return mix_in(stock, host_of(runner))(runner)
+    return mix_in(stock, sglang_api(runner))(runner)
 
 
 def stock_class(runner: Any) -> type[Any]:
@@ -69,7 +69,7 @@ def stock_class(runner: Any) -> type[Any]:
     return FlashAttentionBackend  # type: ignore[no-any-return]
 
 
-def host_of(runner: Any) -> Host:
+def sglang_api(runner: Any) -> SglangApi:
     """What S2O's class asks of this SGLang.
 
     Raises:
@@ -91,7 +91,7 @@ def host_of(runner: Any) -> Host:
     kv_cache_dtype, obstacle = str(runner.kv_cache_dtype).removeprefix("torch."), _obstacle(runner)
     server = Server(
         settings_of_environment(),
-        Site(
+        ServerContext(
             engine=f"SGLang {sglang.__version__}",
             stock="torch_native" if on_cpu else "fa3",
             model_config=model.hf_config,
@@ -110,7 +110,7 @@ def host_of(runner: Any) -> Host:
         location = KVWriteLoc.for_layer(forward_batch, layer)
         runner.token_to_kv_pool.set_kv_buffer(layer, location, keys, values, layer.k_scale, layer.v_scale)
 
-    return Host(
+    return SglangApi(
         server=server,
         obstacle=obstacle,
         kv_cache_dtype=kv_cache_dtype,

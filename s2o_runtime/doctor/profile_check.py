@@ -15,7 +15,7 @@ from s2o_runtime.doctor.findings import Finding, Section
 from s2o_runtime.errors import ModelError, ProfileError, ResourceError
 from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
-from s2o_runtime.monitor.drift import allowed_errors
+from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.serving.fit import COMPARED, ProfileFit, Rank, check_model
 
@@ -171,7 +171,7 @@ def _proof_findings(profile: Profile) -> list[Finding]:
 
 def _drift_finding(profile: Profile) -> Finding:
     try:
-        allowed_errors(profile)
+        error_limits(profile)
     except ProfileError as error:
         return Finding("drift check", "off", str(error))
     return Finding("drift check", "on: the record says what errors are allowed")

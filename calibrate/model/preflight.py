@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from calibrate.model.estimate import Sizes, number_width
+from calibrate.model.estimate import ModelSizes, number_width
+from calibrate.model.full_load import quantisation, streaming_obstacle
 from calibrate.model.models import is_gguf, resolve
 from calibrate.model.streams import decoder_layers
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, skeleton
-from calibrate.model.whole import quantisation, streaming_obstacle
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.obstacles import foreseen_obstacle
 from s2o_runtime.identity import Geometry, geometry
@@ -32,39 +32,39 @@ BITS = {
 DECOMPRESSED = "compressed-tensors"  # newer transformers make 16-bit weights of it at the first forward pass
 
 
-class Outlook(NamedTuple):
+class Preflight(NamedTuple):
     """What a calibration will find.
 
-    geometry: The model's sizes. layers: Which layers run S2O, in words. shares: By length in tokens, the share of the
-    prefill's attention that is in them. loading: How the weights are loaded and what memory that takes, in words.
-    sizes: What decides how long it runs.
+    geometry: the model's sizes. layers: which layers run S2O, in words. shares: by length in tokens, the share of the
+    prefill's attention that is in them. loading: how the weights are loaded and what memory that takes, in words.
+    sizes: what decides how long it runs.
     """
 
     geometry: Geometry
     layers: str
     shares: Mapping[int, float]
     loading: str
-    sizes: Sizes
+    sizes: ModelSizes
 
 
-def outlook(
+def preflight(
     name: str, config: Any, *, device: str, lengths: Sequence[int], random_weights: bool
-) -> Outlook:  # fmt: skip
+) -> Preflight:  # fmt: skip
     """What a calibration will find, by the model's configuration alone.
 
     Args:
-        name: The model, as the user gave it.
-        config: Its transformers configuration.
-        device: The torch device that it will run on.
-        lengths: Prompt lengths in tokens.
-        random_weights: Whether weights are drawn.
+        name: the model, as the user gave it.
+        config: its transformers configuration.
+        device: the torch device that it will run on.
+        lengths: prompt lengths in tokens.
+        random_weights: whether weights are drawn.
 
     Raises:
         ModelError: S2O cannot do the attention of a layer, or transformers cannot make the model.
     """
     model = check_served(config)
-    sizes = Sizes.of(model, device)
-    return Outlook(
+    sizes = ModelSizes.of(model, device)
+    return Preflight(
         geometry(config),
         served_layers(config),
         {length: attention_share(config, length) for length in lengths},
@@ -77,7 +77,7 @@ def check_served(config: Any) -> Any:
     """The model's skeleton, once it is clear that S2O can do the attention of its layers of full attention.
 
     Args:
-        config: A transformers configuration.
+        config: a transformers configuration.
 
     Raises:
         ModelError: It cannot; the sentence names the first layer and the reason. Or transformers cannot make the model.
@@ -105,8 +105,8 @@ def attention_share(config: Any, length: int) -> float:
     Every layer counts alike. Layers without softmax attention count nothing: their time grows with the length alone.
 
     Args:
-        config: A transformers configuration.
-        length: Tokens of the prompt.
+        config: a transformers configuration.
+        length: tokens of the prompt.
     """
     full = length * (length + 1) / 2
     pairs = sum(_pairs(kind, length, config) for kind in layer_kinds(config))
@@ -124,11 +124,11 @@ def _pairs(kind: str, length: int, config: Any) -> float:
     return chunks * triangle + rest * (rest + 1) / 2
 
 
-def loading(name: str, config: Any, model: Any, sizes: Sizes, device: str, random_weights: bool) -> str:
+def loading(name: str, config: Any, model: Any, sizes: ModelSizes, device: str, random_weights: bool) -> str:
     """How the weights of a model with this skeleton and these sizes are loaded and what memory that takes, in words.
 
     Args:
-        name, config, device, random_weights: As `outlook` takes them.
+        name, config, device, random_weights: as `preflight` takes them.
     """
     parameters, width = sizes.parameters, number_width(device)
     total = parameters * width
@@ -149,8 +149,8 @@ def loading(name: str, config: Any, model: Any, sizes: Sizes, device: str, rando
     if sizes.resident:
         return f"{total / GB:.3g} GB, which stay on the device"
     streamed = f"layer by layer, {sizes.largest_layer * width / GB:.3g} GB at a time of {total / GB:.3g} GB"
-    known = random_weights or _names(name) is not None
-    return streamed if known else f"{streamed}; as a whole if its files do not hold the model's own tensors"
+    can_stream = random_weights or _names(name) is not None
+    return streamed if can_stream else f"{streamed}; as a whole if its files do not hold the model's own tensors"
 
 
 def _names(name: str) -> Any:

@@ -8,8 +8,8 @@ import torch
 
 from calibrate.model.models import load
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.kl import FURTHEST, GROUPS, LEAST, corrected, kl_alone, layer_groups
-from calibrate.search.allocate import Weights
+from calibrate.proof.kl import FURTHEST, GROUPS, LEAST, corrected, isolated_kl, layer_groups
+from calibrate.search.allocate import ErrorWeights
 from support.candidates import candidate
 from support.models import make_profile, patched_kl
 
@@ -22,7 +22,7 @@ def test_each_group_is_the_model_with_only_its_layers_patched(tiny_folder: Path)
     prompts = [Prompt(torch.randint(3, 90, (LENGTH,), generator=generator)) for _ in range(2)]
     profile = make_profile(loaded.model, 300.0)
     configs = list(profile.layers[0])
-    kls, rounding = kl_alone(loaded, prompts, configs)
+    kls, rounding = isolated_kl(loaded, prompts, configs)
     assert len(kls) == len(configs) == 2
     for layer, kl in enumerate(kls):
         rows = tuple(config if index == layer else config.as_dense() for index, config in enumerate(configs))
@@ -43,7 +43,7 @@ def test_groups_are_adjacent_and_few():
 
 def test_weights_become_what_was_measured_less_rounding():
     begun = candidate().chosen[1024]
-    choices = [replace(choice, weights=Weights(40.0, (0.5, 1.5))) for choice in begun.choices]
+    choices = [replace(choice, weights=ErrorWeights(40.0, (0.5, 1.5))) for choice in begun.choices]
     begun = replace(begun, choices=choices)
     predicted = [20.0 * choice.spent for choice in choices]
 

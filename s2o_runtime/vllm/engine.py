@@ -12,20 +12,20 @@ import torch
 from s2o_runtime.pages import page_obstacle
 from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, Site, start_failures
+from s2o_runtime.serving.server import Process, Server, ServerContext, start_failures
 from s2o_runtime.serving.settings import Settings
-from s2o_runtime.vllm.backend import Host
+from s2o_runtime.vllm.backend import VllmApi
 
 SECTION = "s2o"  # of --additional-config, which has the settings
 
 log = logging.getLogger("s2o_runtime")
 
 
-def host() -> Host:
+def vllm_api() -> VllmApi:
     """What S2O's classes ask of this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return Host(server, extract_layer_index)
+    return VllmApi(server, extract_layer_index)
 
 
 @lru_cache(maxsize=1)
@@ -48,7 +48,7 @@ def server() -> Server:
     config = get_current_vllm_config()
     model = config.model_config
     on_cpu = current_platform.is_cpu()
-    site = Site(
+    context = ServerContext(
         engine=f"vLLM {vllm.__version__}",
         stock="the plain backend" if on_cpu else "FLASH_ATTN",
         model_config=model.hf_config,
@@ -63,7 +63,7 @@ def server() -> Server:
     )
     _show_log()
     with start_failures():
-        return Server(settings_of(config.additional_config), site)
+        return Server(settings_of(config.additional_config), context)
 
 
 def settings_of(additional_config: Any) -> Settings:
