@@ -64,4 +64,4 @@ def form(config: LayerConfig) -> Hashable:
     ranked = [head for head in config.heads if head.mode == "s2o"]
     modes = frozenset(head.mode for head in config.heads)
     tails = any(head.tail for head in ranked), any(head.linear for head in ranked)
-    return modes, tails, config.grain, config.scores, config.row_reduce
+    return modes, tails, config.last_rows > 0, config.grain, config.scores, config.row_reduce

@@ -362,22 +362,26 @@ def row_slices(call: Call, workspace: int, dtype: torch.dtype = torch.bfloat16) 
     return slices
 
 
-def heads_abreast(shape: CallShape, programs: int, pair_bytes: int, gpu: Resources) -> int:
-    """How many heads take turns in a layer with heads of several modes, as `primitives.place` has it.
+def heads_abreast(shape: CallShape, programs: int, pair_bytes: int, gpu: Resources, last_rows: bool = False) -> int:
+    """How many heads take turns in a layer whose programs differ in work, as `primitives.place` has it.
 
-    Programs differ in work where the prompt's beginning is among the rows; few of them keep a GPU waiting for the
-    longest. With all heads in turns that wait is shortest, with one after another the cache is used best: as few take
-    turns as fill the GPU, and no more than it can cache.
+    Programs differ where heads have several modes, and where the prompt's beginning is among the rows; few of them
+    keep a GPU waiting for the longest. With all heads in turns that wait is shortest, with one after another the cache
+    is used best: as few take turns as fill the GPU, and no more than it can cache. Dense last rows are the longest
+    programs by far, so those of all heads start first.
 
     Args:
         shape: of the call.
         programs: of a head, in this launch.
         pair_bytes: of an element of k and one of v.
         gpu: what runs it.
+        last_rows: whether rows of this launch are last rows (`LayerConfig.last_rows`).
 
     Returns:
         A divisor of the number of heads.
     """
+    if last_rows:
+        return shape.query_heads
     if shape.offset >= shape.q_len // 2:
         return 1
     cached = CACHE_SHARE * gpu.cache_bytes // (shape.kv_len * shape.head_dim * pair_bytes)
@@ -424,7 +428,8 @@ def prefill(
     grid = (programs, shape.query_heads, shape.batch)
     if tables.turns is not None:
         gpu = resources(q.device)
-        abreast = heads_abreast(shape, programs, k.element_size() + v.element_size(), gpu)
+        ending = call.config.last_rows > 0 and rows.stop == shape.q_len
+        abreast = heads_abreast(shape, programs, k.element_size() + v.element_size(), gpu, ending)
         rounds = shape.query_heads // abreast
         grid = (abreast, programs, rounds * shape.batch)
         if (count := key_shares(call, programs, gpu)) > 1:

@@ -1,6 +1,7 @@
 """The Triton kernels in the interpreter, against the reference. bf16 is wrong there: fp32 and fp16 only."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -199,6 +200,8 @@ def test_dense_heads_start_first():
     assert head_tables(config, torch.device("cpu")).turns.tolist() == [1, 3, 0, 2]
     alike = LayerConfig((s2o,) * 3, TILE)
     assert head_tables(alike, torch.device("cpu")).turns is None  # which needs no other kernel
+    ending = replace(alike, last_rows=256)
+    assert head_tables(ending, torch.device("cpu")).turns.tolist() == [0, 1, 2]  # whose last rows start first
 
 
 def test_as_few_heads_take_turns_as_fill_the_gpu():
@@ -214,6 +217,7 @@ def test_as_few_heads_take_turns_as_fill_the_gpu():
     assert abreast(8192, 131072) == 1  # behind so many that rows hardly differ
     assert abreast(2048, 2048, Resources(132, 3 << 20)) == 8  # whose two KV heads the cache holds
     assert abreast(512, 512) == 32  # no more than there are
+    assert heads_abreast(CallShape(1, 32, 8, 131072, 131072, 128, 128), 1024, 4, gpu, last_rows=True) == 32
 
 
 @pytest.mark.parametrize(
