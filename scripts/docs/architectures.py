@@ -58,7 +58,7 @@ COLUMNS = (OTHERS, *CAPABILITIES)
 Cells = Mapping[tuple[str, str], str]
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps plugins in a set
 class OutcomeRecorder:
     """A pytest plugin: the tests that were collected, and how each ended."""
 
