@@ -30,8 +30,8 @@ class HeadTables(NamedTuple):
 
     tau: float32 [Hq], FIRST_CHUNK of a head with a linear tail; segment: int32 [Hq], 0 marks a head without a prefix;
     flags: int32 [Hq], see above; part: int32 [Hq], queries of a representative; representatives: int32 [Hq], of a
-    segment; turns: int32 [Hq], the heads in the order in which their programs start, dense ones first, which have the
-    most work; None where all are of one mode and no last rows are dense.
+    segment; launch_order: int32 [Hq], the heads in the order in which their programs start, dense ones first, as they
+    have the most work; None where all are of one mode and no last rows are dense.
     dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it, which those
     with a linear tail do not.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
@@ -45,7 +45,7 @@ class HeadTables(NamedTuple):
     flags: Tensor
     part: Tensor
     representatives: Tensor
-    turns: Tensor | None
+    launch_order: Tensor | None
     dense: int
     stopping: int
     counts: tuple[int, ...]
@@ -196,14 +196,14 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
 
     modes = {head.mode for head in config.heads}
     linear = [number for number, head in enumerate(config.heads) if _is_linear(head)]
-    turns = sorted(range(config.num_heads), key=lambda head: config.heads[head].mode != "dense")
+    order = sorted(range(config.num_heads), key=lambda head: config.heads[head].mode != "dense")
     return HeadTables(
         tau=table(lambda head: FIRST_CHUNK if _is_linear(head) else head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
         flags=table(_flags),
         part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
-        turns=torch.tensor(turns, dtype=torch.int32).to(device) if len(modes) > 1 or config.last_rows else None,
+        launch_order=torch.tensor(order, dtype=torch.int32).to(device) if len(modes) > 1 or config.last_rows else None,
         dense=sum(head.mode == "dense" for head in config.heads),
         stopping=sum(not head.linear for head in ranked),
         counts=tuple(sorted({head.representatives for head in ranked})),

@@ -57,7 +57,7 @@ POINTERS_OF = {  # by type
         "MEAN_VALUE WEIGHT KEY_SUMS VALUE_SUMS PRODUCTS"
     ),
     "i32": (
-        "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS TURNS PART REPRESENTATIVES FIRST BLOCKS COUNTS KEY_ORDER "
+        "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS LAUNCH_ORDER PART REPRESENTATIVES FIRST BLOCKS COUNTS KEY_ORDER "
         "ROW_ORDER HEADS LEFT_OUT BLOCK_TABLE"
     ),
     "i64": "KV_START",
@@ -84,27 +84,28 @@ KEPT_BYTES_MOVED = {"all-moved": 104, "keys-moved": 8, "packed-means": 48}
 # The switches of a kernel that are on, all others are off, and its grain.
 VARIANTS: dict[str, dict[str, object]] = {
     "": {"GRAIN": 1},
-    "padded": {"GRAIN": 4, "HAS_START": True, "ROW_MAX": True, "WIDE": True, "HAS_TAIL": True, "HAS_TURNS": True},
+    "padded": {"GRAIN": 4, "HAS_START": True, "ROW_MAX": True, "WIDE": True, "HAS_TAIL": True}
+    | {"HAS_LAUNCH_ORDER": True},
     "packed": {"GRAIN": 1, "PACKED": True, "HAS_LSE": True, "HAS_TAIL": True},
 }
 # What few models ask for, learned sinks and soft-capped scores together: the largest configuration of each kernel is
 # compiled for a GPU of each generation of tensor cores. CAP is Gemma 2's 50 in base 2.
 FEATURES = "features"
 FEATURE_VARIANTS: dict[str, dict[str, object]] = {
-    FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True}
+    FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 # Dense heads split over keys: every tile of the prefill with packed sequences and with keys in pages, as servers call
 # it, the largest with all else too, and what combines the shares.
 SHARES, SHARES_PAGED = "shares", "shares-paged"
 SHARE_VARIANTS: dict[str, dict[str, object]] = {
-    SHARES: {"GRAIN": 4, "PACKED": True, "HAS_TAIL": True, "HAS_TURNS": True, "HAS_SHARES": True},
+    SHARES: {"GRAIN": 4, "PACKED": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True},
     "shares-features": FEATURE_VARIANTS[FEATURES] | {"HAS_SHARES": True},
     "shares-int8": {
         "GRAIN": 4, "INT8": True, "PACKED": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True,
-        "HAS_TURNS": True, "HAS_SHARES": True,
+        "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True,
     },
     SHARES_PAGED: {
-        "GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True,
+        "GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True,
         "HAS_SHARES": True,
     },
 }  # fmt: skip
@@ -116,7 +117,7 @@ INT8_VARIANTS: dict[str, dict[str, object]] = {
 # Keys and values in the pages of a cache: likewise.
 PAGED = "paged"
 PAGED_VARIANTS: dict[str, dict[str, object]] = {
-    PAGED: {"GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_TURNS": True}
+    PAGED: {"GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 PREFILLS = ("prefill", "prefill_hopper")
 PAGED_KERNELS = ("log_sums", "scores", "order", "pool")

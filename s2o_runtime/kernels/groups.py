@@ -34,7 +34,7 @@ class Heads(NamedTuple):
     tau: Tensor
     segment: Tensor
     flags: Tensor
-    turns: Tensor | None
+    launch_order: Tensor | None
     sinks: Tensor | None
 
 
@@ -83,7 +83,7 @@ class Mode(NamedTuple):
     HAS_SINKS: bool
     CAP: float
     INT8: bool
-    HAS_TURNS: bool
+    HAS_LAUNCH_ORDER: bool
     HAS_SHARES: bool
     PAGED: bool
     WIDE: bool

@@ -31,13 +31,13 @@ from s2o_runtime.kernels.primitives import (
     absorb_chunk,
     absorb_window,
     at_head,
-    behind,
     dense_from,
     diagonal_start,
     log_sum_exp,
-    place,
-    place_share,
+    program_share,
+    program_tile,
     quantised,
+    remaining_mass,
     sequence,
     share_of,
     softmax_start,
@@ -59,13 +59,13 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and lo
 
 @triton.jit(
     do_not_specialize=[
-        "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "page_shift", "page_rows", "stride_cb",
+        "q_len", "offset", "row_begin", "chunk", "segments", "waves", "page_shift", "page_rows", "stride_cb",
         "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows",
     ]
 )  # fmt: skip
 def _prefill(
     Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads, LEVELS: Levels,
-    SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, rounds, page_shift, page_rows,
+    SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
     stride_pb, dense, last_rows,  # last: ahead of others they would move them, and change the instructions
@@ -81,11 +81,11 @@ def _prefill(
     is below the threshold tau (StopRule.PAPER), or the gain of a tile times the tiles left is (StopRule.REST). Then the
     tail adds to l_i what the rest of the order is estimated to bring, with its mean value.
 
-    Programs: (row tiles of the slice; Hq; B), with HAS_TURNS (Hq / rounds; row tiles of the slice; rounds * B), each
-    for what `primitives.place` gives it. With HAS_SHARES dense heads are split over keys: programs are those of
-    `primitives.place_share`, one of a dense head visits a share of the whole tiles, that of the last share the diagonal
-    and the sink too, and `shares.combine` makes one output of theirs. Rows, positions, lengths and strides count
-    elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
+    Programs: (row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq / waves; row tiles of the slice; waves * B),
+    each for what `primitives.program_tile` gives it. With HAS_SHARES dense heads are split over keys: programs are
+    those of `primitives.program_share`, one of a dense head visits a share of the whole tiles, that of the last share
+    the diagonal and the sink too, and `shares.combine` makes one output of theirs. Rows, positions, lengths and strides
+    count elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
     float16). Letters name the strides that a tensor has; tensors without are contiguous. A tensor with the name of a
     constant behind it is read or written only if that constant is true, and may be absent otherwise. Constants are the
     fields of SIZES and MODE (`groups`).
@@ -103,7 +103,7 @@ def _prefill(
         PAGES                  int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         HEADS.tau              float32 [Hq]: the stop rule's threshold, without a unit
         HEADS.segment, .flags  int32 [Hq]: as in `call.HeadTables`
-        HEADS.turns            int32 [Hq]: as in `call.HeadTables` (HAS_TURNS)
+        HEADS.launch_order     int32 [Hq]: as in `call.HeadTables` (HAS_LAUNCH_ORDER)
         LEVELS.k_unit          float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
         LEVELS.k_middle        float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
         SHARES.share_out       float32 [B, dense * shares, rows of all row tiles, D]: `shares.Shares.out` (HAS_SHARES)
@@ -116,10 +116,10 @@ def _prefill(
     sums of integers (`quantisation`). What keys have lost is missing from all scores of a row alike; sinks and the
     log-sum-exp, which see that, are moved by it.
 
-    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; rounds: Hq
-    over the heads that take turns (HAS_TURNS); dense: heads that are split over keys (HAS_SHARES); last_rows: as in
-    `config.LayerConfig`; GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v need
-    64 bits.
+    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; waves: Hq
+    over the heads that take turns (HAS_LAUNCH_ORDER); dense: heads that are split over keys (HAS_SHARES); last_rows: as
+    in `config.LayerConfig`; GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v
+    need 64 bits.
     """
     GROUP: tl.constexpr = SIZES.GROUP
     D: tl.constexpr = SIZES.D
@@ -135,10 +135,10 @@ def _prefill(
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
     if MODE.HAS_SHARES:
-        tile, h, b, heads, entry, index, last = place_share(HEADS.turns, rounds, dense)
+        tile, h, b, heads, entry, index, last = program_share(HEADS.launch_order, waves, dense)
         share_row = ((b * dense * (last + 1) + entry) * tl.num_programs(0) + tile) * BM
     else:
-        tile, h, b, heads = place(HEADS.turns, rounds, MODE.HAS_TURNS)
+        tile, h, b, heads = program_tile(HEADS.launch_order, waves, MODE.HAS_LAUNCH_ORDER)
     segment = tl.load(HEADS.segment + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if MODE.HAS_START else 0
     q_max = q_len
@@ -233,8 +233,8 @@ def _prefill(
             e = tl.arange(0, EDGES)
             begins = tl.load(RANKING.first + at * BUCKETS + e * (BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
-            before, edge, share = behind(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
-            mass, edge, share = behind(begins, masses, done * (BN // GRAIN), steps, EDGES)
+            before, edge, share = remaining_mass(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
+            mass, edge, share = remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
             tail = tail_factor(before, mass, (tiles - done) / (done - chunk_begin)) * added
             l += tail
             acc += tail[:, None] * tail_mean(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
@@ -362,8 +362,8 @@ def row_slices(call: Call, workspace: int, dtype: torch.dtype = torch.bfloat16) 
     return slices
 
 
-def heads_abreast(shape: CallShape, programs: int, pair_bytes: int, gpu: Resources, last_rows: bool = False) -> int:
-    """How many heads take turns in a layer whose programs differ in work, as `primitives.place` has it.
+def heads_per_wave(shape: CallShape, programs: int, pair_bytes: int, gpu: Resources, last_rows: bool = False) -> int:
+    """How many heads take turns in a layer whose programs differ in work, as `primitives.program_tile` has it.
 
     Programs differ where heads have several modes, and where the prompt's beginning is among the rows; few of them
     keep a GPU waiting for the longest. With all heads in turns that wait is shortest, with one after another the cache
@@ -424,16 +424,16 @@ def prefill(
     one_entry: dict[str, Argument] = {}
     if call.packed:
         one_entry = {"stride_o": Strides(0, *out.stride()[1:3]), "stride_eb": 0}
-    programs, rounds, shares = -(-len(rows) // tile.rows), 1, None
+    programs, waves, shares = -(-len(rows) // tile.rows), 1, None
     grid = (programs, shape.query_heads, shape.batch)
-    if tables.turns is not None:
+    if tables.launch_order is not None:
         gpu = resources(q.device)
         ending = call.config.last_rows > 0 and rows.stop == shape.q_len
-        abreast = heads_abreast(shape, programs, k.element_size() + v.element_size(), gpu, ending)
-        rounds = shape.query_heads // abreast
-        grid = (abreast, programs, rounds * shape.batch)
+        per_wave = heads_per_wave(shape, programs, k.element_size() + v.element_size(), gpu, ending)
+        waves = shape.query_heads // per_wave
+        grid = (per_wave, programs, waves * shape.batch)
         if (count := key_shares(call, programs, gpu)) > 1:
-            shares, rounds = shares_of(call, count, programs * tile.rows, q.device), shape.query_heads
+            shares, waves = shares_of(call, count, programs * tile.rows, q.device), shape.query_heads
             grid = (programs, shape.query_heads + (count - 1) * tables.dense, shape.batch)
     share_out, share_lse = (None, None) if shares is None else shares
     launch(
@@ -442,11 +442,11 @@ def prefill(
         {
             "Q": q, "K": k, "V": v, "RANKING": Ranking(ordered, first, mass, sums), "OUT": out, "LSE": lse,
             "VISITED": visited, "STARTS": call.starts, **call.paging,
-            "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.turns, call.sinks),
+            "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.launch_order, call.sinks),
             "LEVELS": Levels(keys.unit, keys.middle), "SHARES": ShareOutputs(share_out, share_lse),
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
-            "rounds": rounds, "dense": tables.dense, "last_rows": call.config.last_rows,
+            "waves": waves, "dense": tables.dense, "last_rows": call.config.last_rows,
             **stride_groups(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
             "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,
         },
@@ -458,8 +458,8 @@ def prefill(
             "MODE": Mode(
                 HAS_TAIL=tail is not None, HAS_START=call.padded, PACKED=call.packed, HAS_LSE=lse is not None,
                 ROW_MAX=call.config.row_reduce == "max", HAS_SINKS=call.sinks is not None, CAP=call.cap,
-                INT8=keys.unit is not None, HAS_TURNS=tables.turns is not None, HAS_SHARES=shares is not None,
-                PAGED=call.pages is not None, WIDE=wide,
+                INT8=keys.unit is not None, HAS_LAUNCH_ORDER=tables.launch_order is not None,
+                HAS_SHARES=shares is not None, PAGED=call.pages is not None, WIDE=wide,
             ),
         },
         num_warps=tile.num_warps,

@@ -243,7 +243,7 @@ def _weights(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
     return weights, m_new, l * decay + gl.sum(weights, 1), decay
 
 
-# A copy of `primitives.behind`, which Gluon code cannot call.
+# A copy of `primitives.remaining_mass`, which Gluon code cannot call.
 @gluon.jit
 def _behind(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.constexpr):
     """The ranking's mass behind the first `visited` of a segment's `steps`, the edge before it, and the share left."""
@@ -446,13 +446,13 @@ def _consumer(
 
 @gluon.jit(
     do_not_specialize=[
-        "q_len", "offset", "row_begin", "chunk", "segments", "rounds", "page_shift", "page_rows", "stride_cb",
+        "q_len", "offset", "row_begin", "chunk", "segments", "waves", "page_shift", "page_rows", "stride_cb",
         "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows",
     ]
 )  # fmt: skip
 def _prefill_hopper(
     Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads, LEVELS: Levels,
-    SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, rounds, page_shift, page_rows,
+    SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
     stride_pb, dense, last_rows,  # last: ahead of others they would move them, and change the instructions
@@ -460,8 +460,8 @@ def _prefill_hopper(
 ):  # fmt: skip
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has, without MODE.WIDE.
 
-    Programs: (pairs of row tiles of the slice; Hq; B), with HAS_TURNS (Hq / rounds; pairs of row tiles of the slice;
-    rounds * B), with HAS_SHARES as in `primitives.place_share`. `_prefill` says what each tensor holds.
+    Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq / waves; pairs of row tiles of the
+    slice; waves * B), with HAS_SHARES as in `primitives.program_share`. `_prefill` says what each tensor holds.
 
         Q, OUT                 T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
         K, V                   T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
@@ -475,7 +475,7 @@ def _prefill_hopper(
         PAGES                  int32 [B, M], stride p (PAGED)
         HEADS.tau              float32 [Hq]
         HEADS.segment, .flags  int32 [Hq]
-        HEADS.turns            int32 [Hq] (HAS_TURNS)
+        HEADS.launch_order     int32 [Hq] (HAS_LAUNCH_ORDER)
         HEADS.sinks            any floating type [Hq] (HAS_SINKS)
         LEVELS.k_unit          float32 [B, Hkv, D] (INT8)
         LEVELS.k_middle        float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
@@ -492,20 +492,20 @@ def _prefill_hopper(
     EDGES: gl.constexpr = SIZES.EDGES
     BUCKETS: gl.constexpr = SIZES.BUCKETS
     DTYPE: gl.constexpr = Q.dtype.element_ty
-    if MODE.HAS_SHARES:  # a copy of `primitives.place_share`, which Gluon code cannot call
+    if MODE.HAS_SHARES:  # a copy of `primitives.program_share`, which Gluon code cannot call
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
-        heads = rounds
+        heads = waves
         b = gl.program_id(2)
         entry = gl.num_programs(1) - 1 - gl.program_id(1)
-        last = (gl.num_programs(1) - rounds) // dense
+        last = (gl.num_programs(1) - waves) // dense
         index = gl.minimum(entry // dense, last)
-        h = gl.load(HEADS.turns + entry - index * dense)
+        h = gl.load(HEADS.launch_order + entry - index * dense)
         share_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
-    elif MODE.HAS_TURNS:  # a copy of `primitives.place`, which Gluon code cannot call
+    elif MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.program_tile`, which Gluon code cannot call
         tile = gl.num_programs(1) - 1 - gl.program_id(1)
-        heads = gl.num_programs(0) * rounds
-        b = gl.program_id(2) // rounds
-        h = gl.load(HEADS.turns + (gl.program_id(2) - b * rounds) * gl.num_programs(0) + gl.program_id(0))
+        heads = gl.num_programs(0) * waves
+        b = gl.program_id(2) // waves
+        h = gl.load(HEADS.launch_order + (gl.program_id(2) - b * waves) * gl.num_programs(0) + gl.program_id(0))
     else:
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
         heads = gl.num_programs(1)

@@ -34,22 +34,22 @@ ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def place(TURNS, rounds, HAS_TURNS: tl.constexpr):
+def program_tile(LAUNCH_ORDER, waves, HAS_LAUNCH_ORDER: tl.constexpr):
     """Which row tiles (counted in those of a program), which head and which batch entry this program has.
 
     GPUs start programs in the order of their numbers, the first dimension first. What starts last should be short, or
     it runs while other SMs have nothing left to do: the last tiles, whose prefixes are the longest, come first. In a
-    grid (tiles, Hq, B) one head follows another. With HAS_TURNS it is (heads that take turns, tiles, rounds * B): those
-    heads, Hq / rounds at a time in the order TURNS, int32 [Hq], take turns at each tile.
+    grid (tiles, Hq, B) one head follows another. With HAS_LAUNCH_ORDER it is (heads that take turns, tiles,
+    waves * B): those heads, Hq / waves at a time in the order LAUNCH_ORDER, int32 [Hq], take turns at each tile.
 
     Returns the tile, the head, the batch entry, and Hq.
     """
-    if HAS_TURNS:
+    if HAS_LAUNCH_ORDER:
         # nothing is divided for the tile: what follows from it would need more registers
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
-        heads = tl.num_programs(0) * rounds
-        b = tl.program_id(2) // rounds
-        h = tl.load(TURNS + (tl.program_id(2) - b * rounds) * tl.num_programs(0) + tl.program_id(0))
+        heads = tl.num_programs(0) * waves
+        b = tl.program_id(2) // waves
+        h = tl.load(LAUNCH_ORDER + (tl.program_id(2) - b * waves) * tl.num_programs(0) + tl.program_id(0))
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
         heads = tl.num_programs(1)
@@ -59,20 +59,20 @@ def place(TURNS, rounds, HAS_TURNS: tl.constexpr):
 
 
 @triton.jit
-def place_share(TURNS, rounds, dense):
-    """`place` in a call whose `dense` dense heads, the first in the order TURNS, are split over keys.
+def program_share(LAUNCH_ORDER, waves, dense):
+    """`program_tile` in a call whose `dense` dense heads, the first in the order LAUNCH_ORDER, are split over keys.
 
     The grid is (tiles; Hq + dense * (shares - 1); B), with an entry in the second dimension for every share of a dense
-    head and one for every other head; rounds is Hq. Shares are shorter than what other heads visit, so they start last.
+    head and one for every other head; waves is Hq. Shares are shorter than what other heads visit, so they start last.
 
     Returns the tile, the head, the batch entry, Hq, the entry (those of shares come first, all heads of one share
     together), the share, and the last share. Only dense heads have a share that is not the last.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     entry = tl.num_programs(1) - 1 - tl.program_id(1)
-    last = (tl.num_programs(1) - rounds) // dense
+    last = (tl.num_programs(1) - waves) // dense
     share = tl.minimum(entry // dense, last)
-    return tile, tl.load(TURNS + entry - share * dense), tl.program_id(2), rounds, entry, share, last
+    return tile, tl.load(LAUNCH_ORDER + entry - share * dense), tl.program_id(2), waves, entry, share, last
 
 
 @triton.jit
@@ -296,7 +296,7 @@ def absorb_chunk(
 
 
 @triton.jit
-def behind(begins, masses, visited, steps, EDGES: tl.constexpr):
+def remaining_mass(begins, masses, visited, steps, EDGES: tl.constexpr):
     """The ranking's mass behind the first `visited` of a segment's `steps`.
 
     begins: int32 [EDGES], where in the order each edge lies; masses: float32 [EDGES], the mass from each edge on.
@@ -327,7 +327,7 @@ def tail_factor(before, mass, most):
 def tail_mean(sums, edge, share, mass, D: tl.constexpr, EDGES: tl.constexpr):
     """The tail's mean value, float32 [D], weighted by the ranking.
 
-    sums: pointer to float32 [EDGES, D], weights times values from each edge on; edge, share, mass: as `behind` gave.
+    sums: pointer to float32 [EDGES, D], weights times values from each edge on; edge, share, mass: of `remaining_mass`.
     """
     offs_d = tl.arange(0, D)
     from_edge = sums + edge * D + offs_d

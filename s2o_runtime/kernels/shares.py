@@ -37,7 +37,7 @@ COMBINE_WARPS = 4
 class Shares(NamedTuple):
     """What the programs of dense heads that are split over keys write.
 
-    An entry is one share of one head, all heads of one share together, in the order of `HeadTables.turns`.
+    An entry is one share of one head, all heads of one share together, in the order of `HeadTables.launch_order`.
     out: float32 [B, shares * dense heads, rows, D]; lse: float32 [B, shares * dense heads, rows], the log-sum-exp of a
     share's scores, -inf for no key. `rows` are those of whole row tiles.
     """
@@ -83,7 +83,7 @@ def shares_of(call: Call, shares: int, rows: int, device: torch.device) -> Share
 
 @triton.jit(do_not_specialize=["q_len", "row_begin", "rows", "shares", "stride_eb", "stride_eh"])
 def _combine(
-    SHARE_OUT, SHARE_LSE, OUT, LSE, CU_Q, TURNS, q_len, row_begin, rows, shares, stride_o: Strides, stride_eb,
+    SHARE_OUT, SHARE_LSE, OUT, LSE, CU_Q, LAUNCH_ORDER, q_len, row_begin, rows, shares, stride_o: Strides, stride_eb,
     stride_eh,
     D: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
@@ -97,14 +97,14 @@ def _combine(
         OUT                 T [B, Hq, Lq, D], strides o
         LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
         CU_Q                int32 [B + 1]: where packed sequences begin (PACKED)
-        TURNS               int32 [Hq]: as in `call.HeadTables`, dense heads first
+        LAUNCH_ORDER        int32 [Hq]: as in `call.HeadTables`, dense heads first
     """
     b = tl.program_id(2)
     q_first, _, q_len, _ = sequence(b, CU_Q, CU_Q, q_len, 0, PACKED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row_begin + row < q_len
     if row_begin + tl.program_id(0) * ROWS < q_len:
-        h = tl.load(TURNS + tl.program_id(1)).to(tl.int64)
+        h = tl.load(LAUNCH_ORDER + tl.program_id(1)).to(tl.int64)
         offs_d = tl.arange(0, D)
         dense = tl.num_programs(1)
         at = (b * shares * dense + tl.program_id(1)).to(tl.int64) * rows + row  # of the first share
@@ -152,7 +152,8 @@ def combine(shares: Shares, out: Tensor, lse: Tensor | None, call: Call, rows: r
         (-(-len(rows) // at_once), tables.dense, shape.batch),
         {
             "SHARE_OUT": shares.out, "SHARE_LSE": shares.lse, "OUT": out, "LSE": lse, "CU_Q": call.cu_q,
-            "TURNS": tables.turns, "q_len": shape.q_len, "row_begin": rows.start, "rows": shares.out.shape[2],
+            "LAUNCH_ORDER": tables.launch_order, "q_len": shape.q_len, "row_begin": rows.start,
+            "rows": shares.out.shape[2],
             "shares": shares.out.shape[1] // tables.dense, **stride_groups(o=out), **strides("bh", e=lse),
             **one_entry,
         },

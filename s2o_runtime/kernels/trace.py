@@ -25,9 +25,9 @@ from s2o_runtime.kernels.primitives import (
     WIDE_ELEMENTS,
     absorb_chunk,
     absorb_window,
-    behind,
     diagonal_start,
     quantised,
+    remaining_mass,
     softmax_start,
     tail_factor,
     tail_mean,
@@ -194,7 +194,7 @@ def _trace(
             squared = tl.sum(off * off, 1)
             begins = tl.load(RANKING.first + at * BUCKETS + e * (BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
-            mass, edge, share = behind(begins, masses, done * (BN // GRAIN), steps, EDGES)
+            mass, edge, share = remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
             mean = tail_mean(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)
             to_mean = tl.where(real[:, None], mean[None, :] - out, 0.0)
             cross = tl.sum(off * to_mean, 1)
@@ -202,7 +202,7 @@ def _trace(
             for i in tl.static_range(STRIDES):
                 begin = tl.sum(tl.where(s == i, chunk_begin, 0), 0)
                 of_chunk = tl.sum(tl.where((s == i)[None, :], added, 0.0), 1)
-                before, _, _ = behind(begins, masses, begin * (BN // GRAIN), steps, EDGES)
+                before, _, _ = remaining_mass(begins, masses, begin * (BN // GRAIN), steps, EDGES)
                 most = (tiles - done).to(tl.float32) / (done - begin).to(tl.float32)
                 tail = tl.where(done < tiles, tail_factor(before, mass, most), 0.0) * of_chunk
                 part = tail / tl.where(real, l + tail, 1.0)

@@ -82,8 +82,8 @@ def test_the_order_in_which_heads_start_changes_nothing(length, tile, monkeypatc
     call = Call.of(q, k, v, config)
     expected = exact_attention(q, k, v)
     outputs = []
-    for abreast in (1, 2, 3, 6):
-        monkeypatch.setattr(prefill_module, "heads_abreast", lambda *_, heads=abreast: heads)
+    for per_wave in (1, 2, 3, 6):
+        monkeypatch.setattr(prefill_module, "heads_per_wave", lambda *_, heads=per_wave: heads)
         outputs.append(prefill_module.s2o_prefill(call))
     for out, visited, _ in outputs:
         assert relative_error(out[:, [0, 2, 3, 5]], expected[:, [0, 2, 3, 5]]) <= 6e-3

@@ -13,7 +13,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
-from s2o_runtime.kernels.prefill import heads_abreast, row_slices, s2o_prefill
+from s2o_runtime.kernels.prefill import heads_per_wave, row_slices, s2o_prefill
 from s2o_runtime.kernels.primitives import LOG2E
 from s2o_runtime.kernels.rank import order as order_module
 from s2o_runtime.kernels.rank import scores as scores_module
@@ -187,8 +187,8 @@ def test_the_order_in_which_heads_start_changes_nothing(starts, monkeypatch, nan
     q, k, v, kv_start = drawn((len(starts or [0]), 4, 2, 130, 160, 16, starts))
     call = call_of(q, k, v, mixed_config(4, 1.0), kv_start, lse=True)
     outputs = []
-    for abreast in (1, 4):
-        monkeypatch.setattr(prefill_module, "heads_abreast", lambda *_, heads=abreast: heads)
+    for per_wave in (1, 4):
+        monkeypatch.setattr(prefill_module, "heads_per_wave", lambda *_, heads=per_wave: heads)
         outputs.append(s2o_prefill(call))
     assert all(torch.equal(one, two) for one, two in zip(*outputs, strict=True))
     agree(*run_both(q, k, v, call.config, call.kv_start, 0.125))
@@ -197,27 +197,27 @@ def test_the_order_in_which_heads_start_changes_nothing(starts, monkeypatch, nan
 def test_dense_heads_start_first():
     s2o, dense = HeadConfig(1.0, 128), HeadConfig(mode="dense")
     config = LayerConfig((s2o, dense, s2o, dense), TILE)
-    assert head_tables(config, torch.device("cpu")).turns.tolist() == [1, 3, 0, 2]
+    assert head_tables(config, torch.device("cpu")).launch_order.tolist() == [1, 3, 0, 2]
     alike = LayerConfig((s2o,) * 3, TILE)
-    assert head_tables(alike, torch.device("cpu")).turns is None  # which needs no other kernel
+    assert head_tables(alike, torch.device("cpu")).launch_order is None  # which needs no other kernel
     ending = replace(alike, last_rows=256)
-    assert head_tables(ending, torch.device("cpu")).turns.tolist() == [0, 1, 2]  # whose last rows start first
+    assert head_tables(ending, torch.device("cpu")).launch_order.tolist() == [0, 1, 2]  # whose last rows start first
 
 
 def test_as_few_heads_take_turns_as_fill_the_gpu():
     gpu = Resources(132, 50 << 20)
 
-    def abreast(q_len, kv_len, gpu=gpu, heads=32):
-        return heads_abreast(CallShape(1, heads, heads // 4, q_len, kv_len, 128, 128), -(-q_len // 128), 4, gpu)
+    def per_wave(q_len, kv_len, gpu=gpu, heads=32):
+        return heads_per_wave(CallShape(1, heads, heads // 4, q_len, kv_len, 128, 128), -(-q_len // 128), 4, gpu)
 
-    assert [abreast(1 << power, 1 << power) for power in range(11, 18)] == [16, 8, 4, 2, 1, 1, 1]
-    assert abreast(8192, 8192, heads=20) == 4
-    assert abreast(4096, 4096, heads=20) == 10  # all rounds have as many
-    assert abreast(8192, 12000) == 4  # as many rows behind some keys, whose work differs still
-    assert abreast(8192, 131072) == 1  # behind so many that rows hardly differ
-    assert abreast(2048, 2048, Resources(132, 3 << 20)) == 8  # whose two KV heads the cache holds
-    assert abreast(512, 512) == 32  # no more than there are
-    assert heads_abreast(CallShape(1, 32, 8, 131072, 131072, 128, 128), 1024, 4, gpu, last_rows=True) == 32
+    assert [per_wave(1 << power, 1 << power) for power in range(11, 18)] == [16, 8, 4, 2, 1, 1, 1]
+    assert per_wave(8192, 8192, heads=20) == 4
+    assert per_wave(4096, 4096, heads=20) == 10  # all rounds have as many
+    assert per_wave(8192, 12000) == 4  # as many rows behind some keys, whose work differs still
+    assert per_wave(8192, 131072) == 1  # behind so many that rows hardly differ
+    assert per_wave(2048, 2048, Resources(132, 3 << 20)) == 8  # whose two KV heads the cache holds
+    assert per_wave(512, 512) == 32  # no more than there are
+    assert heads_per_wave(CallShape(1, 32, 8, 131072, 131072, 128, 128), 1024, 4, gpu, last_rows=True) == 32
 
 
 @pytest.mark.parametrize(
