@@ -68,7 +68,7 @@ def _prefill(
     SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense, last_rows,  # last: ahead of others they would move them, and change the instructions
+    stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
     SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
@@ -173,7 +173,7 @@ def _prefill(
 
     m, l = softmax_start(HEADS.sinks, h, BM, MODE.HAS_SINKS)
     if MODE.HAS_SHARES and MODE.HAS_SINKS:
-        m = tl.where(index == last, m, float("-inf"))  # whose l the first key's decay makes 0
+        m = tl.where(index == last, m, float("-inf"))  # the first key's decay makes the others' l 0
     if MODE.INT8:
         channels = (b * (heads // GROUP) + h // GROUP).to(tl.int64) * D + offs_d
         if MODE.HAS_LSE or MODE.HAS_SINKS:

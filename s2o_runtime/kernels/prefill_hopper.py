@@ -142,8 +142,9 @@ def _producer(
     _, v_empty, _ = v_ring
     i = 0
     if not MODE.PAGED:
-        # 0 again, as the compiler is not to know: where the first copies wait for a maximum over the warps, or for the
-        # pages, the row tiles fall into a rhythm in which the whole is up to 12% faster (docs/results/rhythm-h200.txt)
+        # This is 0 in a form that the compiler cannot see through: where the first copies wait for a maximum over the
+        # warps, or for the pages, the row tiles fall into a rhythm in which the whole is up to 12% faster
+        # (docs/results/rhythm-h200.txt).
         THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         i = gl.minimum(gl.max(gl.full([PRODUCER_THREADS], kv_last + 1, gl.int32, THREADS), 0), 0)
     while i < near:
@@ -455,7 +456,7 @@ def _prefill_hopper(
     SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense, last_rows,  # last: ahead of others they would move them, and change the instructions
+    stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
     SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has, without MODE.WIDE.
