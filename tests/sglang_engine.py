@@ -66,13 +66,13 @@ def flash_in_torch(runner: object) -> type:
 
 
 if os.environ.get(FLASH_VARIABLE) == "1":
-    from s2o_runtime.sglang import host
+    from s2o_runtime.sglang import engine as s2o_engine
 
     stand_in("sgl_kernel", merge_state_v2=None)
     stand_in(
         "sgl_kernel.flash_attn", flash_attn_varlen_func=None, flash_attn_with_kvcache=None, get_scheduler_metadata=None
     )
-    host.stock_class = flash_in_torch
+    s2o_engine.stock_class = flash_in_torch
 
 
 @dataclass(frozen=True)

@@ -39,17 +39,17 @@ class SglangApi:
     write: Callable[[Any, Any, Tensor, Tensor], None]
 
 
-def mix_in(stock: type, host: SglangApi) -> type:
+def mix_in(stock: type, api: SglangApi) -> type:
     """The class of S2O's backend on top of a stock one.
 
     Args:
         stock: a subclass of SGLang's AttentionBackend that keeps what it makes of a batch in `forward_metadata`, and
             the pools in `req_to_token_pool` and `token_to_kv_pool`.
-        host: the SGLang around it.
+        api: the SGLang around it.
     """
 
     class S2OAttnBackend(_Backend, stock):  # type: ignore[misc]
-        s2o_engine = host
+        s2o_api = api
 
     return S2OAttnBackend
 
@@ -57,7 +57,7 @@ def mix_in(stock: type, host: SglangApi) -> type:
 class _Backend:
     """Computes the sparse runs of batches of prompts, and calls the stock backend for the others."""
 
-    s2o_engine: SglangApi
+    s2o_api: SglangApi
     forward_metadata: Any
     req_to_token_pool: Any
     token_to_kv_pool: Any
@@ -72,12 +72,12 @@ class _Backend:
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         if forward_batch.forward_mode.is_decode_or_idle():
             self.s2o_batch = None
-        elif reason := self.s2o_engine.server.fit.obstacle or whole_only(forward_batch):
+        elif reason := self.s2o_api.server.fit.obstacle or whole_only(forward_batch):
             self.s2o_batch = reason
-        elif self.s2o_engine.is_split(forward_batch):
+        elif self.s2o_api.is_split(forward_batch):
             self.s2o_batch = "the context is shared by several ranks"
         else:
-            slots, max_keys = self.req_to_token_pool.req_to_token, self.s2o_engine.server.max_keys
+            slots, max_keys = self.req_to_token_pool.req_to_token, self.s2o_api.server.max_keys
             self.s2o_batch = SglangBatch(forward_batch, slots, max_keys, self._part)
 
     def forward_extend(
@@ -92,7 +92,7 @@ class _Backend:
 
         def pages() -> tuple[Tensor, Tensor]:
             if not written and k is not None and v is not None:
-                self.s2o_engine.write(layer, forward_batch, k, v)
+                self.s2o_api.write(layer, forward_batch, k, v)
             k_slots, v_slots = pool.get_kv_buffer(layer.layer_id)
             return k_slots[:, None], v_slots[:, None]
 
@@ -119,7 +119,7 @@ class _Backend:
         fit = self._layer(layer)
         query = q if isinstance(fit, str) else q.view(len(q), heads, head_dim)
         call = LayerCall(layer.layer_id, fit, batch, query, layer.scaling, pages, whole, part, output)
-        return attend(call, len(q), self.s2o_engine.server.counters)
+        return attend(call, len(q), self.s2o_api.server.counters)
 
     def _sharable(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> SglangBatch | str:
         """The batch that a call is of, or why the call is the stock backend's as a whole."""
@@ -137,15 +137,15 @@ class _Backend:
         """The profile's layer, or why there is none."""
         index = layer.layer_id
         if index not in self.s2o_layers:
-            host, skips = self.s2o_engine, getattr(self, "fa_skip_kv_cache", False)  # FlashAttention's, for embeddings
+            api, skips = self.s2o_api, getattr(self, "fa_skip_kv_cache", False)  # FlashAttention's, for embeddings
             obstacle = (
-                host.obstacle
+                api.obstacle
                 or ("keys are not written into the cache" if skips else None)
                 or attention_obstacle(layer)
-                or cache_obstacle(host.kv_cache_dtype, host.server.fit.made_for)
-                or (scales_obstacle(layer.k_scale, layer.v_scale) if host.kv_cache_dtype in FP8_CACHES else None)
+                or cache_obstacle(api.kv_cache_dtype, api.server.fit.made_for)
+                or (scales_obstacle(layer.k_scale, layer.v_scale) if api.kv_cache_dtype in FP8_CACHES else None)
             )
-            self.s2o_layers[index] = say_once(obstacle) or host.server.fit.layer(
+            self.s2o_layers[index] = say_once(obstacle) or api.server.fit.layer(
                 index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
             )
         return self.s2o_layers[index]

@@ -40,21 +40,21 @@ class VllmApi:
     layer_index: Callable[[str], int]
 
 
-def mix_in(stock: type, name: str, host: VllmApi) -> type:
+def mix_in(stock: type, name: str, api: VllmApi) -> type:
     """The class of S2O's backend on top of a stock one, which names those of its builder and implementation.
 
     Args:
         stock: a subclass of vLLM's AttentionBackend, such as FlashAttentionBackend.
         name: what vLLM's registry calls the new backend.
-        host: the vLLM around it.
+        api: the vLLM around it.
     """
     stock_builder, stock_implementation = stock.get_builder_cls(), stock.get_impl_cls()  # type: ignore[attr-defined]
 
     class S2OMetadataBuilder(_Builder, stock_builder):  # type: ignore[misc, valid-type]
-        s2o_engine = host
+        s2o_api = api
 
     class S2OImpl(_Implementation, stock_implementation):  # type: ignore[misc, valid-type]
-        s2o_engine = host
+        s2o_api = api
 
     class S2OBackend(stock):  # type: ignore[misc]
         @staticmethod
@@ -83,7 +83,7 @@ def mix_in(stock: type, name: str, host: VllmApi) -> type:
 class _Builder:
     """Adds the batch to the stock backend's metadata where a request may be long enough for S2O."""
 
-    s2o_engine: VllmApi
+    s2o_api: VllmApi
 
     @classmethod
     def get_cudagraph_support(cls, *arguments: Any, **named: Any) -> Any:
@@ -97,7 +97,7 @@ class _Builder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         stock_build = super().build  # type: ignore[misc]
         metadata = stock_build(common_prefix_len, common_attn_metadata, fast_build)
-        server = self.s2o_engine.server()
+        server = self.s2o_api.server()
         if common_attn_metadata.max_query_len < server.fit.min_queries:
             return metadata
         # fast: no schedule in buffers that the whole batch's metadata uses
@@ -119,7 +119,7 @@ class _Builder:
 class _Implementation:
     """Computes the sparse runs of a batch, and calls the stock backend for the others."""
 
-    s2o_engine: VllmApi
+    s2o_api: VllmApi
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -128,7 +128,7 @@ class _Implementation:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         given = {**dict(zip(INIT, arguments, strict=False)), **named}
-        self.s2o_server = self.s2o_engine.server()
+        self.s2o_server = self.s2o_api.server()
         self.s2o_layers: dict[str, tuple[int, LayerFit | str]] = {}
         self.s2o_obstacle = say_once(layer_obstacle(
             alibi=given.get("alibi_slopes") is not None,
@@ -172,7 +172,7 @@ class _Implementation:
         name = layer.layer_name
         if name not in self.s2o_layers:
             try:
-                number = self.s2o_engine.layer_index(name)
+                number = self.s2o_api.layer_index(name)
             except (AssertionError, ValueError):  # a name with several numbers, of a part that is no decoder
                 number = -1
             sizes = self.num_heads, self.num_kv_heads, self.head_size

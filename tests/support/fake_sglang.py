@@ -146,8 +146,8 @@ class FakeEngine(Requests):
             self.writes += 1
             write(self.pool, batch, keys, values)
 
-        host = SglangApi(self.server, self.obstacle, self.kv_cache_dtype, lambda batch: self.split, written)
-        self.backend: Any = mix_in(Stock, host)(runner)
+        api = SglangApi(self.server, self.obstacle, self.kv_cache_dtype, lambda batch: self.split, written)
+        self.backend: Any = mix_in(Stock, api)(runner)
         self.free = torch.randperm(self.slots).tolist()
         self.rows: dict[int, int] = {}  # of the table, by the request's id
 
