@@ -125,3 +125,33 @@ def test_no_test_file_imports_another():
     test_files = {path.stem: path for path in Path(__file__).parents[1].rglob("test_*.py")}
     upward = {name: imported_by(path) & {*test_files, "conftest"} for name, path in test_files.items()}
     assert not {name: modules for name, modules in upward.items() if modules}
+
+
+def names_in(module):
+    """What a module defines or imports, at its top or in a branch there."""
+    names = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_what_programs_of_other_environments_import_is_there():
+    """Those beside the tests' rooms, such as sglang_engine.py, run with packages that these tests do not have."""
+    checked = 0
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in (
+                "s2o_runtime",
+                "calibrate",
+            ):
+                module = node.module if node.module in MODULES else f"{node.module}.__init__"
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    assert {name, f"{name}.__init__"} & set(MODULES) or alias.name in names_in(module), (path, name)
+                    checked += 1
+    assert checked > 20
