@@ -9,9 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from calibrate.timing import FAILURES
+from s2o_runtime.attention.warmup import THREADS
 from s2o_runtime.config import LayerConfig, TileConfig
-
-THREADS = 8  # about a tenth of what a compilation takes is Python's own, and no two threads run Python at once
 
 
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
@@ -61,7 +60,5 @@ def any_stride(tile: TileConfig) -> TileConfig:
 
 def form(config: LayerConfig) -> Hashable:
     """What of a layer decides, beside its tile, which kernels it needs."""
-    ranked = [head for head in config.heads if head.mode == "s2o"]
     modes = frozenset(head.mode for head in config.heads)
-    tails = any(head.tail for head in ranked), any(head.linear for head in ranked)
-    return modes, tails, config.last_rows > 0, config.grain, config.scores, config.row_reduce
+    return modes, config.tails, config.last_rows > 0, config.grain, config.scores, config.row_reduce

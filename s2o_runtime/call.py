@@ -18,7 +18,7 @@ from s2o_runtime.shapes import CallShape, Packed, call_shape, check_heads, packe
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
-TAIL = 4  # the head has a tail
+TAIL = 4  # `far` of the head is "mean"
 # No head has this bit. The prefill kernels still test it: without the test ptxas orders their loops otherwise (Triton
 # 3.6), which is to be timed before the test goes.
 ELSEWHERE = 8
@@ -36,8 +36,8 @@ class HeadTables(NamedTuple):
     with a linear tail do not.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
     shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
-    tail: whether any head has a tail; linear: int32, the heads with a linear tail. These six are of the heads in mode
-    "s2o".
+    tail: whether `far` of any head is "mean"; linear: int32, the heads with a linear tail. These six are of the heads
+    in mode "s2o".
     """
 
     tau: Tensor
@@ -205,12 +205,12 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         representatives=table(lambda head: head.representatives),
         launch_order=torch.tensor(order, dtype=torch.int32).to(device) if len(modes) > 1 or config.last_rows else None,
         dense=sum(head.mode == "dense" for head in config.heads),
-        stopping=sum(not head.linear for head in ranked),
+        stopping=sum(head.has_threshold for head in ranked),
         counts=tuple(sorted({head.representatives for head in ranked})),
         shortest=min((head.segment for head in ranked), default=0),
         shortest_part=min((head.segment // head.representatives for head in ranked), default=0),
         unit=math.lcm(*(head.segment for head in ranked)),
-        tail=any(head.tail for head in ranked),
+        tail="mean" in config.tails,
         linear=torch.tensor(linear, dtype=torch.int32).to(device),
     )
 
@@ -218,8 +218,8 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
 def _flags(head: HeadConfig) -> int:
     if _is_linear(head):
         return int(StopRule.REST)
-    return int(head.stop_rule) | TAIL * head.tail
+    return int(head.stop_rule) | TAIL * (head.far == "mean")
 
 
 def _is_linear(head: HeadConfig) -> bool:
-    return head.mode == "s2o" and head.linear
+    return head.mode == "s2o" and head.far == "linear"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Mode = Literal["s2o", "dense"]
+Far = Literal["none", "mean", "linear"]  # the tensor `tail` of a profile file holds their numbers
 RowReduce = Literal["mean", "max"]
 Scores = Literal["input", "int8"]
 KvCacheDtype = Literal["auto", "fp8"]  # of a server's cache: the type of the inputs, or e4m3 with a scale of 1
@@ -82,11 +83,11 @@ class HeadConfig:
         stop_rule: which number stops the visit once it is below the threshold (`StopRule`).
         representatives: the segment is cut into this many parts, and the mean query of each ranks the keys with a
             softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
-        tail: add an estimate of what the keys behind the stop would bring (docs/how-it-works.md).
-        linear: visit one chunk, whatever `tau` and `stop_rule` say, and estimate all keys behind it by an expansion to
-            first order about the segment's mean query (docs/how-it-works.md); one representative, without `tail`.
+        far: what is done with the keys behind the stop (docs/how-it-works.md): nothing ("none"), an estimate by their
+            mean value ("mean"), or ("linear") one by an expansion to first order about the segment's mean query; that
+            one visits one chunk, whatever `tau` and `stop_rule` say, and has one representative.
 
-    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, tail=True).has_threshold
+    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, far="mean").has_threshold
     True
     """
 
@@ -95,19 +96,18 @@ class HeadConfig:
     mode: Mode = "s2o"
     stop_rule: StopRule = StopRule.REST
     representatives: int = 1
-    tail: bool = False
-    linear: bool = False
+    far: Far = "none"
 
     @property
     def has_threshold(self) -> bool:
         """Whether `tau` decides where the head stops."""
-        return self.mode == "s2o" and not self.linear
+        return self.mode == "s2o" and self.far != "linear"
 
     def validate(self) -> HeadConfig:
         """Return the config itself.
 
         Raises:
-            ConfigError: a field is out of its range, or a linear tail has another tail or several representatives.
+            ConfigError: a field is out of its range, or a linear tail has several representatives.
         """
         _check_one_of(self, "mode", get_args(Mode), "is not known")
         if not isinstance(self.stop_rule, StopRule):
@@ -119,12 +119,9 @@ class HeadConfig:
         if self.segment % SEGMENT_STEP:
             raise ConfigError(f"segment {self.segment} is not a multiple of {SEGMENT_STEP}: round it")
         _check_one_of(self, "representatives", REPRESENTATIVES)
-        _check_switch(self, "tail")
-        _check_switch(self, "linear")
-        if self.linear and (self.tail or self.representatives > 1):
-            raise ConfigError(
-                f"a linear tail has tail {self.tail} and {self.representatives} representatives: use tail False and 1"
-            )
+        _check_one_of(self, "far", get_args(Far), "is not known")
+        if self.far == "linear" and self.representatives > 1:
+            raise ConfigError(f"a linear tail has {self.representatives} representatives: use 1")
         return self
 
 
@@ -136,8 +133,7 @@ class HeadOptions(TypedDict, total=False):
     mode: Mode
     stop_rule: StopRule | str
     representatives: int
-    tail: bool
-    linear: bool
+    far: Far
 
 
 @dataclass(frozen=True)
@@ -209,7 +205,8 @@ class TileConfig:
         least = 2 if self.min_queries else 0
         _check_within(self, "min_queries", least, MAX_KEYS, "use at least 2 queries, or 0 for the GPU's default")
         _check_within(self, "tail_keys", 0, MAX_KEYS, "use a number of keys, or 0 for no tail")
-        _check_switch(self, "specialized")
+        if not isinstance(self.specialized, bool):
+            raise ConfigError(f"specialized is {self.specialized!r}: use True or False")
         return self
 
 
@@ -279,9 +276,9 @@ class LayerConfig:
         return all(head.mode == "dense" for head in self.heads)
 
     @cached_property
-    def has_linear(self) -> bool:
-        """Whether any head has a linear tail."""
-        return any(head.linear for head in self.heads if head.mode == "s2o")
+    def tails(self) -> frozenset[Far]:
+        """The tails that heads have, "mean" and "linear"; those of dense heads do not count."""
+        return frozenset(head.far for head in self.heads if head.mode == "s2o") - {"none"}
 
     def dense_from(self, q_len: int) -> int:
         """The first of the rows of a sequence of `q_len` queries that run dense for being the last; `q_len` for none.
@@ -324,7 +321,7 @@ class LayerConfig:
         self.tile.validate()
         for index, head in enumerate(self.heads):
             head.validate()
-            if head.mode == "s2o" and head.linear and self.scores == "int8":
+            if head.mode == "s2o" and head.far == "linear" and self.scores == "int8":
                 raise ConfigError(f'head {index} has a linear tail and scores are "int8": use scores "input"')
             if head.mode == "s2o" and head.segment % self.tile.rows:
                 raise ConfigError(
@@ -390,9 +387,3 @@ def _check_within(config: object, name: str, low: int, high: int, advice: str) -
     value = getattr(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"{name} {value!r} is out of range: {advice}")
-
-
-def _check_switch(config: object, name: str) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}: use True or False")

@@ -237,7 +237,7 @@ MUTANTS = (
     ),
     Mutant(
         "between unlike buckets the larger threshold is taken",
-        PROFILE, "tau=min(near.tau, far.tau)", "tau=max(near.tau, far.tau)", PROFILE_TESTS,
+        PROFILE, "tau=min(near.tau, distant.tau)", "tau=max(near.tau, distant.tau)", PROFILE_TESTS,
     ),
     Mutant(
         "thresholds are mixed although the buckets check the stop unlike",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import Scores, TileConfig
+from s2o_runtime.config import Far, Scores, TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
 
@@ -18,7 +18,7 @@ TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 1
 class RankingConfig:
     """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig.
 
-    A head with a linear tail visits one chunk whatever its threshold, so such a ranking has curves of one point.
+    linear: of heads with a linear tail, which visit one chunk whatever their threshold: its curves have one point.
     """
 
     segment: int
@@ -71,6 +71,10 @@ class Curve:
     density: Tensor
     dense_power: float
     fixed_cost: float = 0.0
+
+    def errors(self, far: Far) -> tuple[Tensor, Tensor]:
+        """The mean squared error and that of the worst rows with this `HeadConfig.far`."""
+        return (self.mse, self.worst) if far == "none" else (self.tail_mse, self.tail_worst)
 
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Errors and density in the order of the fields, in this type: [5, Hq, len(TAUS)]."""

@@ -73,7 +73,7 @@ def density(length: int, config: LayerConfig) -> float:
 
 def _config(prompt: Captured, ranking: RankingConfig, tile: TileConfig, last_rows: int) -> LayerConfig:
     return LayerConfig.uniform(
-        prompt.q.shape[1], segment=ranking.segment, grain=ranking.grain, tile=tile, linear=True, last_rows=last_rows
+        prompt.q.shape[1], segment=ranking.segment, grain=ranking.grain, tile=tile, far="linear", last_rows=last_rows
     )
 
 

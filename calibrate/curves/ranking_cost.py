@@ -108,4 +108,4 @@ def _measured(geometry: Geometry, device: torch.device, length: int, ranking: Ra
 
 def beside(share: float, density: float, ranking: RankingConfig) -> float:
     """What a call takes, as a share of dense attention's time, beside its pairs and `overhead`; not below 0."""
-    return max(0.0, share - density - overhead(ranking, tail=False))
+    return max(0.0, share - density - overhead(ranking, "none"))

@@ -1,4 +1,4 @@
-"""A setting for all heads of a model, as text: "tau=0.3,segment=1024,representatives=32,tail" or "pbs:keep=0.9".
+"""A setting for all heads of a model, as text: "tau=0.3,segment=1024,representatives=32,far=mean" or "pbs:keep=0.9".
 
 This is the one place that knows what such a text may say.
 """
@@ -21,9 +21,9 @@ RULES = {
     "stop_rule": Rule(str),
     "row_reduce": Rule(str),
     "last_rows": Rule(int),
+    "far": Rule(str),
 }
-SWITCHES = ("tail", "linear")
-EXAMPLE = "tau=0.3,segment=1024,representatives=32,tail"
+EXAMPLE = "tau=0.3,segment=1024,representatives=32,far=mean"
 CPU_TILE = TileConfig(block_m=64, block_n=64, chunk=4)  # its rows divide every legal segment
 
 
@@ -39,16 +39,13 @@ def parsed(text: str) -> dict[str, Any]:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if name in options:
             raise ConfigError(f"setting {text!r} gives {name} twice: give it once")
-        if name in SWITCHES and not equals:
-            options[name] = True
-        elif name in RULES and equals:
-            options[name] = RULES[name].checked(value, f"setting {text!r}: {name}", EXAMPLE)
-        else:
+        if name not in RULES or not equals:
             raise ConfigError(
-                f"setting {text!r} has {part.strip()!r}, expected {', '.join(f'{option}=..' for option in RULES)} or "
-                f"{', '.join(SWITCHES)}, or one of {', '.join(BASELINES)} and a colon: try {EXAMPLE}"
+                f"setting {text!r} has {part.strip()!r}, expected {', '.join(f'{option}=..' for option in RULES)}, or "
+                f"one of {', '.join(BASELINES)} and a colon: try {EXAMPLE}"
             )
-    if "tau" not in options and "linear" not in options:
+        options[name] = RULES[name].checked(value, f"setting {text!r}: {name}", EXAMPLE)
+    if "tau" not in options and options.get("far") != "linear":
         raise ConfigError(f"setting {text!r} has no tau, expected a threshold: try {EXAMPLE}")
     if "stop_rule" in options:
         options["stop_rule"] = StopRule.parse(options["stop_rule"])  # one spelling: "raw" is "paper"
@@ -62,8 +59,7 @@ def named(text: str) -> str:
         return text
     options = parsed(text)
     given = [name for name in RULES if name in options]
-    shown = [f"{name}={options[name]:g}" if name == "tau" else f"{name}={options[name]}" for name in given]
-    return ",".join([*shown, *(name for name in SWITCHES if name in options)])
+    return ",".join(f"{name}={options[name]:g}" if name == "tau" else f"{name}={options[name]}" for name in given)
 
 
 def config_of(text: str, heads: int, tiles: tuple[TileConfig, ...]) -> LayerConfig:

@@ -166,7 +166,7 @@ def _alike(profile: Profile, densities: _Densities) -> dict[TimingKey, list[_Lay
             if config.is_dense:
                 continue
             ranked = _ranked(config)
-            ranking = sum(overhead(_ranking(head, config), head.tail) for head in ranked) / config.num_heads
+            ranking = sum(overhead(_ranking(head, config), head.far) for head in ranked) / config.num_heads
             key = TimingKey(
                 min(length, LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
@@ -222,7 +222,7 @@ def _traces(
     """Measurements of curves, one for each kernel that `_stopping` needs."""
     first_of: dict[Hashable, Callable[[], object]] = {}
     for key, config in layers:
-        ranked = [head for head in _ranked(config) if not head.linear]
+        ranked = [head for head in config.heads if head.has_threshold]
         if ranked and (key.shape, key.grain, key.scores) not in first_of:
             measured = partial(
                 measure, _inputs(geometry, key.length, where), [_ranking(ranked[0], config)], [key.shape]
@@ -243,10 +243,10 @@ def legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list
 
 def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerConfig:
     """The layer with thresholds at which its heads, given the synthetic inputs, compute `density` of the pairs."""
-    ranked = [head for head in _ranked(config) if not head.linear]
+    ranked = [head for head in config.heads if head.has_threshold]
     computed = density * config.num_heads - sum(head.mode == "dense" for head in config.heads)
     for head in _ranked(config):
-        if head.linear:
+        if head.far == "linear":
             computed -= linear_pass.density(prompt.q.shape[2], replace(config, heads=(head,)))
     target = computed / max(len(ranked), 1)
     shape = Shape.of(config.tile)
@@ -300,4 +300,4 @@ def _ranked(config: LayerConfig) -> list[HeadConfig]:
 
 
 def _ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
-    return RankingConfig(head.segment, head.representatives, config.grain, config.scores, head.linear)
+    return RankingConfig(head.segment, head.representatives, config.grain, config.scores, head.far == "linear")

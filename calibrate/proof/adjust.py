@@ -236,7 +236,7 @@ def scaled(
         return choice.config, choice
     factor = share ** (1 / TAU_FOR_ERROR)
     heads = (
-        replace(head, mode="dense") if head.mode == "s2o" and head.linear else replace(head, tau=head.tau * factor)
+        replace(head, tau=head.tau * factor) if head.has_threshold else replace(head, mode="dense")
         for head in config.heads
     )
     return replace(config, heads=tuple(heads)), None

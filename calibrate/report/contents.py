@@ -23,6 +23,7 @@ from calibrate.report.summary import head_counts
 from calibrate.search.choice import Choice, search_constraints
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
+from s2o_runtime.config import Far
 from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit, error_unit
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
@@ -32,18 +33,17 @@ FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a la
 class HeadReport:
     """What one query head does, and what it is predicted to do.
 
-    `cost` is its attention's time divided by the time of dense attention, and `error` is in the budget's unit. With
-    `linear` it has a linear tail, and `tau` says nothing.
+    `cost` is its attention's time divided by the time of dense attention, and `error` is in the budget's unit. Where
+    `far` is "linear", `tau` says nothing.
     """
 
     mode: str
     tau: float
     representatives: int
-    tail: bool
+    far: Far
     density: float
     cost: float
     error: float
-    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class UniformReport:
     tau: float
     segment: int
     representatives: int
-    tail: bool
+    far: Far
     cost: float
     seconds: float | None
 
@@ -294,7 +294,7 @@ def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> 
 def _uniform(chosen: Chosen | None) -> UniformReport | None:
     if chosen is None or chosen.uniform is None:
         return None
-    head = _copied(chosen.uniform.head, "tau", "segment", "representatives", "tail")
+    head = _copied(chosen.uniform.head, "tau", "segment", "representatives", "far")
     return UniformReport(**head, **_copied(chosen.uniform, "cost", "seconds"))
 
 
@@ -341,7 +341,7 @@ def _predicted_seconds(choice: Choice, choices: Sequence[Choice]) -> float | Non
 def _heads(recipe: Recipe, choice: Choice) -> tuple[HeadReport, ...]:
     return tuple(
         HeadReport(
-            **_copied(point.head, "mode", "tau", "representatives", "tail", "linear"),
+            **_copied(point.head, "mode", "tau", "representatives", "far"),
             **_copied(point, "density", "cost"),
             error=_in_unit(recipe, choice, point.mse),
         )

@@ -75,13 +75,10 @@ def head_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def _settings(row: Mapping[str, Any]) -> str:
     if row["mode"] == "dense":
         return "dense"
-    if row["linear"]:
-        return f"linear tail, segment {row['segment']}, grain {row['grain']}, tile {row['tile']}"
-    tail = ", tail" if row["tail"] else ""
-    return (
-        f"tau {row['tau']:.3g} ({row['stop_rule']}), segment {row['segment']}, repr. {row['representatives']}{tail}, "
-        f"grain {row['grain']}, tile {row['tile']}{', int8 scores' if row['scores'] == 'int8' else ''}"
-    )
+    setting = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, "
+    threshold = "" if row["far"] == "linear" else setting
+    int8 = ", int8 scores" if row["scores"] == "int8" else ""
+    return f"{threshold}far {row['far']}, segment {row['segment']}, grain {row['grain']}, tile {row['tile']}{int8}"
 
 
 def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> tuple[dict[str, Any], str]:
@@ -140,7 +137,6 @@ def _alike(one: HeadConfig, other: HeadConfig) -> bool:
 
 def _point(point: Point) -> str:
     head = point.head
-    if head.linear:
-        return f"linear tail (density {point.density:.3f})"
-    tail = " with a tail" if head.tail else ""
-    return f"tau {head.tau:g}{tail} (repr. {head.representatives}, density {point.density:.3f})"
+    if head.far == "linear":
+        return f"far linear (density {point.density:.3f})"
+    return f"tau {head.tau:g} (far {head.far}, repr. {head.representatives}, density {point.density:.3f})"

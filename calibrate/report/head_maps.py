@@ -50,12 +50,14 @@ def head_maps(report: Report) -> list[HeadMap]:
     errors = [head.error for length in report.lengths for layer in length.layers for head in layer.heads]
     highest = max(errors, default=0.0) or report.budget.value
     return [
-        HeadMap(
-            "tau", lambda head: None if head.mode != "s2o" or head.linear else head.tau, two_digits, TAUS[0], TAUS[-1]
-        ),
+        HeadMap("tau", _threshold, two_digits, TAUS[0], TAUS[-1]),
         HeadMap("density", lambda head: head.density, lambda value: f"{value:.2f}", 0.0, 1.0, logarithmic=False),
         HeadMap(report.budget.unit, lambda head: head.error, _short, highest / 10**DECADES, highest),
     ]
+
+
+def _threshold(head: HeadReport) -> float | None:
+    return None if head.mode == "dense" or head.far == "linear" else head.tau
 
 
 def colours() -> list[tuple[str, str]]:

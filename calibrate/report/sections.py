@@ -204,9 +204,8 @@ def _uniform_note(length: LengthReport) -> str | None:
         return None
     verdict = f"{gained:.2f}x faster" if gained >= 1 else f"{1 / gained:.2f}x slower"
     return (
-        f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error "
-        f"(tau {two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}"
-        f"{', tail' if uniform.tail else ''})"
+        f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error (tau "
+        f"{two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, far {uniform.far})"
     )
 
 

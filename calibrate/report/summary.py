@@ -68,8 +68,8 @@ def head_counts(heads: Sequence[HeadConfig]) -> dict[str, Any]:
         "tau_min": min(taus, default=None),
         "tau_max": max(taus, default=None),
         "dense_heads": len(heads) - len(sparse),
-        "tails": sum(head.tail for head in sparse),
-        "linear_tails": sum(head.linear for head in sparse),
+        "tails": sum(head.far == "mean" for head in sparse),
+        "linear_tails": sum(head.far == "linear" for head in sparse),
     }
 
 

@@ -41,7 +41,7 @@ def choose_backend(call: Call, backend: Backend) -> BackendChoice:
     if backend == "dense":
         return BackendChoice(backend, "asked for")
     linear_obstacle = None
-    if call.config.has_linear and call.scoring.softcap is not None:
+    if "linear" in call.config.tails and call.scoring.softcap is not None:
         linear_obstacle = "soft-capped scores cannot be estimated by a linear tail"
     obstacle = linear_obstacle or (None if backend == "reference" else _kernel_obstacle(call))
     if backend != "auto":

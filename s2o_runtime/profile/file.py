@@ -29,6 +29,7 @@ from s2o_runtime.config import (
     GRAINS,
     LAST_ROWS,
     REPRESENTATIVES,
+    Far,
     HeadConfig,
     LayerConfig,
     Mode,
@@ -74,13 +75,14 @@ TENSORS = HEAD_TENSORS | LAYER_TENSORS
 OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of it is 0
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
-LINEAR_TAIL = 2  # in the tensor `tail`
-_INDEXED: dict[str, tuple[Any, ...]] = {  # fields that are names, which tensors hold as their numbers
-    "mode": MODES, "row_reduce": get_args(RowReduce), "scores": get_args(Scores),
+_FIELDS = {"tail": "far"}  # of a config, where a tensor has another name
+_INDEXED: dict[str, tuple[Any, ...]] = {  # tensors that hold the numbers of names
+    "mode": MODES, "tail": get_args(Far), "row_reduce": get_args(RowReduce), "scores": get_args(Scores),
 }  # fmt: skip
+_VALUES: dict[str, Any] = _INDEXED | {"stop_rule": {int(rule): rule for rule in StopRule}}
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
-_ALLOWED |= {"stop_rule": tuple(map(int, StopRule)), "tail": (0, 1, LINEAR_TAIL)}
-_ALLOWED |= {"representatives": REPRESENTATIVES, "grain": GRAINS, "last_rows": LAST_ROWS}
+_ALLOWED |= {"stop_rule": tuple(_VALUES["stop_rule"]), "representatives": REPRESENTATIVES}
+_ALLOWED |= {"grain": GRAINS, "last_rows": LAST_ROWS}
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -179,18 +181,14 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
 
 def _coded(name: str, config: HeadConfig | LayerConfig) -> Any:
     """A field as its tensor holds it."""
-    if isinstance(config, HeadConfig) and name == "tail" and config.linear:
-        return LINEAR_TAIL
-    value = getattr(config, name)
+    value = getattr(config, _FIELDS.get(name, name))
     return _INDEXED[name].index(value) if name in _INDEXED else value
 
 
 def _decoded(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a head or of a layer, by what their tensors hold."""
-    if (tail := fields.get("tail")) is not None:
-        rule = StopRule(fields["stop_rule"])
-        fields = fields | {"tail": tail == 1, "linear": tail == LINEAR_TAIL, "stop_rule": rule}
-    return {name: _INDEXED[name][value] if name in _INDEXED else value for name, value in fields.items()}
+    values = {name: _VALUES[name][value] if name in _VALUES else value for name, value in fields.items()}
+    return {_FIELDS.get(name, name): value for name, value in values.items()}
 
 
 def _canonical(document: dict[str, Any]) -> str:

@@ -70,13 +70,13 @@ class Profile:
         other = nearest + 1 if position > logs[nearest] else nearest - 1
         if not 0 <= other < len(logs):
             return config
-        far_config = self.layers[other][layer]
-        if config.has_linear or far_config.has_linear:
+        other_config = self.layers[other][layer]
+        if "linear" in config.tails | other_config.tails:
             return self.layers[max(nearest, other)][layer]
-        alike = _checks(config) == _checks(far_config)
+        alike = _checks(config) == _checks(other_config)
         weight = (position - logs[nearest]) / (logs[other] - logs[nearest]) if alike else None
-        pairs = zip(config.heads, far_config.heads, strict=True)
-        return replace(config, heads=tuple(_between(near, far, weight) for near, far in pairs))
+        pairs = zip(config.heads, other_config.heads, strict=True)
+        return replace(config, heads=tuple(_between(near, distant, weight) for near, distant in pairs))
 
     def misfit(self, model: Geometry) -> str | None:
         """Why the profile is not of a model with this geometry; None if it may be."""
@@ -129,14 +129,14 @@ def _checks(config: LayerConfig) -> tuple[object, ...]:
     return config.tile.block_m, config.tile.stride, config.row_reduce, config.grain
 
 
-def _between(near: HeadConfig, far: HeadConfig, weight: float | None) -> HeadConfig:
+def _between(near: HeadConfig, distant: HeadConfig, weight: float | None) -> HeadConfig:
     """The head of the nearer bucket with a tau for a length between the buckets.
 
     weight: how far towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
     """
-    if near.mode != "s2o" or far.mode != "s2o" or near.stop_rule != far.stop_rule:
+    if near.mode != "s2o" or distant.mode != "s2o" or near.stop_rule != distant.stop_rule:
         return near
-    alike = all(getattr(near, name) == getattr(far, name) for name in ("segment", "representatives", "tail"))
-    if weight is None or not alike or near.tau == 0.0 or far.tau == 0.0:
-        return replace(near, tau=min(near.tau, far.tau))
-    return replace(near, tau=math.exp((1 - weight) * math.log(near.tau) + weight * math.log(far.tau)))
+    alike = all(getattr(near, name) == getattr(distant, name) for name in ("segment", "representatives", "far"))
+    if weight is None or not alike or near.tau == 0.0 or distant.tau == 0.0:
+        return replace(near, tau=min(near.tau, distant.tau))
+    return replace(near, tau=math.exp((1 - weight) * math.log(near.tau) + weight * math.log(distant.tau)))

@@ -177,7 +177,7 @@ def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
                 ranking = rank(parts, k[start:first], v[start:first], config.grain, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
-            if head.linear:
+            if head.far == "linear":
                 center = part_means(exact[begin:end], segment, offset + begin, start)[0]
                 state, keys_visited = _one_chunk(inputs, queries, state, ranking, center, real)
             else:
@@ -258,7 +258,7 @@ def _gathered_prefix(
         gain = tile_gain(row_gain(before, after), real[running], config)
         stop = stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
-        if head.tail and not paper_literal:
+        if head.far == "mean" and not paper_literal:
             estimated = with_tail(before, after, ranking, begin, end)
             after = State(*(torch.where(_like(stop, new), new, old) for old, new in zip(after, estimated, strict=True)))
         for part, new in zip(result, after, strict=True):

@@ -79,7 +79,7 @@ class LayerFit(ServedLayer):
         of_buckets = [bucket[row] for bucket in profile.layers]
         limits = tuple(  # all that `why_dense` looks at
             (
-                whole.has_linear,  # such a layer takes its longer bucket's configuration between two
+                "linear" in whole.tails,  # such a layer takes its longer bucket's configuration between two
                 config.is_dense,
                 config.scores,
                 self._tile_obstacle(config),

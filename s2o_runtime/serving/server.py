@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.paged import gathered, s2o_attention_paged
-from s2o_runtime.attention.warmup import SEGMENTS, split_calls
+from s2o_runtime.attention.warmup import SEGMENTS, THREADS, split_calls
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ModelError, ProfileError, S2OError
 from s2o_runtime.monitor.counters import EARLY, Counters, serve_metrics
@@ -172,17 +174,20 @@ class Server:
     def compile_kernels(self, query: Tensor) -> None:
         """Run one small call of every configuration that differs in what is compiled, so that no request waits for it.
 
+        Threads share the work, because Triton leaves Python's lock while it compiles.
+
         Args:
             query: [T, Hq, D] on the device of the calls to come, of their type.
         """
-        done: set[object] = set()
+        kinds: dict[object, LayerConfig] = {}
         for layer in self.fit.layers:
-            configs = [*map(layer.config, self.fit.profile.lengths), never_stops(layer)]
-            for config in filter(None, configs):
-                kind = _compiled_kind(config)
-                if not config.is_dense and kind not in done:
-                    done.add(kind)
-                    self._small_call(config, query)
+            for config in filter(None, [*map(layer.config, self.fit.profile.lengths), never_stops(layer)]):
+                if not config.is_dense:
+                    kinds.setdefault(_compiled_kind(config), config)
+        at_once = min(THREADS, os.cpu_count() or 1) if query.is_cuda else 1  # Triton's interpreter is for one
+        with ThreadPoolExecutor(at_once) as threads:
+            for call in [threads.submit(self._small_call, config, query) for config in kinds.values()]:
+                call.result()
 
     def _small_call(self, config: LayerConfig, query: Tensor) -> None:
         segment = min(head.segment for head in config.heads if head.mode == "s2o")
@@ -233,5 +238,5 @@ def _compiled_kind(config: LayerConfig) -> object:
     tile = config.tile
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     shortest = min((head.segment for head in heads), default=0)
-    tails, modes = (any(head.tail for head in heads), config.has_linear), frozenset(head.mode for head in config.heads)
-    return shape, config.grain, config.row_reduce, config.scores, counts, tails, shortest, modes
+    modes = frozenset(head.mode for head in config.heads)
+    return shape, config.grain, config.row_reduce, config.scores, counts, config.tails, shortest, modes

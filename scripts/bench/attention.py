@@ -81,7 +81,7 @@ def parser() -> Parser:
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
     add("--representatives", 1, "means of so many parts of a segment rank its keys", type=int, metavar="N")
     add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
-    out.add_argument("--tail", action="store_true", help="estimate what the skipped keys bring")
+    add("--far", "none", "what is done with the keys behind the stop", choices=("none", "mean"))
     out.add_argument(
         "--linear", action="store_true", help="a row too of heads with linear tails, which visit one chunk"
     )
@@ -133,14 +133,14 @@ def measure(args: argparse.Namespace) -> None:
 
 def never_stopping(args: argparse.Namespace, tile: TileConfig) -> dict[str, LayerConfig]:
     """The forms of S2O with a tau of 0, which never stops; linear tails do not look at it."""
-    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "grain", "tail")}
+    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "grain", "far")}
     forms = {
         S2O: LayerConfig.uniform(args.heads[0], tile=tile, **ranking),
         PUBLISHED: published_config(args.heads[0], 0.0, args.segment, tile),
     }
     if args.linear:
         forms[LINEAR_TAILS] = LayerConfig.uniform(
-            args.heads[0], tile=tile, segment=args.segment, grain=args.grain, linear=True
+            args.heads[0], tile=tile, segment=args.segment, grain=args.grain, far="linear"
         )
     return forms
 

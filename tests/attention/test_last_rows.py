@@ -17,7 +17,7 @@ from support.marks import INTERPRETED
 from support.paging import PagedBatch
 
 BACKENDS = ["reference", pytest.param("triton", marks=INTERPRETED)]
-LINEAR = LayerConfig((HeadConfig(segment=64, linear=True), HeadConfig(1.0, 64, tail=True)), TILE, grain=4)
+LINEAR = LayerConfig((HeadConfig(segment=64, far="linear"), HeadConfig(1.0, 64, far="mean")), TILE, grain=4)
 SLOW = pytest.mark.slow(reason="the kernels take seconds in the interpreter")
 KEPT = {"return_lse": True, "return_stats": True}
 SHAPES = [

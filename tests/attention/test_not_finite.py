@@ -25,8 +25,8 @@ TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 STOPS_AT_ONCE = 1e6
 OF_HEADS = {
     "plain": HeadConfig(STOPS_AT_ONCE, SEGMENT, representatives=4),
-    "tail": HeadConfig(STOPS_AT_ONCE, SEGMENT, tail=True),
-    "linear": HeadConfig(0.0, SEGMENT, linear=True),
+    "tail": HeadConfig(STOPS_AT_ONCE, SEGMENT, far="mean"),
+    "linear": HeadConfig(0.0, SEGMENT, far="linear"),
     "dense": HeadConfig(mode="dense"),
 }
 BAD = [math.nan, math.inf, -math.inf]
@@ -84,7 +84,7 @@ def seen_by(heads, expected, where, position):
     """Rows that must be NaN: of a value that a head without a tail skips, only those whose window has its key."""
     if where != "v":
         return expected
-    skip = torch.tensor([head.mode == "s2o" and not head.tail and not head.linear for head in heads])
+    skip = torch.tensor([head.mode == "s2o" and head.far == "none" for head in heads])
     in_window = torch.arange(LENGTH) // SEGMENT == position // SEGMENT
     return expected & (in_window | ~skip[:, None])
 

@@ -18,7 +18,7 @@ TILE = TileConfig(64, 32, 2, 4, 1)
 CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, grain=4, tile=TILE)
 OF_ALL_KINDS = LayerConfig(
     (
-        HeadConfig(tau=1.0, segment=64, representatives=4, tail=True),
+        HeadConfig(tau=1.0, segment=64, representatives=4, far="mean"),
         HeadConfig(mode="dense"),
         HeadConfig(tau=0.0, segment=128),
         HeadConfig(tau=20.0, segment=64),
@@ -53,7 +53,7 @@ def test_every_key_is_found_in_its_page(name, page_size, nan_filled):
 @INTERPRETED
 @SLOW
 def test_a_linear_tail_is_of_keys_that_are_copied_out(nan_filled):
-    config = replace(OF_ALL_KINDS, heads=(HeadConfig(segment=64, linear=True), *OF_ALL_KINDS.heads[1:]))
+    config = replace(OF_ALL_KINDS, heads=(HeadConfig(segment=64, far="linear"), *OF_ALL_KINDS.heads[1:]))
     same(*call([171, 90], [40, 1], 16, LAYOUTS[0], "triton", config, return_lse=True, return_stats=True))
 
 
@@ -173,8 +173,8 @@ def test_rows_of_a_cache_are_its_keys(name):
         ({"k": torch.zeros(16, 9, 2, 64).transpose(0, 1)}, CONFIG, "are not alike rows"),
         ({}, replace(CONFIG, scores="int8"), "int8 scores are of keys that were rounded"),
         ({"page": 2}, CONFIG, "pages have 2 tokens, fewer than the 4 of a step"),
-        ({}, LayerConfig.uniform(4, tail=True), "a tail of single keys reads all values in their order"),
-        ({}, LayerConfig.uniform(4, grain=4, linear=True), "a linear tail reads all keys and values in their order"),
+        ({}, LayerConfig.uniform(4, far="mean"), "a tail of single keys reads all values in their order"),
+        ({}, LayerConfig.uniform(4, grain=4, far="linear"), "a linear tail reads all keys and values in their order"),
         ({"width": 80}, CONFIG, "head_dim 80 is filled up with zeros"),
         ({"between": 66}, CONFIG, None),
         ({"between": 66}, HOPPER, "multiples of 16 bytes"),

@@ -37,7 +37,7 @@ def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
     dense = next(row["seconds"] for row in measured["rows"] if row["method"] == "dense (cuDNN)")
     selecting = [row["selecting_seconds"] for row in measured["rows"] if row["method"] == "S2O, one tau"]
     share = statistics.median(selecting) / dense
-    assert 0.95 < (overhead(RankingConfig(1024, 1, 4), tail=True) + fixed_cost(length)) / share < most
+    assert 0.95 < (overhead(RankingConfig(1024, 1, 4), far="mean") + fixed_cost(length)) / share < most
 
 
 def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
@@ -68,5 +68,5 @@ def test_the_measured_call_stops_as_early_as_it_can(monkeypatch):
     ranking = RankingConfig(256, 1, 4)
     cost = ranking_cost._measured(GEOMETRY, torch.device("cpu"), 1024, ranking)
     assert [out.shape for out in ran] == [(1, 4, 1024, 64)] * 2
-    density = 0.6 - overhead(ranking, tail=False) - cost
+    density = 0.6 - overhead(ranking, "none") - cost
     assert 0.25 < density < 0.6  # windows of 256 have 0.25 of the pairs; to it comes one chunk for each row tile

@@ -21,11 +21,11 @@ PLAIN = TileConfig(64, 64, 2, 4, 2)
 WIDE = TileConfig(128, 32, 4, 8, 3)
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 HOPPER_256 = TileConfig(64, 64, 2, 4, 2, specialized=True)
-LINEAR = HeadConfig(0.3, 256, linear=True)
+LINEAR = HeadConfig(0.3, 256, far="linear")
 KINDS = (
     LINEAR,
-    HeadConfig(1.0, 256, representatives=4, tail=True),
-    HeadConfig(0.0, 128, linear=True),
+    HeadConfig(1.0, 256, representatives=4, far="mean"),
+    HeadConfig(0.0, 128, far="linear"),
     HeadConfig(mode="dense"),
     HeadConfig(0.5, 128),
 )
@@ -102,7 +102,7 @@ def test_sinks(tile, nan_filled):
 def test_of_diffuse_heads_it_is_nearer_to_dense_attention_than_other_tails(tile, nan_filled):
     q, k, v = inputs(1, 3, 1, 2048, 4096, 128, torch.bfloat16)
     q = 0.1 * q
-    heads = (LINEAR, HeadConfig(1e6, 256, tail=True), HeadConfig(1e6, 256))
+    heads = (LINEAR, HeadConfig(1e6, 256, far="mean"), HeadConfig(1e6, 256))
     out, _, stats = s2o_attention(q, k, v, LayerConfig(heads, tile, grain=4), backend="triton", return_stats=True)
     truth = exact_attention(q, k, v)
     linear, tail, nothing = (relative_error(out[:, head], truth[:, head]) for head in range(3))

@@ -30,7 +30,7 @@ TILES = [
     pytest.param(TileConfig(64, 64, 2, 4, 4, specialized=True), id="hopper-64"),
 ]
 HEADS = (
-    HeadConfig(0.3, 256, representatives=4, tail=True),
+    HeadConfig(0.3, 256, representatives=4, far="mean"),
     HeadConfig(mode="dense"),
     HeadConfig(1.0, 512),
     HeadConfig(mode="dense"),
@@ -139,7 +139,7 @@ def test_pages_change_nothing(page_size, tile, head_dim, monkeypatch, nan_filled
 def test_beside_linear_tails(tile, monkeypatch, nan_filled):
     """Which are added to their own heads behind the combination, and need the log-sum-exp of all."""
     q, k, v = inputs(1, 8, 2, 700, 9001, 128, torch.bfloat16)
-    kinds = (HEADS[0], HEADS[1], HeadConfig(0.3, 256, linear=True), HEADS[3])
+    kinds = (HEADS[0], HEADS[1], HeadConfig(0.3, 256, far="linear"), HEADS[3])
     call = Call.of(q, k, v, LayerConfig(kinds * 2, tile, grain=4), with_lse=True)
     same_within_rounding(*both(monkeypatch, call, 8), exact_attention(q, k, v))
 

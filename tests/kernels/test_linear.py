@@ -27,11 +27,11 @@ SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, 
 
 pytestmark = INTERPRETED
 
-LINEAR = HeadConfig(0.3, 64, linear=True)
+LINEAR = HeadConfig(0.3, 64, far="linear")
 MIXED = (
     LINEAR,
-    HeadConfig(1.0, 64, representatives=4, tail=True),
-    HeadConfig(100.0, 128, linear=True),
+    HeadConfig(1.0, 64, representatives=4, far="mean"),
+    HeadConfig(100.0, 128, far="linear"),
     HeadConfig(mode="dense"),
     HeadConfig(0.5, 128),
 )
@@ -242,7 +242,9 @@ def test_shares_of_a_prefix_are_whole_tiles_that_fit_their_workspace():
 
 def test_slices_leave_room_for_the_sums():
     qkv = inputs(1, 4, 1, 4096, 4096, 64)
-    plain, linear = (call_of(*qkv, LayerConfig.uniform(4, segment=64, tile=TILE, linear=on)) for on in (False, True))
+    plain, linear = (
+        call_of(*qkv, LayerConfig((HeadConfig(0.0, 64, far=far),) * 4, TILE)) for far in ("none", "linear")
+    )
     for dtype in (torch.bfloat16, torch.float16):
         slices = row_slices(linear, 1 << 22, dtype)
         for rows in slices[:-1]:  # as many as fit
@@ -254,7 +256,7 @@ def test_slices_leave_room_for_the_sums():
 
 
 def test_heads_without_a_linear_tail_launch_nothing_for_it(monkeypatch):
-    dense_linear = HeadConfig(mode="dense", linear=True)  # which a dense head ignores
+    dense_linear = HeadConfig(mode="dense", far="linear")  # which a dense head ignores
     call = call_of(*inputs(1, 2, 1, 130, 130, 64), LayerConfig((HeadConfig(0.5, 64), dense_linear), TILE))
     monkeypatch.setattr(linear_module, "launch", None)
     _, _, lse = s2o_prefill(call)
@@ -263,5 +265,5 @@ def test_heads_without_a_linear_tail_launch_nothing_for_it(monkeypatch):
 
 
 def test_a_server_compiles_layers_with_and_without_linear_tails():
-    kinds = {_compiled_kind(LayerConfig.uniform(2, tile=TILE, linear=on)) for on in (False, True)}
+    kinds = {_compiled_kind(LayerConfig.uniform(2, tile=TILE, far=far)) for far in ("none", "linear")}
     assert len(kinds) == 2

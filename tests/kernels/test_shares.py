@@ -26,9 +26,9 @@ EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs
 
 GPU = Resources(132, 50 << 20)
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
-LINEAR = HeadConfig(0.3, 64, linear=True)
+LINEAR = HeadConfig(0.3, 64, far="linear")
 HEADS = (
-    HeadConfig(1.0, 64, representatives=4, tail=True),
+    HeadConfig(1.0, 64, representatives=4, far="mean"),
     HeadConfig(mode="dense"),
     HeadConfig(0.5, 128, stop_rule=StopRule.PAPER),
     HeadConfig(mode="dense"),

@@ -27,7 +27,7 @@ GEOMETRY = Geometry("llama", 2, 3, 1, 64)
 
 
 def layer(tau, segment=256, block_m=128):
-    ranked = HeadConfig(tau * 4, segment, representatives=32, tail=True)
+    ranked = HeadConfig(tau * 4, segment, representatives=32, far="mean")
     heads = (HeadConfig(tau, segment), ranked, HeadConfig(0.0, segment, "dense"))
     return LayerConfig(heads, TileConfig(block_m, 64, 4, 8, 2), grain=4)
 
@@ -420,7 +420,7 @@ def test_thresholds_are_interpolated_in_log_length():
 
 
 @pytest.mark.parametrize(
-    "change", [{"representatives": 2}, {"tail": True}, {"segment": 512}], ids=lambda change: next(iter(change))
+    "change", [{"representatives": 2}, {"far": "mean"}, {"segment": 512}], ids=lambda change: next(iter(change))
 )
 def test_thresholds_of_unlike_heads_are_not_mixed(change):
     """One tau means another error with other settings, so the smaller one is taken: it errs on the careful side."""

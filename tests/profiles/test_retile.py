@@ -32,10 +32,8 @@ DENSITY = 0.8
 
 def layer(density_of_heads="ssss", segment=256, tile=FORMER, tau=0.125):
     heads = tuple(
-        HeadConfig(
-            tau + index, segment, "s2o" if letter == "s" else "dense", StopRule.REST, 1 + 3 * (index % 2), index == 1
-        )
-        for index, letter in enumerate(density_of_heads)
+        HeadConfig(tau + index, segment, mode, StopRule.REST, 1 + 3 * (index % 2), "mean" if index == 1 else "none")
+        for index, mode in enumerate("s2o" if letter == "s" else "dense" for letter in density_of_heads)
     )
     return LayerConfig(heads, tile, grain=4).validate()
 

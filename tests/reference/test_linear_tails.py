@@ -1,5 +1,6 @@
 """Linear tails: what the reference makes of them, what the calibrator measures of them, and where they are kept."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ TILE = TileConfig(64, 32, 2)
 
 
 def layer(heads=2, **changes):
-    return LayerConfig.uniform(heads, segment=128, tile=TILE, linear=True, **changes)
+    return LayerConfig.uniform(heads, segment=128, tile=TILE, far="linear", **changes)
 
 
 def diffuse(length=700, heads=2, kv_heads=1, dim=16, dtype=torch.float64):
@@ -99,7 +100,7 @@ def test_it_helps_where_no_order_can():
     """Of heads that look at all keys alike the plain tail knows the mean only."""
     q, k, v = diffuse(2048)
     truth = exact_attention(q, k, v)
-    plain = LayerConfig.uniform(2, tau=TAUS[-1], segment=128, tile=TILE, tail=True)
+    plain = LayerConfig.uniform(2, tau=TAUS[-1], segment=128, tile=TILE, far="mean")
     linear, with_tail = (
         float((s2o_attention_reference(q, k, v, config).out - truth).square().mean()) for config in (layer(), plain)
     )
@@ -109,20 +110,19 @@ def test_it_helps_where_no_order_can():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"linear": 1}, "linear is 1: use True or False"),
-        ({"linear": True, "tail": True}, "a linear tail has tail True and 1 representatives: use tail False and 1"),
-        ({"linear": True, "representatives": 8}, "a linear tail has tail False and 8 representatives: use tail False"),
+        ({"far": True}, "far True is not known: use one of ('none', 'mean', 'linear')"),
+        ({"far": "linear", "representatives": 8}, "a linear tail has 8 representatives: use 1"),
     ],
 )
 def test_what_does_not_go_with_a_linear_tail(changes, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         HeadConfig(**changes).validate()
 
 
 def test_int8_scores_and_soft_caps_do_not_go_with_it():
     with pytest.raises(ConfigError, match='head 0 has a linear tail and scores are "int8"'):
         layer(scores="int8")
-    assert not layer().as_dense().has_linear
+    assert not layer().as_dense().tails
     q, k, v = (tensor.float() for tensor in diffuse(300))
     why = "soft-capped scores cannot be estimated by a linear tail"
     with pytest.raises(InputError, match=why):
@@ -137,7 +137,7 @@ def test_between_buckets_a_layer_with_linear_tails_is_as_in_the_longer_one(short
     assert len(profile.lengths) > 1
     begin, end = profile.lengths[:2]
     plain = profile.layers[0][0]
-    linear = replace(plain, heads=(HeadConfig(segment=512, linear=True), *plain.heads[1:]))
+    linear = replace(plain, heads=(HeadConfig(segment=512, far="linear"), *plain.heads[1:]))
     buckets = [list(layers) for layers in profile.layers]
     buckets[0][0], buckets[1][0] = (linear, plain) if shorter else (plain, linear)
     profile = replace(profile, layers=tuple(map(tuple, buckets)))
@@ -160,7 +160,7 @@ def test_a_curve_is_what_the_op_does():
     truth = exact_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
     for shape in shapes:
         tile = TileConfig(64, 64, shape.stride // 64)
-        config = LayerConfig.uniform(2, segment=128, grain=4, tile=tile, linear=True)
+        config = LayerConfig.uniform(2, segment=128, grain=4, tile=tile, far="linear")
         out, visited, _ = s2o_attention_reference(prompt.q, prompt.k, prompt.v, config, scale=prompt.scale)
         curve = curves[rankings[0], shape]
         torch.testing.assert_close(curve.mse[:, 0], (out - truth).square().mean((0, 2, 3)).double())
@@ -197,11 +197,11 @@ def test_a_head_gets_a_linear_tail_where_that_is_cheapest():
     point = (torch.full((1, 1), value, dtype=torch.float64) for value in (2e-3, 2e-3, 0.4, 0.4, 0.1))
     curves = {plain: of_taus([1e-3]), linear: Curve(*point, 1.0)}
     (head,) = allocate(curves, 2e-3).heads
-    assert head == HeadConfig(segment=1024, linear=True)
+    assert head == HeadConfig(segment=1024, far="linear")
     assert allocate(curves, 1.5e-3).heads[0].tau == TAUS[0]  # not within this budget
-    assert not allocate(curves, 2e-3, SearchConstraints(worst_rows=0.3)).heads[0].linear  # nor with such rows
-    assert [point.head.linear for point in points_of(curves, 0, SearchConstraints())] == [False, False, True]
-    costs = overhead(linear, False) - overhead(plain, False)
+    assert allocate(curves, 2e-3, SearchConstraints(worst_rows=0.3)).heads[0].far == "none"  # nor with such rows
+    assert [point.head.far for point in points_of(curves, 0, SearchConstraints())] == ["none", "none", "linear"]
+    costs = overhead(linear, "linear") - overhead(plain, "none")
     assert costs == pytest.approx(EXPANSION / 1024)
 
 
@@ -217,7 +217,7 @@ def test_the_recipe_lets_heads_of_long_prompts_have_one_and_a_journal_knows():
 def test_at_a_checked_length_what_has_no_threshold_to_lower_becomes_dense():
     begun = candidate()
     config = begun.layer_config(0, 768)
-    mixed = replace(config, heads=(HeadConfig(segment=config.heads[0].segment, linear=True), *config.heads[1:]))
+    mixed = replace(config, heads=(HeadConfig(segment=config.heads[0].segment, far="linear"), *config.heads[1:]))
     begun = replace(begun, changes={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(begun), "layer_config", lambda self, layer, length: mixed)

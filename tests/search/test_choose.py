@@ -171,25 +171,25 @@ def random_curve(generator):
 
 
 @pytest.mark.parametrize(
-    ("budget", "tails"), [(1e-3, (False,)), (0.05, (False, True)), (0.2, (False,)), (1.0, (False, True))]
+    ("budget", "allowed"), [(1e-3, ["none"]), (0.05, ["none", "mean"]), (0.2, ["none"]), (1.0, ["none", "mean"])]
 )
-def test_the_best_single_setting_by_trying_them_all(budget, tails):
+def test_the_best_single_setting_by_trying_them_all(budget, allowed):
     generator = torch.Generator().manual_seed(3)
     methods = (RankingConfig(512), RankingConfig(512, 8), RankingConfig(1024, 1, 4))
     layers = [{method: random_curve(generator) for method in methods} for _ in range(3)]
     budgets = [budget, 2 * budget, budget / 2]
     best = (1.0, None)
-    for method, tail, (index, tau) in itertools.product(methods, tails, enumerate(TAUS)):
+    for method, far, (index, tau) in itertools.product(methods, allowed, enumerate(TAUS)):
         spent = density = 0.0
         for layer, of_layer in zip(layers, budgets, strict=True):
             curve = layer[method]
             for head in range(2):
-                spent += float((curve.tail_mse if tail else curve.mse)[head, index]) / of_layer / 6
+                spent += float(curve.errors(far)[0][head, index]) / of_layer / 6
                 density += float(curve.density[head, index]) / 6
-        cost = density + overhead(method, tail)
+        cost = density + overhead(method, far)
         if spent <= 1 and cost < best[0]:
-            best = cost, HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
-    found = _uniform(layers, budgets, tails)
+            best = cost, HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, far)
+    found = _uniform(layers, budgets, allowed)
     if best[1] is None:
         assert found is None
     else:
@@ -252,7 +252,7 @@ def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
     monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
     plain, tail, linear = (
         LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0], **kind)
-        for kind in ({}, {"tail": True}, {"linear": True})
+        for kind in ({}, {"far": "mean"}, {"far": "linear"})
     )
     worker = pretended(SimpleNamespace(layers=4), GPU)._worker
     for layer, config in enumerate((plain, tail, linear, linear)):

@@ -22,7 +22,7 @@ def layer(costs, budget=1.0):
         method = RankingConfig(segment)
         for index, (share, cost) in enumerate(zip(BUDGETS, of_segment, strict=True)):
             mse[:, index] = 0.99 * share * budget  # both heads can just afford it
-            density[:, index] = cost - overhead(method, tail=False)
+            density[:, index] = cost - overhead(method, "none")
         zero = torch.zeros_like(mse)
         found[segment] = {method: Curve(mse, torch.full_like(mse, 1e9), zero, zero, density, 1.0)}
     return found

@@ -84,7 +84,7 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
     """Also those that differ in nothing but one head's mode, the scores or the tile."""
     monkeypatch.setattr("s2o_runtime.serving.fit.capability", lambda device: (8, 0))
     tile = TileConfig(64, 64, 4, 4, 2, min_queries=200)
-    stopping, linear = HeadConfig(0.1, 128), HeadConfig(segment=128, linear=True)
+    stopping, linear = HeadConfig(0.1, 128), HeadConfig(segment=128, far="linear")
     plain = LayerConfig((stopping,) * 8, tile)
     layers = [
         (plain, plain),

@@ -31,14 +31,14 @@ def minimal() -> Profile:
 def full() -> Profile:
     """Several buckets, every value that a head or layer may have in some of them, every field of a record."""
     heads = [
-        HeadConfig(0.25, 256, "s2o", StopRule.REST, 1, False),
-        HeadConfig(1e6, 256, "s2o", StopRule.PAPER, 2, True),
-        HeadConfig(0.0, 512, "s2o", StopRule.PAPER, 4, False),
-        HeadConfig(0.5, 65536, "dense", StopRule.REST, 8, False),
-        HeadConfig(2.0**-20, 128, "s2o", StopRule.REST, 16, True),
-        HeadConfig(2.0, 1024, "s2o", StopRule.REST, 32, True),
-        HeadConfig(0.125, 65536, "s2o", StopRule.PAPER, 64, False),
-        HeadConfig(0.0, 64, "dense", StopRule.PAPER, 1, True),
+        HeadConfig(0.25, 256, "s2o", StopRule.REST, 1),
+        HeadConfig(1e6, 256, "s2o", StopRule.PAPER, 2, "mean"),
+        HeadConfig(0.0, 512, "s2o", StopRule.PAPER, 4),
+        HeadConfig(0.5, 65536, "dense", StopRule.REST, 8),
+        HeadConfig(2.0**-20, 128, "s2o", StopRule.REST, 16, "mean"),
+        HeadConfig(2.0, 1024, "s2o", StopRule.REST, 32, "mean"),
+        HeadConfig(0.125, 65536, "s2o", StopRule.PAPER, 64),
+        HeadConfig(0.0, 64, "dense", StopRule.PAPER, 1, "mean"),
     ]
     tiles = [
         TileConfig(128, 64, 4, 8, 2),
@@ -81,7 +81,7 @@ def withdrawn(profile: Profile) -> Profile:
 def linear_tails() -> Profile:
     """Heads with linear tails beside others."""
     (row,) = minimal().layers[0]
-    linear = replace(row, heads=(HeadConfig(0.25, 256, linear=True),))
+    linear = replace(row, heads=(HeadConfig(0.25, 256, far="linear"),))
     record = Record(recipe={"tails": [False, True], "linear_tails": True})
     return replace(minimal(), geometry=Geometry("llama", 2, 1, 1, 64), layers=((row, linear),), record=record)
 

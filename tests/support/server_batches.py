@@ -41,7 +41,9 @@ def all_dense() -> Profile:
 
 def served_profile(tile: TileConfig) -> Profile:
     """Of this GPU, for a model of two layers whose heads differ."""
-    heads = tuple(HeadConfig(0.2 * (1 + index), 256, representatives=8, tail=index % 2 == 0) for index in range(8))
+    heads = tuple(
+        HeadConfig(0.2 * (1 + index), 256, representatives=8, far="none" if index % 2 else "mean") for index in range(8)
+    )
     config = LayerConfig(heads, tile, grain=4)
     geometry, device = Geometry("llama", 2, 8, 2, 128), identify(torch.device("cuda"))
     return Profile("made", geometry, "", device, (1024, 4096), ((config, config),) * 2).validate()
