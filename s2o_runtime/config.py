@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["s2o", "dense"]
 Far = Literal["none", "mean", "linear"]  # the tensor `tail` of a profile file holds their numbers
-RowReduce = Literal["mean", "max"]
 Scores = Literal["input", "int8"]
 KvCacheDtype = Literal["auto", "fp8"]  # of a server's cache: the type of the inputs, or e4m3 with a scale of 1
 
@@ -217,7 +216,6 @@ class LayerConfig:
     Attributes:
         heads: one config for each query head.
         tile: the tile of all heads.
-        row_reduce: the gain of a tile is the "mean" of its rows' gains, or the largest ("max", the paper's).
         grain: how many adjacent keys are ranked and visited together (a step); 1 is the paper's.
         scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
             bits ("int8"), also where keys are ranked and where heads are dense (docs/how-it-works.md).
@@ -229,7 +227,6 @@ class LayerConfig:
 
     heads: tuple[HeadConfig, ...]
     tile: TileConfig = TileConfig()
-    row_reduce: RowReduce = "mean"
     grain: int = 1
     scores: Scores = "input"
     last_rows: int = 0
@@ -240,7 +237,6 @@ class LayerConfig:
         num_heads: int,
         *,
         tile: TileConfig | None = None,
-        row_reduce: RowReduce = "mean",
         grain: int = 1,
         scores: Scores = "input",
         last_rows: int = 0,
@@ -258,7 +254,7 @@ class LayerConfig:
         if isinstance(rule := head.get("stop_rule"), str):
             fields["stop_rule"] = StopRule.parse(rule)
         every_head = HeadConfig(**fields)
-        return cls((every_head,) * num_heads, tile or TileConfig(), row_reduce, grain, scores, last_rows).validate()
+        return cls((every_head,) * num_heads, tile or TileConfig(), grain, scores, last_rows).validate()
 
     @property
     def num_heads(self) -> int:
@@ -314,7 +310,6 @@ class LayerConfig:
     def _checked(self) -> bool:
         if not self.heads:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
-        _check_one_of(self, "row_reduce", get_args(RowReduce), "is not known")
         _check_one_of(self, "grain", GRAINS)
         _check_one_of(self, "scores", get_args(Scores), "are not known")
         _check_one_of(self, "last_rows", LAST_ROWS)
@@ -334,7 +329,7 @@ class LayerConfig:
         """The layer as JSON, of which `torch_op.config_from_text` makes it again."""
         distinct = list(dict.fromkeys(self.heads))
         heads = [vars(head) for head in distinct]
-        fields: dict[str, Any] = {name: getattr(self, name) for name in ("row_reduce", "grain", "scores", "last_rows")}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("grain", "scores", "last_rows")}
         fields["tile"] = vars(self.tile)
         return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in self.heads]})
 
@@ -360,7 +355,7 @@ class LayerConfig:
 
     @property
     def _values(self) -> tuple[object, ...]:
-        return self.heads, self.tile, self.row_reduce, self.grain, self.scores, self.last_rows
+        return self.heads, self.tile, self.grain, self.scores, self.last_rows
 
 
 def dense_from(q_len: int, last_rows: int, rows: int) -> int:

@@ -19,7 +19,6 @@ RULES = {
     "representatives": Rule(int),
     "grain": Rule(int),
     "stop_rule": Rule(str),
-    "row_reduce": Rule(str),
     "last_rows": Rule(int),
     "far": Rule(str),
 }

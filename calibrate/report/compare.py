@@ -84,9 +84,7 @@ def _changed_layers(a: Profile, b: Profile, length: int) -> Iterator[dict[str, A
         pairs = [(plain(x), plain(y)) for x, y in zip(one.heads, other.heads, strict=True)]
         changed = Counter(name for x, y in pairs for name in x if x[name] != y[name])
         whole = [
-            name
-            for name in ("tile", "row_reduce", "grain", "scores", "last_rows")
-            if getattr(one, name) != getattr(other, name)
+            name for name in ("tile", "grain", "scores", "last_rows") if getattr(one, name) != getattr(other, name)
         ]
         before, after = (layer_densities[layer] if layer_densities else None for layer_densities in densities)
         if changed or whole or before != after:

@@ -401,7 +401,7 @@ class _LengthSearch:
         heads = next(iter(self._curves[layer].values())).density.shape[0]
         grain, scores = self._recipe.grains[-1], self._recipe.scores[0]
         last_rows = self._recipe.last_rows_at(self.length)
-        return LayerConfig((self._uniform.head,) * heads, self._tiles[0], "mean", grain, scores, last_rows).validate()
+        return LayerConfig((self._uniform.head,) * heads, self._tiles[0], grain, scores, last_rows).validate()
 
     def _time_uniform(self, layer: int, config: LayerConfig, timer: Timer) -> None:
         """Add a layer's time with the single setting; if any layer cannot be timed, the total is not reported."""

@@ -79,7 +79,6 @@ class Mode(NamedTuple):
     HAS_START: bool
     PACKED: bool
     HAS_LSE: bool
-    ROW_MAX: bool
     HAS_SINKS: bool
     CAP: float
     INT8: bool

@@ -77,9 +77,9 @@ def _prefill(
     2^(s_ij - m_i) v_j over the keys j it has visited, and returns acc_i / l_i. A soft cap makes scores CAP * tanh(s_ij
     / CAP). A sink is a key without a value that every row has visited from the start. After every chunk of the prefix a
     row's gain is (l_i - l_i') / l_i', where l_i' is its l from before the chunk at the new m_i; the tile's gain is the
-    rows' mean, or their maximum with ROW_MAX, as the paper has it. The tile stops when the gain of a tile of the chunk
-    is below the threshold tau (StopRule.PAPER), or the gain of a tile times the tiles left is (StopRule.REST). Then the
-    tail adds to l_i what the rest of the order is estimated to bring, with its mean value.
+    rows' mean. The tile stops when the gain of a tile of the chunk is below the threshold tau (StopRule.PAPER), or the
+    gain of a tile times the tiles left is (StopRule.REST). Then the tail adds to l_i what the rest of the order is
+    estimated to bring, with its mean value.
 
     Programs: (row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq / waves; row tiles of the slice; waves * B),
     each for what `primitives.program_tile` gives it. With HAS_SHARES dense heads are split over keys: programs are
@@ -222,7 +222,7 @@ def _prefill(
         old = l_before * tl.exp2(m_before - m)
         added = l - old
         gain = tl.where(real, added / tl.where(real, old, 1.0), 0.0)
-        chunk_gain = tl.max(gain, 0) if MODE.ROW_MAX else tl.sum(gain, 0) / real_rows
+        chunk_gain = tl.sum(gain, 0) / real_rows
         times = tl.where((flags & STOP_RULE_BITS) == REST, tiles - done, 1).to(tl.float32)
         running = (done < tiles) & (chunk_gain * times >= tau * length.to(tl.float32))
 
@@ -457,9 +457,9 @@ def prefill(
             ),
             "MODE": Mode(
                 HAS_TAIL=tail is not None, HAS_START=call.padded, PACKED=call.packed, HAS_LSE=lse is not None,
-                ROW_MAX=call.config.row_reduce == "max", HAS_SINKS=call.sinks is not None, CAP=call.cap,
-                INT8=keys.unit is not None, HAS_LAUNCH_ORDER=tables.launch_order is not None,
-                HAS_SHARES=shares is not None, PAGED=call.pages is not None, WIDE=wide,
+                HAS_SINKS=call.sinks is not None, CAP=call.cap, INT8=keys.unit is not None,
+                HAS_LAUNCH_ORDER=tables.launch_order is not None, HAS_SHARES=shares is not None,
+                PAGED=call.pages is not None, WIDE=wide,
             ),
         },
         num_warps=tile.num_warps,

@@ -374,7 +374,7 @@ def _consumer(
                     old = l_before * gl.exp2(m_before - m)
                     gain = gl.where(real, (l - old) / gl.where(real, old, 1.0), 0.0)
                     rows = gl.sum(real.to(gl.float32), 0)
-                    chunk_gain = gl.max(gain, 0) if MODE.ROW_MAX else gl.sum(gain, 0) / gl.maximum(rows, 1.0)
+                    chunk_gain = gl.sum(gain, 0) / gl.maximum(rows, 1.0)
                     # the stop, as in `_prefill`
                     times = gl.where(stop % 4 == ALL_LEFT, total - i - 1, 1).to(gl.float32)
                     running = (chunk_gain * times >= tau * (i + 1 - current_begin)) & (rows > 0.0)

@@ -33,7 +33,6 @@ from s2o_runtime.config import (
     HeadConfig,
     LayerConfig,
     Mode,
-    RowReduce,
     Scores,
     StopRule,
     TileConfig,
@@ -70,19 +69,19 @@ HEAD_TENSORS = {
     "representatives": torch.uint8,
     "tail": torch.uint8,
 }
+# `row_reduce` is 0, the mean of the rows' gains; versions that knew their maximum too wrote 1 for it
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8, "scores": torch.uint8}
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
 OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of it is 0
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
 _FIELDS = {"tail": "far"}  # of a config, where a tensor has another name
-_INDEXED: dict[str, tuple[Any, ...]] = {  # tensors that hold the numbers of names
-    "mode": MODES, "tail": get_args(Far), "row_reduce": get_args(RowReduce), "scores": get_args(Scores),
-}  # fmt: skip
+# tensors that hold the numbers of names
+_INDEXED: dict[str, tuple[Any, ...]] = {"mode": MODES, "tail": get_args(Far), "scores": get_args(Scores)}
 _VALUES: dict[str, Any] = _INDEXED | {"stop_rule": {int(rule): rule for rule in StopRule}}
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
 _ALLOWED |= {"stop_rule": tuple(_VALUES["stop_rule"]), "representatives": REPRESENTATIVES}
-_ALLOWED |= {"grain": GRAINS, "last_rows": LAST_ROWS}
+_ALLOWED |= {"row_reduce": (0,), "grain": GRAINS, "last_rows": LAST_ROWS}
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -168,6 +167,8 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
     def of_layer(name: str, layer: LayerConfig) -> Any:
         if name == "tile":
             return [int(getattr(layer.tile, field)) for field in TILE_FIELDS]
+        if name == "row_reduce":
+            return 0
         return [_coded(name, head) for head in layer.heads] if name in HEAD_TENSORS else _coded(name, layer)
 
     dtypes = TENSORS
@@ -473,7 +474,7 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
     ):
         unknown = sorted(set(tensor.flatten().tolist()) - set(allowed))
         if unknown:
-            raise ProfileError(f"tensor {name} holds {unknown[0]}: expected one of {allowed}")
+            raise ProfileError(f"tensor {name} holds {unknown[0]}: expected one of {allowed}, calibrate again")
 
 
 def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
@@ -482,4 +483,5 @@ def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
     heads = tuple(HeadConfig(**_decoded(dict(zip(HEAD_TENSORS, column, strict=True)))) for column in columns)
     fields = dict(zip(TILE_FIELDS, values.pop("tile"), strict=False))  # schema 6 lacks the last
     tile = TileConfig(**fields | {"specialized": bool(fields["specialized"])})
+    del values["row_reduce"]
     return LayerConfig(heads, tile, **_decoded(values))

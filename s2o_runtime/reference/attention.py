@@ -255,7 +255,7 @@ def _gathered_prefix(
         before = result.at(running)
         keys = order[begin:end]
         after = absorb(before, queries[running], k[keys], v[keys], softcap)
-        gain = tile_gain(row_gain(before, after), real[running], config)
+        gain = tile_gain(row_gain(before, after), real[running])
         stop = stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
         if head.far == "mean" and not paper_literal:
@@ -345,10 +345,8 @@ def row_gain(before: State, after: State) -> Tensor:
     return (after.l - old) / old
 
 
-def tile_gain(gain: Tensor, real: Tensor, config: LayerConfig) -> Tensor:
-    """One number for each row tile [T] from its rows' gains [T, BM]."""
-    if config.row_reduce == "max":
-        return torch.where(real, gain, 0.0).amax(-1)
+def tile_gain(gain: Tensor, real: Tensor) -> Tensor:
+    """The mean of the gains [T, BM] of each row tile's real rows: [T]."""
     return torch.where(real, gain, 0.0).sum(-1) / real.sum(-1)
 
 

@@ -239,4 +239,4 @@ def _compiled_kind(config: LayerConfig) -> object:
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     shortest = min((head.segment for head in heads), default=0)
     modes = frozenset(head.mode for head in config.heads)
-    return shape, config.grain, config.row_reduce, config.scores, counts, config.tails, shortest, modes
+    return shape, config.grain, config.scores, counts, config.tails, shortest, modes

@@ -21,7 +21,6 @@ MIXED = LayerConfig(
         HeadConfig(segment=256, far="linear"),
     ),
     TileConfig(64, 32, 2, 4, 2, dense_below=4096),
-    "max",
     grain=4,
 )
 

@@ -67,17 +67,16 @@ def test_prefill_equals_the_reference(shape, tau, grain, nan_filled):
 
 
 RULES_AND_TILES = [
-    (TILE, StopRule.REST, 1.0, "mean"),
-    (TILE, StopRule.PAPER, 0.2, "max"),
-    (TileConfig(128, 64, 1, 8, 1), StopRule.PAPER, 0.2, "mean"),
-    (TileConfig(64, 128, 3, 4, 1), StopRule.REST, 1.0, "max"),
+    (TILE, StopRule.REST, 1.0),
+    (TILE, StopRule.PAPER, 0.2),
+    (TileConfig(128, 64, 1, 8, 1), StopRule.PAPER, 0.2),
+    (TileConfig(64, 128, 3, 4, 1), StopRule.REST, 1.0),
 ]
 
 
-@pytest.mark.parametrize(("tile", "stop_rule", "tau", "row_reduce"), all_but_first(RULES_AND_TILES, SLOW), ids=str)
-def test_rules_and_tiles(stop_rule, tau, row_reduce, tile, nan_filled):
-    options = {"tau": tau, "stop_rule": stop_rule, "tile": tile, "row_reduce": row_reduce}
-    config = LayerConfig.uniform(1, segment=128, far="mean", **options)
+@pytest.mark.parametrize(("tile", "stop_rule", "tau"), all_but_first(RULES_AND_TILES, SLOW), ids=str)
+def test_rules_and_tiles(stop_rule, tau, tile, nan_filled):
+    config = LayerConfig.uniform(1, tau=tau, segment=128, stop_rule=stop_rule, far="mean", tile=tile)
     agree(*run_both(*inputs(1, 1, 1, 450, 450, 64), config))
 
 

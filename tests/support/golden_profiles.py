@@ -46,11 +46,11 @@ def full() -> Profile:
         TileConfig(64, 128, 4, 4, 4, specialized=True, dense_below=2048, min_queries=768, tail_keys=(1 << 31) - 1),
     ]
     layers = (
-        (LayerConfig(tuple(heads[:4]), tiles[0]), LayerConfig(tuple(heads[4:]), tiles[0], "max", 2)),
-        (LayerConfig(tuple(heads[4:]), tiles[1], "mean", 4), LayerConfig(tuple(heads[:4]), tiles[1], "max", 8)),
+        (LayerConfig(tuple(heads[:4]), tiles[0]), LayerConfig(tuple(heads[4:]), tiles[0], grain=2)),
+        (LayerConfig(tuple(heads[4:]), tiles[1], grain=4), LayerConfig(tuple(heads[:4]), tiles[1], grain=8)),
         (
-            LayerConfig(tuple(heads[:4]), tiles[2], "mean", 8, "int8"),
-            LayerConfig(tuple(heads[4:]), tiles[2], "mean", 4, "int8"),
+            LayerConfig(tuple(heads[:4]), tiles[2], grain=8, scores="int8"),
+            LayerConfig(tuple(heads[4:]), tiles[2], grain=4, scores="int8"),
         ),
     )
     return Profile(

@@ -42,14 +42,14 @@ def kernel_ranking(call):
     return Ranker(call, keys_of(call)).rank(range(call.shape.q_len))
 
 
-def mixed_config(heads, tau, stop_rule=StopRule.REST, row_reduce="mean", tile=TILE, grain=1):
+def mixed_config(heads, tau, stop_rule=StopRule.REST, tile=TILE, grain=1):
     kinds = (
         HeadConfig(tau, 64, stop_rule=stop_rule, representatives=4, far="mean"),
         HeadConfig(tau / 2, 128, stop_rule=stop_rule),
         HeadConfig(tau, 64, mode="dense"),
         HeadConfig(tau, 128, stop_rule=stop_rule, representatives=16),
     )
-    return LayerConfig(tuple(kinds[h % 4] for h in range(heads)), tile, row_reduce, grain)
+    return LayerConfig(tuple(kinds[h % 4] for h in range(heads)), tile, grain)
 
 
 def prefix_of(call, b, h, n):

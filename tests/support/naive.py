@@ -33,7 +33,7 @@ def naive_attention(q, k, v, *, kv_start=None, scale=None, softcap=None, sinks=N
 
 
 def naive_s2o(
-    q, k, v, heads, tile, row_reduce="mean", kv_start=None, paper_literal=False, grain=1, scale=None, softcap=None,
+    q, k, v, heads, tile, kv_start=None, paper_literal=False, grain=1, scale=None, softcap=None,
     sinks=None,
 ):  # fmt: skip
     """(output, visited pairs per head, causal pairs) in float64, with explicit loops over rows and keys."""
@@ -74,9 +74,8 @@ def naive_s2o(
                     members = [i for i in ordered_rows[tile_begin : tile_begin + tile.block_m] if i in set(rows)]
                     if members:
                         seen = _one_tile(
-                            score, members, window, order, rows_q, keys, offset, head, tile, row_reduce, paper_literal,
-                            sink,
-                        )  # fmt: skip
+                            score, members, window, order, rows_q, keys, offset, head, tile, paper_literal, sink
+                        )
                         tail = steps[seen["visited"] // grain :] if head.far == "mean" and not paper_literal else []
                         for i in members:
                             chosen = list(range(window, offset + i + 1)) + order[: seen["kept"]]
@@ -117,7 +116,7 @@ def _tail(score, tail, steps, order, seen, row_q, keys, values, grain):
     return min(mass / chunk_mass, (len(order) - chunk.stop) / len(chunk)) * brought, mean
 
 
-def _one_tile(score, members, window, order, rows_q, keys, offset, head, tile, row_reduce, paper_literal, sink):
+def _one_tile(score, members, window, order, rows_q, keys, offset, head, tile, paper_literal, sink):
     """How many keys of the order a tile of rows visits, where its last chunk began, and how many it keeps."""
     sums = {i: float(score(keys[window : offset + i + 1], rows_q[i]).exp().sum()) + sink for i in members}
     chunk = tile.block_n if paper_literal else tile.block_n * tile.chunk
@@ -129,8 +128,7 @@ def _one_tile(score, members, window, order, rows_q, keys, offset, head, tile, r
             added = float(score(keys[new], rows_q[i]).exp().sum())
             gains.append(added / sums[i])
             sums[i] += added
-        gain = max(gains) if row_reduce == "max" else sum(gains) / len(gains)
-        gain /= len(new) / tile.block_n
+        gain = sum(gains) / len(gains) / (len(new) / tile.block_n)
         begun, done = done, done + len(new)
         if head.stop_rule is StopRule.REST:
             gain *= (len(order) - done) / tile.block_n
