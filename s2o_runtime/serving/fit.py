@@ -126,7 +126,8 @@ class LayerFit(ServedLayer):
             return obstacle
         head_dim = fit.profile.geometry.head_dim
         shape = CallShape(1, config.num_heads, len(fit.kv_heads), queries, keys, head_dim, head_dim)
-        return why_dense(config, shape, fit.capability)
+        little = 4 * shape.causal_pairs * shape.query_heads * head_dim < fit.host_flops
+        return why_dense(config, shape, fit.capability) or (DenseReason.HOST if little else None)
 
 
 class ProfileFit:
@@ -141,19 +142,22 @@ class ProfileFit:
         heads, kv_heads: of the model, those that this rank holds.
         capability: the device's, (0, 0) for a CPU.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
+        host_flops: requests whose dense attention takes fewer floating-point operations in a layer are dense.
         kinds: the limits within which layers are sparse, each with a number of its own.
         layers: of the profile, on this rank, in the order of its tables.
     """
 
     def __init__(
-        self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1
-    ) -> None:
+        self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1,
+        host_flops: float = 0.0,
+    ) -> None:  # fmt: skip
         self.profile, self.rejected = fitted(profile, device)
         self.made_for = profile.kv_cache_dtype
         self.max_length = longest_trusted(profile) if beyond == "dense" else None
         self.heads = rank.heads(profile.geometry.query_heads)
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
         self.capability, self.decode_queries = capability(device), decode_queries
+        self.host_flops = host_flops
         self.kinds: dict[object, int] = {}
         self.layers: tuple[LayerFit, ...] = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
         self.obstacle: str | None = self.rejected or (

@@ -29,6 +29,7 @@ from s2o_runtime.serving.self_test import never_stops
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__
 
+HOST_FLOPS = 4e11  # of a request's dense attention, 0.7 ms of an H100: for less, what S2O takes of the host may decide
 RANKING_BYTES = 480 << 20  # the most that the kernels of one call need beside their inputs and output
 
 log = logging.getLogger("s2o_runtime")
@@ -223,7 +224,8 @@ def _fit_of(settings: Settings, context: ServerContext) -> tuple[ProfileFit, str
         except (ProfileError, ModelError) as error:
             return NoFit(str(error), decode_queries), ""
         profile, taken = found.profile, str(found)
-    return ProfileFit(profile, context.rank, context.device, settings.beyond, decode_queries), taken
+    host_flops = HOST_FLOPS if context.device.type == "cuda" else 0.0
+    return ProfileFit(profile, context.rank, context.device, settings.beyond, decode_queries, host_flops), taken
 
 
 def _labels(context: ServerContext) -> dict[str, str]:

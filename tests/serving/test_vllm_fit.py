@@ -80,6 +80,14 @@ def test_why_requests_are_dense():
     assert beyond.why_dense(500, 60000) is None
 
 
+def test_requests_with_little_work_for_a_gpu_are_dense():
+    """8 heads of 64 take 4e11 operations for 19,800 tokens; each of two ranks takes half."""
+    one, half = (ProfileFit(profile(), rank, CPU, "s2o", host_flops=4e11).layers[0] for rank in (Rank(), Rank(0, 2)))
+    assert one.why_dense(19_700, 19_700) == "so little work that the host would decide, not the GPU"
+    assert one.why_dense(19_900, 19_900) is None
+    assert one.why_dense(2048, 90_000) == half.why_dense(19_900, 19_900) == one.why_dense(19_700, 19_700)
+
+
 def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_backend(monkeypatch):
     """Also those that differ in nothing but one head's mode, the scores or the tile."""
     monkeypatch.setattr("s2o_runtime.serving.fit.capability", lambda device: (8, 0))
