@@ -52,6 +52,7 @@ from scripts.bench.schema import ResultFile, Spread, write
 
 NAME = "scripts.bench.first_token"
 STOCK, S2O = "stock", "S2O"
+LONG = 65536  # new tokens of a prompt: those of half as many are timed twice as often, up to eight times
 NEEDLES, NEEDLE_TOKENS = 8, 16  # codes that are asked for, and tokens of an answer
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the counters are in the engine's process
@@ -134,7 +135,7 @@ def parser() -> common.Parser:
         "--chunks", "8192", "tokens that the engine reads in one step", type=common.int_list("2048,8192"), metavar="N,N"
     )
     add("--hits", "0", "shares of a prompt that are cached", type=common.float_list("0,0.5"), metavar="X,X")
-    add("--repeats", 3, "prompts of each kind that are timed", type=int, metavar="N")
+    add("--repeats", 3, "long prompts of each kind that are timed", type=int, metavar="N")
     add("--uncounted", 4, "prompts of each kind that are read before those", type=int, metavar="N")
     add(
         "--rates",
@@ -258,7 +259,8 @@ def first_tokens_of(llm: Any, engine: str, kind: PromptKind, text: Text, args: a
         llm.reset_prefix_cache()
         answer(llm, [shared])
     seconds, cached, answers = [], [], []
-    for _ in range(args.uncounted + args.repeats):
+    repeats = args.repeats * max(1, min(8, LONG // (kind.length - len(shared))))  # a short one's host time varies
+    for _ in range(args.uncounted + repeats):
         if not shared:
             llm.reset_prefix_cache()
         prompt = [*shared, *text.tokens(kind.length - len(shared))]

@@ -112,6 +112,7 @@ def engines(monkeypatch):
     vllm.__version__, vllm.LLM, vllm.SamplingParams = "0.0.1", start, SimpleNamespace
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(bench, "find_spec", lambda name: object())
+    monkeypatch.setattr(bench, "LONG", 1)
     monkeypatch.setattr(bench, "alone", bench.run_engine)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(engine, "server", lambda: SimpleNamespace(counters=counters))
@@ -203,3 +204,9 @@ def test_random_weights_have_the_models_sizes_and_an_even_profile(tmp_path):
     # of keys that all count the same, the share (1 - x) is (1 - x) / x of the share x that was visited
     (tau,) = {head.tau for layers in profile.layers for layer in layers for head in layer.heads}
     assert tau == pytest.approx((1 - DENSITY) / DENSITY)
+
+
+def test_short_prompts_are_timed_more_often(tmp_path, engines, monkeypatch):
+    monkeypatch.setattr(bench, "LONG", 100)
+    run(tmp_path)
+    assert [len(prompt) for prompt in engines[0].prompts].count(48) == 2 + 2 * 2
