@@ -19,9 +19,6 @@ from s2o_runtime.shapes import CallShape, Packed, call_shape, check_heads, packe
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
 TAIL = 4  # `far` of the head is "mean"
-# No head has this bit. The prefill kernels still test it: without the test ptxas orders their loops otherwise (Triton
-# 3.6), which is to be timed before the test goes.
-ELSEWHERE = 8
 FIRST_CHUNK = math.nan  # the threshold of a head with a linear tail: no gain is >= nan, while an infinite one is >= inf
 
 

@@ -21,7 +21,6 @@ from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import Argument, launch, stride_groups
 from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
 from s2o_runtime.kernels.primitives import (
-    ELSEWHERE,
     LOG2E,
     MAX_REGISTERS,
     REST,
@@ -144,7 +143,6 @@ def _prefill(
     q_max = q_len
     q_first, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, MODE.PACKED)
     flags = tl.load(HEADS.flags + h)
-    q_len = tl.where((flags & ELSEWHERE) != 0, 0, q_len)
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
     sparse = (segment > 0) & (row0 < dense_from(q_len, last_rows, BM))

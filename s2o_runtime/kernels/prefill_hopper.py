@@ -44,7 +44,6 @@ LN2 = gl.constexpr(primitives.LN2.value)
 RCP_LN2 = gl.constexpr(primitives.RCP_LN2.value)
 STOP_RULE_BITS = gl.constexpr(call.STOP_RULE_BITS)
 TAIL = gl.constexpr(call.TAIL)
-ELSEWHERE = gl.constexpr(call.ELSEWHERE)
 REST = gl.constexpr(int(StopRule.REST))
 SMALLEST = gl.constexpr(primitives.SMALLEST.value)
 RCP_LEVELS = gl.constexpr(primitives.RCP_LEVELS.value)
@@ -523,7 +522,6 @@ def _prefill_hopper(
         q_len = gl.load(STARTS.cu_q + b + 1).to(gl.int32) - q_first
         offset = gl.load(STARTS.cu_k + b + 1).to(gl.int32) - k_first - q_len
     flags = gl.load(HEADS.flags + h)
-    q_len = gl.where((flags & ELSEWHERE) != 0, 0, q_len)
     # not the flags themselves: with this form ptxas schedules the consumers' loop up to 10% better (H200, Triton 3.6)
     stop = gl.where((flags & STOP_RULE_BITS) == REST, ALL_LEFT, 0) + (flags & TAIL)
     row0 = row_begin + tile * (2 * BM)

@@ -25,7 +25,6 @@ WIDE_ELEMENTS = 1 << 31  # from here on an offset into one head of k or v needs 
 # the bits of HeadTables.flags, and the one stop rule beside the paper's that kernels know
 STOP_RULE_BITS = tl.constexpr(call.STOP_RULE_BITS)
 TAIL = tl.constexpr(call.TAIL)
-ELSEWHERE = tl.constexpr(call.ELSEWHERE)
 REST = tl.constexpr(int(StopRule.REST))
 
 SMALLEST = tl.constexpr(quantisation.SMALLEST)
