@@ -7,14 +7,17 @@ import ctypes
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from s2o_runtime.errors import ModelError
@@ -25,6 +28,15 @@ SAMPLES_PER_TENSOR = 64
 RANDOM = "random-"  # how the fingerprint of random weights starts
 ROPE = "+rope-"  # between the hash of the weights and that of the RoPE parameters in a fingerprint
 PACKED, SCALES = frozenset({"qweight", "qzeros"}), "scales"  # buffers of a linear layer in GPTQ's and AWQ's formats
+# safetensors' names of the types that torch has, and torch's
+STORED_TYPES = {
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{"BF16": "bfloat16", "BOOL": "bool", "C64": "complex64", "F8_E8M0": "float8_e8m0fnu"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz"},
+    **{"F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
+}
 COUNTED = ("layers", "query_heads", "kv_heads")  # fields of a geometry
 
 
@@ -363,25 +375,46 @@ def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[s
     return digest.hexdigest()
 
 
-def stored_elements(stored: Any, indices: range) -> Tensor:
-    """Elements of a tensor in a safetensors file, by their indices in the flattened tensor.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, of which only the elements that are asked for are read.
 
-    Args:
-        stored: the tensor as `get_slice` of safetensors gives it, of which only what is asked for is read.
-        indices: the elements.
+    path: of the file; start: the byte in it where the tensor begins; dtype: as safetensors names it.
     """
-    shape = stored.get_shape()
-    if len(shape) == 1:
-        vector: Tensor = stored[:]
-        return vector[indices.start : indices.stop : indices.step]
-    cells = []
-    for index in indices:
-        position = []
-        for size in reversed(shape):
-            index, inner = divmod(index, size)
-            position.append(slice(inner, inner + 1))
-        cells.append(stored[tuple(reversed(position))].reshape(-1))
-    return torch.cat(cells)
+
+    path: Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def elements(self, indices: range) -> Tensor:
+        """Elements of the flattened tensor. A mapped file would read many pages around each of them.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: torch has no such type, or the file ends before an element.
+        """
+        dtype = getattr(torch, STORED_TYPES.get(self.dtype, ""), None)
+        if dtype is None:
+            raise ValueError(f"torch has no type {self.dtype}")
+        size = dtype.itemsize
+        with self.path.open("rb") as file:
+            data = b"".join(os.pread(file.fileno(), size, self.start + size * index) for index in indices)
+        return torch.frombuffer(bytearray(data), dtype=dtype, count=len(indices))
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name, none of them read. Raises SafetensorError and OSError."""
+    with safe_open(path, "pt"):  # refuses a file that is damaged or cut off
+        pass
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(path, 8 + size + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+    }
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -29,7 +30,7 @@ from s2o_runtime.identity import (
     geometry,
     offloaded,
     sampled_fingerprint,
-    stored_elements,
+    stored_tensors,
     with_rope,
 )
 
@@ -312,10 +313,13 @@ class Checkpoint:
         return value.to(device, copy=True).to(blank.dtype)
 
     def fingerprint(self, blanks: Mapping[str, nn.Parameter]) -> str:
+        tensors_of = cache(lambda file: stored_tensors(Path(str(self._find(file)))))
+
         def sample(name: str, indices: range) -> Tensor:
-            stored = self._slice(name, blanks[name])
-            with _readable(self._file_of[name]):
-                return stored_elements(stored, indices).to(blanks[name].dtype)
+            self._slice(name, blanks[name])
+            file = self._file_of[name]
+            with _readable(file):
+                return tensors_of(file)[name].elements(indices).to(blanks[name].dtype)
 
         return sampled_fingerprint({name: blank.shape for name, blank in blanks.items()}, sample)
 
@@ -362,7 +366,7 @@ def _readable(file: str) -> Iterator[None]:
     """Turns what safetensors raises into one sentence."""
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read ({error}): it is damaged or cut off, download it again") from error
 
 

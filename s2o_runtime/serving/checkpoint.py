@@ -6,6 +6,7 @@ A server's own parameters are fused, sharded and quantised, so the files are rea
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from s2o_runtime.errors import ProfileError
-from s2o_runtime.identity import sampled_fingerprint, stored_elements
+from s2o_runtime.identity import StoredTensor, sampled_fingerprint, stored_tensors
 from s2o_runtime.layer_kinds import text_config
 
 BUFFERS = "rotary_emb.inv_freq"  # older checkpoints have it, no model has it as a parameter
@@ -62,28 +64,32 @@ _MERGED = {
 
 @dataclass
 class _Experts:
-    """The matrices of a layer's experts as one tensor, [experts, rows, columns], read as a file's slices are.
+    """The matrices of a layer's experts as one tensor, [experts, rows, columns], read as one that is stored is.
 
     Attributes:
-        matrices: by expert and place, those of one expert one below another; of equal shapes for each expert.
+        matrices: by expert and place, those of one expert one below another; all of one shape.
     """
 
-    matrices: dict[tuple[int, int], Any]
+    matrices: dict[tuple[int, int], StoredTensor]
 
-    def get_shape(self) -> list[int]:
+    @property
+    def shape(self) -> tuple[int, int, int]:
         """The sizes of the tensor."""
-        experts = 1 + max(expert for expert, _ in self.matrices)
-        shapes = [part.get_shape() for (expert, _), part in self.matrices.items() if expert == 0]
-        return [experts, sum(rows for rows, _ in shapes), shapes[0][1]]
+        experts, places = (1 + max(numbers) for numbers in zip(*self.matrices, strict=True))
+        rows, columns = self.matrices[0, 0].shape
+        return experts, places * rows, columns
 
-    def __getitem__(self, cell: tuple[slice, slice, slice]) -> Tensor:
-        """One element."""
-        expert, row, column = (part.start for part in cell)
-        place, rows = 0, self.matrices[expert, 0].get_shape()[0]
-        if row >= rows:
-            place, row = 1, row - rows
-        element: Tensor = self.matrices[expert, place][row : row + 1, column : column + 1]
-        return element
+    def elements(self, indices: range) -> Tensor:
+        """Elements of the flattened tensor."""
+        _, rows, columns = self.shape
+        size = math.prod(self.matrices[0, 0].shape)
+
+        def element(index: int) -> Tensor:
+            expert, index = divmod(index, rows * columns)
+            place, index = divmod(index, size)
+            return self.matrices[expert, place].elements(range(index, index + 1))
+
+        return torch.cat([element(index) for index in indices])
 
 
 def checkpoint_hashes(folder: Path, config: Any) -> tuple[str, ...]:
@@ -99,8 +105,10 @@ def checkpoint_hashes(folder: Path, config: Any) -> tuple[str, ...]:
     try:
         stored = {name: part for name, part in _stored(folder).items() if not name.endswith(BUFFERS)}
         tied = bool(getattr(text_config(config), "tie_word_embeddings", False))
-        hashes = [_hash(named, tied) for named in (stored, _as_transformers(stored, config)) if named]
-        return tuple(dict.fromkeys(hashes))
+        if not stored:
+            return ()
+        renamed = _as_transformers(stored, config)
+        return (_hash(stored, tied), *(() if renamed == stored else (_hash(renamed, tied),)))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
 
@@ -130,16 +138,16 @@ def names_are_known(config: Any, folder: Path) -> bool:
     return text_config(config) is config and not any(".experts." in name for name in _stored(folder))
 
 
-def _hash(tensors: Mapping[str, Any], tied: bool) -> str:
+def _hash(tensors: Mapping[str, StoredTensor | _Experts], tied: bool) -> str:
     kept = {name: part for name, part in tensors.items() if not (tied and name == HEAD)}
-    shapes = {name: tuple(part.get_shape()) for name, part in kept.items()}
-    return sampled_fingerprint(shapes, lambda name, indices: stored_elements(kept[name], indices))
+    shapes = {name: part.shape for name, part in kept.items()}
+    return sampled_fingerprint(shapes, lambda name, indices: kept[name].elements(indices))
 
 
-def _as_transformers(stored: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def _as_transformers(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, StoredTensor | _Experts]:
     """The tensors of a checkpoint by the names of transformers 5, experts as it merges them."""
-    tensors: dict[str, Any] = {}
-    merged: defaultdict[str, dict[tuple[int, int], Any]] = defaultdict(dict)
+    tensors: dict[str, StoredTensor | _Experts] = {}
+    merged: defaultdict[str, dict[tuple[int, int], StoredTensor]] = defaultdict(dict)
     for name, part in stored.items():
         for pattern, replacement in RENAMED.get(getattr(config, "model_type", ""), ()):
             name = re.sub(pattern, replacement, name)
@@ -152,10 +160,9 @@ def _as_transformers(stored: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return tensors | {name: _Experts(matrices) for name, matrices in merged.items()}
 
 
-def _stored(folder: Path) -> dict[str, Any]:
+def _stored(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint, none of them read."""
-    files: list[Any] = [safe_open(path, "pt") for path in _files(folder)]
-    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
+    return {name: tensor for path in _files(folder) for name, tensor in stored_tensors(path).items()}
 
 
 def _files(folder: Path) -> list[Path]:
