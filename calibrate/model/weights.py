@@ -316,7 +316,7 @@ class Checkpoint:
         tensors_of = cache(lambda file: stored_tensors(Path(str(self._find(file)))))
 
         def sample(name: str, indices: range) -> Tensor:
-            self._slice(name, blanks[name])
+            self._slice(name, blanks[name])  # refuses what the model does not expect
             file = self._file_of[name]
             with _readable(file):
                 return tensors_of(file)[name].elements(indices).to(blanks[name].dtype)

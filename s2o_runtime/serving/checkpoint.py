@@ -75,9 +75,9 @@ class _Experts:
     @property
     def shape(self) -> tuple[int, int, int]:
         """The sizes of the tensor."""
-        experts, places = (1 + max(numbers) for numbers in zip(*self.matrices, strict=True))
+        experts, stacked = (1 + max(numbers) for numbers in zip(*self.matrices, strict=True))
         rows, columns = self.matrices[0, 0].shape
-        return experts, places * rows, columns
+        return experts, stacked * rows, columns
 
     def elements(self, indices: range) -> Tensor:
         """Elements of the flattened tensor."""
@@ -86,8 +86,8 @@ class _Experts:
 
         def element(index: int) -> Tensor:
             expert, index = divmod(index, rows * columns)
-            place, index = divmod(index, size)
-            return self.matrices[expert, place].elements(range(index, index + 1))
+            matrix, index = divmod(index, size)
+            return self.matrices[expert, matrix].elements(range(index, index + 1))
 
         return torch.cat([element(index) for index in indices])
 
