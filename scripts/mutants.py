@@ -241,7 +241,7 @@ MUTANTS = (
     ),
     Mutant(
         "thresholds are mixed although the buckets check the stop unlike",
-        PROFILE, "return config.tile.block_m, config.tile.stride, config.grain",
+        PROFILE, "return config.tile.block_m, config.tile.stride, config.tile.first_stride, config.grain",
         "return config.tile.block_m, config.grain", PROFILE_TESTS,
     ),
     Mutant(

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from s2o_runtime import call, quantisation
 from s2o_runtime.config import StopRule
+from s2o_runtime.kernels import groups
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))
@@ -26,6 +27,7 @@ WIDE_ELEMENTS = 1 << 31  # from here on an offset into one head of k or v needs 
 STOP_RULE_BITS = tl.constexpr(call.STOP_RULE_BITS)
 TAIL = tl.constexpr(call.TAIL)
 REST = tl.constexpr(int(StopRule.REST))
+EQUAL_CHUNKS = tl.constexpr(groups.EQUAL_CHUNKS)
 
 SMALLEST = tl.constexpr(quantisation.SMALLEST)
 RCP_LEVELS = tl.constexpr(1 / quantisation.LEVELS)
@@ -271,6 +273,12 @@ def absorb_window(
         visible = keys[None, :] <= position[:, None]
         m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, visible, True, CAP=CAP, INT8=INT8)
     return m, l, acc
+
+
+@triton.jit
+def next_chunk(schedule, visited):
+    """`config.next_chunk` in tiles; schedule: as `groups.chunk_schedule` packs them."""
+    return tl.minimum(schedule & 0xFFFF, tl.maximum(schedule >> 16, visited))
 
 
 @triton.jit
