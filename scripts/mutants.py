@@ -256,7 +256,7 @@ MUTANTS = (
     ),
     Mutant(
         "a head with a linear tail visits the first chunk of other heads",
-        "s2o_runtime/kernels/prefill.py", "tl.where(tau != tau, chunk | EQUAL_CHUNKS, chunk)", "chunk", DOUBLING_TESTS,
+        "s2o_runtime/kernels/primitives.py", "visited = tl.where(tau == tau, visited, total)", "pass", DOUBLING_TESTS,
     ),
     Mutant(
         "curves have equal chunks",

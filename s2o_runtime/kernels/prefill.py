@@ -21,7 +21,6 @@ from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import Argument, launch, stride_groups
 from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
 from s2o_runtime.kernels.primitives import (
-    EQUAL_CHUNKS,
     LOG2E,
     MAX_REGISTERS,
     REST,
@@ -200,7 +199,6 @@ def _prefill(
     # prefix: tiles in order, chunk by chunk
     tiles = prefix // BN
     tau = tl.load(HEADS.tau + h)
-    chunk = tl.where(tau != tau, chunk | EQUAL_CHUNKS, chunk)  # a head with a linear tail visits one whole chunk
     real_rows = tl.sum(real.to(tl.float32), 0)
     order = at_head(RANKING.order, stride_i, b, h)
     of_slice = n - row_begin // tl.maximum(segment, 1)  # the segment's number in the slice
@@ -210,7 +208,7 @@ def _prefill(
     added = l  # what the last chunk added to l
     running = tiles > 0
     while running:
-        length = tl.minimum(next_chunk(chunk, done), tiles - done)
+        length = tl.minimum(next_chunk(chunk, done, tiles, tau), tiles - done)
         m_before = m
         l_before = l
         m, l, acc = absorb_chunk(

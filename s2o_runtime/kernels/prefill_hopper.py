@@ -48,7 +48,6 @@ REST = gl.constexpr(int(StopRule.REST))
 SMALLEST = gl.constexpr(primitives.SMALLEST.value)
 RCP_LEVELS = gl.constexpr(primitives.RCP_LEVELS.value)
 ROUNDING = gl.constexpr(primitives.ROUNDING.value)
-EQUAL_CHUNKS = gl.constexpr(primitives.EQUAL_CHUNKS.value)
 ALL_LEFT = gl.constexpr(2)  # in `stop`: a chunk's gain counts for all tiles that are left, not for one
 SPLIT = gl.constexpr(8)  # in `stop`: the program has a share of the keys of a dense head
 PRODUCER_THREADS = gl.constexpr(128)
@@ -259,8 +258,9 @@ def _behind(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.cons
 
 # A copy of `primitives.next_chunk`, which Gluon code cannot call.
 @gluon.jit
-def _next_chunk(schedule, visited):
-    """`config.next_chunk` in tiles; schedule: as `groups.chunk_schedule` packs them."""
+def _next_chunk(schedule, visited, total, tau):
+    """The tiles of the next chunk (`config.next_chunk`), of a head with a linear tail a whole one."""
+    visited = gl.where(tau == tau, visited, total)  # whose threshold is NaN
     return gl.minimum(schedule & 0xFFFF, gl.maximum(schedule >> 16, visited))
 
 
@@ -369,7 +369,7 @@ def _consumer(
         l_before = l
         current_begin = i  # the first tile of the chunk that is running
         # where the current chunk ends: at the window, or as `_next_chunk` says
-        edge = gl.where(near > i, near, gl.minimum(near + _next_chunk(chunk, 0), total))
+        edge = gl.where(near > i, near, gl.minimum(near + _next_chunk(chunk, 0, total, tau), total))
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
         w, m, l, decay = _weights(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
@@ -392,7 +392,7 @@ def _consumer(
                 m_before = m
                 l_before = l
                 current_begin = i + 1
-                edge = gl.minimum(edge + _next_chunk(chunk, edge - near), total)
+                edge = gl.minimum(edge + _next_chunk(chunk, edge - near, total, tau), total)
             if running:
                 s = _start_scores(q, k_ring, i + 1, S, BM, BN, STAGES)
                 acc = _start_values(p, v_ring, acc, i, STAGES)
@@ -555,7 +555,6 @@ def _prefill_hopper(
     near = diagonal_tiles + whole
     total = near + prefix // BN
     tau = gl.load(HEADS.tau + h)
-    chunk = gl.where(tau != tau, chunk | EQUAL_CHUNKS, chunk)  # a head with a linear tail visits one whole chunk
     sink = gl.load(HEADS.sinks + h).to(gl.float32) * RCP_LN2 if MODE.HAS_SINKS else 0.0
     if MODE.HAS_SHARES and MODE.HAS_SINKS:
         sink = gl.where(index == last, sink, float("-inf"))

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from s2o_runtime import call, quantisation
 from s2o_runtime.config import StopRule
-from s2o_runtime.kernels import groups
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))
@@ -27,7 +26,6 @@ WIDE_ELEMENTS = 1 << 31  # from here on an offset into one head of k or v needs 
 STOP_RULE_BITS = tl.constexpr(call.STOP_RULE_BITS)
 TAIL = tl.constexpr(call.TAIL)
 REST = tl.constexpr(int(StopRule.REST))
-EQUAL_CHUNKS = tl.constexpr(groups.EQUAL_CHUNKS)
 
 SMALLEST = tl.constexpr(quantisation.SMALLEST)
 RCP_LEVELS = tl.constexpr(1 / quantisation.LEVELS)
@@ -276,8 +274,13 @@ def absorb_window(
 
 
 @triton.jit
-def next_chunk(schedule, visited):
-    """`config.next_chunk` in tiles; schedule: as `groups.chunk_schedule` packs them."""
+def next_chunk(schedule, visited, total, tau):
+    """The tiles of the next chunk (`config.next_chunk`), of a head with a linear tail a whole one.
+
+    schedule: as `groups.chunk_schedule` packs it; visited, total: tiles of the prefix so far and in all; tau: the
+    head's threshold, NaN with a linear tail.
+    """
+    visited = tl.where(tau == tau, visited, total)  # of so many visited tiles a whole chunk follows
     return tl.minimum(schedule & 0xFFFF, tl.maximum(schedule >> 16, visited))
 
 
