@@ -232,12 +232,11 @@ def _traces(
 
 
 def legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list[TileConfig]:
-    """The tiles a layer may take in place of its own: whole tiles in every segment, and no smaller stride."""
-    least = config.tile.stride
-    enough = [tile for tile in candidates if tile.stride >= least]
+    """The tiles a layer may take in place of its own: whole tiles in every segment, and no smaller chunks."""
+    own = config.tile
+    enough = [tile.with_first_keys(own.first_keys) for tile in candidates if tile.stride >= own.stride]
     if not enough:
-        raised = (replace(tile, chunk=-(-least // tile.block_n)).validate() for tile in candidates)
-        enough = list(dict.fromkeys(raised))
+        enough = list(dict.fromkeys(tile.checking_as(own).validate() for tile in candidates))
     return [tile for tile in enough if not any(head.segment % tile.rows for head in _ranked(config))]
 
 
