@@ -36,10 +36,15 @@ _ALLOCATIONS = (
 
 
 class Step(NamedTuple):
-    """One launch: `pointers` picks from the addresses and groups of a replay, `rest` is what follows them."""
+    """One launch: `pointers` picks from the addresses and groups of a replay, `rest` is what follows them.
 
-    compiled: Compiled
+    run, function, metadata: of the `Compiled`.
+    """
+
+    run: Any
     grid: tuple[int, int, int]
+    function: Any
+    metadata: Any
     pointers: Picker
     rest: tuple[Any, ...]
 
@@ -94,8 +99,8 @@ class LaunchPlan:
         address += self.constants
         arguments = [*address, *[group(address) for group in self.groups]]
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # as in `launch`
-        for (run, function, metadata, _, _), grid, pointers, rest in self.steps:
-            run(*grid, stream, function, metadata, None, None, None, *pointers(arguments), *rest)
+        for run, (x, y, z), function, metadata, pointers, rest in self.steps:
+            run(x, y, z, stream, function, metadata, None, None, None, *pointers(arguments), *rest)
         return tuple(outputs)
 
 
@@ -229,7 +234,8 @@ class Recorder:
             for group in compiled.groups:
                 of_group = tuple(indices[place] for place in group)
                 indices.append(group_index.setdefault(of_group, addresses + len(group_index)))
-            steps.append(Step(compiled, grid, picker(compiled.order(indices)), rest))
+            pointers = picker(compiled.order(indices))
+            steps.append(Step(compiled.run, grid, compiled.function, compiled.metadata, pointers, rest))
         groups = tuple(picker(of_group) for of_group in group_index)
         device = self._inputs[0].device
         return LaunchPlan(device, tuple(layouts), workspace, tuple(derived), constants, groups, tuple(steps))
