@@ -293,10 +293,15 @@ class LayerConfig:
         """The segment of the first head, which all heads of a calibrated layer share."""
         return self.heads[0].segment
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         """Whether every head is dense."""
         return all(head.mode == "dense" for head in self.heads)
+
+    @cached_property
+    def shortest_segment(self) -> int:
+        """The shortest segment of the heads that are not dense; 0 if all are."""
+        return min((head.segment for head in self.heads if head.mode == "s2o"), default=0)
 
     @cached_property
     def tails(self) -> frozenset[Far]:

@@ -83,8 +83,7 @@ def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | N
     fewest = max(fewest_queries(config.tile, gpu), config.last_rows + 1)  # of last rows alone, none would be sparse
     if shape.offset > 0 and shape.q_len < fewest:
         return DenseReason.FEW_QUERIES.about(fewest)
-    shortest = min((head.segment for head in config.heads if head.mode == "s2o"), default=0)
-    if shape.offset == 0 and shape.q_len <= shortest:  # no head has keys before a segment
+    if shape.offset == 0 and shape.q_len <= config.shortest_segment:  # no head has keys before a segment
         return DenseReason.ONE_SEGMENT
     if shape.is_little_for(config.tile):
         return DenseReason.LITTLE_WORK.about(config.tile.dense_below)

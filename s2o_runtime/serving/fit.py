@@ -86,7 +86,7 @@ class LayerFit(ServedLayer):
                 config.tile.dense_below,
                 config.tile.tail_keys,
                 fewest_queries(config.tile, fit.capability),
-                min((head.segment for head in config.heads if head.mode != "dense"), default=0),
+                config.shortest_segment,
             )
             for whole, config in ((whole, self.of_heads(whole)) for whole in of_buckets)
         )

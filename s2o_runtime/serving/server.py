@@ -191,7 +191,7 @@ class Server:
                 call.result()
 
     def _small_call(self, config: LayerConfig, query: Tensor) -> None:
-        segment = min(head.segment for head in config.heads if head.mode == "s2o")
+        segment = config.shortest_segment
         kv_heads, page = len(self.fit.kv_heads), 16
         lengths = sorted({min(count * segment, len(query)) for count in SEGMENTS})  # a batch has no more
         for queries, keys in [(length, length + segment) for length in lengths] + split_calls(config):
@@ -239,6 +239,5 @@ def _compiled_kind(config: LayerConfig) -> object:
     counts = tuple(sorted({head.representatives for head in heads}))
     tile = config.tile
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
-    shortest = min((head.segment for head in heads), default=0)
     modes = frozenset(head.mode for head in config.heads)
-    return shape, config.grain, config.scores, counts, config.tails, shortest, modes
+    return shape, config.grain, config.scores, counts, config.tails, config.shortest_segment, modes
