@@ -120,9 +120,10 @@ def _paged(
     out: Tensor | None = None,
 ) -> Tensor | Attention:  # fmt: skip
     """`s2o_attention_paged` with its defaults."""
-    if seq_lens.dtype != torch.int32 or seq_lens.ndim != 1 or len(seq_lens) != len(cu_q) - 1:  # not in a plan's key
+    sequences = cu_q.shape[0] - 1  # `len` of a tensor takes longer
+    if seq_lens.dtype != torch.int32 or seq_lens.shape != (sequences,):  # not in a plan's key
         raise InputError(
-            f"seq_lens is {seq_lens.dtype} {tuple(seq_lens.shape)}: expected int32 [{len(cu_q) - 1}], as cu_q has edges"
+            f"seq_lens is {seq_lens.dtype} {tuple(seq_lens.shape)}: expected int32 [{sequences}], as cu_q has edges"
         )
     if out is not None and (out.shape != q.shape or out.dtype != q.dtype or out.device != q.device):
         raise InputError(
@@ -136,7 +137,7 @@ def _paged(
     inputs = (q, written, k_cache, v_cache, block_table, cu_q, None if cu_k is cu_q else cu_k, k_scale, v_scale)
     if eager:
         lengths = index(max_q), index(max_k), index(total_k)
-        any_length = 2 if written is not None and not return_lse and len(q) else 0
+        any_length = 2 if written is not None and not return_lse and q.shape[0] else 0
         options = (*numbers(scale, None), backend, return_stats, return_lse, "paged", *lengths)
         repeated = repeated_call(inputs, config, options, any_length=any_length)
     if repeated is None or (answer := repeated.replay(inputs)) is None:

@@ -86,7 +86,7 @@ class _Backend:
     ) -> Any:  # fmt: skip
         """SGLang's call of one layer for rows of prompts; see its AttentionBackend."""
         stock = super().forward_extend  # type: ignore[misc]
-        pool, heads, head_dim = self.token_to_kv_pool, layer.tp_q_head_num, layer.qk_head_dim
+        pool, rows, heads, head_dim = self.token_to_kv_pool, q.shape[0], layer.tp_q_head_num, layer.qk_head_dim
         batch = self._sharable(q, forward_batch, named)
         written = not save_kv_cache
 
@@ -113,13 +113,13 @@ class _Backend:
             out.copy_(answer.view(out.shape))
 
         def output() -> tuple[Tensor, Tensor]:
-            out = q.new_empty(len(q), heads * head_dim)
-            return out, out.view(len(q), heads, head_dim)
+            out = q.new_empty(rows, heads * head_dim)
+            return out, out.view(rows, heads, head_dim)
 
         fit = self._layer(layer)
-        query = q if isinstance(fit, str) else q.view(len(q), heads, head_dim)
+        query = q if isinstance(fit, str) else q.view(rows, heads, head_dim)
         call = LayerCall(layer.layer_id, fit, batch, query, layer.scaling, pages, whole, part, output)
-        return attend(call, len(q), self.s2o_api.server.counters)
+        return attend(call, rows, self.s2o_api.server.counters)
 
     def _sharable(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> SglangBatch | str:
         """The batch that a call is of, or why the call is the stock backend's as a whole."""

@@ -163,7 +163,7 @@ class _Implementation:
             pages=lambda: key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size),
             whole=whole,
             part=part,
-            output=lambda: (output, output.view(len(output), self.num_heads, self.head_size)),
+            output=lambda: (output, output.view(-1, self.num_heads, self.head_size)),
         )  # fmt: skip
         return attend(call, attn_metadata.num_actual_tokens, self.s2o_server.counters)
 

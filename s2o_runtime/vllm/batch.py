@@ -108,8 +108,7 @@ def key_and_value_pages(cache: Tensor, kv_heads: int, head_dim: int) -> tuple[Te
     if cache.ndim == 5 and cache.shape[1] == 2 and cache.shape[3:] == (kv_heads, head_dim):
         k, v = cache.unbind(1)
     elif cache.ndim == 4 and (cache.shape[1], cache.shape[3]) == (kv_heads, 2 * head_dim):
-        by_tokens = cache.transpose(1, 2)
-        k, v = by_tokens[..., :head_dim], by_tokens[..., head_dim:]
+        k, v = cache.transpose(1, 2).chunk(2, 3)
     else:
         raise InputError(
             f"the KV cache has shape {tuple(cache.shape)}: expected [pages, {kv_heads}, page size, {2 * head_dim}] or "
