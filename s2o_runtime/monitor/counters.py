@@ -121,9 +121,8 @@ class Counters:
 
     def say(self) -> None:
         """Log the summary, if it is time."""
-        now = time.monotonic()
-        if self.log_every and now - self.said >= self.log_every:
-            self.said = now
+        if self.log_every and time.monotonic() - self.said >= self.log_every:
+            self.said = time.monotonic()
             log.info("S2O: %s", self.summary())
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +15,7 @@ from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.self_test import UNTESTED, self_test, short_prompt
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """A server's call of one layer.
 
     Attributes:
@@ -55,13 +53,14 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
         counters: of this rank.
     """
     layer, batch, device = call.layer, call.batch, call.query.device
+    dense_rows: Mapping[str, int]
     runs: tuple[Run, ...] = ()
     prompt = None
     if isinstance(layer, str) or isinstance(batch, str):
         dense_rows = {layer if isinstance(layer, str) else str(batch): rows}
     else:
         plan = batch.plan(layer)
-        dense_rows = dict(plan.dense_rows)
+        dense_rows = plan.dense_rows
         runs = () if plan.is_dense else plan.runs
         if not layer.tested:
             prompt = short_prompt(batch)
@@ -86,9 +85,14 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
     for run in runs:
         if run.is_sparse:
             compute(
-                run, batch.sparse_call(run, k.shape[1]), layer, counters, query=call.query[run.rows],
-                pages=(k, v), scale=call.scale, out=out[run.rows],
+                run, batch.sparse_call(run, k.shape[1]), layer, counters, query=_rows(call.query, run),
+                pages=(k, v), scale=call.scale, out=_rows(out, run),
             )  # fmt: skip
         elif run.begin < run.end:
             counters.stock(call.number, device, call.part, run, out[run.rows])
     return answer
+
+
+def _rows(rows: Tensor, run: Run) -> Tensor:
+    """The rows of a run, a view; the tensor itself where the run has all of them, because a view takes microseconds."""
+    return rows if run.end - run.begin == rows.shape[0] else rows[run.rows]

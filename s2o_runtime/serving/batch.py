@@ -40,15 +40,17 @@ class Batch:
 
     def plan(self, layer: LayerFit) -> BatchPlan:
         """What becomes of the batch's requests in a layer."""
-        if layer.kind not in self._plans:
-            self._plans[layer.kind] = plan(self.starts, self.lengths, layer.why_dense, self._max_keys)
-        return self._plans[layer.kind]
+        kind = layer.kind
+        if kind not in self._plans:
+            self._plans[kind] = plan(self.starts, self.lengths, layer.why_dense, self._max_keys)
+        return self._plans[kind]
 
     def sparse_call(self, run: Run, page_size: int = 1) -> SparseCall:
         """The arguments of a sparse run, whose cache has pages of so many tokens."""
-        if run not in self._calls:
-            self._calls[run] = SparseCall.of(run, *self.tensors_of(run), page_size)
-        return self._calls[run]
+        call = self._calls.get(run)
+        if call is None:
+            call = self._calls[run] = SparseCall.of(run, *self.tensors_of(run), page_size)
+        return call
 
     def tensors_of(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """What `SparseCall.of` takes of a run: where queries begin, how many keys there are, and their pages."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from s2o_runtime.lengths import length_step
 
 WhyDense = Callable[[int, int], str | None]  # for queries and keys of a request: a reason, or None for S2O
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Neighbouring requests that are computed by one call.
 
     Attributes:
@@ -61,7 +62,7 @@ class BatchPlan:
     runs: tuple[Run, ...]
     dense_rows: Mapping[str, int]
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         """Whether the stock backend computes all of it."""
         return not any(run.is_sparse for run in self.runs)
@@ -81,7 +82,7 @@ def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max
         max_keys: of one sparse run, unless a single request has more.
     """
     runs: list[Run] = []
-    dense_rows: Counter[str] = Counter()
+    dense_rows: defaultdict[str, int] = defaultdict(int)
     first = max_q = max_k = total_k = 0  # of the run that is being joined
     step: int | None = None
     for request, keys in enumerate(lengths):
