@@ -55,7 +55,7 @@ def with_tiles(config: LayerConfig, tiles: Iterable[TileConfig]) -> list[LayerCo
 
 def any_stride(tile: TileConfig) -> TileConfig:
     """What tiles that differ only in the stride of their stop check have in common."""
-    return replace(tile, chunk=1, first_chunk=0)
+    return replace(tile, chunk=1)
 
 
 def form(config: LayerConfig) -> Hashable:

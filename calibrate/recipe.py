@@ -35,7 +35,6 @@ from s2o_runtime.profile.record import (
 )
 
 SEGMENTS = (256, 512, 1024, 2048)
-FIRST_KEYS = 256  # of a prefix before its first stop check, with the tiles that a search tries (`config.next_chunk`)
 SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves on a GPU
 LINEAR_FROM, LINEAR_SEGMENT = 16384, 512  # tokens of a prompt, and queries of a segment, that linear tails may pay in
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device

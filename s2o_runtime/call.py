@@ -19,9 +19,7 @@ from s2o_runtime.shapes import CallShape, Packed, call_shape, check_heads, packe
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
 TAIL = 4  # `far` of the head is "mean"
-# the threshold of a head with a linear tail, which visits one chunk of `TileConfig.chunk` tiles, whatever the first one
-# of others is: no gain is >= nan, while an infinite one is >= inf
-FIRST_CHUNK = math.nan
+FIRST_CHUNK = math.nan  # the threshold of a head with a linear tail: no gain is >= nan, while an infinite one is >= inf
 
 
 class HeadTables(NamedTuple):

@@ -139,12 +139,12 @@ class HeadOptions(TypedDict, total=False):
 class TileConfig:
     """The shape of the kernel's work on one GPU.
 
-    `block_m`, `block_n`, `chunk` and `first_chunk` also decide where a head may stop; the reference follows them too.
+    `block_m`, `block_n` and `chunk` also decide where a head may stop, so the reference follows them too.
 
     Attributes:
         block_m: query rows of a tile (BM).
         block_n: keys of a tile (BN).
-        chunk: tiles between two stop checks, at most where `first_chunk` says that there are fewer.
+        chunk: tiles between two stop checks.
         num_warps, num_stages: Triton's launch options.
         specialized: use the kernel for sm_90, some warps of which only copy. There a program computes two row tiles,
             `num_warps` is the warps of each and `num_stages` the slots of its ring.
@@ -156,8 +156,6 @@ class TileConfig:
         tail_keys: from so many keys on, `min_queries` was measured for calls whose prefix is at least as long as their
             queries, so that it alone decides about them, and not the work of a prompt of `dense_below` keys. 0 where it
             was not: then both do.
-        first_chunk: tiles before the first stop check. Each further chunk has as many tiles as were visited before it,
-            so that chunks double until they have `chunk` tiles (`next_chunk`). 0, or `chunk` itself: all are equal.
 
     `validate` checks what holds on every GPU; `tiles.tile_obstacle` says whether a GPU can run the tile.
 
@@ -174,34 +172,11 @@ class TileConfig:
     dense_below: int = 0
     min_queries: int = 0
     tail_keys: int = 0
-    first_chunk: int = 0
 
     @property
     def stride(self) -> int:
-        """Keys between two stop checks, and all that a head with a linear tail visits."""
+        """Keys between two stop checks."""
         return self.block_n * self.chunk
-
-    @property
-    def first_keys(self) -> int:
-        """`first_chunk` in keys; 0 for equal chunks."""
-        return self.block_n * self.first_chunk
-
-    @property
-    def first_stride(self) -> int:
-        """Keys before the first stop check."""
-        return self.first_keys or self.stride
-
-    def with_first_keys(self, keys: int) -> TileConfig:
-        """The same tile with a first chunk of so many keys, rounded up to whole tiles, or a whole one; 0: equal chunks.
-
-        >>> TileConfig(block_n=128, chunk=16).with_first_keys(256).first_chunk
-        2
-        """
-        return replace(self, first_chunk=min(self.chunk, -(-keys // self.block_n)))
-
-    def checking_as(self, other: TileConfig) -> TileConfig:
-        """This tile with the chunks of another, in keys, rounded up to whole tiles; not validated."""
-        return replace(self, chunk=-(-other.stride // self.block_n)).with_first_keys(other.first_keys)
 
     @property
     def rows(self) -> int:
@@ -210,8 +185,7 @@ class TileConfig:
 
     def __str__(self) -> str:
         warps = "ws" if self.specialized else f"w{self.num_warps}"
-        chunks = f"{self.first_chunk}-{self.chunk}" if self.first_chunk else self.chunk
-        return f"{self.block_m}x{self.block_n}x{chunks} {warps} s{self.num_stages}"
+        return f"{self.block_m}x{self.block_n}x{self.chunk} {warps} s{self.num_stages}"
 
     def validate(self) -> TileConfig:
         """Return the config itself.
@@ -224,7 +198,6 @@ class TileConfig:
         _check_one_of(self, "num_warps", (4, 8))
         _check_one_of(self, "num_stages", (1, 2, 3, 4, 5, 6))
         _check_within(self, "chunk", 1, MAX_CHUNK, f"use 1 to {MAX_CHUNK} tiles")
-        _check_within(self, "first_chunk", 0, self.chunk, f"use 1 to {self.chunk} tiles, or 0 for equal chunks")
         if self.block_m >= 128 and self.num_warps < 8:
             raise ConfigError(f"block_m {self.block_m} with {self.num_warps} warps spills registers: use 8 warps")
         _check_within(self, "dense_below", 0, MAX_KEYS, "use a number of keys")
@@ -388,34 +361,6 @@ class LayerConfig:
     @property
     def _values(self) -> tuple[object, ...]:
         return self.heads, self.tile, self.grain, self.scores, self.last_rows
-
-
-def next_chunk(visited: int, first: int, chunk: int) -> int:
-    """How much of its prefix a row tile visits before its next stop check: as much as so far, within two bounds.
-
-    All numbers are of one unit: tiles, or keys.
-
-    Args:
-        visited: of the prefix so far.
-        first: the first chunk, which is also the shortest; the same as `chunk` for equal chunks.
-        chunk: the longest.
-
-    >>> next_chunk(0, 2, 16), next_chunk(2, 2, 16), next_chunk(4, 2, 16), next_chunk(48, 2, 16)
-    (2, 2, 4, 16)
-    """
-    return min(chunk, max(first, visited))
-
-
-def chunk_ends(prefix: int, first: int, chunk: int) -> list[int]:
-    """Where the chunks of a whole prefix end, the last one with the prefix; in the unit of `next_chunk`.
-
-    >>> chunk_ends(20, 1, 8), chunk_ends(20, 8, 8), chunk_ends(0, 1, 8)
-    ([1, 2, 4, 8, 16, 20], [8, 16, 20], [])
-    """
-    ends = [0]
-    while ends[-1] < prefix:
-        ends.append(min(ends[-1] + next_chunk(ends[-1], first, chunk), prefix))
-    return ends[1:]
 
 
 def dense_from(q_len: int, last_rows: int, rows: int) -> int:

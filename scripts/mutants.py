@@ -64,7 +64,6 @@ PROFILE, PROFILE_TESTS = "s2o_runtime/profile/profile.py", ("tests/profile/test_
 PROFILE_FILE = "s2o_runtime/profile/file.py"
 HF, HF_TESTS = "s2o_runtime/huggingface/hf.py", ("tests/huggingface/test_hf.py", "-m", "not slow and not exhaustive")
 WINDOWED, WINDOWED_TESTS = "s2o_runtime/attention/windowed.py", ("tests/attention/test_windowed.py", "-k", "naive")
-CONFIG, DOUBLING_TESTS = "s2o_runtime/config.py", ("tests/kernels/test_doubling.py", "-k", "reference")
 REFERENCE, REFERENCE_TESTS = "s2o_runtime/reference/attention.py", ("tests/reference/test_reference.py",)
 PLAN, PLAN_TESTS = "s2o_runtime/serving/plan.py", ("tests/serving/test_vllm_plan.py",)
 BATCH, BATCH_TESTS = "s2o_runtime/vllm/batch.py", ("tests/serving/test_vllm_backend.py",)
@@ -242,26 +241,8 @@ MUTANTS = (
     ),
     Mutant(
         "thresholds are mixed although the buckets check the stop unlike",
-        PROFILE, "return config.tile.block_m, config.tile.stride, config.tile.first_stride, config.grain",
+        PROFILE, "return config.tile.block_m, config.tile.stride, config.grain",
         "return config.tile.block_m, config.grain", PROFILE_TESTS,
-    ),
-    # chunks that double
-    Mutant(
-        "chunks double beyond the longest",
-        CONFIG, "return min(chunk, max(first, visited))", "return max(first, visited)", REFERENCE_TESTS,
-    ),
-    Mutant(
-        "chunks stay as short as the first",
-        CONFIG, "return min(chunk, max(first, visited))", "return min(chunk, first)", REFERENCE_TESTS,
-    ),
-    Mutant(
-        "a head with a linear tail visits the first chunk of other heads",
-        "s2o_runtime/kernels/primitives.py", "visited = tl.where(tau == tau, visited, total)", "pass", DOUBLING_TESTS,
-    ),
-    Mutant(
-        "curves have equal chunks",
-        "calibrate/curves/torch_pass.py", "(shape.first or shape.stride) // STEP", "shape.stride // STEP",
-        ("tests/curves/test_curves.py",),
     ),
     Mutant(
         "the shortest calibrated length itself is too short",

@@ -35,22 +35,15 @@ class Shape:
     Attributes:
         block_m: rows of a tile, which stop together.
         stride: keys between two stop checks.
-        first: keys before the first one, from which chunks double up to the stride; 0: all are of a stride.
     """
 
     block_m: int
     stride: int
-    first: int = 0
 
     @classmethod
     def of(cls, tile: TileConfig) -> Shape:
         """The shape of a tile."""
-        return cls(tile.block_m, tile.stride, tile.first_keys)
-
-    @property
-    def numbers(self) -> list[int]:
-        """The shape as journals keep it; versions that knew no first chunk wrote two numbers."""
-        return [self.block_m, self.stride, *([self.first] if self.first else [])]
+        return cls(tile.block_m, tile.stride)
 
 
 @dataclass(frozen=True)
@@ -160,7 +153,7 @@ def packed(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str,
             "power": curve.dense_power,
             "curve": curve.stacked(dtype),
             "ranking": astuple(ranking),
-            "shape": shape.numbers,
+            "shape": astuple(shape),
         }
         for (ranking, shape), curve in curves.items()
     ]

@@ -57,7 +57,7 @@ def measure_model(
             (layer, length): {
                 "layer": layer,
                 "prompts": [prompt.sha256 for prompt in prompts[length]],
-                "shapes": [shape.numbers for shape in shapes[length]],
+                "shapes": [[shape.block_m, shape.stride] for shape in shapes[length]],
                 **recipe_key(recipe, length),
             }
             for layer in layers

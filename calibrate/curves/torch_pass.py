@@ -19,7 +19,7 @@ from torch import Tensor
 from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import worst_of
 from calibrate.model.capture import Captured
-from s2o_runtime.config import chunk_ends, dense_from
+from s2o_runtime.config import dense_from
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.attention import dense_window
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means
@@ -39,7 +39,7 @@ def measure(
     Args:
         prompt: q [1, Hq, L, D], k [1, Hkv, L, D] and v [1, Hkv, L, Dv] of the layer.
         rankings: all of one segment length.
-        shapes: their strides and first chunks must be multiples of `STEP`, and the segment a multiple of their heights.
+        shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights.
         last_rows: so many rows at the prompt's end are dense.
 
     Returns:
@@ -249,8 +249,8 @@ def _stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> _Stopped:
         row_errors = last / trace.dense.square().sum(-1).maximum(norms[:, None])[:, : max(sparse, 0)]
         tile_errors = F.pad(row_errors, (0, tiles * shape.block_m - last.shape[1])).view(heads, tiles, -1).amax(-1)
         return _Stopped(sums, tile_errors[..., None].expand(2, heads, tiles, len(TAUS)))
-    all_ends = chunk_ends(steps, (shape.first or shape.stride) // STEP, shape.stride // STEP)
-    chunks, ends = len(all_ends), torch.tensor([0, *all_ends], device=device)
+    chunks = -(-steps // (shape.stride // STEP))
+    ends = (torch.arange(chunks + 1, device=device) * (shape.stride // STEP)).clamp_max(steps)
     count = (rows - torch.arange(tiles, device=device) * shape.block_m).clamp_max(shape.block_m)
 
     def by_tile(row_errors: Tensor) -> Tensor:

@@ -51,16 +51,16 @@ def measure(
     norms = head_norms(dense)
     curves: dict[tuple[RankingConfig, Shape], Curve] = {}
     for method in methods:
-        for block_m, first in sorted({(shape.block_m, shape.first) for shape in shapes}):
-            together = [shape for shape in shapes if (shape.block_m, shape.first) == (block_m, first)]
-            curves |= traced(prompt, method, together, dense, norms, last_rows)
+        for block_m in sorted({shape.block_m for shape in shapes}):
+            same_height = [s for s in shapes if s.block_m == block_m]
+            curves |= traced(prompt, method, same_height, dense, norms, last_rows)
     return curves
 
 
 def traced(
     prompt: Captured, method: RankingConfig, shapes: Sequence[Shape], dense: Tensor, norms: Tensor, last_rows: int = 0
 ) -> dict[tuple[RankingConfig, Shape], Curve]:
-    """The curves of one ranking, for shapes of one height and first chunk, whose strides are a power of 2 apart.
+    """The curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
 
     dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq]; last_rows: so many
     rows at the prompt's end are dense.
@@ -70,12 +70,11 @@ def traced(
     heads, length, value_dim = prompt.q.shape[1], *prompt.v.shape[2:]
     head_dim = _widest(prompt)
     padded = padded_head_dim(head_dim)
-    least = min(shape.stride for shape in shapes)
-    spacings = {shape.stride: (shape.stride // least).bit_length() - 1 for shape in shapes}
-    assert all(least << spacing == stride for stride, spacing in spacings.items())
+    first = min(shape.stride for shape in shapes)
+    spacings = {shape.stride: (shape.stride // first).bit_length() - 1 for shape in shapes}
+    assert all(first << spacing == stride for stride, spacing in spacings.items())
     assert max(spacings.values()) < STRIDES
-    tile = trace_tile(head_dim, capability(prompt.q.device), shapes[0].block_m, least)
-    tile = tile.with_first_keys(shapes[0].first)
+    tile = trace_tile(head_dim, capability(prompt.q.device), shapes[0].block_m, first)
     config = LayerConfig.uniform(
         heads, segment=method.segment, representatives=method.representatives, far="mean", tile=tile,
         grain=method.grain, scores=method.scores,

@@ -232,11 +232,12 @@ def _traces(
 
 
 def legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list[TileConfig]:
-    """The tiles a layer may take in place of its own: whole tiles in every segment, and no smaller chunks."""
-    own = config.tile
-    enough = [tile.with_first_keys(own.first_keys) for tile in candidates if tile.stride >= own.stride]
+    """The tiles a layer may take in place of its own: whole tiles in every segment, and no smaller stride."""
+    least = config.tile.stride
+    enough = [tile for tile in candidates if tile.stride >= least]
     if not enough:
-        enough = list(dict.fromkeys(tile.checking_as(own).validate() for tile in candidates))
+        raised = (replace(tile, chunk=-(-least // tile.block_n)).validate() for tile in candidates)
+        enough = list(dict.fromkeys(raised))
     return [tile for tile in enough if not any(head.segment % tile.rows for head in _ranked(config))]
 
 

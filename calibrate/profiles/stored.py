@@ -52,7 +52,7 @@ class StoredCurves:
             **recipe_key(self.recipe, length),
         }
         for key, value in reversed(self.entries):
-            if key == expected_key | {"shapes": key.get("shapes")} and shape.numbers in key["shapes"]:
+            if key == expected_key | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
                 cost = ranking_cost.stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )

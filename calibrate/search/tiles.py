@@ -13,7 +13,6 @@ from torch import Tensor
 
 from calibrate.compiling import any_stride, compile_ahead, with_tiles
 from calibrate.journal import Journal
-from calibrate.recipe import FIRST_KEYS
 from calibrate.timing import FAILURES, medians, reason
 from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState, WorkItem
@@ -36,7 +35,7 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
     """The tiles to try for a model: on a GPU those that are nearly the fastest for a whole prefix without any stop.
 
     A tile is legal if its rows divide every segment that is tried. Tiles that differ only in the stride of their stop
-    check are not told apart: which is best depends on where heads stop. All have a first chunk of `FIRST_KEYS` keys.
+    check are not told apart: which is best depends on where heads stop.
 
     Args:
         executor: who times them; its device is what the tiles are for.
@@ -54,7 +53,7 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
     device = executor.device
     on_gpu = device.kind == "cuda"
     candidates = candidate_tiles(executor.geometry.head_dim, device.capability) if on_gpu else CPU_TILES
-    legal, left_out = _legal([tile.with_first_keys(FIRST_KEYS) for tile in candidates], segments)
+    legal, left_out = _legal(candidates, segments)
     if not on_gpu:
         return legal
     seconds = _times(legal, executor, min(length, LONGEST), max(segments), journal, left_out)

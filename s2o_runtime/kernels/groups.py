@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from s2o_runtime.config import TileConfig
-
 
 class Strides(NamedTuple):
     """The strides of a tensor [B, H, rows, D], in elements; D is contiguous."""
@@ -38,17 +36,6 @@ class Heads(NamedTuple):
     flags: Tensor
     launch_order: Tensor | None
     sinks: Tensor | None
-
-
-EQUAL_CHUNKS = 0x7FFF0000  # in `chunk_schedule`: the first chunk is a whole one, however long that is
-
-
-def chunk_schedule(tile: TileConfig) -> int:
-    """The argument `chunk` of a kernel: both numbers of `config.next_chunk`, in tiles, the first in the upper half.
-
-    They are one argument, because another would change the instructions that ptxas makes of the kernel.
-    """
-    return tile.chunk | (tile.first_chunk << 16 if tile.first_chunk else EQUAL_CHUNKS)
 
 
 class Levels(NamedTuple):

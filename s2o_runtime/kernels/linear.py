@@ -1,7 +1,5 @@
 """The linear tail: all keys behind a segment's first chunk, to first order in the queries (docs/how-it-works.md).
 
-The first chunk of such a head has `TileConfig.chunk` tiles, whatever `TileConfig.first_chunk` says of others.
-
 A head with a linear tail computes its window and the first chunk of its order. With w the softmax weights of the
 segment's representative c over the other keys of the prefix, mu and a the means of keys and values under w and C their
 covariance, a query q has of these keys the log-sum-exp of c plus (q - c) mu, and the mean value a + (q - c) C. Five

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from s2o_runtime.call import Call, Starts
 from s2o_runtime.devices import Resources, resources
-from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Strides, chunk_schedule
+from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Strides
 from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import Argument, launch, stride_groups
 from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
@@ -33,7 +33,6 @@ from s2o_runtime.kernels.primitives import (
     dense_from,
     diagonal_start,
     log_sum_exp,
-    next_chunk,
     program_share,
     program_tile,
     quantised,
@@ -116,10 +115,10 @@ def _prefill(
     sums of integers (`quantisation`). What keys have lost is missing from all scores of a row alike; sinks and the
     log-sum-exp, which see that, are moved by it.
 
-    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks, packed by
-    `groups.chunk_schedule`; segments: N'; waves: Hq over the heads that take turns (HAS_LAUNCH_ORDER); dense: heads
-    that are split over keys (HAS_SHARES); last_rows: as in `config.LayerConfig`; GROUP: query heads of a KV head;
-    STAGES: of Triton's pipeline; WIDE: offsets into k and v need 64 bits.
+    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; waves: Hq
+    over the heads that take turns (HAS_LAUNCH_ORDER); dense: heads that are split over keys (HAS_SHARES); last_rows: as
+    in `config.LayerConfig`; GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v
+    need 64 bits.
     """
     GROUP: tl.constexpr = SIZES.GROUP
     D: tl.constexpr = SIZES.D
@@ -208,7 +207,7 @@ def _prefill(
     added = l  # what the last chunk added to l
     running = tiles > 0
     while running:
-        length = tl.minimum(next_chunk(chunk, done, tiles, tau), tiles - done)
+        length = tl.minimum(chunk, tiles - done)
         m_before = m
         l_before = l
         m, l, acc = absorb_chunk(
@@ -444,7 +443,7 @@ def prefill(
             "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.launch_order, call.sinks),
             "LEVELS": Levels(keys.unit, keys.middle), "SHARES": ShareOutputs(share_out, share_lse),
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
-            "chunk": chunk_schedule(tile), "segments": 0 if ranked is None else ordered.shape[2],
+            "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
             "waves": waves, "dense": tables.dense, "last_rows": call.config.last_rows,
             **stride_groups(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
             "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,

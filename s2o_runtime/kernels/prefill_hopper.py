@@ -256,14 +256,6 @@ def _behind(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.cons
     return after + share * (gl.sum(gl.where(e == edge, masses, 0.0), 0) - after), edge, share
 
 
-# A copy of `primitives.next_chunk`, which Gluon code cannot call.
-@gluon.jit
-def _next_chunk(schedule, visited, total, tau):
-    """The tiles of the next chunk (`config.next_chunk`), of a head with a linear tail a whole one."""
-    visited = gl.where(tau == tau, visited, total)  # whose threshold is NaN
-    return gl.minimum(schedule & 0xFFFF, gl.maximum(schedule >> 16, visited))
-
-
 @gluon.jit
 def _consumer(
     Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, sink, tau, stop, chunk,
@@ -283,9 +275,9 @@ def _consumer(
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
     marks, diagonal, diagonal_tiles, near, total: as for `_producer`. sink: the head's, in base 2 (HAS_SINKS); tau: of
     the head; stop: ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a
-    share of the keys of a dense head; chunk: as for `_prefill`; start: the first key that counts; q_len: rows to
-    compute; q_max: rows to report in VISITED. With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that
-    of the output, and `sink` has K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
+    share of the keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report
+    in VISITED. With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that of the output, and `sink` has
+    K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
     With HAS_SHARES, OUT has SHARE_OUT, float32 [rows, D], and SHARE_LSE, float32 [rows], behind it.
     """
     D: gl.constexpr = SIZES.D
@@ -368,8 +360,7 @@ def _consumer(
         m_before = m
         l_before = l
         current_begin = i  # the first tile of the chunk that is running
-        # where the current chunk ends: at the window, or as `_next_chunk` says
-        edge = gl.where(near > i, near, gl.minimum(near + _next_chunk(chunk, 0, total, tau), total))
+        edge = gl.where(near > i, near, gl.minimum(near + chunk, total))  # where the current chunk ends
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
         w, m, l, decay = _weights(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
@@ -392,7 +383,7 @@ def _consumer(
                 m_before = m
                 l_before = l
                 current_begin = i + 1
-                edge = gl.minimum(edge + _next_chunk(chunk, edge - near, total, tau), total)
+                edge = gl.minimum(edge + chunk, total)
             if running:
                 s = _start_scores(q, k_ring, i + 1, S, BM, BN, STAGES)
                 acc = _start_values(p, v_ring, acc, i, STAGES)

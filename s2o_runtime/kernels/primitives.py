@@ -274,17 +274,6 @@ def absorb_window(
 
 
 @triton.jit
-def next_chunk(schedule, visited, total, tau):
-    """The tiles of the next chunk (`config.next_chunk`), of a head with a linear tail a whole one.
-
-    schedule: as `groups.chunk_schedule` packs it; visited, total: tiles of the prefix so far and in all; tau: the
-    head's threshold, NaN with a linear tail.
-    """
-    visited = tl.where(tau == tau, visited, total)  # of so many visited tiles a whole chunk follows
-    return tl.minimum(schedule & 0xFFFF, tl.maximum(schedule >> 16, visited))
-
-
-@triton.jit
 def absorb_chunk(
     q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, begin, count,
     BN: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,

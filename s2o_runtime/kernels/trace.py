@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.call import Call
-from s2o_runtime.kernels.groups import Levels, Ranking, Sizes, Strides, chunk_schedule
+from s2o_runtime.kernels.groups import Levels, Ranking, Sizes, Strides
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.launch import launch, stride_groups, strides
 from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, row_slices
@@ -66,10 +66,9 @@ def _trace(
 ):  # fmt: skip
     """What `prefill._prefill` would do with a row tile at every threshold of TAUS and every spacing of the stop check.
 
-    Spacing s checks every chunk * 2^s tiles, behind shorter chunks where the schedule has them. The tile's softmax is
-    that of `_prefill`; where the rest's gain first falls below thresholds, TRACED gets what the output would then be
-    off from TRUTH. With o the output so far, o' the tail's mean value, d = o - TRUTH and p = tail / (l + tail), the
-    error with a tail is
+    Spacing s checks every chunk * 2^s tiles. The tile's online softmax is that of `_prefill`; where the rest's gain
+    first falls below thresholds, TRACED gets what the output would then be off from TRUTH. With o the output so far, o'
+    the tail's mean value, d = o - TRUTH and p = tail / (l + tail), the error with a tail is
     |d + p (o' - o)|^2 = |d|^2 + 2 p d . (o' - o) + p^2 |o' - o|^2.
 
     Programs: (row tiles of the slice, the last ones first; Hq), for one sequence without padding whose heads are alike;
@@ -88,10 +87,9 @@ def _trace(
         LEVELS.k_unit, .k_middle  float32 [Hkv, D]: as in `_prefill` (INT8)
         TRACED                    float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: fields of `Traced`
 
-    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two checks of the first spacing, as
-    `groups.chunk_schedule` packs them; all spacings have its first chunk; segment: queries that share a ranking;
-    segments: N'; count: row tiles; T: thresholds, a power of two; CAP: the soft cap times log2(e), 0 for none; WIDE:
-    offsets into k and v need 64 bits.
+    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two checks of the first spacing; segment:
+    queries that share a ranking; segments: N'; count: row tiles; T: thresholds, a power of two; CAP: the soft cap times
+    log2(e), 0 for none; WIDE: offsets into k and v need 64 bits.
     """
     GROUP: tl.constexpr = SIZES.GROUP
     D: tl.constexpr = SIZES.D
@@ -164,23 +162,23 @@ def _trace(
                 tl.store(to + stride_oq, tl.sum(squared, 0) + every)
                 tl.store(to + 3 * stride_oq, row + every)
                 tl.store(to + 4 * stride_oq, row + every)
-    # of the chunk that each spacing is in: where it begins and ends, and the softmax at its beginning
-    longest = (chunk & 0xFFFF) << s
-    chunk_end = tl.minimum(longest, chunk >> 16)
+    # of the chunk that each spacing is in: where it begins, and the softmax there
     chunk_begin = tl.zeros([STRIDES], tl.int32)
     m_before = tl.broadcast_to(m[:, None], [BM, STRIDES])
     l_before = tl.broadcast_to(l[:, None], [BM, STRIDES])
     lowest = tl.full([STRIDES], float("inf"), tl.float32)  # the smallest gain of the rest so far
     done = 0
+    chunks = 0
     running = tiles > 0
     while running:
-        length = tl.minimum(tl.min(chunk_end, 0), tiles) - done  # to the next check of any spacing
+        length = tl.minimum(chunk, tiles - done)
         m, l, acc = absorb_chunk(
             q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES,
             CAP, INT8,
         )  # fmt: skip
         done += length
-        ends = (chunk_end == done) | (done == tiles)
+        chunks += 1
+        ends = ((chunks & ((1 << s) - 1)) == 0) | (done == tiles)
         old = l_before * tl.exp2(m_before - m[:, None])
         added = l[:, None] - old
         gain = tl.sum(tl.where(real[:, None], added / tl.where(real[:, None], old, 1.0), 0.0), 0) / real_rows
@@ -220,7 +218,6 @@ def _trace(
                 tl.store(to + 4 * stride_oq, tl.max(tailed / norm, 0) + every, mask=stopped)
         lowest = now
         chunk_begin = tl.where(ends, done, chunk_begin)
-        chunk_end += tl.where(ends, tl.minimum(longest, tl.maximum(chunk >> 16, done)), 0)  # `config.next_chunk`
         m_before = tl.where(ends[None, :], m[:, None], m_before)
         l_before = tl.where(ends[None, :], l[:, None], l_before)
         running = (done < tiles) & (tl.max(lowest, 0) >= least)
@@ -260,9 +257,8 @@ def trace(
                 "Q": q, "K": k, "V": v, "RANKING": Ranking(ranked.order, *tail), "TRUTH": truth,
                 "FLOOR": floor, "TAUS": grid, "SINKS": call.sinks, "TRACED": out,
                 "LEVELS": Levels(keys.unit, keys.middle),
-                "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start,
-                "chunk": chunk_schedule(tile), "segment": tables.shortest, "segments": ranked.order.shape[2],
-                "count": tiles,
+                "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
+                "segment": tables.shortest, "segments": ranked.order.shape[2], "count": tiles,
                 **stride_groups(q=q, k=k, v=v, t=truth), **strides("hn", i=ranked.order[0]), **strides("qs", o=out),
             },
             {

@@ -34,7 +34,7 @@ def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerCon
     """A layer with a tile of another GPU that stops its heads where the layer's own tile does.
 
     The same tau means the same error only with as many keys between two stop checks and as many rows that stop
-    together. So the chunks are kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The
+    together. So the stride is kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The
     layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all.
 
     Args:
@@ -44,10 +44,11 @@ def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerCon
     segments = {head.segment for head in config.heads if head.mode == "s2o"}
     if config.is_dense or not segments or not tiles:
         return config
+    chunks = ((tile, -(-config.tile.stride // tile.block_n)) for tile in tiles)
     fitting = [
-        tile
-        for tile in (tile.checking_as(config.tile) for tile in tiles)
-        if tile.chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
+        replace(tile, chunk=chunk)
+        for tile, chunk in chunks
+        if chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
     ]
     if not fitting:
         return config.as_dense()

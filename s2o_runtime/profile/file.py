@@ -72,8 +72,7 @@ HEAD_TENSORS = {
 # `row_reduce` is 0, the mean of the rows' gains; versions that knew their maximum too wrote 1 for it
 LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8, "scores": torch.uint8}
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
-# of layers; each is absent where all of it is 0, and versions that do not know it refuse files that have it
-OPTIONAL_TENSORS = {"last_rows": torch.int32, "first_chunk": torch.uint8}
+OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of it is 0
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
 _FIELDS = {"tail": "far"}  # of a config, where a tensor has another name
@@ -168,17 +167,17 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
     def of_layer(name: str, layer: LayerConfig) -> Any:
         if name == "tile":
             return [int(getattr(layer.tile, field)) for field in TILE_FIELDS]
-        if name == "first_chunk":
-            return layer.tile.first_chunk
         if name == "row_reduce":
             return 0
         return [_coded(name, head) for head in layer.heads] if name in HEAD_TENSORS else _coded(name, layer)
 
-    tensors = {
+    dtypes = TENSORS
+    if any(layer.last_rows for bucket in profile.layers for layer in bucket):
+        dtypes = TENSORS | OPTIONAL_TENSORS
+    return {
         name: torch.tensor([[of_layer(name, layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
-        for name, dtype in (TENSORS | OPTIONAL_TENSORS).items()
+        for name, dtype in dtypes.items()
     }
-    return {name: tensor for name, tensor in tensors.items() if name in TENSORS or tensor.any()}
 
 
 def _coded(name: str, config: HeadConfig | LayerConfig) -> Any:
@@ -483,7 +482,6 @@ def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
     columns = zip(*(values.pop(name) for name in HEAD_TENSORS), strict=True)
     heads = tuple(HeadConfig(**_decoded(dict(zip(HEAD_TENSORS, column, strict=True)))) for column in columns)
     fields = dict(zip(TILE_FIELDS, values.pop("tile"), strict=False))  # schema 6 lacks the last
-    fields["first_chunk"] = values.pop("first_chunk", 0)
     tile = TileConfig(**fields | {"specialized": bool(fields["specialized"])})
     del values["row_reduce"]
     return LayerConfig(heads, tile, **_decoded(values))

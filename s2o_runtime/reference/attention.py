@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig, chunk_ends
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
 from s2o_runtime.scoring import Scoring, ScoringOptions, capped
@@ -248,16 +247,16 @@ def _gathered_prefix(
     running = real.any(-1).nonzero()[:, 0]
     visited = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
     result = State(*(part.clone() for part in state))
-    tile = config.tile
-    first, stride = (tile.block_n, tile.block_n) if paper_literal else (tile.first_stride, tile.stride)
-    for begin, end in pairwise([0, *chunk_ends(len(order), first, stride)]):
+    stride = config.tile.block_n if paper_literal else config.tile.stride
+    for begin in range(0, len(order), stride):
         if not len(running):
             break
+        end = min(begin + stride, len(order))
         before = result.at(running)
         keys = order[begin:end]
         after = absorb(before, queries[running], k[keys], v[keys], softcap)
         gain = tile_gain(row_gain(before, after), real[running])
-        stop = stops(gain, begin, end, len(order), head, tile)
+        stop = stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
         if head.far == "mean" and not paper_literal:
             estimated = with_tail(before, after, ranking, begin, end)
@@ -272,7 +271,7 @@ def _gathered_prefix(
 def _one_chunk(
     inputs: _Head, queries: Tensor, state: State, ranking: RankedPrefix, center: Tensor, real: Tensor
 ) -> tuple[State, Tensor]:
-    """A stride of the order, whatever the first chunk of other heads is, and a linear tail of all keys behind it.
+    """The first chunk of the order, and a linear tail of all keys behind it.
 
     Args:
         queries: [T, BM, D], scaled.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -93,21 +93,19 @@ def parser() -> Parser:
     add("--seed", 0, type=int, metavar="N")
     add_device(add)
     out.add_argument("--backend", choices=("triton", "reference"), help="default triton on a GPU, reference on a CPU")
-    tile, form = checked(parse_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNx[FIRST-]CHUNK:WARPS:STAGES[:ws]"
+    tile, form = checked(parse_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"
     out.add_argument("--tile", type=tile, action="append", metavar=form, help="repeatable; default by the GPU")
     add("--out", Path("build/bench_attention.json"), type=Path, metavar="FILE")
     return out
 
 
 def parse_tile(text: str) -> TileConfig:
-    """A tile in the form BMxBNx[FIRST-]CHUNK:WARPS:STAGES[:ws]. Raises ValueError if the text is of another form."""
+    """A tile in the form BMxBNxCHUNK:WARPS:STAGES[:ws]. Raises ValueError if the text is of another form."""
     shape, warps, stages, *suffix = text.split(":")
     if suffix not in ([], ["ws"]):
         raise ValueError
-    block_m, block_n, chunks = shape.split("x")
-    first, _, chunk = chunks.rpartition("-")
-    tile = TileConfig(int(block_m), int(block_n), int(chunk), int(warps), int(stages), specialized=bool(suffix))
-    return replace(tile, first_chunk=int(first or 0))
+    block_m, block_n, chunk = map(int, shape.split("x"))
+    return TileConfig(block_m, block_n, chunk, int(warps), int(stages), specialized=bool(suffix))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

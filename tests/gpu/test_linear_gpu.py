@@ -1,6 +1,5 @@
 """Linear tails on a GPU in bf16 and fp16, with outputs filled with NaN, against the reference and dense attention."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,7 +21,6 @@ PLAIN = TileConfig(64, 64, 2, 4, 2)
 WIDE = TileConfig(128, 32, 4, 8, 3)
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 HOPPER_256 = TileConfig(64, 64, 2, 4, 2, specialized=True)
-DOUBLING = [replace(tile, chunk=4, first_chunk=1) for tile in (PLAIN, HOPPER)]  # of which linear tails visit 4 tiles
 LINEAR = HeadConfig(0.3, 256, far="linear")
 KINDS = (
     LINEAR,
@@ -71,7 +69,7 @@ KINDS_OF_CALL = [torch.bfloat16, torch.float16], [1, 4]
 
 @pytest.mark.parametrize(
     ("shape", "tile", "dtype", "grain"),
-    pairwise(SHAPES, [PLAIN, WIDE, HOPPER, *DOUBLING], *KINDS_OF_CALL)
+    pairwise(SHAPES, [PLAIN, WIDE, HOPPER], *KINDS_OF_CALL)
     + pairwise([D256], [PLAIN, WIDE, HOPPER_256], *KINDS_OF_CALL),
 )
 def test_prefill_equals_the_reference(shape, dtype, grain, tile, nan_filled):

@@ -35,10 +35,7 @@ def test_another_gpu_stops_heads_where_the_profile_was_proven_to(capability):
     for config in (layer for bucket in profile.layers for layer in bucket if not layer.is_dense):
         safe = with_safe_tile(config, tiles).validate()
         assert safe.heads == config.heads
-        assert (safe.tile.stride, safe.tile.first_chunk) == (config.tile.stride, 0)
-        doubling = with_safe_tile(config.with_tile(config.tile.with_first_keys(256)), tiles).validate()
-        assert doubling == safe.with_tile(safe.tile.with_first_keys(256))
-        assert doubling.tile.first_keys == 256
+        assert safe.tile.stride == config.tile.stride
         assert safe.tile.block_m == config.tile.block_m
         assert dataclasses.replace(safe.tile, chunk=1) in {dataclasses.replace(tile, chunk=1) for tile in tiles}
 

@@ -215,24 +215,6 @@ def test_last_rows_are_a_tensor_only_where_there_are_any(tmp_path):
     )
 
 
-def test_a_first_chunk_is_a_tensor_only_where_there_is_any(tmp_path, monkeypatch):
-    (first, second), longer = profile().layers
-    doubling = profile(layers=((first.with_tile(first.tile.with_first_keys(64)), second), longer))
-    path = tmp_path / "p.safetensors"
-    save_profile(doubling, path)
-    assert load_profile(path) == doubling != profile()
-    assert load(path.read_bytes())["first_chunk"].tolist() == [[1, 0], [0, 0]]
-    assert "first_chunk" not in TENSORS
-    foreign = load(path.read_bytes())
-    foreign["first_chunk"][0, 0] = 5
-    assert "layer 0 at length 1024: first_chunk 5 is out of range: use 1 to 4 tiles, or 0" in outcome(
-        digested(DOCUMENT, foreign), tmp_path
-    )
-    monkeypatch.delitem(profile_file.OPTIONAL_TENSORS, "first_chunk")  # as in versions before
-    with pytest.raises(ProfileError, match="tensor 'first_chunk' is not part of a profile"):
-        load_profile(path)
-
-
 def test_truncated_foreign_and_missing_files(tmp_path):
     path = tmp_path / "p.safetensors"
     data = serialize(profile())
@@ -462,13 +444,8 @@ def test_heads_that_another_bucket_runs_otherwise_keep_their_threshold(change):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"grain": 1},
-        {"tile": TileConfig(128, 64, 8, 8, 2)},
-        {"tile": TileConfig(64, 64, 4, 8, 2)},
-        {"tile": TileConfig(128, 64, 4, 8, 2, first_chunk=1)},
-    ],
-    ids=["grain", "stride", "height", "first-chunk"],
+    [{"grain": 1}, {"tile": TileConfig(128, 64, 8, 8, 2)}, {"tile": TileConfig(64, 64, 4, 8, 2)}],
+    ids=["grain", "stride", "height"],
 )
 def test_buckets_that_check_the_stop_unlike_are_not_mixed(change):
     near, far = layer(0.25), dataclasses.replace(layer(1.0), **change)

@@ -17,7 +17,7 @@ from calibrate.pipeline import calibrate, journal_identity
 from calibrate.profiles.rebudget import UNPROVEN, rebudget
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import adjust
-from calibrate.recipe import FIRST_KEYS, Budget, Recipe
+from calibrate.recipe import Budget, Recipe
 from calibrate.search.choice import SearchPoint, budget_mse, choice_at, weights_of
 from calibrate.search.tiles import CPU_TILES
 from s2o_runtime.devices import identify
@@ -48,8 +48,7 @@ def curves(recipe):
         assert calibrate(recipe, progress=False).written
     loaded = models.load("demo", "cpu")
     prompts = load_prompts(recipe, loaded.tokenizer)
-    tiles = (tile.with_first_keys(FIRST_KEYS) for tile in CPU_TILES)
-    shapes = sorted(set(map(Shape.of, tiles)), key=lambda shape: (shape.block_m, shape.stride))
+    shapes = sorted({Shape.of(tile) for tile in CPU_TILES}, key=lambda shape: (shape.block_m, shape.stride))
     identity = journal_identity(loaded, identify(torch.device("cpu")))
     with Journal.open(recipe.journal_path, identity) as journal:
         measured = measure_model(

@@ -172,14 +172,6 @@ def test_no_tile_checks_more_often_than_the_profile_did(timed, tmp_path):
         assert strides == {each for each in (256, 512, 1024) if each >= stride} or (stride, strides) == (2048, {2048})
 
 
-@pytest.mark.parametrize("stride", [256, 2048])
-def test_chunks_keep_the_first_that_the_profile_has(timed, tmp_path, stride):
-    tile = replace(FORMER, chunk=stride // 128, dense_below=0, first_chunk=2)
-    run(tmp_path, sparse_and_dense(layer(tile=tile), 0.6))
-    assert {config.tile.first_keys for config, _ in timed} == {256}
-    assert {config.tile.stride for config, _ in timed} == ({256, 512, 1024} if stride == 256 else {2048})
-
-
 def test_a_layer_without_a_legal_tile_becomes_dense(timed, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "candidate_tiles", lambda *_: tuple(t for t in A100_TILES if t.block_m == 128))
     before = profile([[layer(segment=192, tile=TileConfig(64, 64, 8, 8, 2)), layer(), layer()]] * 2, [[0.6] * 3] * 2)

@@ -73,32 +73,6 @@ def test_rules_equal_the_naive_loop(shape, stop_rule, paper_literal):
 
 
 @pytest.mark.parametrize(
-    ("shape", "tile", "stop_rule", "far", "paper_literal"),
-    pairwise(
-        [param for param in SHAPES if max(param.values[0][3:5]) > 100],
-        [TileConfig(64, 32, chunk, first_chunk=first) for first, chunk in ((1, 4), (2, 3), (2, 2))],
-        StopRule, ["mean", "none"], [False, True], mark=SLOW, count=6,
-    ),
-)  # fmt: skip
-def test_chunks_that_double_equal_the_naive_loop(shape, tile, stop_rule, far, paper_literal):
-    q, k, v, kv_start = drawn(shape)
-    kinds = (HeadConfig(TAU[stop_rule], 64, stop_rule=stop_rule, far=far), HeadConfig(2 * TAU[stop_rule], 128, far=far))
-    config = LayerConfig(tuple(kinds[h % 2] for h in range(shape[1])), tile, grain=2)
-    equals_the_naive_loop(q, k, v, config, kv_start=kv_start, paper_literal=paper_literal)
-
-
-def test_a_light_head_stops_in_the_first_chunk_and_a_heavy_one_where_it_did():
-    q, k, v = inputs(1, 2, 1, 64, 2000)
-    heads = (HeadConfig(100.0, 64), HeadConfig(0.02, 64))
-    keys = [
-        s2o_attention_reference(q * 0.1, k, v, LayerConfig(heads, TileConfig(64, 32, 8, first_chunk=first))).visited
-        for first in (0, 1)
-    ]
-    assert [visited[0, 0, 0] for visited in keys] == [256, 32]
-    assert keys[0][0, 1, 0] == keys[1][0, 1, 0] > 1000
-
-
-@pytest.mark.parametrize(
     ("shape", "grain", "far", "representatives"),
     pairwise(SHAPES, [1, 4], ["none", "mean"], [1, 8], mark=SLOW, count=4),
 )

@@ -119,14 +119,10 @@ def _tail(score, tail, steps, order, seen, row_q, keys, values, grain):
 def _one_tile(score, members, window, order, rows_q, keys, offset, head, tile, paper_literal, sink):
     """How many keys of the order a tile of rows visits, where its last chunk began, and how many it keeps."""
     sums = {i: float(score(keys[window : offset + i + 1], rows_q[i]).exp().sum()) + sink for i in members}
+    chunk = tile.block_n if paper_literal else tile.block_n * tile.chunk
     done = begun = 0
     while done < len(order):
-        chunk = tile.chunk
-        if tile.first_chunk and done == 0:
-            chunk = min(tile.first_chunk, chunk)
-        elif tile.first_chunk:
-            chunk = min(done // tile.block_n, chunk)  # as many tiles as so far
-        new = order[done : done + tile.block_n * (1 if paper_literal else chunk)]
+        new = order[done : done + chunk]
         gains = []
         for i in members:
             added = float(score(keys[new], rows_q[i]).exp().sum())
