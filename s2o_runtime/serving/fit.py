@@ -117,17 +117,10 @@ class LayerFit(ServedLayer):
             keys: its tokens so far, the new ones included.
         """
         fit = self._fit
-        if queries <= fit.decode_queries:
-            return DenseReason.DECODE
-        if reason := self.why_dense_at(keys):
+        if reason := fit.why_all_dense(queries, keys) or self.why_dense_at(keys):
             return reason
         config = self.config(keys)
-        if obstacle := self._tile_obstacle(config):
-            return obstacle
-        head_dim = fit.profile.geometry.head_dim
-        shape = CallShape(1, config.num_heads, len(fit.kv_heads), queries, keys, head_dim, head_dim)
-        little = 4 * shape.causal_pairs * shape.query_heads * head_dim < fit.host_flops
-        return why_dense(config, shape, fit.capability) or (DenseReason.HOST if little else None)
+        return self._tile_obstacle(config) or why_dense(config, fit.shape(queries, keys), fit.capability)
 
 
 class ProfileFit:
@@ -170,6 +163,19 @@ class ProfileFit:
         tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
         fewest = min((fewest_queries(tile, self.capability) for tile in tiles), default=0)
         return max(fewest, self.decode_queries + 1)
+
+    def shape(self, queries: int, keys: int) -> CallShape:
+        """Of a request's call of one layer, on this rank."""
+        head_dim = self.profile.geometry.head_dim
+        return CallShape(1, len(self.heads), len(self.kv_heads), queries, keys, head_dim, head_dim)
+
+    def why_all_dense(self, queries: int, keys: int) -> str | None:
+        """Why no layer computes a request of so many queries and keys, whatever the profile says of it; else None."""
+        if queries <= self.decode_queries:
+            return DenseReason.DECODE
+        shape = self.shape(queries, keys)
+        little = 4 * shape.causal_pairs * shape.query_heads * shape.head_dim < self.host_flops
+        return DenseReason.HOST if little else None
 
     @property
     def sparse_layers(self) -> int:

@@ -78,6 +78,23 @@ def test_a_step_with_too_many_keys_for_one_call_is_several(made):
     assert [run.is_sparse for run in engine.runs()] == [True, True]
 
 
+def test_layers_are_not_asked_about_a_batch_with_little_work():
+    """Unless one of them waits for its self-test, or one request has more work."""
+    engine = VllmEngine(FakeServer(two_layers(), Rank(), "cpu", 2048))
+    fit, counters = engine.server.fit, engine.server.counters
+    fit.host_flops = 4 * 4 * 64 * 250**2 / 2  # of 250 tokens
+    little, most = engine.add(200), engine.add(300)
+    check_close(engine.outputs([(little, 200)]), dense(little, 200))
+    said = "so little work that the host would decide, not the GPU"
+    assert counters.rows == {(0, "dense", said): 200, (1, "dense", said): 200}
+    assert not counters.timed
+    engine.outputs([(engine.add(200), 200), (most, 300)])
+    assert engine.counted()["s2o", "the tensors are on the cpu"] > 0
+    fit.layers[1].tested = False
+    engine.outputs([(engine.add(200), 200)], 1)
+    assert counters.timed[1, "dense"] == 1
+
+
 def test_calls_are_timed_by_layer_and_path(made):
     """Of a batch with a run of each path, of a dense layer, and of one that is none of the profile's."""
     engine = made()
