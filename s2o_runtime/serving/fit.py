@@ -16,6 +16,7 @@ from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, with_rope
+from s2o_runtime.layer_kinds import text_config
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
 from s2o_runtime.serving.checkpoint import checkpoint_hashes, names_are_known
@@ -135,14 +136,15 @@ class ProfileFit:
         heads, kv_heads: of the model, those that this rank holds.
         capability: the device's, (0, 0) for a CPU.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
-        host_flops: requests whose dense attention takes fewer floating-point operations in a layer are dense.
+        host_flops: requests that take fewer floating-point operations in a dense layer are dense.
+        row_weights: of a layer's matrices on this rank, those that a row of a request meets.
         kinds: the limits within which layers are sparse, each with a number of its own.
         layers: of the profile, on this rank, in the order of its tables.
     """
 
     def __init__(
         self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1,
-        host_flops: float = 0.0,
+        host_flops: float = 0.0, row_weights: int = 0,
     ) -> None:  # fmt: skip
         self.profile, self.rejected = fitted(profile, device)
         self.made_for = profile.kv_cache_dtype
@@ -150,7 +152,7 @@ class ProfileFit:
         self.heads = rank.heads(profile.geometry.query_heads)
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
         self.capability, self.decode_queries = capability(device), decode_queries
-        self.host_flops = host_flops
+        self.host_flops, self.row_weights = host_flops, row_weights
         self.kinds: dict[object, int] = {}
         self.layers: tuple[LayerFit, ...] = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
         self.obstacle: str | None = self.rejected or (
@@ -174,8 +176,8 @@ class ProfileFit:
         if queries <= self.decode_queries:
             return DenseReason.DECODE
         shape = self.shape(queries, keys)
-        little = 4 * shape.causal_pairs * shape.query_heads * shape.head_dim < self.host_flops
-        return DenseReason.HOST if little else None
+        attention = 4 * shape.causal_pairs * shape.query_heads * shape.head_dim
+        return DenseReason.HOST if attention + 2 * queries * self.row_weights < self.host_flops else None
 
     @property
     def sparse_layers(self) -> int:
@@ -214,6 +216,21 @@ class NoFit(ProfileFit):
         """Why no layer of the served model has a profile."""
         assert self.obstacle is not None
         return self.obstacle
+
+
+def row_weights(config: Any) -> int:
+    """How many weights of a decoder layer's matrices a row meets, by a transformers configuration.
+
+    Those of attention and of a gated MLP, or of the experts that a row is sent to; what a configuration does not say
+    counts as none.
+    """
+    said = text_config(config)
+    names = "hidden_size", "num_attention_heads", "num_experts_per_tok"
+    size, heads, experts = (getattr(said, name, None) or 0 for name in names)
+    kv_heads = getattr(said, "num_key_value_heads", None) or heads
+    head_dim = getattr(said, "head_dim", None) or size // max(1, heads)
+    inner = (experts and getattr(said, "moe_intermediate_size", None)) or getattr(said, "intermediate_size", None) or 0
+    return int(size * (2 * head_dim * (heads + kv_heads) + 3 * inner * max(1, experts)))
 
 
 def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:

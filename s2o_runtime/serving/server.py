@@ -24,12 +24,12 @@ from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.find import find_profile
 from s2o_runtime.serving.calls import cache_obstacle
-from s2o_runtime.serving.fit import NoFit, ProfileFit, Rank, check_model, weights_mismatch
+from s2o_runtime.serving.fit import NoFit, ProfileFit, Rank, check_model, row_weights, weights_mismatch
 from s2o_runtime.serving.self_test import never_stops
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__
 
-HOST_FLOPS = 4e11  # of a request's dense attention, 0.7 ms of an H100: for less, what S2O takes of the host may decide
+HOST_FLOPS = 4e11  # of a request in a dense layer, 0.7 ms of an H100: for less, what S2O takes of the host may decide
 RANKING_BYTES = 480 << 20  # the most that the kernels of one call need beside their inputs and output
 
 log = logging.getLogger("s2o_runtime")
@@ -225,7 +225,10 @@ def _fit_of(settings: Settings, context: ServerContext) -> tuple[ProfileFit, str
             return NoFit(str(error), decode_queries), ""
         profile, taken = found.profile, str(found)
     host_flops = HOST_FLOPS if context.device.type == "cuda" else 0.0
-    return ProfileFit(profile, context.rank, context.device, settings.beyond, decode_queries, host_flops), taken
+    weights = row_weights(model) // context.rank.size
+    return ProfileFit(
+        profile, context.rank, context.device, settings.beyond, decode_queries, host_flops, weights
+    ), taken
 
 
 def _labels(context: ServerContext) -> dict[str, str]:

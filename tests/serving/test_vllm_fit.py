@@ -13,7 +13,7 @@ from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import Geometry, sampled_fingerprint, with_rope
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.checkpoint import checkpoint_hashes
-from s2o_runtime.serving.fit import ProfileFit, Rank, check_model
+from s2o_runtime.serving.fit import ProfileFit, Rank, check_model, row_weights
 
 CPU = torch.device("cpu")
 
@@ -86,6 +86,14 @@ def test_requests_with_little_work_for_a_gpu_are_dense():
     assert one.why_dense(19_700, 19_700) == "so little work that the host would decide, not the GPU"
     assert one.why_dense(19_900, 19_900) is None
     assert one.why_dense(2048, 90_000) == half.why_dense(19_900, 19_900) == one.why_dense(19_700, 19_700)
+    sizes = {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960}
+    weights = row_weights(SimpleNamespace(**sizes))
+    assert weights == 2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960
+    experts = {"intermediate_size": 8960, "moe_intermediate_size": 1120, "num_experts_per_tok": 8}
+    assert row_weights(SimpleNamespace(**(sizes | experts))) == weights
+    larger = ProfileFit(profile(), Rank(), CPU, "s2o", host_flops=4e11, row_weights=weights).layers[0]
+    assert larger.why_dense(2048, 90_000) is None  # 3.5e11 for attention, 1.9e11 for the matrices
+    assert larger.why_dense(2048, 50_000) == one.why_dense(19_700, 19_700)
 
 
 def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_backend(monkeypatch):
