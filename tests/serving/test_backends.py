@@ -78,9 +78,9 @@ def test_a_step_with_too_many_keys_for_one_call_is_several(made):
     assert [run.is_sparse for run in engine.runs()] == [True, True]
 
 
-def test_layers_are_not_asked_about_a_batch_with_little_work():
+def test_layers_are_not_asked_about_a_batch_with_little_work(made):
     """Unless one of them waits for its self-test, or one request has more work."""
-    engine = VllmEngine(FakeServer(two_layers(), Rank(), "cpu", 2048))
+    engine = made()
     fit, counters = engine.server.fit, engine.server.counters
     fit.host_flops = 4 * 4 * 64 * 250**2 / 2  # of 250 tokens
     little, most = engine.add(200), engine.add(300)
