@@ -302,7 +302,15 @@ MUTANTS = (
     ),
     Mutant(
         "a request with as many queries as a decode step has is no decode",
-        FIT, "if queries <= fit.decode_queries", "if queries < fit.decode_queries", FIT_TESTS,
+        FIT, "if queries <= self.decode_queries", "if queries < self.decode_queries", FIT_TESTS,
+    ),
+    Mutant(
+        "a layer's matrices are no work", FIT, "attention + 2 * queries * self.row_weights", "attention", FIT_TESTS,
+    ),
+    Mutant(
+        "batches with little work pass by layers that wait for their self-test",
+        "s2o_runtime/serving/attend.py", " or not all(layer.tested for layer in fit.layers)", "",
+        ("tests/serving/test_backends.py",),
     ),
     Mutant(
         "a run may not be as large as its limit",
