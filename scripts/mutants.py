@@ -308,11 +308,6 @@ MUTANTS = (
         "a layer's matrices are no work", FIT, "attention + 2 * queries * self.row_weights", "attention", FIT_TESTS,
     ),
     Mutant(
-        "batches with little work pass by layers that wait for their self-test",
-        "s2o_runtime/serving/attend.py", " or not all(layer.tested for layer in fit.layers)", "",
-        ("tests/serving/test_backends.py",),
-    ),
-    Mutant(
         "a run may not be as large as its limit",
         PLAN, "total_k + keys > max_keys", "total_k + keys >= max_keys", PLAN_TESTS,
     ),

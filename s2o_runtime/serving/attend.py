@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving.batch import Batch
 from s2o_runtime.serving.calls import compute
-from s2o_runtime.serving.fit import LayerFit, ProfileFit
+from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.self_test import UNTESTED, self_test, short_prompt
 
@@ -40,27 +39,6 @@ class LayerCall(NamedTuple):
     whole: Callable[[], Any]
     part: Callable[[Run, Tensor], object]
     output: Callable[[], tuple[Any, Tensor]]
-
-
-def left_to_stock(batch: Batch, fit: ProfileFit, counters: Counters) -> bool:
-    """Whether all layers leave all requests of a batch to the stock backend, and none waits for its self-test.
-
-    The batch's rows are counted here then, and its layers need not be asked: for requests with little work that would
-    take the host longer than the GPU waits.
-
-    Args:
-        batch: of the server.
-        fit: the profile on this rank.
-        counters: of this rank.
-    """
-    requests = zip(batch.starts, batch.starts[1:], batch.lengths, strict=False)
-    rows = [(fit.why_all_dense(end - begin, keys), end - begin) for begin, end, keys in requests]
-    if any(reason is None for reason, _ in rows) or not all(layer.tested for layer in fit.layers):
-        return False
-    for layer, (reason, count) in product(fit.layers, rows):
-        counters.add(layer.layer, "dense", str(reason), count)
-    counters.say()
-    return True
 
 
 def attend(call: LayerCall, rows: int, counters: Counters) -> Any:

@@ -29,6 +29,7 @@ class Batch:
         self, starts: Sequence[int], lengths: Sequence[int], max_keys: int, build_part: Callable[[Run], Any]
     ) -> None:
         self.starts, self.lengths, self._max_keys, self._build_part = starts, lengths, max_keys, build_part
+        self._for_all: BatchPlan | None = None  # by what holds for all layers, whatever the profile says of them
         self._plans: dict[object, BatchPlan] = {}
         self._calls: dict[Run, SparseCall] = {}
         self._parts: dict[Run, Any] = {}
@@ -40,6 +41,10 @@ class Batch:
 
     def plan(self, layer: LayerFit) -> BatchPlan:
         """What becomes of the batch's requests in a layer."""
+        if self._for_all is None:
+            self._for_all = plan(self.starts, self.lengths, layer.fit.why_all_dense, self._max_keys)
+        if self._for_all.is_dense:  # then layers need not be asked one by one, which takes the host long
+            return self._for_all
         kind = layer.kind
         if kind not in self._plans:
             self._plans[kind] = plan(self.starts, self.lengths, layer.why_dense, self._max_keys)

@@ -64,6 +64,7 @@ class LayerFit(ServedLayer):
     """One layer of a profile on one rank.
 
     Attributes:
+        fit: the profile on this rank.
         lengths: that the profile was calibrated at.
         tested: whether the self-test has looked at the layer; it is dense before.
     """
@@ -74,7 +75,7 @@ class LayerFit(ServedLayer):
             profile.geometry.layer_number(row), partial(profile.layer_config, row), profile.min_length, fit.rejected,
             max_length=fit.max_length, heads=fit.heads, ends_known=False,  # servers do not say where a prompt ends
         )  # fmt: skip
-        self._fit = fit
+        self.fit = fit
         self.lengths = profile.lengths
         self.tested = False
         of_buckets = [bucket[row] for bucket in profile.layers]
@@ -105,7 +106,7 @@ class LayerFit(ServedLayer):
 
     def _tile_obstacle(self, config: LayerConfig) -> str | None:
         """Why the device cannot run a configuration's tile; None if it can, or is a CPU, which runs the reference."""
-        fit = self._fit
+        fit = self.fit
         if fit.capability == NO_GPU:
             return None
         return tile_obstacle(config.tile, fit.profile.geometry.head_dim, fit.capability)
@@ -117,7 +118,7 @@ class LayerFit(ServedLayer):
             queries: new tokens of the request.
             keys: its tokens so far, the new ones included.
         """
-        fit = self._fit
+        fit = self.fit
         if reason := fit.why_all_dense(queries, keys) or self.why_dense_at(keys):
             return reason
         config = self.config(keys)
@@ -224,12 +225,16 @@ def row_weights(config: Any) -> int:
     Those of attention and of a gated MLP, or of the experts that a row is sent to; what a configuration does not say
     counts as none.
     """
-    said = text_config(config)
+    decoder = text_config(config)
     names = "hidden_size", "num_attention_heads", "num_experts_per_tok"
-    size, heads, experts = (getattr(said, name, None) or 0 for name in names)
-    kv_heads = getattr(said, "num_key_value_heads", None) or heads
-    head_dim = getattr(said, "head_dim", None) or size // max(1, heads)
-    inner = (experts and getattr(said, "moe_intermediate_size", None)) or getattr(said, "intermediate_size", None) or 0
+    size, heads, experts = (getattr(decoder, name, None) or 0 for name in names)
+    kv_heads = getattr(decoder, "num_key_value_heads", None) or heads
+    head_dim = getattr(decoder, "head_dim", None) or size // max(1, heads)
+    inner = (
+        (experts and getattr(decoder, "moe_intermediate_size", None))
+        or getattr(decoder, "intermediate_size", None)
+        or 0
+    )
     return int(size * (2 * head_dim * (heads + kv_heads) + 3 * inner * max(1, experts)))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from s2o_runtime.serving.attend import LayerCall, attend, left_to_stock
+from s2o_runtime.serving.attend import LayerCall, attend
 from s2o_runtime.serving.calls import FP8_CACHES, cache_obstacle, layer_obstacle, say_once, scales_obstacle
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
@@ -65,13 +65,11 @@ class _Backend:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.s2o_batch: SglangBatch | str | None = None  # of the batch that was announced last, or why it has none
-        self.s2o_left: Any = None  # that batch, if no layer need be asked about it
         self.s2o_layers: dict[int, LayerFit | str] = {}
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """SGLang announces a batch, before its layers are called."""
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
-        self.s2o_left = None
         if forward_batch.forward_mode.is_decode_or_idle():
             self.s2o_batch = None
         elif reason := self.s2o_api.server.fit.obstacle or whole_only(forward_batch):
@@ -81,8 +79,6 @@ class _Backend:
         else:
             slots, max_keys = self.req_to_token_pool.req_to_token, self.s2o_api.server.max_keys
             self.s2o_batch = SglangBatch(forward_batch, slots, max_keys, self._part)
-            if left_to_stock(self.s2o_batch, self.s2o_api.server.fit, self.s2o_api.server.counters):
-                self.s2o_left = forward_batch
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
@@ -90,8 +86,6 @@ class _Backend:
     ) -> Any:  # fmt: skip
         """SGLang's call of one layer for rows of prompts; see its AttentionBackend."""
         stock = super().forward_extend  # type: ignore[misc]
-        if self.s2o_left is forward_batch:
-            return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
         pool, rows, heads, head_dim = self.token_to_kv_pool, q.shape[0], layer.tp_q_head_num, layer.qk_head_dim
         batch = self._sharable(q, forward_batch, named)
         written = not save_kv_cache

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import FP8_TYPES, page_obstacle
-from s2o_runtime.serving.attend import LayerCall, attend, left_to_stock
+from s2o_runtime.serving.attend import LayerCall, attend
 from s2o_runtime.serving.calls import cache_obstacle, layer_obstacle, say_once, scales_obstacle
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
@@ -102,12 +102,8 @@ class _Builder:
             return metadata
         # fast: no schedule in buffers that the whole batch's metadata uses
         build_part = partial(stock_build, 0, fast_build=True)
-        batch: VllmBatch | str | None = server.fit.obstacle or whole_only(common_attn_metadata)
-        if batch is None:
-            batch = VllmBatch(common_attn_metadata, build_part, server.max_keys)
-            if left_to_stock(batch, server.fit, server.counters):
-                return metadata
-        setattr(metadata, BATCH, batch)
+        reason = server.fit.obstacle or whole_only(common_attn_metadata)
+        setattr(metadata, BATCH, reason or VllmBatch(common_attn_metadata, build_part, server.max_keys))
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.fit import LayerFit, Rank
 from support.engines import ENGINES, VllmEngine
 from support.fake_server import FakeServer
 from support.server_batches import FEWEST, all_dense, alone, dense, two_layers
@@ -78,21 +78,25 @@ def test_a_step_with_too_many_keys_for_one_call_is_several(made):
     assert [run.is_sparse for run in engine.runs()] == [True, True]
 
 
-def test_layers_are_not_asked_about_a_batch_with_little_work(made):
-    """Unless one of them waits for its self-test, or one request has more work."""
+def test_layers_are_not_asked_about_a_batch_with_little_work(made, monkeypatch):
+    """Unless one request has more work. A layer that waits for its self-test has it then."""
     engine = made()
     fit, counters = engine.server.fit, engine.server.counters
     fit.host_flops = 4 * 4 * 64 * 250**2 / 2  # of 250 tokens
-    little, most = engine.add(200), engine.add(300)
-    check_close(engine.outputs([(little, 200)]), dense(little, 200))
+    fit.layers[0].tested = False
+    little, most = engine.add(300), engine.add(300)
     said = "so little work that the host would decide, not the GPU"
-    assert counters.rows == {(0, "dense", said): 200, (1, "dense", said): 200}
-    assert not counters.timed
-    engine.outputs([(engine.add(200), 200), (most, 300)])
+    with monkeypatch.context() as patched:
+        patched.setattr(LayerFit, "why_dense", None)
+        check_close(engine.outputs([(little, 150)]), dense(little, 150))
+        fit.host_flops *= 4
+        check_close(engine.outputs([(most, 300)]), dense(most, 300))
+    assert counters.rows == {(0, "dense", said): 450}
+    assert counters.timed == {(0, "dense"): 2}
+    assert fit.layers[0].tested
+    fit.host_flops /= 4
+    engine.outputs([(engine.add(200), 200), (engine.add(300), 300)])
     assert engine.counted()["s2o", "the tensors are on the cpu"] > 0
-    fit.layers[1].tested = False
-    engine.outputs([(engine.add(200), 200)], 1)
-    assert counters.timed[1, "dense"] == 1
 
 
 def test_calls_are_timed_by_layer_and_path(made):
