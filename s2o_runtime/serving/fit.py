@@ -226,16 +226,15 @@ def row_weights(config: Any) -> int:
     counts as none.
     """
     decoder = text_config(config)
-    names = "hidden_size", "num_attention_heads", "num_experts_per_tok"
-    size, heads, experts = (getattr(decoder, name, None) or 0 for name in names)
-    kv_heads = getattr(decoder, "num_key_value_heads", None) or heads
-    head_dim = getattr(decoder, "head_dim", None) or size // max(1, heads)
-    inner = (
-        (experts and getattr(decoder, "moe_intermediate_size", None))
-        or getattr(decoder, "intermediate_size", None)
-        or 0
-    )
-    return int(size * (2 * head_dim * (heads + kv_heads) + 3 * inner * max(1, experts)))
+
+    def size(name: str) -> int:
+        value = getattr(decoder, name, None)
+        return value if isinstance(value, int) else 0  # some have a list, of layers
+
+    hidden, heads, experts = size("hidden_size"), size("num_attention_heads"), size("num_experts_per_tok")
+    kv_heads, head_dim = size("num_key_value_heads") or heads, size("head_dim") or hidden // max(1, heads)
+    inner = (experts and size("moe_intermediate_size")) or size("intermediate_size")
+    return hidden * (2 * head_dim * (heads + kv_heads) + 3 * inner * max(1, experts))
 
 
 def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:

@@ -91,6 +91,7 @@ def test_requests_with_little_work_for_a_gpu_are_dense():
     assert weights == 2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960
     experts = {"intermediate_size": 8960, "moe_intermediate_size": 1120, "num_experts_per_tok": 8}
     assert row_weights(SimpleNamespace(**(sizes | experts))) == weights
+    assert row_weights(SimpleNamespace(**(sizes | {"intermediate_size": [8960] * 28}))) == weights - 3 * 1536 * 8960
     larger = ProfileFit(profile(), Rank(), CPU, "s2o", host_flops=4e11, row_weights=weights).layers[0]
     assert larger.why_dense(2048, 90_000) is None  # 3.5e11 for attention, 1.9e11 for the matrices
     assert larger.why_dense(2048, 50_000) == one.why_dense(19_700, 19_700)
