@@ -358,8 +358,7 @@ class Recipe:
     )
     last_rows: int | None = option(
         Rule(int, allowed=LAST_ROWS, optional=True),
-        "queries at a prompt's end that run dense, because they answer; none with --chunk, because servers do not say "
-        "where a prompt ends",
+        "queries at a prompt's end that run dense, because they answer",
         PROOF,
         default=None,
         default_text=f"{DEFAULT_LAST_ROWS}, fewer where that is more than one in {LAST_PART} of a prompt",
@@ -625,8 +624,6 @@ class Recipe:
 
     def last_rows_at(self, length: int) -> int:
         """How many queries at the end of a prompt of so many tokens run dense."""
-        if self.chunk is not None:
-            return 0
         if self.last_rows is not None:
             return self.last_rows
         return max(rows for rows in LAST_ROWS if rows <= min(DEFAULT_LAST_ROWS, length // LAST_PART))

@@ -119,17 +119,15 @@ class LayerSetting:
 
         A server feeds prompts in chunks, each a call behind those before it. Every chunk follows the configuration of
         the keys that there are by then, as the runtime would choose it, and is dense while these are fewer than the
-        shortest calibrated length. No rows are dense for being the last: servers do not say where a prompt ends.
+        shortest calibrated length. Only those of the last chunk can be last rows.
         """
         config, cache = configured.layer_config(layer, length), configured.kv_cache_dtype
-        if chunk is None:
-            return cls(config, kv_cache_dtype=cache)
-        config = replace(config, last_rows=0)
-        if length <= chunk:
+        if chunk is None or length <= chunk:
             return cls(config, kv_cache_dtype=cache)
         by_keys = []
         for keys in (*range(chunk, length, chunk), length):
-            chunk_config = replace(configured.layer_config(layer, keys), last_rows=0)
+            chunk_config = configured.layer_config(layer, keys)
+            chunk_config = chunk_config if keys == length else replace(chunk_config, last_rows=0)
             by_keys.append((keys, chunk_config.as_dense() if keys < configured.min_length else chunk_config))
         return cls(config, chunk, tuple(by_keys), cache)
 

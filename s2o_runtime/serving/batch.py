@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from s2o_runtime.serving.calls import SparseCall
 from s2o_runtime.serving.fit import LayerFit
+from s2o_runtime.serving.pieces import Pieces
 from s2o_runtime.serving.plan import BatchPlan, Run, plan
 
 
@@ -19,16 +20,13 @@ class Batch:
     tensors of sparse runs, and what the stock backend made of the runs between them.
 
     Args:
-        starts: N + 1 positions in the rows of the batch, where each request's queries begin, and their end.
-        lengths: N numbers of keys, those of the queries included.
+        pieces: its requests, or the pieces of them; wherever requests are spoken of here, they are meant.
         max_keys: of one sparse run.
         build_part: makes what the stock backend needs of a run.
     """
 
-    def __init__(
-        self, starts: Sequence[int], lengths: Sequence[int], max_keys: int, build_part: Callable[[Run], Any]
-    ) -> None:
-        self.starts, self.lengths, self._max_keys, self._build_part = starts, lengths, max_keys, build_part
+    def __init__(self, pieces: Pieces, max_keys: int, build_part: Callable[[Run], Any]) -> None:
+        self.pieces, self._max_keys, self._build_part = pieces, max_keys, build_part
         self._for_all: BatchPlan | None = None  # by what holds for all layers, whatever the profile says of them
         self._plans: dict[object, BatchPlan] = {}
         self._calls: dict[Run, SparseCall] = {}
@@ -37,17 +35,17 @@ class Batch:
     @property
     def rows(self) -> int:
         """Query rows of all requests."""
-        return self.starts[-1]
+        return self.pieces.starts[-1]
 
     def plan(self, layer: LayerFit) -> BatchPlan:
         """What becomes of the batch's requests in a layer."""
         if self._for_all is None:
-            self._for_all = plan(self.starts, self.lengths, layer.fit.why_all_dense, self._max_keys)
+            self._for_all = plan(self.pieces, layer.fit.why_all_dense, self._max_keys)
         if self._for_all.is_dense:  # then layers need not be asked one by one, which takes the host long
             return self._for_all
         kind = layer.kind
         if kind not in self._plans:
-            self._plans[kind] = plan(self.starts, self.lengths, layer.why_dense, self._max_keys)
+            self._plans[kind] = plan(self.pieces, layer.why_dense, self._max_keys)
         return self._plans[kind]
 
     def sparse_call(self, run: Run, page_size: int = 1) -> SparseCall:

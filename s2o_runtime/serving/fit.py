@@ -17,6 +17,7 @@ from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, with_rope
 from s2o_runtime.layer_kinds import text_config
+from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
 from s2o_runtime.serving.checkpoint import checkpoint_hashes, names_are_known
@@ -73,7 +74,7 @@ class LayerFit(ServedLayer):
         profile = fit.profile
         super().__init__(
             profile.geometry.layer_number(row), partial(profile.layer_config, row), profile.min_length, fit.rejected,
-            max_length=fit.max_length, heads=fit.heads, ends_known=False,  # servers do not say where a prompt ends
+            max_length=fit.max_length, heads=fit.heads, ends_known=False,  # last rows are apart: `last_rows`
         )  # fmt: skip
         self.fit = fit
         self.lengths = profile.lengths
@@ -155,6 +156,7 @@ class ProfileFit:
         self.capability, self.decode_queries = capability(device), decode_queries
         self.host_flops, self.row_weights = host_flops, row_weights
         self.kinds: dict[object, int] = {}
+        self._last_rows: dict[int, int] = {}  # by the length's step
         self.layers: tuple[LayerFit, ...] = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
         self.obstacle: str | None = self.rejected or (
             None if self.sparse_layers else "every layer of the profile is dense"
@@ -179,6 +181,21 @@ class ProfileFit:
         shape = self.shape(queries, keys)
         attention = 4 * shape.causal_pairs * shape.query_heads * shape.head_dim
         return DenseReason.HOST if attention + 2 * queries * self.row_weights < self.host_flops else None
+
+    def last_rows(self, queries: int, keys: int, left: int | None) -> int:
+        """How many of a request's queries are dense in every layer because they are a prompt's last.
+
+        Args:
+            queries, keys: of the request.
+            left: tokens of its prompt behind them; None if that is not known.
+        """
+        if left is None or keys < self.profile.min_length or self.why_all_dense(queries, keys):
+            return 0
+        step = length_step(keys)
+        if step not in self._last_rows:
+            layers = range(self.profile.geometry.layers)
+            self._last_rows[step] = max(self.profile.layer_config(layer, keys).last_rows for layer in layers)
+        return max(0, min(queries, self._last_rows[step] - left))
 
     @property
     def sparse_layers(self) -> int:

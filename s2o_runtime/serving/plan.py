@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.lengths import length_step
+from s2o_runtime.serving.pieces import Pieces
 
 WhyDense = Callable[[int, int], str | None]  # for queries and keys of a request: a reason, or None for S2O
 
@@ -68,16 +70,15 @@ class BatchPlan:
         return not any(run.is_sparse for run in self.runs)
 
 
-def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max_keys: int) -> BatchPlan:
-    """Share the requests of a batch between S2O and the stock backend.
+def plan(pieces: Pieces, why_dense: WhyDense, max_keys: int) -> BatchPlan:
+    """Share the requests of a batch, or the pieces of them, between S2O and the stock backend, which has last rows.
 
     Neighbours join one run if both go to the stock backend, or if both are sparse, of the same length step, and have at
     most `max_keys` keys together. Requests without queries, which fill up the batch of a CUDA graph, go to the stock
     backend.
 
     Args:
-        starts: N + 1 positions in the rows of the batch, where each request's queries begin, and their end.
-        lengths: N numbers of keys, those of the queries included.
+        pieces: of the batch; what is said of requests here is said of them.
         why_dense: asked for every request with queries.
         max_keys: of one sparse run, unless a single request has more.
     """
@@ -85,9 +86,10 @@ def plan(starts: Sequence[int], lengths: Sequence[int], why_dense: WhyDense, max
     dense_rows: defaultdict[str, int] = defaultdict(int)
     first = max_q = max_k = total_k = 0  # of the run that is being joined
     step: int | None = None
-    for request, keys in enumerate(lengths):
+    starts, lengths = pieces.starts, pieces.lengths
+    for request, (keys, ends) in enumerate(zip(lengths, pieces.ends, strict=True)):
         queries = starts[request + 1] - starts[request]
-        reason = why_dense(queries, keys) if queries > 0 else ""
+        reason = (why_dense(queries, keys) or (DenseReason.LAST_ROWS if ends else None)) if queries > 0 else ""
         if reason:
             dense_rows[reason] += queries
         own_step = length_step(keys) if reason is None else None

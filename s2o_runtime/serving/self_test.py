@@ -35,8 +35,9 @@ log = logging.getLogger("s2o_runtime")
 
 def short_prompt(batch: Batch) -> Run | None:
     """The last rows of the first request of a batch that layers can be tested on; None if there is none."""
-    for request, keys in enumerate(batch.lengths):
-        begin, end = batch.starts[request], batch.starts[request + 1]
+    starts = batch.pieces.starts
+    for request, keys in enumerate(batch.pieces.lengths):
+        begin, end = starts[request], starts[request + 1]
         rows = min(end - begin, keys // 2, ROWS)
         if keys >= KEYS and rows >= FEWEST_ROWS:
             return Run(request, request + 1, end - rows, end, length_step(keys), rows, keys, keys)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -78,7 +79,9 @@ class _Backend:
             self.s2o_batch = "the context is shared by several ranks"
         else:
             slots, max_keys = self.req_to_token_pool.req_to_token, self.s2o_api.server.max_keys
-            self.s2o_batch = SglangBatch(forward_batch, slots, max_keys, self._part)
+            ends = getattr(forward_batch, "contains_last_prefill_chunk", False)  # of which requests it does not say
+            last_rows = partial(self.s2o_api.server.fit.last_rows, left=0 if ends else None)
+            self.s2o_batch = SglangBatch(forward_batch, slots, max_keys, self._part, last_rows)
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,

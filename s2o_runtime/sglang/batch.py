@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.serving import batch
+from s2o_runtime.serving.pieces import Pieces
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
@@ -23,25 +24,48 @@ class SglangBatch(batch.Batch):
         req_to_token: int32 [requests, N], the slots of the cache where each request's tokens are.
         max_keys: of one sparse run.
         build_part: makes what the stock backend needs of the ForwardBatch of a run.
+        last_rows: how many of a request's queries are a prompt's last rows, by its queries and keys.
     """
 
-    def __init__(self, source: Any, req_to_token: Tensor, max_keys: int, build_part: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, source: Any, req_to_token: Tensor, max_keys: int, build_part: Callable[[Any], Any],
+        last_rows: Callable[[int, int], int],
+    ) -> None:  # fmt: skip
         queries = [int(count) for count in source.extend_seq_lens_cpu]
         prefixes = [int(count) for count in source.extend_prefix_lens_cpu]
         lengths = [prefix + count for prefix, count in zip(prefixes, queries, strict=True)]
-        super().__init__(
-            [0, *accumulate(queries)], lengths, max_keys, lambda run: build_part(part_of(source, lengths, run))
-        )
+        pieces = Pieces.of([0, *accumulate(queries)], lengths, last_rows)
+        self._pieces = parted = source if pieces.are_requests else in_pieces(source, pieces)
+        super().__init__(pieces, max_keys, lambda run: build_part(part_of(parted, pieces.lengths, run)))
         self.source, self._req_to_token = source, req_to_token
         self._edges: Tensor | None = None
 
     def tensors_of(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """Where queries begin, how many keys there are, and their slots, which are pages of one token."""
         if self._edges is None:
-            counts = self.source.extend_seq_lens
+            counts = self._pieces.extend_seq_lens
             self._edges = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        edges, seq_lens = self._edges[run.first : run.last + 1], self.source.seq_lens[run.requests].int()
-        return edges, seq_lens, self._req_to_token[self.source.req_pool_indices[run.requests]].int()
+        edges, seq_lens = self._edges[run.first : run.last + 1], self._pieces.seq_lens[run.requests].int()
+        return edges, seq_lens, self._req_to_token[self._pieces.req_pool_indices[run.requests]].int()
+
+
+def in_pieces(source: Any, pieces: Pieces) -> Any:
+    """The ForwardBatch whose requests are the pieces of a batch's requests."""
+    parted = copy.copy(source)
+    queries = pieces.queries
+    lengths = {"extend_seq_lens": queries, "seq_lens": pieces.lengths}
+    lengths["extend_prefix_lens"] = [keys - count for keys, count in zip(pieces.lengths, queries, strict=True)]
+    for name in OF_REQUESTS:
+        whole = getattr(source, name, None)
+        numbers = lengths.get(name.removesuffix("_cpu"))
+        if isinstance(whole, Tensor):
+            given = pieces.requests if numbers is None else numbers
+            entries = torch.tensor(given).to(whole.device, non_blocking=True)
+            setattr(parted, name, whole[entries] if numbers is None else entries.to(whole.dtype))
+        elif whole is not None:
+            setattr(parted, name, [whole[request] for request in pieces.requests] if numbers is None else numbers)
+    parted.batch_size = len(queries)
+    return parted
 
 
 def part_of(source: Any, lengths: Sequence[int], run: Run) -> Any:

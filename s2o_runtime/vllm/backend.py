@@ -34,10 +34,12 @@ class VllmApi:
     Attributes:
         server: gives the profile of this process, which is loaded when the first layer is made.
         layer_index: gives a layer's index in the whole model by its name.
+        left: gives the tokens of its prompt behind a request of so many queries and keys; None if that is not known.
     """
 
     server: Callable[[], Server]
     layer_index: Callable[[str], int]
+    left: Callable[[int, int], int | None]
 
 
 def mix_in(stock: type, name: str, api: VllmApi) -> type:
@@ -103,7 +105,12 @@ class _Builder:
         # fast: no schedule in buffers that the whole batch's metadata uses
         build_part = partial(stock_build, 0, fast_build=True)
         reason = server.fit.obstacle or whole_only(common_attn_metadata)
-        setattr(metadata, BATCH, reason or VllmBatch(common_attn_metadata, build_part, server.max_keys))
+        left = self.s2o_api.left
+
+        def last_rows(queries: int, keys: int) -> int:
+            return server.fit.last_rows(queries, keys, left(queries, keys))
+
+        setattr(metadata, BATCH, reason or VllmBatch(common_attn_metadata, build_part, server.max_keys, last_rows))
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:

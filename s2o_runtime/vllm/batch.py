@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,10 +12,13 @@ from torch import Tensor
 
 from s2o_runtime.errors import InputError
 from s2o_runtime.serving import batch
+from s2o_runtime.serving.pieces import Pieces
 from s2o_runtime.serving.plan import Run
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
+KEYS = ("seq_lens", "seq_lens_cpu_upper_bound", "_seq_lens_cpu")  # fields with each request's keys
+COMPUTED = ("_num_computed_tokens_cpu",)  # with those of its keys that are not of its queries
 LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")  # keys on the host, exact for prompts; newest name first
 # What a part of a batch cannot have: such batches are the stock backend's as a whole.
 WHOLE_ONLY = {
@@ -34,13 +37,17 @@ class VllmBatch(batch.Batch):
         common: vLLM's `CommonAttentionMetadata`.
         build_part: makes the stock backend's metadata of a part of it.
         max_keys: of one sparse run.
+        last_rows: how many of a request's queries are a prompt's last rows, by its queries and keys.
     """
 
-    def __init__(self, common: Any, build_part: Callable[[Any], Any], max_keys: int) -> None:
+    def __init__(
+        self, common: Any, build_part: Callable[[Any], Any], max_keys: int, last_rows: Callable[[int, int], int]
+    ) -> None:
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        lengths = lengths_on_host(common)[: common.num_reqs].tolist()
-        super().__init__(starts, lengths, max_keys, lambda run: build_part(part_of(common, run)))
-        self._common, self._build = common, build_part
+        pieces = Pieces.of(starts, lengths_on_host(common)[: common.num_reqs].tolist(), last_rows)
+        self._common = common = common if pieces.are_requests else in_pieces(common, pieces)
+        self._build = build_part
+        super().__init__(pieces, max_keys, lambda run: build_part(part_of(common, run)))
 
     def tensors_of(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """Where queries begin, how many keys there are, and their pages."""
@@ -50,6 +57,8 @@ class VllmBatch(batch.Batch):
 
     def with_block_table(self, block_table: Tensor, slot_mapping: Tensor) -> VllmBatch:
         """The same batch of another group of layers, whose keys lie in other pages."""
+        if not self.pieces.are_requests:
+            block_table = of_pieces(block_table, self.pieces)
         common = replace(self._common, block_table_tensor=block_table, slot_mapping=slot_mapping)
         other, build_part = copy.copy(self), self._build
         other._common, other._build_part = common, lambda run: build_part(part_of(common, run))
@@ -71,6 +80,34 @@ def whole_only(common: Any) -> str | None:
     if common.causal is not True:
         return "the batch is not causal"
     return next((reason for name, reason in WHOLE_ONLY.items() if getattr(common, name, None) is not None), None)
+
+
+def of_pieces(values: Any, pieces: Pieces) -> Any:
+    """Of a tensor or an array with an entry for each request, one with those of each piece's request."""
+    index = torch.tensor(pieces.requests)
+    return values[index.to(values.device, non_blocking=True) if isinstance(values, Tensor) else index.numpy()]
+
+
+def in_pieces(common: Any, pieces: Pieces) -> Any:
+    """The `CommonAttentionMetadata` whose requests are the pieces of a batch's requests."""
+
+    def numbers(values: Sequence[int], like: Tensor) -> Tensor:
+        return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
+
+    changes: dict[str, Any] = {"num_reqs": len(pieces.requests), "max_query_len": max(pieces.queries)}
+    for field in fields(common):
+        value = getattr(common, field.name)
+        if field.name.endswith("_cache"):
+            changes[field.name] = None
+        elif field.name in EDGES:
+            changes[field.name] = numbers(pieces.starts, value)
+        elif field.name not in OF_TOKENS and hasattr(value, "shape") and len(value.shape) > 0:
+            changes[field.name] = of_pieces(value, pieces)
+            if field.name in KEYS:
+                changes[field.name] -= numbers(pieces.later, value)
+            elif field.name in COMPUTED:
+                changes[field.name] += numbers(pieces.earlier, value)
+    return replace(common, **changes)
 
 
 def part_of(common: Any, run: Run) -> Any:

@@ -15,8 +15,11 @@ from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, ServerContext, start_failures
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.vllm.backend import VllmApi
+from s2o_runtime.vllm.prompts import Prompts
 
 SECTION = "s2o"  # of --additional-config, which has the settings
+
+PROMPTS = Prompts()  # of this process
 
 log = logging.getLogger("s2o_runtime")
 
@@ -25,7 +28,7 @@ def vllm_api() -> VllmApi:
     """What S2O's classes ask of this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return VllmApi(server, extract_layer_index)
+    return VllmApi(server, extract_layer_index, PROMPTS.left)
 
 
 @lru_cache(maxsize=1)
@@ -44,7 +47,9 @@ def server() -> Server:
         get_world_group,
     )
     from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu_worker import Worker  # of a CPU's too
 
+    PROMPTS.watch(Worker)
     config = get_current_vllm_config()
     model = config.model_config
     on_cpu = current_platform.is_cpu()

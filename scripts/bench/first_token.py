@@ -41,6 +41,7 @@ import torch
 
 from calibrate.model.models import load_config, load_tokenizer, resolve
 from calibrate.prompts.stdlib import first_tokens, one_text, sources
+from calibrate.recipe import DEFAULT_LAST_ROWS
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError
@@ -380,7 +381,7 @@ def even_profile(args: argparse.Namespace, path: Path) -> Path:
     shape, device = geometry(load_config(args.model, random_weights=True)), identify(torch.device(args.device))
     head = HeadConfig(tau=1 / args.density - 1, segment=2048, representatives=32)
     tile = device_tile(shape.head_dim, torch.device(args.device))
-    layer = LayerConfig((head,) * shape.query_heads, tile, grain=4)
+    layer = LayerConfig((head,) * shape.query_heads, tile, grain=4, last_rows=DEFAULT_LAST_ROWS)
     lengths = tuple(sorted({args.lengths[0], args.lengths[-1]}))
     profile = Profile(args.model, shape, "", device, lengths, ((layer,) * shape.layers,) * len(lengths))
     save_profile(profile.validate(), path)

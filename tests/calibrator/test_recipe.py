@@ -75,7 +75,7 @@ def test_dense_last_rows_follow_the_length():
     made = recipe(lengths=(1024, 2048))
     assert [made.last_rows_at(length) for length in (1024, 4096, 8191, 8192, 131072)] == [0, 128, 128, 256, 256]
     assert recipe(last_rows=512).last_rows_at(1024) == 512
-    assert recipe(last_rows=512, chunk=4096).last_rows_at(8192) == 0
+    assert recipe(last_rows=512, chunk=4096).last_rows_at(8192) == 512
     record = made.record()
     assert Recipe.from_record(record, made.out).last_rows_at(8192) == 256
     del record["last_rows"]  # as versions before there were any

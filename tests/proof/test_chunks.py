@@ -51,12 +51,12 @@ def test_what_each_chunk_runs():
     assert LayerSetting.of(layers, None, 0, LENGTH) == LayerSetting(SPARSER)
 
 
-def test_no_chunk_has_dense_last_rows():
-    """Servers have none, in a short prompt either."""
-    layers = Layers(*(replace(config, last_rows=128) for config in (SPARSE, SPARSER)))
-    assert [config for _, config in LayerSetting.of(layers, CHUNK, 0, LENGTH).by_keys] == [SPARSE, SPARSER, SPARSER]
-    assert LayerSetting.of(layers, CHUNK, 0, CHUNK).config == SPARSE
-    assert LayerSetting.of(layers, None, 0, LENGTH).config.last_rows == 128
+def test_a_prompts_last_chunk_alone_has_dense_last_rows():
+    short, long = (replace(config, last_rows=128) for config in (SPARSE, SPARSER))
+    layers = Layers(short, long)
+    assert [config for _, config in LayerSetting.of(layers, CHUNK, 0, LENGTH).by_keys] == [SPARSE, SPARSER, long]
+    assert LayerSetting.of(layers, CHUNK, 0, CHUNK).config == short
+    assert LayerSetting.of(layers, None, 0, LENGTH).config == long
 
 
 def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():

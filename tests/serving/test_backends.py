@@ -1,6 +1,7 @@
 """What S2O's backends do in vLLM and in SGLang alike, between fakes of their classes and a dense stock backend."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,72 @@ def test_a_step_with_too_many_keys_for_one_call_is_several(made):
     config = engine.server.fit.layers[0].config(300)
     check_close(out, torch.cat([alone(request, len(request), config).out for request in requests]))
     assert [run.is_sparse for run in engine.runs()] == [True, True]
+
+
+LAST = "the last rows of a prompt"
+
+
+def with_last_rows(rows=128, **options):
+    profile = two_layers(lengths=(128, 768), **options)
+    first, second = profile.layers[0]
+    return replace(profile, layers=((replace(first, last_rows=rows), second),) * 2)
+
+
+def parts_alone(engine, request, last):
+    """The rows of a request up to its last ones by the op, those by dense attention."""
+    config, done, count = engine.server.fit.layers[0].config(len(request)), request.done, request.fed
+    request.done = done - last
+    sparse = alone(request, count - last, config).out
+    request.done = done
+    return torch.cat([sparse, dense(request, last)])
+
+
+def test_a_prompts_last_rows_are_the_stock_backends(made):
+    """Of two that end in a batch with a decode, one of them behind a prefix, and none before they end."""
+    engine = made(with_last_rows(), ends=True)
+    decoding, chunked, whole = engine.add(900), engine.add(600), engine.add(500)
+    engine.outputs([(decoding, 299), (chunked, 200)])
+    assert engine.counted() == {("s2o", "the tensors are on the cpu"): 499}
+    before, parts = engine.stock_rows, [(decoding, 1), (chunked, 400), (whole, 500)]
+    parts = parts if engine.order[0] == 0 else [*parts[1:], parts[0]]
+    out = engine.outputs(parts)
+    for (request, _), ours in zip(parts, out.split([count for _, count in parts]), strict=True):
+        check_close(ours, dense(request, 1) if request is decoding else parts_alone(engine, request, 128))
+    assert engine.stock_rows - before == 1 + 128 + 128
+    counted = engine.counted()
+    assert (counted["dense", "decode"], counted["dense", LAST]) == (1, 256)
+    assert counted["s2o", "the tensors are on the cpu"] == 499 + 272 + 372
+    engine.outputs([(engine.add(100), 100)])
+    assert engine.counted()["dense", "shorter than the shortest calibrated length"] == 100  # and no last rows of it
+
+
+def test_a_chunk_of_last_rows_alone_is_the_stock_backends_as_a_whole(made):
+    engine = made(with_last_rows(), ends=True)
+    request = engine.add(500)
+    engine.outputs([(request, 400)])
+    check_close(engine.outputs([(request, 100)]), dense(request, 100))
+    assert engine.counted()["dense", LAST] >= 100
+
+
+def test_last_rows_lie_in_two_chunks_of_vllm():
+    """Which knows how much of a prompt is left; SGLang says only that it does not end."""
+    engine = VllmEngine(FakeServer(with_last_rows(), Rank(), "cpu", 2048), ends=True)
+    request = engine.add(500)
+    out = engine.outputs([(request, 450)])
+    check_close(out, parts_alone(engine, request, 78))
+    check_close(engine.outputs([(request, 50)]), dense(request, 50))
+    assert engine.counted()["dense", LAST] == 128
+
+
+def test_pieces_of_another_cache_group_read_its_pages():
+    engine = VllmEngine(FakeServer(with_last_rows(), Rank(), "cpu", 2048), ends=True)
+    request = engine.add(600)
+    prepared = engine.prepare([(request, 600)])
+    expected = prepared.forward()
+    other = torch.randperm(engine.pages)[: len(request.pages)]
+    engine.cache[other] = engine.cache[request.pages].clone()
+    prepared.metadata = engine.builder.update_block_table(prepared.metadata, other[None].int(), None)
+    check_close(prepared.forward(), expected)
 
 
 def test_layers_are_not_asked_about_a_batch_with_little_work(made, monkeypatch):

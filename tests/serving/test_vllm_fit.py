@@ -198,10 +198,15 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
         checkpoint_hashes(tmp_path, served())
 
 
-def test_no_row_is_dense_for_being_the_last():
-    """Servers do not say where a prompt ends."""
+def test_last_rows_are_a_requests_own_and_not_a_matter_of_configurations():
     made = profile()
     layers = tuple(tuple(replace(layer, last_rows=256) for layer in bucket) for bucket in made.layers)
-    layer = ProfileFit(replace(made, layers=layers), Rank(), CPU).layers[0]
-    assert layer.config(1024) == made.layers[0][0]
-    assert layer.config(1024) is layer.config(1024)
+    fit = ProfileFit(replace(made, layers=layers), Rank(), CPU)
+    assert fit.layers[0].config(1024) == made.layers[0][0]
+    assert fit.layers[0].config(1024) is fit.layers[0].config(1024)
+    assert [fit.last_rows(500, 2048, left) for left in (0, 56, 255, 256, 900, None)] == [256, 200, 1, 0, 0, 0]
+    assert fit.last_rows(100, 2048, 0) == 100
+    assert fit.last_rows(500, made.min_length - 1, 0) == 0
+    assert fit.last_rows(1, 2048, 0) == 0  # decode
+    fit.host_flops = 1e18
+    assert fit.last_rows(500, 2048, 0) == 0

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from s2o_runtime.lengths import length_step, shared_bound
 from s2o_runtime.serving.calls import shared_bounds
+from s2o_runtime.serving.pieces import Pieces
 from s2o_runtime.serving.plan import plan
 
 MAX_KEYS = 5000
@@ -31,7 +32,7 @@ def batches(draw):
 def test_every_row_is_computed_once_and_by_whom_it_should(batch):
     queries, keys = batch
     starts = [0, *accumulate(queries)]
-    planned = plan(starts, keys, why_dense, MAX_KEYS)
+    planned = plan(Pieces.of(starts, keys), why_dense, MAX_KEYS)
     assert [run.first for run in planned.runs] == [0, *(run.last for run in planned.runs)][: len(planned.runs)]
     assert (planned.runs[-1].last if planned.runs else 0) == len(queries)
     reasons = {}
@@ -59,20 +60,20 @@ def test_every_row_is_computed_once_and_by_whom_it_should(batch):
 @given(batches())
 def test_neighbours_are_joined_where_they_may_be(batch):
     queries, keys = batch
-    planned = plan([0, *accumulate(queries)], keys, why_dense, MAX_KEYS)
+    planned = plan(Pieces.of([0, *accumulate(queries)], keys), why_dense, MAX_KEYS)
     for run, after in pairwise(planned.runs):
         assert run.length_step != after.length_step or run.total_k + keys[after.first] > MAX_KEYS
 
 
 def test_a_run_is_as_large_as_its_limit_and_no_larger():
-    runs = plan([0, 500, 1000, 1500], [MAX_KEYS // 2] * 3, why_dense, MAX_KEYS).runs
+    runs = plan(Pieces.of([0, 500, 1000, 1500], [MAX_KEYS // 2] * 3), why_dense, MAX_KEYS).runs
     assert [(run.first, run.last, run.total_k) for run in runs] == [(0, 2, MAX_KEYS), (2, 3, MAX_KEYS // 2)]
-    (alone,) = plan([0, 500], [MAX_KEYS + 1], why_dense, MAX_KEYS).runs
+    (alone,) = plan(Pieces.of([0, 500], [MAX_KEYS + 1]), why_dense, MAX_KEYS).runs
     assert alone.total_k == MAX_KEYS + 1
 
 
 def test_a_batch_of_decodes_and_one_long_prompt():
-    planned = plan([0, 1, 2, 3, 1003], [700, 9000, 12, 4000], why_dense, MAX_KEYS)
+    planned = plan(Pieces.of([0, 1, 2, 3, 1003], [700, 9000, 12, 4000]), why_dense, MAX_KEYS)
     stock, sparse = planned.runs
     assert (stock.requests, stock.rows, stock.is_sparse) == (slice(0, 3), slice(0, 3), False)
     assert (sparse.requests, sparse.rows, sparse.max_q, sparse.max_k) == (slice(3, 4), slice(3, 1003), 1000, 4000)

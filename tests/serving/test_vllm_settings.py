@@ -209,6 +209,7 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
             "get_tensor_model_parallel_world_size": lambda: 1,
         },
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+        "vllm.v1.worker.gpu_worker": {"Worker": type("Worker", (), {"execute_model": lambda self, step: None})},
     }
     put_modules(monkeypatch, names)
     engine.server.cache_clear()

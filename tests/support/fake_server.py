@@ -45,6 +45,7 @@ class Request:
     queries: Tensor
     pages: list[int]
     done: int = 0
+    fed: int = 0  # at last
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -96,5 +97,5 @@ def take(parts: list[tuple[Request, int]]) -> tuple[Tensor, Tensor, Tensor]:
         torch.cat([getattr(request, name)[tokens] for request, tokens in new]) for name in ("queries", "keys", "values")
     )
     for request, count in parts:
-        request.done += count
+        request.done, request.fed = request.done + count, count
     return query, key, value

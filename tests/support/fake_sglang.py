@@ -53,6 +53,7 @@ class ForwardBatch:
     extend_seq_lens_cpu: list[int] | None
     extend_prefix_lens_cpu: list[int] | None
     orig_seq_lens: Tensor | None = None
+    contains_last_prefill_chunk: bool = False
     encoder_lens: Tensor | None = None
     mha_return_lse: bool | None = None
     _attn_output: Tensor | None = None
@@ -132,6 +133,7 @@ class FakeEngine(Requests):
     obstacle: str | None = None
     kv_cache_dtype: str = "bfloat16"
     split: bool = False
+    ends: bool = False  # whether prompts end with their tokens
     requests: list[Request] = field(default_factory=list)
     writes: int = 0
     page_size: int = 1
@@ -195,6 +197,8 @@ class FakeEngine(Requests):
             extend_prefix_lens=here(starts),
             extend_seq_lens_cpu=counts,
             extend_prefix_lens_cpu=starts,
+            contains_last_prefill_chunk=self.ends
+            and any(len(request) == request.done + count for request, count in parts),
         )
 
     def feed(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND, **call: Any) -> Tensor:

@@ -5,6 +5,7 @@ On a GPU the same classes drive the real kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -101,9 +102,9 @@ class Stock:
         return StockBuilder
 
 
-def fake_backend(server: Any) -> Any:
-    """S2O's backend on the stock one, for a server; layers are named "layers.N"."""
-    return mix_in(Stock, "S2O", VllmApi(lambda: server, lambda name: int(name.rpartition(".")[2])))
+def fake_backend(server: Any, left: Callable[[int, int], int | None] = lambda queries, keys: None) -> Any:
+    """S2O's backend on the stock one, for a server; layers are named "layers.N". left: `VllmApi`'s."""
+    return mix_in(Stock, "S2O", VllmApi(lambda: server, lambda name: int(name.rpartition(".")[2]), left))
 
 
 def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: int, **like: Any) -> Tensor:
@@ -132,11 +133,12 @@ class FakeEngine(Requests):
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     kv_cache_dtype: str = "auto"
+    ends: bool = False  # whether prompts end with their tokens
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         heads, kv_heads, head_dim = self.sizes
-        backend = fake_backend(self.server)
+        backend = fake_backend(self.server, self.left)
         self.builder = backend.get_builder_cls()()
         self.impl = backend.get_impl_cls()(
             heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=self.kv_cache_dtype
@@ -157,6 +159,11 @@ class FakeEngine(Requests):
         rows = sum(count for _, count in parts)
         prepared = self.prepare(parts, padding)
         return prepared.forward(layer)[:rows], prepared.metadata
+
+    def left(self, queries: int, keys: int) -> int | None:
+        """Tokens of the prompt behind the fed request of so many keys."""
+        of_prompts = [len(request) - keys for request in self.requests if request.done == keys]
+        return of_prompts[0] if self.ends and of_prompts else None
 
     def prepare(self, parts: list[tuple[Request, int]], padding: int = 0) -> Prepared:
         """Write the keys of so many tokens of each request, and build the batch's metadata."""

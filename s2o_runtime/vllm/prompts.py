@@ -1,0 +1,66 @@
+"""Where the prompts of vLLM's requests end, which it tells its workers and not its attention backends."""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import Any
+
+log = logging.getLogger("s2o_runtime")
+
+
+class Prompts:
+    """The prompts that a worker has not read to their end, and what the step of now leaves of them."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}
+        self._left: dict[tuple[int, int], int] = {}
+        self._unknown = False
+
+    def watch(self, worker: type) -> None:
+        """See every step of a worker's class before it runs."""
+        execute = worker.execute_model  # type: ignore[attr-defined]
+
+        @wraps(execute)
+        def execute_model(self: Any, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+            prompts.see(scheduler_output)
+            return execute(self, scheduler_output, *arguments, **named)
+
+        prompts = self
+        worker.execute_model = execute_model  # type: ignore[attr-defined]
+
+    def see(self, step: Any) -> None:
+        """Take in a step, vLLM's `SchedulerOutput`; from one that is not understood on, no prompt is known to end."""
+        self._left = {}
+        if self._unknown:
+            return
+        try:
+            self._see(step)
+        except (AttributeError, KeyError, TypeError) as error:
+            self._unknown = True
+            log.warning("S2O: this vLLM does not say where prompts end (%r): their last rows are sparse too", error)
+
+    def _see(self, step: Any) -> None:
+        for request in step.finished_req_ids:
+            self._lengths.pop(request, None)
+        for new in step.scheduled_new_reqs:
+            prompt = new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds
+            self._lengths[new.req_id] = len(prompt)
+        if not self._lengths:
+            return  # as in nearly all steps, which decode
+        before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        running = step.scheduled_cached_reqs
+        before |= zip(running.req_ids, running.num_computed_tokens, strict=True)
+        for request, length in list(self._lengths.items()):
+            queries = step.num_scheduled_tokens.get(request, 0)
+            if not queries:
+                continue
+            left = length - before[request] - queries
+            shape = queries, before[request] + queries
+            self._left[shape] = min(left, self._left.get(shape, left))
+            if left <= 0:
+                del self._lengths[request]
+
+    def left(self, queries: int, keys: int) -> int | None:
+        """Tokens of a prompt behind this step's request of so many queries and keys; None if that is not known."""
+        return self._left.get((queries, keys))
