@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from urllib.request import urlopen
 
-from vllm_engine import questions
+from vllm_engine import LAST, questions, with_last_rows
 
 LENGTH, METRICS_PORT = 2048, 9217
 SAMPLE = re.compile(r's2o_rows_total\{.*path="(\w+)",.*rank="(\d+)",reason="([^"]*)".*\} (\S+)')
@@ -108,6 +108,7 @@ def main(profile: str, model: str, name: str) -> int:
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(case.ranks)))  # a core for each
     os.environ[FLASH_VARIABLE] = str(int(case.flash))
     if case.sparse:
+        profile = with_last_rows(profile, f"{name}.safetensors")
         os.environ["S2O_SETTINGS"] = json.dumps({"profile": profile, "metrics_port": METRICS_PORT})
     import sglang
     from transformers import AutoTokenizer
@@ -154,6 +155,7 @@ def main(profile: str, model: str, name: str) -> int:
                 print(f"{name}: rows of all layers on rank {rank}: {shares}", flush=True)
                 assert any(path == "s2o" for path, _ in rows), "no row was computed by S2O"
                 assert any(path == "dense" for path, _ in rows), "no row was computed by the stock backend"
+                assert ("dense", LAST) in rows, "no row was dense for being the last of a prompt"
                 assert not case.mixed or ("dense", "decode") in rows, "no row was decoded beside prompts"
     finally:
         engine.shutdown()

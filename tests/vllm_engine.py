@@ -14,9 +14,10 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+LAST_ROWS, LAST = 128, "the last rows of a prompt, which answer"
 LENGTH, GPU_LENGTH, NEEDLES, SEED = 2048, 16384, 8, 1234
 
 
@@ -67,6 +68,8 @@ def main(profile: str, model: str, name: str) -> int:
     from vllm import LLM, SamplingParams
 
     prompts, codes = questions(AutoTokenizer.from_pretrained(model), case.length)
+    if case.sparse:
+        profile = with_last_rows(profile, f"{name}.safetensors")
     engine = LLM(
         model=model,
         dtype="bfloat16",
@@ -98,7 +101,21 @@ def main(profile: str, model: str, name: str) -> int:
         shares = server().counters.shares()
         assert any(path == "s2o" for path, _ in shares), "no row was computed by S2O"
         assert any(path == "dense" for path, _ in shares), "no row was computed by the stock backend"
+        assert any(reason == LAST for _, reason in shares), "no row was dense for being the last of a prompt"
     return int(right < len(codes))
+
+
+def with_last_rows(profile: str, out: str) -> str:
+    """Write a profile with dense last rows, whether it has any or not; returns the new file's path."""
+    from s2o_runtime.profile import load_profile, save_profile
+
+    made = load_profile(Path(profile))
+    layers = tuple(
+        tuple(layer if layer.is_dense else replace(layer, last_rows=LAST_ROWS) for layer in bucket)
+        for bucket in made.layers
+    )
+    save_profile(replace(made, layers=layers), Path(out))
+    return str(Path(out).resolve())
 
 
 def set_environment(case: EngineCase) -> None:
