@@ -10,7 +10,7 @@ from s2o_runtime.serving.server import Server, ServerContext
 from s2o_runtime.serving.settings import Settings
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine
-from support.server_batches import check_mixed_batches, served_profile, served_tiles
+from support.server_batches import check_last_rows, check_mixed_batches, served_profile, served_tiles
 
 
 @pytest.mark.parametrize("layout", ["pages of two", "side by side"])
@@ -25,6 +25,13 @@ def test_mixed_batches_are_each_request_on_its_own(tile, layout, monkeypatch):
     assert set(seconds) == set(server.counters.timed) == {(0, "s2o"), (0, "dense")}
     assert all(1e-5 < mean < 10 for mean in seconds.values())
     assert server.counters.densities() == {0: pytest.approx(float(server.counters.sampled[0].density.mean()))}
+
+
+@pytest.mark.parametrize("tile", served_tiles(), ids=str)
+def test_last_rows_are_exact(tile):
+    server = FakeServer(served_profile(tile, last_rows=256), Rank(), "cuda", 16384)
+    engine = FakeEngine(server, pages=2048, dtype=torch.bfloat16, device="cuda", ends=True)
+    check_last_rows(engine, lambda parts: engine.feed(parts)[0])
 
 
 def test_the_profiling_run_reserves_and_compiles(tmp_path):
