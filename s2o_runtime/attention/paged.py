@@ -193,8 +193,6 @@ def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype)
         return f"head_dim {pages.k.shape[3]} is filled up with zeros"
     if config.tile.specialized:
         k, v = pages.rows
-        if len(k) * max(k.stride(0), v.stride(0)) >= 1 << 31:
-            return "the cache has 2^31 elements or more, whose offsets need registers that the kernel does not have"
         steps = (step * k.element_size() for cache in (k, v) for step in cache.stride()[:2])
         if any(step % ROW_BYTES for step in (*steps, k.data_ptr(), v.data_ptr())):
             return f"rows do not begin at multiples of {ROW_BYTES} bytes"

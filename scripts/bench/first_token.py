@@ -4,11 +4,11 @@
     python -m scripts.bench.first_token --model demo --profile profiles/demo/nvidia-h200/rel-mse-0.001.safetensors
     python -m scripts.bench.first_token --model llama-3.1-8b --density 0.25 --chunks 2048,8192 --hits 0,0.5,0.99
 
-Each engine runs in a process of its own, one after the other, because vLLM keeps the GPU's memory. Both read the same
-prompts, one at a time, with CUDA graphs, torch.compile and the prefix cache, as a server does by default. The cache is
-emptied before a prompt that is not to hit it. S2O runs without its drift check. The first prompts of a kind are not
-counted: they may include compiling, and S2O records launches in the second to the fourth of like calls, to replay them
-from then on. All chunks are timed in one engine, which is started for the largest.
+Each engine runs in a process of its own, with a part of the GPU's memory. Both read the same prompts in turns, one at
+a time, so that what else the machine does meets both; with CUDA graphs, torch.compile and the prefix cache, as a server
+does by default. The cache is emptied before a prompt that is not to hit it. S2O runs without its drift check. The first
+prompts of a kind are not counted: they may include compiling, and S2O records launches in the second to the fourth of
+like calls, to replay them from then on. All chunks are timed in one engine, which is started for the largest.
 
 --rates has requests arrive at random times, so many a second on average, and generate --tokens tokens each (an open
 loop): the time to the first token is then counted from a request's arrival.
@@ -27,10 +27,11 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import accumulate, pairwise, product
 from multiprocessing import get_context
@@ -53,6 +54,7 @@ from scripts.bench.schema import ResultFile, Spread, write
 
 NAME = "scripts.bench.first_token"
 STOCK, S2O = "stock", "S2O"
+MEMORY = 0.44  # of the GPU, for each engine
 LONG = 65536  # new tokens of a prompt: those of half as many are timed twice as often, up to eight times
 NEEDLES, NEEDLE_TOKENS = 8, 16  # codes that are asked for, and tokens of an answer
 VARIABLES = {
@@ -159,19 +161,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run both engines, print the table and write --out, after the first too."""
+    """Run both engines, print the table and write --out, after each kind of prompt too."""
     check(args)
-    stock = alone(STOCK, args)
-    write(args.out, stock)
-    s2o = alone(S2O, args)
-    file = replace(
-        s2o,
-        rows=[*stock.rows, *s2o.rows],
-        open_loop=[*stock.open_loop, *s2o.open_loop],
-        needles=stock.needles | s2o.needles,
-    )
-    write(args.out, file)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        engines = {name: stack.enter_context(Remote(name, args, Path(folder) / name)) for name in (STOCK, S2O)}
+        text, rows, loops = Text(args), [], []
+        for kind in (PromptKind(*of) for of in product(args.lengths, args.chunks, args.hits)):
+            rows += first_tokens_of(engines, kind, text, args)
+            write(args.out, file_of(args, engines[S2O], rows))
+        needles = {} if args.profile is None else {name: one.call("needles") for name, one in engines.items()}
+        print(f"needles: {needles}", flush=True)
+        for rate in args.rates:
+            prompts, arrivals = text.arriving(rate, args)
+            loops += [one.call("open_loop", rate, prompts, arrivals) for one in engines.values()]
+        file = file_of(args, engines[S2O], rows, open_loop=loops, needles=needles)
+        if not file.summary:
+            raise ConfigError("no row was computed by S2O: use --lengths that the profile covers")
+        write(args.out, file)
     report(file)
+
+
+def file_of(args: argparse.Namespace, s2o: Remote, rows: list[FirstTokens], **more: Any) -> FirstTokenFile:
+    """What is known so far."""
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "profile")}
+    settings["profile"] = None if args.profile is None else str(args.profile)
+    return FirstTokenFile(settings=settings, rows=rows, **s2o.call("seen"), **more)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -194,84 +208,141 @@ def check(args: argparse.Namespace) -> None:
         load_profile(args.profile)
 
 
-def alone(engine: str, args: argparse.Namespace) -> FirstTokenFile:
-    """`run_engine` in a new process, which ends with it. Raises ResourceError if that is lost."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+class Remote:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, args: argparse.Namespace, folder: Path) -> None:
+        self._name, self._given = name, (name, args, folder)
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+    def __enter__(self) -> Remote:
+        self._run(start_served, *self._given)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the process's `Served` returns. Raises S2OError: a `ResourceError` if the engine fails."""
+        return self._run(call_served, method, *arguments)
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return pool.submit(run_engine, engine, args).result()
+            return self._pool.submit(function, *arguments).result()
         except BrokenProcessPool as error:
-            raise ResourceError(f"the process of the {engine} engine was lost: see what vLLM printed above") from error
+            raise ResourceError(
+                f"the process of the {self._name} engine was lost: see what vLLM printed above"
+            ) from error
 
 
-def run_engine(engine: str, args: argparse.Namespace) -> FirstTokenFile:
-    """Time one engine's first tokens. Raises S2OError: a `ResourceError` if the engine itself fails."""
-    os.environ.update(VARIABLES)
-    if args.device == "cpu" and engine == S2O:
-        os.environ |= {"S2O_VLLM_CPU": "support.vllm_cpu.S2OBackend", "PYTHONPATH": "tests"}
-        sys.path.append("tests")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return timed(engine, args, Path(folder))
-        except S2OError:
-            raise
-        except Exception as error:  # vLLM's are of many types
-            sentence = " ".join(str(error).split()) or "no message"
-            raise ResourceError(f"the {engine} engine failed ({type(error).__name__}: {sentence})") from error
+served: list[Served] = []  # of this process, one
 
 
-def timed(engine: str, args: argparse.Namespace, folder: Path) -> FirstTokenFile:
-    """One engine over all kinds of prompts, which prints each time. folder: for what `engine_options` makes."""
-    import vllm
+def start_served(*given: Any) -> None:
+    """Start the engine of this process."""
+    served.append(Served(*given))
 
-    llm, text = vllm.LLM(**engine_options(engine, args, folder)), Text(args)
-    rows = []
-    for kind in (PromptKind(*of) for of in product(args.lengths, args.chunks, args.hits)):
-        row = first_tokens_of(llm, engine, kind, text, args)
-        print(
-            f"{engine}: {kind}: {row.seconds.median * 1e3:.1f} ms, the first {row.first_seconds * 1e3:.0f}", flush=True
-        )
-        rows.append(row)
-    needles = {} if args.profile is None else {engine: needles_named(llm, args)}
-    print(f"{engine}: needles {needles}", flush=True)
-    loops = [open_loop(llm, engine, rate, text, args) for rate in args.rates]
-    summary, density = "", {}
-    if engine == S2O:
+
+def call_served(method: str, *arguments: Any) -> Any:
+    """Call a method of the engine of this process."""
+    return getattr(served[0], method)(*arguments)
+
+
+class Served:
+    """vLLM with one of the backends. folder: for what `engine_options` makes.
+
+    Raises:
+        S2OError: a `ResourceError` if the engine itself fails, in each method too.
+    """
+
+    def __init__(self, engine: str, args: argparse.Namespace, folder: Path) -> None:
+        os.environ.update(VARIABLES)
+        if args.device == "cpu" and engine == S2O:
+            os.environ |= {"S2O_VLLM_CPU": "support.vllm_cpu.S2OBackend", "PYTHONPATH": "tests"}
+            sys.path.append("tests")
+        folder.mkdir()
+        self.engine, self.args = engine, args
+        with failures(engine):
+            import vllm
+
+            self.llm = vllm.LLM(**engine_options(engine, args, folder))
+
+    def prepare(self, chunk: int, shared: list[int]) -> None:
+        """Read prompts in such chunks from now on, with these tokens in the cache."""
+        set_chunk(self.llm, chunk)
+        if shared:
+            self.llm.reset_prefix_cache()
+            self.read(shared, reset=False)
+
+    def read(self, prompt: list[int], reset: bool) -> tuple[float, int, int]:
+        """Seconds to the first token of a prompt, tokens of it that were cached, and the token. reset: the cache."""
+        with failures(self.engine):
+            if reset:
+                self.llm.reset_prefix_cache()
+            began = time.perf_counter()
+            (output,) = answer(self.llm, [prompt])
+            seconds = time.perf_counter() - began
+            return seconds, int(output.num_cached_tokens or 0), int(output.outputs[0].token_ids[0])
+
+    def needles(self) -> int:
+        """How many of the hidden codes the engine names."""
+        with failures(self.engine):
+            return needles_named(self.llm, self.args)
+
+    def open_loop(self, rate: float, prompts: list[list[int]], arrivals: list[float]) -> OpenLoop:
+        """Requests that arrive at these times."""
+        with failures(self.engine):
+            return open_loop(self.llm, self.engine, rate, prompts, arrivals, self.args)
+
+    def seen(self) -> dict[str, Any]:
+        """Fields of `FirstTokenFile` that S2O's process knows; the summary is empty where it computed no row."""
+        import vllm
+
         from s2o_runtime.vllm import engine as vllm_engine
 
         counters = vllm_engine.server().counters
-        summary = counters.summary()
+        machine = common.machine(torch.device(self.args.device))
+        machine["versions"]["vllm"] = vllm.__version__
+        used = any(path == "s2o" for path, _ in counters.shares())
         density = {str(layer): share for layer, share in counters.densities().items()}
-        if not any(path == "s2o" for path, _ in counters.shares()):
-            raise ConfigError(f"no row was computed by S2O ({summary}): use --lengths that the profile covers")
-    machine = common.machine(torch.device(args.device))
-    machine["versions"]["vllm"] = vllm.__version__
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "profile")}
-    settings["profile"] = None if args.profile is None else str(args.profile)
-    return FirstTokenFile(
-        settings=settings, rows=rows, open_loop=loops, needles=needles, summary=summary, density=density, **machine
-    )
+        return {"summary": counters.summary() if used else "", "density": density, **machine}
 
 
-def first_tokens_of(llm: Any, engine: str, kind: PromptKind, text: Text, args: argparse.Namespace) -> FirstTokens:
-    """Time one kind of prompt."""
-    set_chunk(llm, kind.chunk)
+@contextmanager
+def failures(engine: str) -> Iterator[None]:
+    """Inside the block, what vLLM raises is a `ResourceError`; its own errors are of many types."""
+    try:
+        yield
+    except S2OError:
+        raise
+    except Exception as error:
+        sentence = " ".join(str(error).split()) or "no message"
+        raise ResourceError(f"the {engine} engine failed ({type(error).__name__}: {sentence})") from error
+
+
+def first_tokens_of(
+    engines: dict[str, Remote], kind: PromptKind, text: Text, args: argparse.Namespace
+) -> list[FirstTokens]:
+    """Time one kind of prompt in both engines, in turns."""
     shared = text.tokens(int(kind.hit * kind.length))
-    if shared:
-        llm.reset_prefix_cache()
-        answer(llm, [shared])
-    seconds, cached, answers = [], [], []
+    for engine in engines.values():
+        engine.call("prepare", kind.chunk, shared)
+    reads: dict[str, list[tuple[float, int, int]]] = {name: [] for name in engines}
     repeats = args.repeats * max(1, min(8, LONG // (kind.length - len(shared))))  # a short one's host time varies
-    for _ in range(args.uncounted + repeats):
-        if not shared:
-            llm.reset_prefix_cache()
+    for turn in range(args.uncounted + repeats):
         prompt = [*shared, *text.tokens(kind.length - len(shared))]
-        began = time.perf_counter()
-        (output,) = answer(llm, [prompt])
-        seconds.append(time.perf_counter() - began)
-        cached.append(int(output.num_cached_tokens or 0))
-        answers.append(int(output.outputs[0].token_ids[0]))
-    timed_seconds = common.spread(seconds[args.uncounted :])
-    return FirstTokens(engine, kind, timed_seconds, seconds[0], min(cached[args.uncounted :]), answers)
+        for name in sorted(engines, reverse=bool(turn % 2)):
+            reads[name].append(engines[name].call("read", prompt, not shared))
+    rows = []
+    for name, of_engine in reads.items():
+        seconds, cached, answers = (list(values) for values in zip(*of_engine, strict=True))
+        fewest = min(cached[args.uncounted :])
+        rows.append(FirstTokens(name, kind, common.spread(seconds[args.uncounted :]), seconds[0], fewest, answers))
+    medians = [
+        f"{row.engine} {row.seconds.median * 1e3:.1f} ms, the first {row.first_seconds * 1e3:.0f}" for row in rows
+    ]
+    print(f"{kind}: {'; '.join(medians)}", flush=True)
+    return rows
 
 
 def set_chunk(llm: Any, chunk: int) -> None:
@@ -298,15 +369,14 @@ def needles_named(llm: Any, args: argparse.Namespace) -> int:
     return sum(code in words for code, words in zip(codes, said, strict=True))
 
 
-def open_loop(llm: Any, engine: str, rate: float, text: Text, args: argparse.Namespace) -> OpenLoop:
-    """Requests that arrive at random times, `rate` a second, of the longest length with their answers."""
+def open_loop(
+    llm: Any, engine: str, rate: float, prompts: list[list[int]], arrivals: list[float], args: argparse.Namespace
+) -> OpenLoop:
+    """Requests that arrive at these times, with answers of --tokens tokens."""
     import vllm
 
     set_chunk(llm, args.chunks[-1])
     llm.reset_prefix_cache()
-    length = args.lengths[-1] - args.tokens
-    prompts = [text.tokens(length) for _ in range(args.requests)]
-    arrivals = list(accumulate(text.rng.expovariate(rate) for _ in prompts))
     parameters = vllm.SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
     times: list[list[float]] = [[] for _ in prompts]
     added, began = 0, time.perf_counter()
@@ -324,7 +394,7 @@ def open_loop(llm: Any, engine: str, rate: float, text: Text, args: argparse.Nam
             of_request += [now] * (len(output.outputs[0].token_ids) - len(of_request))
     first = [of_request[0] - arrival for of_request, arrival in zip(times, arrivals, strict=True)]
     between = [after - before for of_request in times for before, after in pairwise(of_request)]
-    loop = OpenLoop(engine, length, rate, *p50_p99(first), *p50_p99(between))
+    loop = OpenLoop(engine, len(prompts[0]), rate, *p50_p99(first), *p50_p99(between))
     print(f"{engine}: {loop}", flush=True)
     return loop
 
@@ -350,7 +420,7 @@ def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[
         "enforce_eager": args.eager,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
-        "gpu_memory_utilization": 0.8,
+        "gpu_memory_utilization": MEMORY,
     }
     if args.device == "cuda":
         options["attention_backend"] = "FLASH_ATTN"
@@ -382,7 +452,7 @@ def even_profile(args: argparse.Namespace, path: Path) -> Path:
     head = HeadConfig(tau=1 / args.density - 1, segment=2048, representatives=32)
     tile = device_tile(shape.head_dim, torch.device(args.device))
     layer = LayerConfig((head,) * shape.query_heads, tile, grain=4, last_rows=DEFAULT_LAST_ROWS)
-    lengths = tuple(sorted({args.lengths[0], args.lengths[-1]}))
+    lengths = tuple(sorted({max(8192, args.lengths[0]), args.lengths[-1]}))  # as calibrated ones begin
     profile = Profile(args.model, shape, "", device, lengths, ((layer,) * shape.layers,) * len(lengths))
     save_profile(profile.validate(), path)
     return path
@@ -404,6 +474,11 @@ class Text:
         """So many tokens from a random place on."""
         start = self.rng.randrange(len(self.ids) - length)
         return self.ids[start : start + length]
+
+    def arriving(self, rate: float, args: argparse.Namespace) -> tuple[list[list[int]], list[float]]:
+        """Prompts that are with their answers of the longest length, and random times, `rate` a second."""
+        prompts = [self.tokens(args.lengths[-1] - args.tokens) for _ in range(args.requests)]
+        return prompts, list(accumulate(self.rng.expovariate(rate) for _ in prompts))
 
 
 def report(file: FirstTokenFile) -> None:

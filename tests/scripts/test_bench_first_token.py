@@ -94,6 +94,23 @@ class FakeEngine:
         return outputs
 
 
+class LocalEngine(bench.Remote):
+    """In this process."""
+
+    def __init__(self, *given):
+        self.given = given
+
+    def __enter__(self):
+        self.served = bench.Served(*self.given)
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def call(self, method, *arguments):
+        return getattr(self.served, method)(*arguments)
+
+
 @pytest.fixture
 def engines(monkeypatch):
     """Put a fake in vLLM's place, in this process; the engines that are started, in their order."""
@@ -113,7 +130,7 @@ def engines(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(bench, "find_spec", lambda name: object())
     monkeypatch.setattr(bench, "LONG", 1)
-    monkeypatch.setattr(bench, "alone", bench.run_engine)
+    monkeypatch.setattr(bench, "Remote", LocalEngine)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(engine, "server", lambda: SimpleNamespace(counters=counters))
     return started
@@ -133,9 +150,9 @@ def test_both_engines_read_the_same_prompts_and_are_compared(tmp_path, engines, 
     assert stock.prompts == s2o.prompts
     assert [len(prompt) for prompt in stock.prompts[:8]] == [48] * 4 + [1024] * 4
     assert len(set(map(tuple, stock.prompts))) == 8 + 8
-    assert [(row.engine, row.kind.length) for row in file.rows] == list(product(("stock", "S2O"), (48, 1024)))
-    assert [row.seconds for row in file.rows] == [Spread(*[seconds] * 3) for seconds in (1.0, 2.0, 0.5, 1.0)]
-    assert [row.first_seconds for row in file.rows] == [10.0, 20.0, 5.0, 10.0]
+    assert [(row.kind.length, row.engine) for row in file.rows] == list(product((48, 1024), ("stock", "S2O")))
+    assert [row.seconds for row in file.rows] == [Spread(*[seconds] * 3) for seconds in (1.0, 0.5, 2.0, 1.0)]
+    assert [row.first_seconds for row in file.rows] == [10.0, 5.0, 20.0, 10.0]
     assert file.density == {"0": pytest.approx(0.3)}
     assert file.versions["vllm"] == "0.0.1"
     printed = capsys.readouterr().out
@@ -159,9 +176,9 @@ def test_codes_are_asked_for_in_one_text(tmp_path, engines, capsys):
 def test_chunks_and_shares_of_the_cache_are_timed_in_one_engine(tmp_path, engines):
     _, file = run(tmp_path, "--lengths", "1024", "--chunks", "256,512", "--hits", "0,0.5")
     kinds = [bench.PromptKind(1024, chunk, hit) for chunk, hit in product((256, 512), (0, 0.5))]
-    assert [row.kind for row in file.rows] == kinds * 2
-    assert [row.cached for row in file.rows] == [0, 512, 0, 512] * 2
-    assert [row.seconds.median for row in file.rows[:4]] == [4.0, 2.0, 2.0, 1.0]
+    assert [row.kind for row in file.rows] == [kind for kind in kinds for _ in range(2)]
+    assert [row.cached for row in file.rows[::2]] == [row.cached for row in file.rows[1::2]] == [0, 512, 0, 512]
+    assert [row.seconds.median for row in file.rows[::2]] == [4.0, 2.0, 2.0, 1.0]
     assert len(engines) == 2
     assert {engine.options["max_num_batched_tokens"] for engine in engines} == {512}
 
@@ -170,7 +187,7 @@ def test_requests_of_an_open_loop_wait_for_the_prompts_of_others(tmp_path, engin
     _, file = run(
         tmp_path, "--lengths", "1024", "--chunks", "1024", "--rates", "0.01,100", "--requests", "3", "--tokens", "5"
     )
-    alone, together = file.open_loop[:2]
+    alone, together = file.open_loop[::2]
     assert (alone.length, alone.rate, together.rate) == (1024 - 5, 0.01, 100)
     # the fake takes 10, 3 and 1 times as long for the first prompts of a length
     assert alone.first_median == pytest.approx(0.1 + 3)
