@@ -104,8 +104,8 @@ SHARE_VARIANTS: dict[str, dict[str, object]] = {
         "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True,
     },
     SHARES_PAGED: {
-        "GRAIN": 4, "PACKED": True, "PAGED": True, "WIDE": True, "HAS_LSE": True, "HAS_TAIL": True,
-        "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True,
+        "GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True,
+        "HAS_SHARES": True,
     },
 }  # fmt: skip
 # Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
@@ -116,11 +116,8 @@ INT8_VARIANTS: dict[str, dict[str, object]] = {
 # Keys and values in the pages of a cache: likewise.
 PAGED = "paged"
 PAGED_VARIANTS: dict[str, dict[str, object]] = {
-    PAGED: {
-        "GRAIN": 4, "PACKED": True, "PAGED": True, "WIDE": True, "HAS_LSE": True, "HAS_TAIL": True,
-        "HAS_LAUNCH_ORDER": True,
-    }
-}  # fmt: skip
+    PAGED: {"GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
+}
 PREFILLS = ("prefill", "prefill_hopper")
 PAGED_KERNELS = ("log_sums", "scores", "order", "pool")
 INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")

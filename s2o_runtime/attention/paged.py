@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
 FLOAT32 = (torch.float32,)  # what Triton's interpreter takes as well
+IN_PLACE_ELEMENTS = (
+    1 << 31
+)  # of a layer's cache: with so many the specialised kernel has a copy, see `in_place_obstacle`
 ROW_BYTES = 16  # that the specialised kernel copies at once
 
 
@@ -193,6 +196,8 @@ def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype)
         return f"head_dim {pages.k.shape[3]} is filled up with zeros"
     if config.tile.specialized:
         k, v = pages.rows
+        if len(k) * max(k.stride(0), v.stride(0)) >= IN_PLACE_ELEMENTS:
+            return "the cache has 2^31 elements or more: 64-bit offsets take longer than the copy"
         steps = (step * k.element_size() for cache in (k, v) for step in cache.stride()[:2])
         if any(step % ROW_BYTES for step in (*steps, k.data_ptr(), v.data_ptr())):
             return f"rows do not begin at multiples of {ROW_BYTES} bytes"

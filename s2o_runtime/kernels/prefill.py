@@ -130,7 +130,7 @@ def _prefill(
     BUCKETS: tl.constexpr = SIZES.BUCKETS
     stride_kl = stride_k.row
     stride_vl = stride_v.row
-    if MODE.WIDE:  # a sequence may span 2^31 elements or more
+    if MODE.WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
     if MODE.HAS_SHARES:
@@ -403,15 +403,17 @@ def prefill(
     """
     shape, tile, tables = call.shape, call.config.tile, call.tables
     q, k, v = call.q, keys.rows, call.v
-    # a cache may have any size, which nobody knows when its kernels are compiled
-    wide = call.pages is not None or shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
+    rows_apart = k.shape[2] if call.pages is not None else shape.kv_len  # what offsets of one sequence span
+    wide = rows_apart * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
     kernel, options = _prefill, {"maxnreg": MAX_REGISTERS}
     if tile.specialized:
         from s2o_runtime.kernels import prefill_hopper as hopper
 
         kernel, options = hopper._prefill_hopper, {"maxnreg": hopper.MAX_REGISTERS}
-        if (k.stride(2) * k.element_size() | v.stride(2) * v.element_size()) % 16:  # what is copied at a time
+        # no registers are left for 64-bit offsets, and rows are copied 16 bytes at a time: bring a head's together
+        if wide or (k.stride(2) * k.element_size() | v.stride(2) * v.element_size()) % 16:
             k, v = k.contiguous(), v.contiguous()
+        wide = False
     ranked, tail = (None, None) if ranking is None else ranking
     # dense heads read no order, but Triton types the code that would: any int32 pointer stands in for it
     ordered = tables.segment[None, None] if ranked is None else ranked.order

@@ -458,7 +458,7 @@ def _prefill_hopper(
     stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
     SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has.
+    """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has, without MODE.WIDE.
 
     Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq / waves; pairs of row tiles of the
     slice; waves * B), with HAS_SHARES as in `primitives.program_share`. `_prefill` says what each tensor holds.
@@ -587,9 +587,6 @@ def _prefill_hopper(
     visited_base = VISITED + b * stride_cb + h * stride_ch + row0 // BM
     k_base = K + b * stride_k.batch + kv_head * stride_k.head
     v_base = V + b * stride_v.batch + kv_head * stride_v.head
-    stride_kl, stride_vl = stride_k.row, stride_v.row
-    if MODE.WIDE:
-        stride_kl, stride_vl = stride_kl.to(gl.int64), stride_vl.to(gl.int64)
     pages = PAGES
     if MODE.PAGED:
         pages += b * stride_pb
@@ -628,7 +625,7 @@ def _prefill_hopper(
             (
                 _producer,
                 (
-                    k_base, v_base, order, pages, page_shift, page_rows, stride_kl, stride_vl, first, diagonal,
+                    k_base, v_base, order, pages, page_shift, page_rows, stride_k.row, stride_v.row, first, diagonal,
                     kv_len - 1, diagonal_tiles, near, total, k_ring, v_ring, marks, SIZES, MODE,
                 ),
             ),

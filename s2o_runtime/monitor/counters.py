@@ -28,29 +28,53 @@ class Counters:
     """Rows that went through attention, and where they went.
 
     Attributes:
-        rows: query rows by (layer, "s2o" or "dense", reason).
         log_every: seconds between two lines of the log; 0 for none.
         calls, prompts: sparse calls of each layer, and how many of them were prompts.
         sampled: what the last sampled call of each layer did.
         drift: the checks of the layers' errors, of those that have one.
-        timed: calls of each (layer, "s2o" or "dense"); a batch may make several of a layer.
-        meters: what a few of these calls of each layer took.
+        meters: what a few of the calls of each layer took, of batches in which S2O may have had a part.
         said: when the last line was logged, as `time.monotonic` has it.
     """
 
     log_every: float = 0.0
-    rows: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     calls: Counter[int] = field(default_factory=Counter)
     prompts: Counter[int] = field(default_factory=Counter)
     sampled: dict[int, AttentionStats] = field(default_factory=dict)
     drift: dict[int, DriftMonitor] = field(default_factory=dict)
-    timed: Counter[tuple[int, str]] = field(default_factory=Counter)
     meters: defaultdict[int, Meter] = field(default_factory=lambda: defaultdict(Meter))
     said: float = field(default_factory=time.monotonic)
+    _rows: Counter[tuple[int, str, str]] = field(default_factory=Counter)
+    _timed: Counter[tuple[int, str]] = field(default_factory=Counter)
+    _left: dict[tuple[tuple[int, ...], str], list[int]] = field(default_factory=dict)  # batches, and rows of a layer
+
+    @property
+    def rows(self) -> Counter[tuple[int, str, str]]:
+        """Query rows by (layer, "s2o" or "dense", reason)."""
+        rows = self._rows.copy()
+        for (layers, reason), (_, count) in list(self._left.items()):
+            rows.update({(layer, "dense", reason): count for layer in layers})
+        return rows
+
+    @property
+    def timed(self) -> Counter[tuple[int, str]]:
+        """Calls of each (layer, "s2o" or "dense"); a batch may make several of a layer."""
+        timed = self._timed.copy()
+        for (layers, _), (batches, _) in list(self._left.items()):
+            timed.update({(layer, "dense"): batches for layer in layers})
+        return timed
+
+    def leave(self, layers: tuple[int, ...], reason: str, rows: int) -> None:
+        """Count a batch of so many rows in which S2O has no part in these layers: the stock backend is called once."""
+        left = self._left.get((layers, reason))
+        if left is None:
+            left = self._left[layers, reason] = [0, 0]
+        left[0] += 1
+        left[1] += rows
+        self.say()
 
     def add(self, layer: int, path: str, reason: str, rows: int) -> None:
         """Count query rows of a layer."""
-        self.rows[layer, path, reason] += rows
+        self._rows[layer, path, reason] += rows
 
     def is_sampled(self, layer: int, is_prompt: bool = False) -> bool:
         """Whether the density of this sparse call of a layer is to be kept, and its error checked.
@@ -73,7 +97,7 @@ class Counters:
 
     def end(self, layer: int, path: str, sample: Sample | None, device: torch.device) -> None:
         """To be called after it, with the path that it took."""
-        self.timed[layer, path] += 1
+        self._timed[layer, path] += 1
         if sample is not None:
             self.meters[layer].end(sample, (path, ""), None, device)
 
@@ -103,9 +127,9 @@ class Counters:
 
     def shares(self) -> dict[tuple[str, str], float]:
         """The share of all rows that took each path for each reason."""
-        total = self.rows.total()
-        shares: Counter[tuple[str, str]] = Counter()
-        for (_, path, reason), rows in self.rows.items():
+        of_layers, shares = self.rows, Counter[tuple[str, str]]()
+        total = of_layers.total()
+        for (_, path, reason), rows in of_layers.items():
             shares[path, reason] += rows
         return {key: rows / total for key, rows in shares.most_common()}
 

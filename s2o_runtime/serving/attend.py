@@ -53,33 +53,27 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
         counters: of this rank.
     """
     layer, batch, device = call.layer, call.batch, call.query.device
-    dense_rows: Mapping[str, int]
-    runs: tuple[Run, ...] = ()
-    prompt = None
     if isinstance(layer, str) or isinstance(batch, str):
-        dense_rows = {layer if isinstance(layer, str) else str(batch): rows}
-    else:
-        plan = batch.plan(layer)
-        dense_rows = plan.dense_rows
-        runs = () if plan.is_dense else plan.runs
-        if not layer.tested:
-            prompt = short_prompt(batch)
-            if runs:
-                dense_rows, runs = {UNTESTED: rows}, ()
+        counters.leave((call.number,), layer if isinstance(layer, str) else str(batch), rows)
+        return call.whole()
+    plan = batch.plan(layer)
+    dense_rows: Mapping[str, int] = plan.dense_rows
+    runs: tuple[Run, ...] = () if plan.is_dense else plan.runs
+    prompt = None
+    if not layer.tested:
+        prompt = short_prompt(batch)
+        if runs:
+            dense_rows, runs = {UNTESTED: rows}, ()
     for reason, count in dense_rows.items():
         counters.add(call.number, "dense", reason, count)
     counters.say()
     if not runs:
         answer = counters.stock(call.number, device, call.whole)
         if prompt is not None:
-            assert isinstance(layer, LayerFit)
-            assert isinstance(batch, Batch)
             k, v = call.pages()
             output = answer.view(len(call.query), *call.query.shape[1:])
             self_test(layer, batch, prompt, query=call.query, k_pages=k, v_pages=v, scale=call.scale, output=output)
         return answer
-    assert isinstance(layer, LayerFit)
-    assert isinstance(batch, Batch)
     k, v = call.pages()
     answer, out = call.output()
     for run in runs:

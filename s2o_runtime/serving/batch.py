@@ -27,7 +27,6 @@ class Batch:
 
     def __init__(self, pieces: Pieces, max_keys: int, build_part: Callable[[Run], Any]) -> None:
         self.pieces, self._max_keys, self._build_part = pieces, max_keys, build_part
-        self._for_all: BatchPlan | None = None  # by what holds for all layers, whatever the profile says of them
         self._plans: dict[object, BatchPlan] = {}
         self._calls: dict[Run, SparseCall] = {}
         self._parts: dict[Run, Any] = {}
@@ -39,10 +38,6 @@ class Batch:
 
     def plan(self, layer: LayerFit) -> BatchPlan:
         """What becomes of the batch's requests in a layer."""
-        if self._for_all is None:
-            self._for_all = plan(self.pieces, layer.fit.why_all_dense, self._max_keys)
-        if self._for_all.is_dense:  # then layers need not be asked one by one, which takes the host long
-            return self._for_all
         kind = layer.kind
         if kind not in self._plans:
             self._plans[kind] = plan(self.pieces, layer.why_dense, self._max_keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +156,14 @@ class ProfileFit:
         self.capability, self.decode_queries = capability(device), decode_queries
         self.host_flops, self.row_weights = host_flops, row_weights
         self.kinds: dict[object, int] = {}
+        self._tested = False
         self._last_rows: dict[int, int] = {}  # by the length's step
         self.layers: tuple[LayerFit, ...] = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
         self.obstacle: str | None = self.rejected or (
             None if self.sparse_layers else "every layer of the profile is dense"
         )
 
-    @property
+    @cached_property
     def min_queries(self) -> int:
         """Fewer queries than this are computed by no layer; where none computes any, those of decoding."""
         tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
@@ -181,6 +182,17 @@ class ProfileFit:
         shape = self.shape(queries, keys)
         attention = 4 * shape.causal_pairs * shape.query_heads * shape.head_dim
         return DenseReason.HOST if attention + 2 * queries * self.row_weights < self.host_flops else None
+
+    def why_whole(self, max_q: int, max_k: int) -> str | None:
+        """Why a batch whose requests have at most so many queries and keys is the stock backend's as a whole.
+
+        None if a request may not be, or while a layer waits for its self-test. A server asks before it makes anything
+        of a batch: code that has not run for milliseconds is slow on the host.
+        """
+        if self.obstacle is not None:
+            return self.obstacle
+        self._tested = self._tested or all(layer.tested for layer in self.layers)
+        return self.why_all_dense(max_q, max_k) if self._tested else None
 
     def last_rows(self, queries: int, keys: int, left: int | None) -> int:
         """How many of a request's queries are dense in every layer because they are a prompt's last.
@@ -225,7 +237,7 @@ class NoFit(ProfileFit):
     def __init__(self, obstacle: str, decode_queries: int) -> None:
         self.obstacle, self.decode_queries, self.layers = obstacle, decode_queries, ()
 
-    @property
+    @cached_property
     def min_queries(self) -> int:
         """Fewer queries than this are decoding's, and not counted."""
         return self.decode_queries + 1

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.attention.api import s2o_attention_varlen
+from s2o_runtime.attention.paged import IN_PLACE_ELEMENTS, gathered, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS, THREADS, split_calls
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ModelError, ProfileError, S2OError
@@ -29,7 +30,8 @@ from s2o_runtime.serving.self_test import never_stops
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__
 
-HOST_FLOPS = 4e11  # of a request in a dense layer, 0.7 ms of an H100: for less, what S2O takes of the host may decide
+HOST_FLOPS = 8e11  # of a request in a dense layer, 1.3 ms of an H100: for less, what S2O takes of the host may decide
+CACHE_SHARE = 0.9  # of the GPU's memory, at most
 RANKING_BYTES = 480 << 20  # the most that the kernels of one call need beside their inputs and output
 
 log = logging.getLogger("s2o_runtime")
@@ -186,11 +188,23 @@ class Server:
                 if not config.is_dense:
                     kinds.setdefault(_compiled_kind(config), config)
         at_once = min(THREADS, os.cpu_count() or 1) if query.is_cuda else 1  # Triton's interpreter is for one
+        homes = (True, False) if self._may_be_copied(query) else (True,)
         with ThreadPoolExecutor(at_once) as threads:
-            for call in [threads.submit(self._small_call, config, query) for config in kinds.values()]:
+            calls = [
+                threads.submit(self._small_call, config, query, home) for config in kinds.values() for home in homes
+            ]
+            for call in calls:
                 call.result()
 
-    def _small_call(self, config: LayerConfig, query: Tensor) -> None:
+    def _may_be_copied(self, query: Tensor) -> bool:
+        """Whether a layer's cache, of a share of the GPU's memory, may be one that kernels do not read in its pages."""
+        if not query.is_cuda:
+            return False
+        sizes = self.fit.profile.geometry
+        elements = torch.cuda.get_device_properties(query.device).total_memory // query.element_size()
+        return CACHE_SHARE * elements / sizes.decoder_layers >= IN_PLACE_ELEMENTS
+
+    def _small_call(self, config: LayerConfig, query: Tensor, in_pages: bool = True) -> None:
         segment = config.shortest_segment
         kv_heads, page = len(self.fit.kv_heads), 16
         lengths = sorted({min(count * segment, len(query)) for count in SEGMENTS})  # a batch has no more
@@ -199,12 +213,15 @@ class Server:
             cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
             seq_lens = torch.tensor([keys], dtype=torch.int32, device=query.device)
             table = torch.zeros(1, -(-keys // page), dtype=torch.int32, device=query.device)
-            cu_k = packed_starts(seq_lens)
-            s2o_attention_paged(
-                q, cache[0], cache[1], config,
-                cu_q=torch.tensor([0, queries], dtype=torch.int32, device=query.device), seq_lens=seq_lens,
-                block_table=table, max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k, backend="triton",
-            )  # fmt: skip
+            cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=query.device), packed_starts(seq_lens)
+            if in_pages:
+                s2o_attention_paged(
+                    q, cache[0], cache[1], config, cu_q=cu_q, seq_lens=seq_lens, block_table=table,
+                    max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k, backend="triton",
+                )  # fmt: skip
+            else:
+                k, v = query.new_zeros(2, keys, kv_heads, query.shape[2])
+                s2o_attention_varlen(q, k, v, cu_q, cu_k, queries, keys, config, backend="triton")
             gathered(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)  # what a check of drift reads
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import add
 from typing import Any
 
 from torch import Tensor
@@ -73,7 +74,7 @@ class _Backend:
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         if forward_batch.forward_mode.is_decode_or_idle():
             self.s2o_batch = None
-        elif reason := self.s2o_api.server.fit.obstacle or whole_only(forward_batch):
+        elif reason := whole_only(forward_batch) or self._why_whole(forward_batch):
             self.s2o_batch = reason
         elif self.s2o_api.is_split(forward_batch):
             self.s2o_batch = "the context is shared by several ranks"
@@ -82,6 +83,11 @@ class _Backend:
             ends = getattr(forward_batch, "contains_last_prefill_chunk", False)  # of which requests it does not say
             last_rows = partial(self.s2o_api.server.fit.last_rows, left=0 if ends else None)
             self.s2o_batch = SglangBatch(forward_batch, slots, max_keys, self._part, last_rows)
+
+    def _why_whole(self, forward_batch: Any) -> str | None:
+        """Why a batch is the stock backend's as a whole, by its largest numbers of queries and keys."""
+        new, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+        return self.s2o_api.server.fit.why_whole(max(new), max(map(add, new, cached)))
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,

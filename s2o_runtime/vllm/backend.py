@@ -82,10 +82,20 @@ def mix_in(stock: type, name: str, api: VllmApi) -> type:
     return S2OBackend
 
 
+def number_of(api: VllmApi, name: str) -> int:
+    """A layer's number, by its name in the model; -1 for a part that is no decoder."""
+    try:
+        return api.layer_index(name)
+    except (AssertionError, ValueError):  # a name with several numbers
+        return -1
+
+
 class _Builder:
     """Adds the batch to the stock backend's metadata where a request may be long enough for S2O."""
 
     s2o_api: VllmApi
+    s2o_layers: tuple[int, ...] | None = None
+    layer_names: list[str]
 
     @classmethod
     def get_cudagraph_support(cls, *arguments: Any, **named: Any) -> Any:
@@ -102,24 +112,34 @@ class _Builder:
         server = self.s2o_api.server()
         if common_attn_metadata.max_query_len < server.fit.min_queries:
             return metadata
+        reason = server.fit.why_whole(common_attn_metadata.max_query_len, common_attn_metadata.max_seq_len)
+        if reason := reason or whole_only(common_attn_metadata):
+            return self._left(metadata, reason)
         # fast: no schedule in buffers that the whole batch's metadata uses
         build_part = partial(stock_build, 0, fast_build=True)
-        reason = server.fit.obstacle or whole_only(common_attn_metadata)
         left = self.s2o_api.left
 
         def last_rows(queries: int, keys: int) -> int:
             return server.fit.last_rows(queries, keys, left(queries, keys))
 
-        setattr(metadata, BATCH, reason or VllmBatch(common_attn_metadata, build_part, server.max_keys, last_rows))
+        setattr(metadata, BATCH, VllmBatch(common_attn_metadata, build_part, server.max_keys, last_rows))
+        return metadata
+
+    def _left(self, metadata: Any, reason: str) -> Any:
+        """A batch's metadata, counted for all of the builder's layers as the stock backend's: that is all S2O does."""
+        if self.s2o_layers is None:
+            self.s2o_layers = tuple(number_of(self.s2o_api, name) for name in self.layer_names)
+        self.s2o_api.server().counters.leave(self.s2o_layers, reason, metadata.num_actual_tokens)
+        setattr(metadata, BATCH, reason)
         return metadata
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
         updated = super().update_block_table(metadata, blk_table, slot_mapping)  # type: ignore[misc]
         batch: VllmBatch | str | None = getattr(metadata, BATCH, None)
-        if isinstance(batch, VllmBatch):
-            batch = batch.with_block_table(blk_table, slot_mapping)
+        if isinstance(batch, str):
+            return self._left(updated, batch)
         if batch is not None:
-            setattr(updated, BATCH, batch)
+            setattr(updated, BATCH, batch.with_block_table(blk_table, slot_mapping))
         return updated
 
 
@@ -151,20 +171,20 @@ class _Implementation:
     ) -> Any:  # fmt: skip
         """vLLM's call of one layer; see its AttentionImpl."""
         stock = super().forward  # type: ignore[misc]
-        if attn_metadata is None:
-            self.s2o_server.reserve(query)
+        given = layer, query, key, value, kv_cache, attn_metadata, output, *scales
         batch: VllmBatch | str | None = getattr(attn_metadata, BATCH, None)
+        if batch is None or isinstance(batch, str):
+            if attn_metadata is None:
+                self.s2o_server.reserve(query)
+            return stock(*given, **named)
 
         def whole() -> Any:
-            return stock(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **named)
+            return stock(*given, **named)
 
         def part(run: Run, out: Tensor) -> None:
-            assert isinstance(batch, VllmBatch)
             q, k, v = (None if tensor is None else tensor[run.rows] for tensor in (query, key, value))
             stock(layer, q, k, v, kv_cache, batch.part(run), output[run.rows], *scales, **named)
 
-        if batch is None:
-            return whole()
         call = LayerCall(
             *self._layer(layer, kv_cache), batch, query, self.scale,
             pages=lambda: key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size),
@@ -178,10 +198,7 @@ class _Implementation:
         """The decoder layer's number, -1 for a part that is no decoder; the profile's layer, or why there is none."""
         name = layer.layer_name
         if name not in self.s2o_layers:
-            try:
-                number = self.s2o_api.layer_index(name)
-            except (AssertionError, ValueError):  # a name with several numbers, of a part that is no decoder
-                number = -1
+            number = number_of(self.s2o_api, name)
             sizes = self.num_heads, self.num_kv_heads, self.head_size
             fit = self.s2o_obstacle or self.s2o_server.fit.layer(number, *sizes)
             if not isinstance(fit, str):

@@ -178,7 +178,8 @@ def test_rows_of_a_cache_are_its_keys(name):
         ({"width": 80}, CONFIG, "head_dim 80 is filled up with zeros"),
         ({"between": 66}, CONFIG, None),
         ({"between": 66}, HOPPER, "multiples of 16 bytes"),
-        ({"pages": 1 << 21}, HOPPER, None),  # of 2^31 elements
+        ({"pages": 1 << 21}, CONFIG, None),
+        ({"pages": 1 << 21}, HOPPER, r"2\^31 elements or more"),
     ],
 )
 def test_why_a_copy_is_wanted(change, config, said):

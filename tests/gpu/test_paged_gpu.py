@@ -79,23 +79,3 @@ def test_pages_change_nothing(tile, head_dim, name, heads, page_size, nan_filled
         assert torch.equal(out, expected.out)
         assert torch.equal(ours.lse, expected.lse)
     assert bool(copies) == (page_size == 48)
-
-
-@pytest.mark.parametrize("tile", [HOPPER, TileConfig(64, 64, 2, 4, 2)], ids=["specialised", "plain"])
-def test_a_cache_of_more_than_2_31_elements_is_read_in_place(tile, nan_filled, monkeypatch):
-    """With the last pages, whose offsets need 64 bits; on a small cache the same kernels run."""
-    if tile.specialized and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    batch, config = batch_of(16, LAYOUTS[0]), LayerConfig(HEADS["some dense"], grain=4, tile=tile)
-    expected = batch.paged(config, total_k=sum(LENGTHS), backend="triton")
-    small = batch.caches
-    pages = (1 << 31) // small[0].stride(0) + 9
-    batch.caches = tuple(
-        torch.empty_strided((pages, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device="cuda")
-        for cache in small
-    )
-    for ours, theirs in zip(batch.caches, small, strict=True):
-        ours[-len(theirs) :] = theirs
-    batch.table = batch.table + (pages - len(small[0]))
-    monkeypatch.setattr(paged_op, "gathered", None)
-    assert torch.equal(batch.paged(config, total_k=sum(LENGTHS), backend="triton"), expected)

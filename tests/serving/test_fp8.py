@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile.record import Record
 from s2o_runtime.quantisation import as_cached
 from s2o_runtime.serving.calls import cache_obstacle, scales_obstacle
@@ -38,7 +39,7 @@ def test_layers_are_sparse_over_keys_and_values_as_the_cache_rounds_them(of_fp8)
     engine.outputs([(first, 300)])
     layer = engine.server.fit.layers[0]
     assert (layer.tested, layer.rejected) == (True, None)
-    engine.server.counters.rows.clear()
+    engine.server.counters = Counters()
     out = engine.outputs([(second, 305)])
     assert {path for path, _ in engine.counted()} == {"s2o"}
     second.keys, second.values = (as_cached(tensor, "fp8") for tensor in (second.keys, second.values))

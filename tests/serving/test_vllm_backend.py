@@ -9,7 +9,7 @@ from s2o_runtime.attention import paged
 from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.errors import InputError
 from s2o_runtime.monitor import counters
-from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY
+from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
 from s2o_runtime.serving.calls import layer_obstacle
 from s2o_runtime.serving.fit import Rank
@@ -139,11 +139,14 @@ def test_batches_that_cannot_be_shared_are_the_stock_backends_and_counted(change
     engine = FakeEngine(server())
     request = engine.add(300)
     prepared = engine.prepare([(request, 300)])
-    built = engine.builder.build(0, replace(engine.builder.built[0], **change))
-    layers_of_another_group = engine.builder.update_block_table(built, built.block_table, built.slot_mapping)
-    for metadata in (built, layers_of_another_group):
-        engine.server.counters.rows.clear()
-        prepared.metadata = metadata
+    built = None
+    for _ in range(2):
+        engine.server.counters = Counters()
+        if built is None:
+            built = engine.builder.build(0, replace(engine.builder.built[0], **change))
+        else:  # of layers of another group
+            built = engine.builder.update_block_table(built, built.block_table, built.slot_mapping)
+        prepared.metadata = built
         torch.testing.assert_close(prepared.forward(), dense(request, 300), rtol=1e-4, atol=1e-5)
         ((layer, path, said),) = engine.server.counters.rows
         assert (layer, path) == (0, "dense")
@@ -203,7 +206,7 @@ def test_a_layer_past_its_budget_is_noticed(action, path, monkeypatch):
     assert shared.counters.errors()[0] > check.margin
     assert "of what is allowed" in shared.counters.summary()
     assert "times what the profile allows" in layer.drift.verdict
-    shared.counters.rows.clear()
+    shared.counters = Counters()
     engine = FakeEngine(shared)
     out, _ = engine.feed([(engine.add(300), 300)])
     ((_, taken, _),) = shared.counters.rows

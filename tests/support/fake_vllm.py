@@ -157,7 +157,7 @@ class FakeEngine(Requests):
         padding: requests without queries at the end, and as many rows, as a CUDA graph's batch has them.
         """
         rows = sum(count for _, count in parts)
-        prepared = self.prepare(parts, padding)
+        prepared = self.prepare(parts, padding, layer)
         return prepared.forward(layer)[:rows], prepared.metadata
 
     def left(self, queries: int, keys: int) -> int | None:
@@ -165,8 +165,9 @@ class FakeEngine(Requests):
         of_prompts = [len(request) - keys for request in self.requests if request.done == keys]
         return of_prompts[0] if self.ends and of_prompts else None
 
-    def prepare(self, parts: list[tuple[Request, int]], padding: int = 0) -> Prepared:
-        """Write the keys of so many tokens of each request, and build the batch's metadata."""
+    def prepare(self, parts: list[tuple[Request, int]], padding: int = 0, layer: int = 0) -> Prepared:
+        """Write the keys of so many tokens of each request, and build the batch's metadata for one layer."""
+        self.builder.layer_names, self.builder.s2o_layers = [f"model.layers.{layer}"], None
         counts = [count for _, count in parts] + [0] * padding
         starts = [request.done for request, _ in parts]
         lengths = [start + count for start, count in zip(starts, counts, strict=False)] + [0] * padding
