@@ -44,12 +44,18 @@ class Prompts:
         for request in step.finished_req_ids:
             self._lengths.pop(request, None)
         for new in step.scheduled_new_reqs:
-            prompt = new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds
-            self._lengths[new.req_id] = len(prompt)
+            again = getattr(
+                new, "prefill_token_ids", None
+            )  # with what a preempted request has written, to vLLM's runner V2
+            prompt = again if again else new.prompt_token_ids
+            self._lengths[new.req_id] = len(new.prompt_embeds if prompt is None else prompt)
+        running = step.scheduled_cached_reqs
+        for request in running.resumed_req_ids:  # what it has written so far is read again, as a part of its prompt
+            if request in running.all_token_ids:
+                self._lengths[request] = len(running.all_token_ids[request])
         if not self._lengths:
             return  # as in nearly all steps, which decode
         before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        running = step.scheduled_cached_reqs
         before |= zip(running.req_ids, running.num_computed_tokens, strict=True)
         for request, length in list(self._lengths.items()):
             queries = step.num_scheduled_tokens.get(request, 0)

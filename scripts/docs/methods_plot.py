@@ -82,7 +82,7 @@ def draw_errors(benches: Sequence[Bench], figure: Figure) -> None:
         for method, line in ((DENSE, "-"), (FLASH, "--")):
             level = bench.of(method)[0].seconds / bench.dense
             axes.axhline(level, color="black", ls=line, lw=1.1, label=METHODS[method])
-        axes.set_title(f"{bench.model}, {bench.length} tokens", fontsize="medium")
+        axes.set_title(f"{bench.model}, {bench.length} tokens\n{bench.gpu}", fontsize="medium")
         axes.set(xscale="log", yscale="log", xlabel="rel_mse (mean of layers)")
         axes.grid(alpha=0.3)
     panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -91,7 +91,6 @@ def draw_errors(benches: Sequence[Bench], figure: Figure) -> None:
     panels[0].set_ylabel("attention time over dense (cuDNN)")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
-    figure.suptitle("attention on an NVIDIA H100", fontsize="medium")
 
 
 def _lines(axes: Axes, bench: Bench, method: str, style: dict[str, Any]) -> None:

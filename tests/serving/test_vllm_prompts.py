@@ -5,15 +5,23 @@ from types import SimpleNamespace
 from s2o_runtime.vllm.prompts import Prompts
 
 
-def step(scheduled, new=(), running=(), finished=()):
-    """scheduled: tokens by request. new: (request, prompt tokens, cached ones). running: (request, computed tokens)."""
+def step(scheduled, new=(), running=(), finished=(), resumed=()):
+    """scheduled: tokens by request. new: (request, prompt tokens, cached ones). running: (request, computed tokens).
+
+    resumed: (request, tokens), which are among the running ones too.
+    """
     requests, computed = zip(*running, strict=True) if running else ((), ())
     return SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(req_id=one, prompt_token_ids=[0] * length, prompt_embeds=None, num_computed_tokens=cached)
             for one, length, cached in new
         ],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=list(requests), num_computed_tokens=list(computed)),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(requests),
+            num_computed_tokens=list(computed),
+            resumed_req_ids={one for one, _ in resumed},
+            all_token_ids={one: [0] * tokens for one, tokens in resumed},
+        ),
         num_scheduled_tokens=scheduled,
         finished_req_ids=set(finished),
     )
@@ -64,6 +72,16 @@ def test_a_request_that_waits_or_is_dropped_is_none_of_the_step():
     prompts.see(step({}, finished=["a"]))
     prompts.see(step({"a": 300}, new=[("a", 400, 0)]))  # another prompt of the same name
     assert prompts.left(300, 300) == 100
+
+
+def test_a_request_that_was_preempted_reads_its_own_words_again():
+    prompts = Prompts()
+    prompts.see(step({"a": 300}, new=[("a", 300, 0)]))
+    prompts.see(step({"a": 1}, running=[("a", 300)]))
+    prompts.see(step({"a": 200}, running=[("a", 0)], resumed=[("a", 320)]))
+    assert prompts.left(200, 200) == 120
+    prompts.see(step({"a": 120}, running=[("a", 200)]))
+    assert prompts.left(120, 320) == 0
 
 
 def test_of_two_requests_of_one_shape_the_one_that_ends_counts():
