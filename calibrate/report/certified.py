@@ -154,18 +154,28 @@ def _units_table(lengths: Sequence[CertifiedLength]) -> Table:
 
 
 def _domain_table(lengths: Sequence[CertifiedLength]) -> Table:
-    """One row for each length and kind of text."""
-    columns: dict[str, Callable[[tuple[CertifiedLength, CertifiedDomain]], str]] = {
-        "length": lambda row: formatted(row[0].length, "d"),
-        "text": lambda row: row[1].domain or "-",
-        "prompts": lambda row: formatted(row[1].prompts, "d"),
-        "groups": lambda row: formatted(row[1].groups, "d"),
-        "mean KL": lambda row: formatted(row[1].kl, ".1e"),
-        "mean error /\nlimit": lambda row: formatted(row[1].error_over_limit, ".0%"),
-        "rows that\nanswer": lambda row: formatted(row[1].answer_over_limit, ".0%"),
+    """One row for each kind of text: its mean error over the limit at each length, and the largest of all else."""
+    kinds: dict[str, dict[int | None, CertifiedDomain]] = {}
+    for length in lengths:
+        for domain in length.domains or ():
+            kinds.setdefault(domain.domain or "-", {})[length.length] = domain
+
+    def largest(kind: str, name: str, style: str) -> str:
+        numbers = [getattr(domain, name) for domain in kinds[kind].values()]
+        return formatted(max((number for number in numbers if number is not None), default=None), style)
+
+    def error_at(length: int | None) -> Callable[[str], str]:
+        return lambda kind: formatted(getattr(kinds[kind].get(length), "error_over_limit", None), ".0%")
+
+    columns: dict[str, Callable[[str], str]] = {
+        "text": str,
+        "prompts": lambda kind: _range(domain.prompts for domain in kinds[kind].values()),
+        "groups": lambda kind: _range(domain.groups for domain in kinds[kind].values()),
+        **{f"error / limit\nat {length.length}": error_at(length.length) for length in lengths},
+        "rows that\nanswer": lambda kind: largest(kind, "answer_over_limit", ".0%"),
+        "mean KL": lambda kind: largest(kind, "kl", ".1e"),
     }
-    rows = [(length, domain) for length in lengths for domain in length.domains or ()]
-    return Table.of(rows, columns, "by kind of text", align="rlr")
+    return Table.of(sorted(kinds), columns, "by kind of text", align="lr")
 
 
 def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
