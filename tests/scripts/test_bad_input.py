@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.bench import attention, first_token, methods, prefill, serving
+from scripts.bench import attention, first_token, methods, prefill
 from scripts.study import unlike
 from support.pages import DEMO_PROFILE
 from support.processes import called
@@ -26,9 +26,6 @@ CASES = [
     (methods, "--lengths 256 --evaluation no.json", "'no.json' is not understood: try the summary of s2o-eval"),
     (methods, "--lengths 256 --methods dense --data nothing.safetensors", "nothing.safetensors"),
     (prefill, "--models quantum", "model 'quantum' is not known"),
-    (serving, "--url http://127.0.0.1:9/v1 --model m --lengths 100 --prompts 0", "use at least 1"),
-    (serving, "--url http://127.0.0.1:9/v1 --model m --lengths 100 --hits 0,1.5", "from 0 to 1"),
-    (serving, "--url http://127.0.0.1:9/v1 --model m --lengths 100", "did not answer"),
     (unlike, "no-such-file.safetensors", "no-such-file.safetensors"),
 ]
 
@@ -38,7 +35,7 @@ CASES = [
 )
 def test_bad_input_is_one_sentence(script, arguments, said, tmp_path, monkeypatch):
     monkeypatch.setattr(first_token, "find_spec", lambda name: object())  # vLLM, which is not asked for anything
-    where = [] if script in (serving, unlike) else ["--device", "cpu"]
+    where = [] if script is unlike else ["--device", "cpu"]
     out = [] if script is unlike else ["--out", "new.json"]
     outcome = called(script.main, *arguments.split(), *where, *out, cwd=tmp_path)
     assert outcome.returncode == 2, outcome
