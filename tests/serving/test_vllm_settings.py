@@ -167,6 +167,20 @@ def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
     assert all(keys > rows for _, rows, keys in calls)
 
 
+@pytest.mark.parametrize(("memory", "copied"), [(80e9, True), (8e9, False)])
+def test_kernels_of_copied_keys_are_compiled_where_a_cache_may_be_too_large(memory, copied, monkeypatch):
+    """Of a few layers that share a GPU's memory."""
+    varlen = []
+    monkeypatch.setattr(
+        "s2o_runtime.serving.server.s2o_attention_varlen", lambda q, k, *_, **call: varlen.append(len(q))
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    asked, on_gpu = Server._may_be_copied, SimpleNamespace(is_cuda=True, device="cuda", element_size=lambda: 2)
+    monkeypatch.setattr(Server, "_may_be_copied", lambda self, query: asked(self, on_gpu))
+    _, calls = compiled(monkeypatch, 600, (LayerConfig.uniform(4, tau=0.5, tile=TileConfig(64, 64, 2, 4, 2)),) * 2)
+    assert varlen == ([rows for _, rows, _ in calls] if copied else [])
+
+
 @pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
 def test_layers_alike_but_for_segments_or_dense_heads_are_compiled_each(monkeypatch):
     """Of short segments more are scored at once, and dense heads may be split: by other kernels."""
