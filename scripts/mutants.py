@@ -69,6 +69,7 @@ PLAN, PLAN_TESTS = "s2o_runtime/serving/plan.py", ("tests/serving/test_vllm_plan
 BATCH, BATCH_TESTS = "s2o_runtime/vllm/batch.py", ("tests/serving/test_vllm_backend.py",)
 CALLS = "s2o_runtime/serving/calls.py"
 FIT, FIT_TESTS = "s2o_runtime/serving/fit.py", ("tests/serving/test_vllm_fit.py",)
+BACKENDS_TESTS = ("tests/serving/test_backends.py",)
 
 MUTANTS = (
     # the allocation of a budget over heads
@@ -286,6 +287,24 @@ MUTANTS = (
         HF, "regular = bool((kept.sum(1) == last - first + 1).all())", "regular = True", HF_TESTS,
     ),
     # who computes what in a server
+    Mutant(
+        "a server's last rows begin one row late",
+        FIT, "self._last_rows[step] - left", "self._last_rows[step] - left - 1", FIT_TESTS,
+    ),
+    Mutant(
+        "a piece of a request sees the keys behind it",
+        "s2o_runtime/serving/pieces.py", "(request, keys - last, 0, last, False)", "(request, keys, 0, last, False)",
+        BACKENDS_TESTS,
+    ),
+    Mutant(
+        "a batch is left to the stock backend while a layer waits for its self-test",
+        FIT, "if self._tested else None", "if self.layers else None", BACKENDS_TESTS,
+    ),
+    Mutant(
+        "a preempted request's prompt ends where it first did",
+        "s2o_runtime/vllm/prompts.py", "len(running.all_token_ids[request])", "0",
+        ("tests/serving/test_vllm_prompts.py",),
+    ),
     Mutant(
         "every rank runs the first rank's heads",
         "s2o_runtime/serving/layer.py", "config.heads[self.heads.start : self.heads.stop]",
