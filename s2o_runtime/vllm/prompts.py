@@ -16,9 +16,13 @@ class Prompts:
         self._lengths: dict[str, int] = {}
         self._left: dict[tuple[int, int], int] = {}
         self._unknown = False
+        self._watched: set[type] = set()
 
     def watch(self, worker: type) -> None:
-        """See every step of a worker's class before it runs."""
+        """See every step of a worker's class before it runs; once, however often it is asked for."""
+        if worker in self._watched:
+            return
+        self._watched.add(worker)
         execute = worker.execute_model  # type: ignore[attr-defined]
 
         @wraps(execute)

@@ -43,13 +43,16 @@ def test_a_worker_runs_as_before_and_its_steps_are_seen():
         pass
 
     prompts = Prompts()
-    prompts.watch(Watched)
+    for _ in range(2):
+        prompts.watch(Watched)
     worker, first = Watched(), step({"a": 300}, new=[("a", 1000, 200)])
     assert worker.execute_model(first) == "output"
     assert worker.ran == [first]
     assert prompts.left(300, 500) == 500
+    worker.execute_model(step({"a": 500}, running=[("a", 500)]))
+    assert prompts.left(500, 1000) == 0
     assert Worker().execute_model(step({"b": 1})) == "output"  # another class is as it was
-    assert prompts.left(300, 500) == 500
+    assert prompts.left(500, 1000) == 0
 
 
 def test_what_is_left_of_a_prompt_in_chunks():
