@@ -298,7 +298,7 @@ MUTANTS = (
     ),
     Mutant(
         "a batch is left to the stock backend while a layer waits for its self-test",
-        FIT, "if self._tested else None", "if self.layers else None", BACKENDS_TESTS,
+        FIT, "if self._tested or max_k < TEST_KEYS else None", "if self.layers else None", BACKENDS_TESTS,
     ),
     Mutant(
         "a preempted request's prompt ends where it first did",

@@ -26,6 +26,7 @@ from s2o_runtime.shapes import CallShape
 from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
 NO_GPU = (0, 0)  # the capability of a CPU
+TEST_KEYS = 256  # of a prompt that layers are tested on, at least
 COMPARED = "weights compared"  # what `check_model` answers if the weights are the profile's
 
 log = logging.getLogger("s2o_runtime")
@@ -156,6 +157,7 @@ class ProfileFit:
         self.capability, self.decode_queries = capability(device), decode_queries
         self.host_flops, self.row_weights = host_flops, row_weights
         self.kinds: dict[object, int] = {}
+        self._used: set[int] = set()  # rows of the layers that this process has, which a stage of a pipeline finds out
         self._tested = False
         self._last_rows: dict[int, int] = {}  # by the length's step
         self.layers: tuple[LayerFit, ...] = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
@@ -191,8 +193,8 @@ class ProfileFit:
         """
         if self.obstacle is not None:
             return self.obstacle
-        self._tested = self._tested or all(layer.tested for layer in self.layers)
-        return self.why_all_dense(max_q, max_k) if self._tested else None
+        self._tested = self._tested or (bool(self._used) and all(self.layers[row].tested for row in self._used))
+        return self.why_all_dense(max_q, max_k) if self._tested or max_k < TEST_KEYS else None
 
     def last_rows(self, queries: int, keys: int, left: int | None) -> int:
         """How many of a request's queries are dense in every layer because they are a prompt's last.
@@ -226,6 +228,7 @@ class ProfileFit:
         row = self.profile.geometry.row_of(number)
         if row is None or (num_heads, num_kv_heads, head_dim) != expected:
             return "the layer is none of the profile's"
+        self._used.add(row)
         return self.layers[row]
 
 

@@ -20,11 +20,11 @@ from s2o_runtime.lengths import length_step
 from s2o_runtime.pages import FP8_TYPES
 from s2o_runtime.serving.batch import Batch
 from s2o_runtime.serving.calls import SparseCall
-from s2o_runtime.serving.fit import LayerFit
+from s2o_runtime.serving.fit import TEST_KEYS, LayerFit
 from s2o_runtime.serving.plan import Run
 
 UNTESTED = "the layer has not passed its self-test yet"
-KEYS, ROWS, FEWEST_ROWS = 256, 128, 32  # of a prompt that layers are tested on: at least, at most, at least
+ROWS, FEWEST_ROWS = 128, 32  # of a prompt that layers are tested on, at most and at least
 # the largest difference of a head, squared, over the mean square of its output; another mask gives 0.1 and more
 ALLOWED = {torch.float32: 1e-6, torch.float64: 1e-6}
 ALLOWED_ROUNDED = 1e-3  # where weights of the softmax are rounded to 16 bits
@@ -39,7 +39,7 @@ def short_prompt(batch: Batch) -> Run | None:
     for request, keys in enumerate(batch.pieces.lengths):
         begin, end = starts[request], starts[request + 1]
         rows = min(end - begin, keys // 2, ROWS)
-        if keys >= KEYS and rows >= FEWEST_ROWS:
+        if keys >= TEST_KEYS and rows >= FEWEST_ROWS:
             return Run(request, request + 1, end - rows, end, length_step(keys), rows, keys, keys)
     return None
 

@@ -9,8 +9,8 @@ from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.monitor.counters import EARLY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
 from s2o_runtime.serving import self_test
-from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.self_test import FEWEST_ROWS, KEYS, UNTESTED, never_stops
+from s2o_runtime.serving.fit import TEST_KEYS, Rank
+from s2o_runtime.serving.self_test import FEWEST_ROWS, UNTESTED, never_stops
 from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, dense, two_layers
@@ -39,37 +39,37 @@ def check_close(ours, theirs):
 
 def test_a_layer_is_dense_until_a_prompt_has_tested_it(untested):
     engine = untested()
-    first, second = engine.add(KEYS + 50), engine.add(300)
-    check_close(engine.outputs([(first, KEYS + 50)]), dense(first, KEYS + 50))
+    first, second = engine.add(TEST_KEYS + 50), engine.add(300)
+    check_close(engine.outputs([(first, TEST_KEYS + 50)]), dense(first, TEST_KEYS + 50))
     layer = engine.server.fit.layers[0]
-    assert engine.counted() == {("dense", UNTESTED): KEYS + 50}
+    assert engine.counted() == {("dense", UNTESTED): TEST_KEYS + 50}
     assert layer.tested
     assert layer.rejected is None
     check_close(engine.outputs([(second, 300)]), alone(second, 300, layer.config(300)).out)
-    assert engine.counted() == {("dense", UNTESTED): KEYS + 50, ON_CPU: 300}
+    assert engine.counted() == {("dense", UNTESTED): TEST_KEYS + 50, ON_CPU: 300}
 
 
 def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(untested):
     """Where a layer could be sparse but cannot be tested, it is dense all the same."""
     engine = untested()
-    short, chunked = engine.add(KEYS - 1), engine.add(KEYS + FEWEST_ROWS)
-    engine.outputs([(short, KEYS - 1)])
-    engine.outputs([(chunked, KEYS)])
+    short, chunked = engine.add(TEST_KEYS - 1), engine.add(TEST_KEYS + FEWEST_ROWS)
+    engine.outputs([(short, TEST_KEYS - 1)])
+    engine.outputs([(chunked, TEST_KEYS)])
     assert engine.server.fit.layers[0].tested  # by that chunk
     engine = untested()
-    short, chunked = engine.add(KEYS - 1), engine.add(KEYS + FEWEST_ROWS)
-    engine.outputs([(short, KEYS - 1)])
+    short, chunked = engine.add(TEST_KEYS - 1), engine.add(TEST_KEYS + FEWEST_ROWS)
+    engine.outputs([(short, TEST_KEYS - 1)])
     assert not engine.server.fit.layers[0].tested
-    assert engine.counted() == {("dense", UNTESTED): KEYS - 1}
+    assert engine.counted() == {("dense", UNTESTED): TEST_KEYS - 1}
 
 
 def test_a_prompt_that_is_too_short_for_the_profile_tests_layers(untested):
     """So that the first long one is sparse."""
     engine = untested(two_layers(lengths=(512, 1024)))
-    short, long = engine.add(KEYS), engine.add(600)
-    engine.outputs([(short, KEYS)])
+    short, long = engine.add(TEST_KEYS), engine.add(600)
+    engine.outputs([(short, TEST_KEYS)])
     engine.outputs([(long, 600)])
-    assert engine.counted() == {("dense", "shorter than the shortest calibrated length"): KEYS, ON_CPU: 600}
+    assert engine.counted() == {("dense", "shorter than the shortest calibrated length"): TEST_KEYS, ON_CPU: 600}
 
 
 @pytest.mark.parametrize(
