@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
 FLOAT32 = (torch.float32,)  # what Triton's interpreter takes as well
-IN_PLACE_ELEMENTS = (
-    1 << 31
-)  # of a layer's cache: with so many the specialised kernel has a copy, see `in_place_obstacle`
+IN_PLACE_ELEMENTS = 1 << 31  # of a layer's cache: of one with so many the specialised kernel reads a copy
 ROW_BYTES = 16  # that the specialised kernel copies at once
 
 

@@ -52,7 +52,8 @@ class Counters:
         """Query rows by (layer, "s2o" or "dense", reason)."""
         rows = self._rows.copy()
         for (layers, reason), (_, count) in list(self._left.items()):
-            rows.update({(layer, "dense", reason): count for layer in layers})
+            for layer in layers:  # among them several -1, of parts that are no decoders
+                rows[layer, "dense", reason] += count
         return rows
 
     @property
@@ -60,7 +61,8 @@ class Counters:
         """Calls of each (layer, "s2o" or "dense"); a batch may make several of a layer."""
         timed = self._timed.copy()
         for (layers, _), (batches, _) in list(self._left.items()):
-            timed.update({(layer, "dense"): batches for layer in layers})
+            for layer in layers:
+                timed[layer, "dense"] += batches
         return timed
 
     def leave(self, layers: tuple[int, ...], reason: str, rows: int) -> None:

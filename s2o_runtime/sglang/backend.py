@@ -87,7 +87,8 @@ class _Backend:
     def _why_whole(self, forward_batch: Any) -> str | None:
         """Why a batch is the stock backend's as a whole, by its largest numbers of queries and keys."""
         new, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-        return self.s2o_api.server.fit.why_whole(max(new), max(map(add, new, cached)))
+        most_new, most_keys = max(new, default=0), max(map(add, new, cached), default=0)
+        return self.s2o_api.server.fit.why_whole(int(most_new), int(most_keys))
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,

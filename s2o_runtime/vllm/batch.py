@@ -17,9 +17,9 @@ from s2o_runtime.serving.plan import Run
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
-KEYS = ("seq_lens", "seq_lens_cpu_upper_bound", "_seq_lens_cpu")  # fields with each request's keys
-COMPUTED = ("_num_computed_tokens_cpu",)  # with those of its keys that are not of its queries
+COMPUTED = "_num_computed_tokens_cpu"  # field with those of its keys that are not of its queries
 LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")  # keys on the host, exact for prompts; newest name first
+KEYS = ("seq_lens", *LENGTHS)  # fields with each request's keys
 # What a part of a batch cannot have: such batches are the stock backend's as a whole.
 WHOLE_ONLY = {
     "mm_req_doc_ranges": "rows of an image see one another",
@@ -105,7 +105,7 @@ def in_pieces(common: Any, pieces: Pieces) -> Any:
             changes[field.name] = of_pieces(value, pieces)
             if field.name in KEYS:
                 changes[field.name] -= numbers(pieces.later, value)
-            elif field.name in COMPUTED:
+            elif field.name == COMPUTED:
                 changes[field.name] += numbers(pieces.earlier, value)
     return replace(common, **changes)
 

@@ -48,10 +48,8 @@ class Prompts:
         for request in step.finished_req_ids:
             self._lengths.pop(request, None)
         for new in step.scheduled_new_reqs:
-            again = getattr(
-                new, "prefill_token_ids", None
-            )  # with what a preempted request has written, to vLLM's runner V2
-            prompt = again if again else new.prompt_token_ids
+            # vLLM's runner V2 has a preempted request here again, with what it has written
+            prompt = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             self._lengths[new.req_id] = len(new.prompt_embeds if prompt is None else prompt)
         running = step.scheduled_cached_reqs
         for request in running.resumed_req_ids:  # what it has written so far is read again, as a part of its prompt
