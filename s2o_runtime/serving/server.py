@@ -30,7 +30,7 @@ from s2o_runtime.serving.self_test import never_stops
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__
 
-HOST_FLOPS = 8e11  # of a request in a dense layer, 1.3 ms of an H100: for less, what S2O takes of the host may decide
+HOST_FLOPS = 1.2e12  # of a request in a dense layer, 2 ms of an H100: for less, what S2O takes of the host may decide
 CACHE_SHARE = 0.9  # of the GPU's memory, at most
 RANKING_BYTES = 480 << 20  # the most that the kernels of one call need beside their inputs and output
 

@@ -10,6 +10,8 @@ does by default. The cache is emptied before a prompt that is not to hit it. S2O
 prompts of a kind are not counted: they may include compiling, and S2O records launches in the second to the fourth of
 like calls, to replay them from then on. All chunks are timed in one engine, which is started for the largest.
 
+--control starts the stock engine twice: by as much as these two differ, any two processes of this machine do.
+
 --rates has requests arrive at random times, so many a second on average, and generate --tokens tokens each (an open
 loop): the time to the first token is then counted from a request's arrival.
 
@@ -32,6 +34,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, pairwise, product
 from multiprocessing import get_context
@@ -53,8 +56,8 @@ from scripts.bench.calls import device_tile
 from scripts.bench.schema import ResultFile, Spread, write
 
 NAME = "scripts.bench.first_token"
-STOCK, S2O = "stock", "S2O"
-MEMORY = 0.44  # of the GPU, for each engine
+STOCK, S2O, AGAIN = "stock", "S2O", "stock again"
+MEMORY = 0.88  # of the GPU, for all engines
 LONG = 65536  # new tokens of a prompt: those of half as many are timed twice as often, up to eight times
 NEEDLES, NEEDLE_TOKENS = 8, 16  # codes that are asked for, and tokens of an answer
 VARIABLES = {
@@ -149,6 +152,7 @@ def parser() -> common.Parser:
     )
     add("--requests", 16, "at each rate, of the longest length and the largest chunk", type=int, metavar="N")
     add("--tokens", 64, "that each of them generates", type=int, metavar="N")
+    out.add_argument("--control", action="store_true", help="start the stock engine twice")
     out.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts sooner")
     common.add_device(add)
     add("--out", Path("build/bench_first_token.json"), type=Path, metavar="FILE")
@@ -163,8 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> None:
     """Run both engines, print the table and write --out, after each kind of prompt too."""
     check(args)
+    os.environ.update(VARIABLES)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        engines = {name: stack.enter_context(Remote(name, args, Path(folder) / name)) for name in (STOCK, S2O)}
+        engines = {name: Remote(name, args, Path(folder) / name) for name in names_of(args)}
+        for engine in engines.values():  # one behind the other: each looks at how much memory is free
+            stack.enter_context(engine)
         text, rows, loops = Text(args), [], []
         for kind in (PromptKind(*of) for of in product(args.lengths, args.chunks, args.hits)):
             rows += first_tokens_of(engines, kind, text, args)
@@ -179,6 +186,11 @@ def measure(args: argparse.Namespace) -> None:
             raise ConfigError("no row was computed by S2O: use --lengths that the profile covers")
         write(args.out, file)
     report(file)
+
+
+def names_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """The engines, in the order in which they are started."""
+    return (STOCK, S2O, AGAIN) if args.control else (STOCK, S2O)
 
 
 def file_of(args: argparse.Namespace, s2o: Remote, rows: list[FirstTokens], **more: Any) -> FirstTokenFile:
@@ -214,6 +226,7 @@ class Remote:
     def __init__(self, name: str, args: argparse.Namespace, folder: Path) -> None:
         self._name, self._given = name, (name, args, folder)
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self._pool.submit(import_module, "vllm")  # takes half a minute, in which another engine starts
 
     def __enter__(self) -> Remote:
         self._run(start_served, *self._given)
@@ -256,7 +269,6 @@ class Served:
     """
 
     def __init__(self, engine: str, args: argparse.Namespace, folder: Path) -> None:
-        os.environ.update(VARIABLES)
         if args.device == "cpu" and engine == S2O:
             os.environ |= {"S2O_VLLM_CPU": "support.vllm_cpu.S2OBackend", "PYTHONPATH": "tests"}
             sys.path.append("tests")
@@ -420,7 +432,7 @@ def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[
         "enforce_eager": args.eager,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
-        "gpu_memory_utilization": MEMORY,
+        "gpu_memory_utilization": MEMORY / len(names_of(args)),
     }
     if args.device == "cuda":
         options["attention_backend"] = "FLASH_ATTN"
@@ -490,11 +502,23 @@ def report(file: FirstTokenFile) -> None:
         alike = sum(a == b for a, b in zip(stock.answers, s2o.answers, strict=True))
         medians = [f"{row.seconds.median * 1e3:.1f}" for row in (stock, s2o)]
         ratio = f"{stock.seconds.median / s2o.seconds.median:.2f}x"
+        again = rows.get((AGAIN, kind), stock)
         first = [f"{row.first_seconds * 1e3:.0f}" for row in (stock, s2o)]
         numbers = [str(kind.length), str(kind.chunk), str(s2o.cached)]
-        cells.append([*numbers, *medians, ratio, *first, f"{alike} of {len(stock.answers)}"])
+        noise = f"{stock.seconds.median / again.seconds.median:.2f}x"
+        cells.append([*numbers, *medians, ratio, noise, *first, f"{alike} of {len(stock.answers)}"])
     title = f"first token of {file.settings['model']}, vLLM {file.versions['vllm']}"
-    names = ["tokens", "chunk", "cached", "stock, ms", "S2O, ms", "stock / S2O", "first stock, ms", "first S2O, ms"]
+    names = [
+        "tokens",
+        "chunk",
+        "cached",
+        "stock, ms",
+        "S2O, ms",
+        "stock / S2O",
+        "stock / again",
+        "first stock, ms",
+        "first S2O, ms",
+    ]
     common.print_table(title, [*names, "same token"], cells)
     if file.open_loop:
         names = [
