@@ -26,7 +26,10 @@ from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, flags, raw, res
 COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrator's default budget
 DEMO = "bench-methods-demo-h200.json", "the demo model"
 REAL = "bench-methods-qwen2.5-coder-1.5b-h100.json", "Qwen2.5-Coder-1.5B"
-ANSWERS = "eval-demo-32k-h200.json"  # s2o-eval on the settings of DEMO
+ANSWERS = (  # s2o-eval on profiles and settings of REAL
+    "eval-qwen2.5-coder-1.5b-32768-h100.json",
+    "eval-qwen2.5-coder-1.5b-32768-rivals-h100.json",
+)
 CALIBRATIONS = {
     "calibrate-qwen2.5-coder-1.5b-h100.json": "Qwen2.5-Coder-1.5B",
     "calibrate-qwen2.5-coder-1.5b-yarn-h200.json": "Qwen2.5-Coder-1.5B (YaRN)",
@@ -44,8 +47,8 @@ def compared() -> list[Bench]:
 def comparison() -> str:
     """README: how many times faster than cuDNN each method is at one error, and where it keeps the answers."""
     columns = compared()
-    asked = next(bench for bench in benches(*DEMO) if bench.length == 32768)
-    kept = at_retrieval(asked.entry, raw(ANSWERS))
+    asked = next(bench for bench in columns if bench.length == 32768)
+    kept = {method: row for name in ANSWERS for method, row in at_retrieval(asked.entry, raw(name)).items()}
     rows = []
     for method, name in METHODS.items():
         if method in (DENSE, FLASH):
@@ -54,7 +57,7 @@ def comparison() -> str:
         cells.append(asked.faster(kept.get(method)))
         rows.append([name, *(f"**{cell}**" if method == S2O and cell != "-" else cell for cell in cells)])
     names = [f"{bench.model}, {bench.length} tokens" for bench in columns]
-    return table(("method", *names, "answers kept, the demo model, 32768"), rows, "lr")
+    return table(("method", *names, f"answers kept, {asked.model}, {asked.length}"), rows, "lr")
 
 
 def crossovers() -> str:
