@@ -502,10 +502,10 @@ def report(file: FirstTokenFile) -> None:
         alike = sum(a == b for a, b in zip(stock.answers, s2o.answers, strict=True))
         medians = [f"{row.seconds.median * 1e3:.1f}" for row in (stock, s2o)]
         ratio = f"{stock.seconds.median / s2o.seconds.median:.2f}x"
-        again = rows.get((AGAIN, kind), stock)
+        again = rows.get((AGAIN, kind))
         first = [f"{row.first_seconds * 1e3:.0f}" for row in (stock, s2o)]
         numbers = [str(kind.length), str(kind.chunk), str(s2o.cached)]
-        noise = f"{stock.seconds.median / again.seconds.median:.2f}x"
+        noise = "-" if again is None else f"{stock.seconds.median / again.seconds.median:.2f}x"
         cells.append([*numbers, *medians, ratio, noise, *first, f"{alike} of {len(stock.answers)}"])
     title = f"first token of {file.settings['model']}, vLLM {file.versions['vllm']}"
     names = [

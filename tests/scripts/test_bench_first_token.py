@@ -158,13 +158,13 @@ def test_both_engines_read_the_same_prompts_and_are_compared(tmp_path, engines, 
     printed = capsys.readouterr().out
     rows = [line.replace("│", " ").split() for line in printed.splitlines() if " of 4" in line]
     assert rows == [
-        ["48", "512", "0", "1000.0", "500.0", "2.00x", "1.00x", "10000", "5000", "1", "of", "4"],
-        ["1024", "512", "0", "2000.0", "1000.0", "2.00x", "1.00x", "20000", "10000", "0", "of", "4"],
+        ["48", "512", "0", "1000.0", "500.0", "2.00x", "-", "10000", "5000", "1", "of", "4"],
+        ["1024", "512", "0", "2000.0", "1000.0", "2.00x", "-", "20000", "10000", "0", "of", "4"],
     ]
     assert "S2O: 100.0% s2o (the kernel supports this call); mean density 0.300 of 1 layers" in printed
 
 
-def test_a_control_is_a_stock_engine_that_reads_what_the_others_do(tmp_path, engines):
+def test_a_control_is_a_stock_engine_that_reads_what_the_others_do(tmp_path, engines, capsys):
     _, file = run(tmp_path, "--control")
     assert [row.engine for row in file.rows[:3]] == ["stock", "S2O", "stock again"]
     stock, s2o, again = engines
@@ -172,6 +172,7 @@ def test_a_control_is_a_stock_engine_that_reads_what_the_others_do(tmp_path, eng
     assert stock.prompts == s2o.prompts == again.prompts
     assert file.rows[0].seconds == file.rows[2].seconds == Spread(1.0, 1.0, 1.0)
     assert {engine.options["gpu_memory_utilization"] for engine in engines} == {bench.MEMORY / 3}
+    assert " ".join(capsys.readouterr().out.replace("│", " ").split()).count("2.00x 1.00x") == 2
 
 
 def test_codes_are_asked_for_in_one_text(tmp_path, engines, capsys):
