@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
-from scripts.bench.boards import at_retrieval
+from scripts.bench.boards import text_of
 from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.schema import DENSE, FLASH, AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.markdown import between, table
@@ -45,19 +45,33 @@ def compared() -> list[Bench]:
 
 
 def comparison() -> str:
-    """README: how many times faster than cuDNN each method is at one error, and where it keeps the answers."""
+    """README: how many times faster than cuDNN each method is at one error, and what it answers less than dense."""
     columns = compared()
     asked = next(bench for bench in columns if bench.length == 32768)
-    kept = {method: row for name in ANSWERS for method, row in at_retrieval(asked.entry, raw(name)).items()}
+    answered = answers(asked)
     rows = []
     for method, name in METHODS.items():
         if method in (DENSE, FLASH):
             continue
         cells = [bench.faster(bench.within(method, COMPARED_AT)) for bench in columns]
-        cells.append(asked.faster(kept.get(method)))
+        cells.append(answered.get(method, ""))
         rows.append([name, *(f"**{cell}**" if method == S2O and cell != "-" else cell for cell in cells)])
     names = [f"{bench.model}, {bench.length} tokens" for bench in columns]
-    return table(("method", *names, f"answers kept, {asked.model}, {asked.length}"), rows, "lr")
+    return table(("method", *names, f"answers, {asked.model}, {asked.length}"), rows, "lr")
+
+
+def answers(bench: Bench) -> dict[str, str]:
+    """Of each method that was asked, the setting that answers most: points more or less than dense, and how fast."""
+    best: dict[str, tuple[float, str]] = {}
+    for evaluation in map(raw, ANSWERS):
+        identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
+        asked = [row for row in evaluation["quality"] if row["length"] == bench.length and "difference" in row]
+        points = {identities[row["variant"]]: 100 * row["difference"] for row in asked}
+        for row in bench.entry.rows:
+            of_row = points.get(row.profile or text_of(row.method, row.setting))
+            if of_row is not None and (row.method not in best or of_row > best[row.method][0]):
+                best[row.method] = of_row, f"{of_row:.1f} at {bench.faster(row)}"
+    return {method: cell for method, (_, cell) in best.items()}
 
 
 def crossovers() -> str:
