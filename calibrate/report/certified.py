@@ -155,27 +155,27 @@ def _units_table(lengths: Sequence[CertifiedLength]) -> Table:
 
 def _domain_table(lengths: Sequence[CertifiedLength]) -> Table:
     """One row for each kind of text: its mean error over the limit at each length, and the largest of all else."""
-    kinds: dict[str, dict[int | None, CertifiedDomain]] = {}
+    texts: dict[str, dict[int | None, CertifiedDomain]] = {}
     for length in lengths:
         for domain in length.domains or ():
-            kinds.setdefault(domain.domain or "-", {})[length.length] = domain
+            texts.setdefault(domain.domain or "-", {})[length.length] = domain
 
-    def largest(kind: str, name: str, style: str) -> str:
-        numbers = [getattr(domain, name) for domain in kinds[kind].values()]
+    def largest(text: str, name: str, style: str) -> str:
+        numbers = [getattr(domain, name) for domain in texts[text].values()]
         return formatted(max((number for number in numbers if number is not None), default=None), style)
 
     def error_at(length: int | None) -> Callable[[str], str]:
-        return lambda kind: formatted(getattr(kinds[kind].get(length), "error_over_limit", None), ".0%")
+        return lambda text: formatted(getattr(texts[text].get(length), "error_over_limit", None), ".0%")
 
     columns: dict[str, Callable[[str], str]] = {
         "text": str,
-        "prompts": lambda kind: _range(domain.prompts for domain in kinds[kind].values()),
-        "groups": lambda kind: _range(domain.groups for domain in kinds[kind].values()),
+        "prompts": lambda text: _range(domain.prompts for domain in texts[text].values()),
+        "groups": lambda text: _range(domain.groups for domain in texts[text].values()),
         **{f"error / limit\nat {length.length}": error_at(length.length) for length in lengths},
-        "rows that\nanswer": lambda kind: largest(kind, "answer_over_limit", ".0%"),
-        "mean KL": lambda kind: largest(kind, "kl", ".1e"),
+        "rows that\nanswer": lambda text: largest(text, "answer_over_limit", ".0%"),
+        "mean KL": lambda text: largest(text, "kl", ".1e"),
     }
-    return Table.of(sorted(kinds), columns, "by kind of text", align="lr")
+    return Table.of(sorted(texts), columns, "by kind of text", align="lr")
 
 
 def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:

@@ -5,6 +5,7 @@ Nothing is interpolated. With each row the command is printed that measures it a
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -41,13 +42,23 @@ def at_retrieval(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str
         evaluation: the summary.json of s2o-eval, whose variants answered the same questions. A profile is told by the
             digest of its file, another setting by its text.
     """
-    identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
-    answered = [row for row in evaluation["quality"] if row["length"] == entry.length and "difference" in row]
-    kept = {identities[row["variant"]] for row in answered if row["difference"] >= -POINT}
+    answered = differences(entry, evaluation)
     return fastest(
         entry.rows,
-        lambda row: row.method in (DENSE, FLASH) or (row.profile or text_of(row.method, row.setting)) in kept,
+        lambda row: row.method in (DENSE, FLASH) or answered.get(identity_of(row), -math.inf) >= -POINT,
     )
+
+
+def differences(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """The share of questions that each variant answers more than dense, by `identity_of`; args: `at_retrieval`'s."""
+    identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
+    answered = [row for row in evaluation["quality"] if row["length"] == entry.length and "difference" in row]
+    return {identities[row["variant"]]: row["difference"] for row in answered}
+
+
+def identity_of(row: MethodRow) -> str:
+    """What s2o-eval tells a row's variant by: the digest of a profile's file, or a setting's text."""
+    return row.profile or text_of(row.method, row.setting)
 
 
 def text_of(method: str, setting: str) -> str:

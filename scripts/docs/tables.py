@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
-from scripts.bench.boards import text_of
+from scripts.bench.boards import differences, identity_of
 from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.schema import DENSE, FLASH, AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.markdown import between, table
@@ -64,13 +64,11 @@ def answers(bench: Bench) -> dict[str, str]:
     """Of each method that was asked, the setting that answers most: points more or less than dense, and how fast."""
     best: dict[str, tuple[float, str]] = {}
     for evaluation in map(raw, ANSWERS):
-        identities = {variant["name"]: variant["identity"] for variant in evaluation["variants"]}
-        asked = [row for row in evaluation["quality"] if row["length"] == bench.length and "difference" in row]
-        points = {identities[row["variant"]]: 100 * row["difference"] for row in asked}
+        answered = differences(bench.entry, evaluation)
         for row in bench.entry.rows:
-            of_row = points.get(row.profile or text_of(row.method, row.setting))
-            if of_row is not None and (row.method not in best or of_row > best[row.method][0]):
-                best[row.method] = of_row, f"{of_row:.1f} at {bench.faster(row)}"
+            more = answered.get(identity_of(row))
+            if more is not None and (row.method not in best or more > best[row.method][0]):
+                best[row.method] = more, f"{100 * more:.1f} at {bench.faster(row)}"
     return {method: cell for method, (_, cell) in best.items()}
 
 
