@@ -51,6 +51,7 @@ KINDS = (
     HeadConfig(mode="dense"),
 )
 DENSE = 3  # which of them
+LAST_ROWS = 128  # run dense in every head
 PLAIN, SPECIALIZED = TileConfig(64, 64, 2, 4, 2), TileConfig(64, 128, 1, 4, 2, True)
 BLOCK_SPARSE = (
     "pbs:keep=0.5,permute_queries=true",
@@ -72,7 +73,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 def prefill(tile: TileConfig, scores: Scores = "input") -> float:
     """With and without left padding. Int8 scores are compared with the reference of the same rounding."""
     q, k, v = inputs()
-    config = LayerConfig(KINDS, tile, grain=4, scores=scores)
+    config = LayerConfig(KINDS, tile, grain=4, scores=scores, last_rows=LAST_ROWS)
     worst = 0.0
     for start in (None, torch.tensor([70], device="cuda")):
         out, _, did = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_stats=True)
@@ -87,7 +88,7 @@ def prefill(tile: TileConfig, scores: Scores = "input") -> float:
 
 def packed(tile: TileConfig, scores: Scores = "input") -> float:
     """Three sequences, one of them empty."""
-    return off_dense(*packed_outputs(inputs(), LayerConfig(KINDS, tile, grain=4, scores=scores)))
+    return off_dense(*packed_outputs(inputs(), LayerConfig(KINDS, tile, grain=4, scores=scores, last_rows=LAST_ROWS)))
 
 
 def packed_outputs(qkv: tuple[Tensor, ...], config: LayerConfig) -> tuple[Tensor, Tensor]:
@@ -110,7 +111,7 @@ def linear(tile: TileConfig) -> float:
     q, k, v = inputs()
     q = 0.1 * q
     kinds = (HeadConfig(0.0, 256, far="linear"), HeadConfig(0.0, 128, far="linear"), *KINDS[2:])
-    config = LayerConfig(kinds, tile, grain=4)
+    config = LayerConfig(kinds, tile, grain=4, last_rows=LAST_ROWS)
     pairs = [packed_outputs((q, k, v), config)]
     for start in (None, torch.tensor([70], device="cuda")):
         ours, theirs = (
@@ -126,7 +127,7 @@ def in_place(tile: TileConfig) -> float:
     lengths = [300, 0, LENGTH - 300]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
     begins = torch.tensor([0, 300, 300, LENGTH], dtype=torch.int32, device="cuda")
-    config = LayerConfig(KINDS, tile, grain=4)
+    config = LayerConfig(KINDS, tile, grain=4, last_rows=LAST_ROWS)
     k_cache, v_cache, table, _ = paged(k, v, lengths, 16, LAYOUTS[0])
     longest = max(lengths)
     ours = s2o_attention_paged(
