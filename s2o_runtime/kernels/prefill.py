@@ -80,7 +80,7 @@ def _prefill(
     gain of a tile times the tiles left is (StopRule.REST). Then the tail adds to l_i what the rest of the order is
     estimated to bring, with its mean value.
 
-    Programs: (row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq / waves; row tiles of the slice; waves * B),
+    Programs: (row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; row tiles of the slice; B),
     each for what `primitives.program_tile` gives it. With HAS_SHARES dense heads are split over keys: programs are
     those of `primitives.program_share`, one of a dense head visits a share of the whole tiles, that of the last share
     the diagonal and the sink too, and `shares.combine` makes one output of theirs. Rows, positions, lengths and strides
@@ -137,7 +137,9 @@ def _prefill(
         tile, h, b, heads, entry, index, last = program_share(HEADS.launch_order, waves, dense)
         share_row = ((b * dense * (last + 1) + entry) * tl.num_programs(0) + tile) * BM
     else:
-        tile, h, b, heads = program_tile(HEADS.launch_order, waves, MODE.HAS_LAUNCH_ORDER)
+        tile, h, b, heads = program_tile(
+            HEADS.launch_order, waves, row_begin, q_len, last_rows, BM, MODE.HAS_LAUNCH_ORDER
+        )
     segment = tl.load(HEADS.segment + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if MODE.HAS_START else 0
     q_max = q_len
@@ -360,26 +362,22 @@ def row_slices(call: Call, workspace: int, dtype: torch.dtype = torch.bfloat16) 
     return slices
 
 
-def heads_per_wave(shape: CallShape, programs: int, pair_bytes: int, gpu: Resources, last_rows: bool = False) -> int:
+def heads_per_wave(shape: CallShape, programs: int, pair_bytes: int, gpu: Resources) -> int:
     """How many heads take turns in a layer whose programs differ in work, as `primitives.program_tile` has it.
 
     Programs differ where heads have several modes, and where the prompt's beginning is among the rows; few of them
     keep a GPU waiting for the longest. With all heads in turns that wait is shortest, with one after another the cache
-    is used best: as few take turns as fill the GPU, and no more than it can cache. Dense last rows are the longest
-    programs by far, so those of all heads start first.
+    is used best: as few take turns as fill the GPU, and no more than it can cache.
 
     Args:
         shape: of the call.
         programs: of a head, in this launch.
         pair_bytes: of an element of k and one of v.
         gpu: what runs it.
-        last_rows: whether rows of this launch are last rows (`LayerConfig.last_rows`).
 
     Returns:
         A divisor of the number of heads.
     """
-    if last_rows:
-        return shape.query_heads
     if shape.offset >= shape.q_len // 2:
         return 1
     cached = CACHE_SHARE * gpu.cache_bytes // (shape.kv_len * shape.head_dim * pair_bytes)
@@ -426,10 +424,8 @@ def prefill(
     grid = (programs, shape.query_heads, shape.batch)
     if tables.launch_order is not None:
         gpu = resources(q.device)
-        ending = call.config.last_rows > 0 and rows.stop == shape.q_len
-        per_wave = heads_per_wave(shape, programs, k.element_size() + v.element_size(), gpu, ending)
-        waves = shape.query_heads // per_wave
-        grid = (per_wave, programs, waves * shape.batch)
+        waves = shape.query_heads // heads_per_wave(shape, programs, k.element_size() + v.element_size(), gpu)
+        grid = (shape.query_heads, programs, shape.batch)
         if (count := key_shares(call, programs, gpu)) > 1:
             shares, waves = shares_of(call, count, programs * tile.rows, q.device), shape.query_heads
             grid = (programs, shape.query_heads + (count - 1) * tables.dense, shape.batch)

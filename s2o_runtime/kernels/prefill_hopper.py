@@ -460,8 +460,8 @@ def _prefill_hopper(
 ):  # fmt: skip
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has, without MODE.WIDE.
 
-    Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq / waves; pairs of row tiles of the
-    slice; waves * B), with HAS_SHARES as in `primitives.program_share`. `_prefill` says what each tensor holds.
+    Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; pairs of row tiles of the
+    slice; B), with HAS_SHARES as in `primitives.program_share`. `_prefill` says what each tensor holds.
 
         Q, OUT                 T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
         K, V                   T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
@@ -502,10 +502,19 @@ def _prefill_hopper(
         h = gl.load(HEADS.launch_order + entry - index * dense)
         share_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
     elif MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.program_tile`, which Gluon code cannot call
-        tile = gl.num_programs(1) - 1 - gl.program_id(1)
-        heads = gl.num_programs(0) * waves
-        b = gl.program_id(2) // waves
-        h = gl.load(HEADS.launch_order + (gl.program_id(2) - b * waves) * gl.num_programs(0) + gl.program_id(0))
+        heads = gl.num_programs(0)
+        before = gl.where(last_rows > 0, gl.maximum(q_len - last_rows, 0) // (2 * BM) * (2 * BM), q_len)
+        before = gl.cdiv(gl.maximum(before - row_begin, 0), 2 * BM)
+        before = gl.minimum(before, gl.num_programs(1))
+        number = (gl.program_id(1) + before - gl.num_programs(1)) * heads + gl.program_id(0)
+        per_wave = heads // waves
+        of_wave = gl.maximum(before, 1) * per_wave
+        wave = gl.maximum(number, 0) // of_wave
+        turn = (gl.maximum(number, 0) - wave * of_wave) // per_wave
+        tile = gl.where(number < 0, gl.num_programs(1) - 1 - gl.program_id(1), before - 1 - turn)
+        entry = gl.where(number < 0, gl.program_id(0), number - wave * (of_wave - per_wave) - turn * per_wave)
+        b = gl.program_id(2)
+        h = gl.load(HEADS.launch_order + entry)
     else:
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
         heads = gl.num_programs(1)

@@ -33,22 +33,30 @@ ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def program_tile(LAUNCH_ORDER, waves, HAS_LAUNCH_ORDER: tl.constexpr):
+def program_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr, HAS_LAUNCH_ORDER: tl.constexpr):
     """Which row tiles (counted in those of a program), which head and which batch entry this program has.
 
     GPUs start programs in the order of their numbers, the first dimension first. What starts last should be short, or
     it runs while other SMs have nothing left to do: the last tiles, whose prefixes are the longest, come first. In a
-    grid (tiles, Hq, B) one head follows another. With HAS_LAUNCH_ORDER it is (heads that take turns, tiles,
-    waves * B): those heads, Hq / waves at a time in the order LAUNCH_ORDER, int32 [Hq], take turns at each tile.
+    grid (tiles, Hq, B) one head follows another. With HAS_LAUNCH_ORDER it is (Hq, tiles, B): the tiles of last rows,
+    which visit all keys, come first, those of all heads; then Hq / waves heads at a time, in the order LAUNCH_ORDER,
+    int32 [Hq], take turns at each other tile, because a cache holds the keys of a few heads.
 
     Returns the tile, the head, the batch entry, and Hq.
     """
     if HAS_LAUNCH_ORDER:
-        # nothing is divided for the tile: what follows from it would need more registers
-        tile = tl.num_programs(1) - 1 - tl.program_id(1)
-        heads = tl.num_programs(0) * waves
-        b = tl.program_id(2) // waves
-        h = tl.load(LAUNCH_ORDER + (tl.program_id(2) - b * waves) * tl.num_programs(0) + tl.program_id(0))
+        heads = tl.num_programs(0)
+        before = tl.cdiv(tl.maximum(dense_from(q_len, last_rows, ROWS) - row_begin, 0), ROWS)  # tiles
+        before = tl.minimum(before, tl.num_programs(1))
+        number = (tl.program_id(1) + before - tl.num_programs(1)) * heads + tl.program_id(0)  # negative: last rows
+        per_wave = heads // waves
+        of_wave = tl.maximum(before, 1) * per_wave
+        wave = tl.maximum(number, 0) // of_wave
+        turn = (tl.maximum(number, 0) - wave * of_wave) // per_wave
+        tile = tl.where(number < 0, tl.num_programs(1) - 1 - tl.program_id(1), before - 1 - turn)
+        entry = tl.where(number < 0, tl.program_id(0), number - wave * (of_wave - per_wave) - turn * per_wave)
+        b = tl.program_id(2)
+        h = tl.load(LAUNCH_ORDER + entry)
     else:
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
         heads = tl.num_programs(1)

@@ -126,7 +126,7 @@ def _tail(
         of_segment = (b * tl.num_programs(1) + h).to(tl.int64) * segments + n
         e = tl.arange(0, EDGES)
         edge = EDGE + of_segment[:, None] * BUCKETS + e[None, :] * (BUCKETS // EDGES)
-        highest = tl.load(edge, mask=inside[:, None], other=0.0)
+        highest = tl.load(edge, mask=(steps > 0)[:, None], other=0.0)  # nothing is ranked without steps
         score = at_head(SCORE, stride_s, b, h) + n[:, None].to(tl.int64) * stride_s.row
         value = at_head(VALUES, stride_v, b, h // GROUP)
         if GRAIN == 1:  # not pooled: rows are keys
