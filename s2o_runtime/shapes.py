@@ -266,13 +266,17 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     row = torch.arange(q_len, device=visited.device)
     position = row[None, :] + offset
     causal = (position - start[:, None] + 1).clamp_min(0)
-    real = causal > 0
-    per_head = []
+    tile = row // config.tile.block_m
+    tiles = -(-q_len // config.tile.block_m)
+    rows = causal.new_zeros(len(causal), tiles).index_add_(1, tile, (causal > 0).long())  # of each tile
+    prefix = (visited[:, :, :tiles] * rows[:, None]).sum((0, 2))
     dense = row >= config.dense_from(q_len)
-    for index, head in enumerate(config.heads):
-        first_position = row // head.segment * head.segment + offset
-        first = torch.where(dense, start[:, None], window_start(first_position, start[:, None], head, config.tile))
-        window = (position - first + 1).clamp_min(0)
-        prefix = visited[:, index, row // config.tile.block_m].long() * real
-        per_head.append((window + prefix).sum().double())
-    return torch.stack(per_head), causal.sum().double()
+
+    def window(head: HeadConfig) -> Tensor:
+        first = window_start(row // head.segment * head.segment + offset, start[:, None], head, config.tile)
+        return (position - torch.where(dense, start[:, None], first) + 1).clamp_min(0).sum()
+
+    windows = {(head.mode, head.segment): head for head in config.heads}  # the same in many heads
+    found = {kind: window(head) for kind, head in windows.items()}
+    computed = prefix + torch.stack([found[head.mode, head.segment] for head in config.heads])
+    return computed.double(), causal.sum().double()

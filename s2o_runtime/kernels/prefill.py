@@ -51,7 +51,6 @@ from s2o_runtime.kernels.shares import combine, key_shares, shares_of
 from s2o_runtime.kernels.tail import EDGES, Tail, pooled_values, tail_bytes, tail_sums
 from s2o_runtime.shapes import CallShape
 
-FULL = 1.5  # programs an SM: with fewer of one head, SMs would wait for its longest ones
 CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
 WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and logs of a whole call come on top
 
@@ -362,16 +361,15 @@ def row_slices(call: Call, workspace: int, dtype: torch.dtype = torch.bfloat16) 
     return slices
 
 
-def heads_per_wave(shape: CallShape, programs: int, pair_bytes: int, gpu: Resources) -> int:
+def heads_per_wave(shape: CallShape, pair_bytes: int, gpu: Resources) -> int:
     """How many heads take turns in a layer whose programs differ in work, as `primitives.program_tile` has it.
 
     Programs differ where heads have several modes, and where the prompt's beginning is among the rows; few of them
-    keep a GPU waiting for the longest. With all heads in turns that wait is shortest, with one after another the cache
-    is used best: as few take turns as fill the GPU, and no more than it can cache.
+    keep a GPU waiting for the longest. With many heads in turns that wait is short, so as many take turns as the cache
+    holds the keys and values of, and at least those of one KV head (docs/results/order-of-programs-h100.txt).
 
     Args:
         shape: of the call.
-        programs: of a head, in this launch.
         pair_bytes: of an element of k and one of v.
         gpu: what runs it.
 
@@ -380,10 +378,9 @@ def heads_per_wave(shape: CallShape, programs: int, pair_bytes: int, gpu: Resour
     """
     if shape.offset >= shape.q_len // 2:
         return 1
-    cached = CACHE_SHARE * gpu.cache_bytes // (shape.kv_len * shape.head_dim * pair_bytes)
-    equal = [heads for heads in range(1, shape.query_heads + 1) if shape.query_heads % heads == 0]
-    fitting = [heads for heads in equal if heads <= max(1, cached * shape.group)]
-    return next((heads for heads in fitting if heads * programs >= FULL * gpu.sm_count), fitting[-1])
+    cached = int(CACHE_SHARE * gpu.cache_bytes // (shape.kv_len * shape.head_dim * pair_bytes))  # KV heads
+    most = min(max(cached, 1) * shape.group, shape.query_heads)
+    return next(heads for heads in range(most, 0, -1) if shape.query_heads % heads == 0)
 
 
 def prefill(
@@ -424,7 +421,7 @@ def prefill(
     grid = (programs, shape.query_heads, shape.batch)
     if tables.launch_order is not None:
         gpu = resources(q.device)
-        waves = shape.query_heads // heads_per_wave(shape, programs, k.element_size() + v.element_size(), gpu)
+        waves = shape.query_heads // heads_per_wave(shape, k.element_size() + v.element_size(), gpu)
         grid = (shape.query_heads, programs, shape.batch)
         if (count := key_shares(call, programs, gpu)) > 1:
             shares, waves = shares_of(call, count, programs * tile.rows, q.device), shape.query_heads

@@ -205,19 +205,17 @@ def test_dense_heads_start_first():
     assert head_tables(ending, torch.device("cpu")).launch_order.tolist() == [0, 1, 2]  # whose last rows start first
 
 
-def test_as_few_heads_take_turns_as_fill_the_gpu():
+def test_as_many_heads_take_turns_as_the_cache_holds():
     gpu = Resources(132, 50 << 20)
 
     def per_wave(q_len, kv_len, gpu=gpu, heads=32):
-        return heads_per_wave(CallShape(1, heads, heads // 4, q_len, kv_len, 128, 128), -(-q_len // 128), 4, gpu)
+        return heads_per_wave(CallShape(1, heads, heads // 4, q_len, kv_len, 128, 128), 4, gpu)
 
-    assert [per_wave(1 << power, 1 << power) for power in range(11, 18)] == [16, 8, 4, 2, 1, 1, 1]
-    assert per_wave(8192, 8192, heads=20) == 4
-    assert per_wave(4096, 4096, heads=20) == 10  # all rounds have as many
-    assert per_wave(8192, 12000) == 4  # as many rows behind some keys, whose work differs still
+    assert [per_wave(1 << power, 1 << power) for power in range(12, 18)] == [32, 32, 16, 8, 4, 4]
+    assert per_wave(16384, 16384, heads=20) == 10  # of 16: all rounds have as many
+    assert per_wave(8192, 12000) == 16  # behind some keys, whose work differs still
     assert per_wave(8192, 131072) == 1  # behind so many that rows hardly differ
     assert per_wave(2048, 2048, Resources(132, 3 << 20)) == 8  # whose two KV heads the cache holds
-    assert per_wave(512, 512) == 32  # no more than there are
 
 
 @pytest.mark.parametrize(
