@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.warmup import SEGMENTS
@@ -14,7 +16,7 @@ from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
 from s2o_runtime.kernels.prefill import heads_per_wave, row_slices, s2o_prefill
-from s2o_runtime.kernels.primitives import LOG2E
+from s2o_runtime.kernels.primitives import LOG2E, program_tile
 from s2o_runtime.kernels.rank import order as order_module
 from s2o_runtime.kernels.rank import scores as scores_module
 from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
@@ -203,6 +205,25 @@ def test_dense_heads_start_first():
     assert head_tables(alike, torch.device("cpu")).launch_order is None  # which needs no other kernel
     ending = replace(alike, last_rows=256)
     assert head_tables(ending, torch.device("cpu")).launch_order.tolist() == [0, 1, 2]  # whose last rows start first
+
+
+@triton.jit
+def _programs(OUT, LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr):
+    tile, h, b, heads = program_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS, True)
+    number = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(OUT + number, (b * heads + h) * 100 + tile)
+
+
+@pytest.mark.parametrize(("row_begin", "last_rows", "before"), [(0, 128, 2), (0, 0, 5), (128, 256, 0), (64, 128, 1)])
+def test_last_rows_of_all_heads_start_first_and_then_some_heads_take_turns(row_begin, last_rows, before):
+    order, tiles, rows, per_wave = torch.tensor([2, 0, 3, 1], dtype=torch.int32), 5 - row_begin // 64, 64, 2
+    found = torch.empty(2 * tiles * 4, dtype=torch.int32)
+    _programs[4, tiles, 2](found, order, 4 // per_wave, row_begin, 300, last_rows, rows)
+    ending = [(tile, head) for tile in reversed(range(before, tiles)) for head in order.tolist()]
+    turns = [
+        (tile, head) for wave in order.split(per_wave) for tile in reversed(range(before)) for head in wave.tolist()
+    ]
+    assert found.tolist() == [(b * 4 + head) * 100 + tile for b in range(2) for tile, head in ending + turns]
 
 
 def test_as_many_heads_take_turns_as_the_cache_holds():
