@@ -266,9 +266,9 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     row = torch.arange(q_len, device=visited.device)
     position = row[None, :] + offset
     causal = (position - start[:, None] + 1).clamp_min(0)
-    tile = row // config.tile.block_m
-    tiles = -(-q_len // config.tile.block_m)
-    rows = causal.new_zeros(len(causal), tiles).index_add_(1, tile, (causal > 0).long())  # of each tile
+    block = config.tile.block_m
+    tiles = -(-q_len // block)
+    rows = F.pad(causal > 0, (0, tiles * block - q_len)).reshape(-1, tiles, block).sum(2)  # of each tile, that count
     prefix = (visited[:, :, :tiles] * rows[:, None]).sum((0, 2))
     dense = row >= config.dense_from(q_len)
 
@@ -276,7 +276,7 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
         first = window_start(row // head.segment * head.segment + offset, start[:, None], head, config.tile)
         return (position - torch.where(dense, start[:, None], first) + 1).clamp_min(0).sum()
 
-    windows = {(head.mode, head.segment): head for head in config.heads}  # the same in many heads
-    found = {kind: window(head) for kind, head in windows.items()}
-    computed = prefix + torch.stack([found[head.mode, head.segment] for head in config.heads])
+    unlike = {(head.mode, head.segment): head for head in config.heads}  # heads alike in both have the same window
+    windows = {settings: window(head) for settings, head in unlike.items()}
+    computed = prefix + torch.stack([windows[head.mode, head.segment] for head in config.heads])
     return computed.double(), causal.sum().double()

@@ -444,6 +444,12 @@ def _consumer(
     gl.store(OUT + copy_rows[:, None] * stride_ol + copy_d[None, :], out_tile.load(COPY), mask=inside)
 
 
+@gluon.jit
+def _dense_from(q_len, last_rows, ROWS: gl.constexpr):
+    """A copy of `primitives.dense_from`, which Gluon code cannot call."""
+    return gl.where(last_rows > 0, gl.maximum(q_len - last_rows, 0) // ROWS * ROWS, q_len)
+
+
 @gluon.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "waves", "page_shift", "page_rows", "stride_cb",
@@ -503,8 +509,7 @@ def _prefill_hopper(
         share_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
     elif MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.program_tile`, which Gluon code cannot call
         heads = gl.num_programs(0)
-        before = gl.where(last_rows > 0, gl.maximum(q_len - last_rows, 0) // (2 * BM) * (2 * BM), q_len)
-        before = gl.cdiv(gl.maximum(before - row_begin, 0), 2 * BM)
+        before = gl.cdiv(gl.maximum(_dense_from(q_len, last_rows, 2 * BM) - row_begin, 0), 2 * BM)
         before = gl.minimum(before, gl.num_programs(1))
         number = (gl.program_id(1) + before - gl.num_programs(1)) * heads + gl.program_id(0)
         per_wave = heads // waves
@@ -537,8 +542,7 @@ def _prefill_hopper(
     n = row0 // gl.maximum(segment, 1)
     # copies of `primitives.window_start` and `primitives.diagonal_start`
     begin = gl.maximum(offset + n * segment, start)
-    # a copy of `primitives.dense_from`
-    dense_rows = gl.where(last_rows > 0, gl.maximum(q_len - last_rows, 0) // (2 * BM) * (2 * BM), q_len)
+    dense_rows = _dense_from(q_len, last_rows, 2 * BM)
     first = gl.where((segment > 0) & (row0 < dense_rows), start + (begin - start) // BN * BN, start)
     prefix = gl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0

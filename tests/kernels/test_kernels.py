@@ -217,13 +217,13 @@ def _programs(OUT, LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.co
 @pytest.mark.parametrize(("row_begin", "last_rows", "before"), [(0, 128, 2), (0, 0, 5), (128, 256, 0), (64, 128, 1)])
 def test_last_rows_of_all_heads_start_first_and_then_some_heads_take_turns(row_begin, last_rows, before):
     order, tiles, rows, per_wave = torch.tensor([2, 0, 3, 1], dtype=torch.int32), 5 - row_begin // 64, 64, 2
-    found = torch.empty(2 * tiles * 4, dtype=torch.int32)
-    _programs[4, tiles, 2](found, order, 4 // per_wave, row_begin, 300, last_rows, rows)
+    started = torch.empty(2 * tiles * 4, dtype=torch.int32)
+    _programs[4, tiles, 2](started, order, 4 // per_wave, row_begin, 300, last_rows, rows)
     ending = [(tile, head) for tile in reversed(range(before, tiles)) for head in order.tolist()]
     turns = [
         (tile, head) for wave in order.split(per_wave) for tile in reversed(range(before)) for head in wave.tolist()
     ]
-    assert found.tolist() == [(b * 4 + head) * 100 + tile for b in range(2) for tile, head in ending + turns]
+    assert started.tolist() == [(b * 4 + head) * 100 + tile for b in range(2) for tile, head in ending + turns]
 
 
 def test_as_many_heads_take_turns_as_the_cache_holds():
@@ -237,6 +237,7 @@ def test_as_many_heads_take_turns_as_the_cache_holds():
     assert per_wave(8192, 12000) == 16  # behind some keys, whose work differs still
     assert per_wave(8192, 131072) == 1  # behind so many that rows hardly differ
     assert per_wave(2048, 2048, Resources(132, 3 << 20)) == 8  # whose two KV heads the cache holds
+    assert per_wave(512, 512) == 32  # no more than there are
 
 
 @pytest.mark.parametrize(
