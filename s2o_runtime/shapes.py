@@ -268,7 +268,7 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     causal = (position - start[:, None] + 1).clamp_min(0)
     block = config.tile.block_m
     tiles = -(-q_len // block)
-    rows = F.pad(causal > 0, (0, tiles * block - q_len)).reshape(-1, tiles, block).sum(2)  # of each tile, that count
+    rows = F.pad(causal > 0, (0, tiles * block - q_len)).view(len(causal), tiles, block).sum(2)  # of each tile
     prefix = (visited[:, :, :tiles] * rows[:, None]).sum((0, 2))
     dense = row >= config.dense_from(q_len)
 

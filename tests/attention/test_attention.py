@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.backend import _log_once
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
@@ -58,6 +58,15 @@ def test_density_counts_pairs_by_hand():
     assert stats.density.tolist() == pytest.approx([(window + 32 * 64) / (96 * 97 / 2)] * 2)
     _, _, stats = s2o_attention(q, k, v, config(), backend="dense", return_stats=True)
     assert stats.density.tolist() == [1.0, 1.0]
+
+
+def test_the_density_of_packed_sequences_is_of_all_their_pairs():
+    """96 queries as above, none, and 30, which are a window."""
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in inputs(q_len=126, kv_len=126))
+    edges = torch.tensor([0, 96, 96, 126], dtype=torch.int32)
+    _, _, stats = s2o_attention_varlen(q, k, v, edges, edges, 96, 96, config(tau=1e6), return_stats=True)
+    computed = 64 * 65 // 2 + 32 * 33 // 2 + 32 * 64 + 30 * 31 // 2
+    assert stats.density.tolist() == pytest.approx([computed / (96 * 97 / 2 + 30 * 31 / 2)] * 2)
 
 
 @pytest.mark.parametrize(
