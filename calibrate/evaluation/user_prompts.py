@@ -1,4 +1,4 @@
-"""The user's own prompts: JSON lines with a prompt and the answer that is expected."""
+"""The user's own prompts: JSON entries with a prompt and the answer that is expected."""
 
 from __future__ import annotations
 
@@ -9,44 +9,40 @@ from typing import Any
 
 import torch
 
-from calibrate.prompts.files import parsed_lines, read_text
+from calibrate.prompts.assembly import encode_served
+from calibrate.prompts.files import check_text, document_of, parse_entries, read_text
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import encode, start_of
+from calibrate.prompts.retrieval import encode
 
 EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
 
 
 def read_user_prompts(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:
-    """The prompts of files with their answers behind them. limit: tokens that the model can read.
+    """Read the prompts of files with their answers behind them. limit: tokens that the model can read.
 
     Raises InputError naming file and line.
     """
     return [
         prompt
         for path in paths
-        for prompt in parsed_lines(path, lambda entry, _: _prompt(entry, tokenizer, limit), EXPECTED)
+        for prompt in parse_entries(path, lambda entry, _: _prompt(entry, tokenizer, limit), EXPECTED)
     ]
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """What names the files' content in the journal."""
+    """Return the name of the files' content in the journal."""
     return hashlib.sha256("\n".join(map(read_text, paths)).encode()).hexdigest()[:16]
 
 
 def _prompt(entry: Any, tokenizer: Any, limit: int) -> Prompt:
-    if not isinstance(entry, dict) or not isinstance(entry.get("answer"), str):
+    answer = entry.pop("answer", None) if isinstance(entry, dict) else None
+    if not isinstance(answer, str):
         raise ValueError(EXPECTED)
-    if isinstance(entry.get("prompt"), str):
-        before = start_of(tokenizer) + encode(tokenizer, entry["prompt"])
-    elif isinstance(entry.get("messages"), list):
-        text = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
-        before = encode(tokenizer, str(text))
-    else:
+    before = encode_served(tokenizer, document_of(entry, "", "", EXPECTED))
+    after = encode(tokenizer, check_text(answer))
+    tokens = len(before + after)
+    if not before or not after:  # a tokenizer may drop what it does not know
         raise ValueError(EXPECTED)
-    answer = encode(tokenizer, entry["answer"])
-    if not before or not answer:
-        raise ValueError(EXPECTED)
-    tokens = len(before + answer)
     if tokens > limit:
         raise ValueError(f"prompt and answer are {tokens} tokens, beyond the model's limit of {limit}: shorten them")
-    return Prompt(torch.tensor(before + answer), ((len(before), tokens),))
+    return Prompt(torch.tensor(before + after), ((len(before), tokens),))

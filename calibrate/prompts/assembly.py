@@ -40,8 +40,8 @@ def assembled(
 ) -> Prompt:
     """A prompt of the first `length` tokens of documents, one after another.
 
-    A tokenizer's own first token stands before plain text. A conversation is laid out by the tokenizer's chat template,
-    which writes that token itself; without a template as "User: ... Assistant: ...". The first document says which of
+    A tokenizer's own first tokens stand before plain text. A conversation is laid out by the tokenizer's chat template,
+    which writes them itself; without a template as "User: ... Assistant: ...". The first document says which of
     the two a prompt is: further conversations are text in plain text, and further texts are the user's in a
     conversation. The prompt's domain and group are those of most of its tokens.
 
@@ -88,6 +88,17 @@ def in_equal_parts(tokenizer: Any, kinds: Sequence[Iterator[Document]], length: 
             if missing <= 0:
                 break
     yield from kinds[-1]
+
+
+def encode_served(tokenizer: Any, document: Document) -> list[int]:
+    """Tokenize a document as it is served: after the tokenizer's first tokens, a conversation by the chat template.
+
+    Raises:
+        InputError: The chat template does not take the conversation.
+    """
+    if document.turns:
+        return _layout_start(tokenizer) + encode(tokenizer, _laid_out(tokenizer, document.turns))
+    return start_of(tokenizer) + encode(tokenizer, document.text)
 
 
 def size_of(tokenizer: Any, document: Document) -> int:
@@ -149,7 +160,7 @@ def _joined_turns(
 
 def _conversation(tokenizer: Any, turns: list[Turn], facts: list[str], length: int) -> list[int]:
     """The first tokens of a conversation; if there are facts, these in it, and its end asks for them."""
-    begin = [] if getattr(tokenizer, "chat_template", None) else start_of(tokenizer)
+    begin = _layout_start(tokenizer)
     if not facts:
         ids = begin + encode(tokenizer, _laid_out(tokenizer, turns))
         if len(ids) < length:
@@ -209,10 +220,15 @@ def _body_and_end(tokenizer: Any, turns: list[Turn]) -> tuple[str, str]:
     return text[:split], text[split:]
 
 
+def _layout_start(tokenizer: Any) -> list[int]:
+    """The tokens before a conversation that is laid out: a chat template writes them itself."""
+    return [] if getattr(tokenizer, "chat_template", None) else start_of(tokenizer)
+
+
 def _laid_out(tokenizer: Any, turns: Sequence[Turn]) -> str:
     """A conversation as the model reads it, up to where the assistant answers."""
     if not getattr(tokenizer, "chat_template", None):
-        return "".join(f"{role.capitalize()}: {content}{SEPARATOR}" for role, content in turns) + "Assistant: "
+        return Document("", "", turns=tuple(turns)).as_text
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
         return str(
@@ -227,8 +243,8 @@ def _laid_out(tokenizer: Any, turns: Sequence[Turn]) -> str:
     except Exception as error:  # a template is a program of the tokenizer's authors
         reason = " ".join(str(error).split())
         raise InputError(
-            f"the tokenizer's chat template does not take a conversation ({reason}): use text without conversations, "
-            "such as --domains code,prose"
+            f"the tokenizer's chat template does not take a conversation ({reason}): use text without conversations "
+            "(of the built-in text --domains code,prose)"
         ) from error
 
 

@@ -149,11 +149,7 @@ def _of_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, 
         rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
         chosen = _in_turns(parts(shared[purpose], size, length))[: wanted[length][purpose]]
         if wanted[length][purpose] and not chosen and purpose != CERTIFY:
-            raise InputError(
-                f"{recipe.prompt_source} has 0 prompts {WORDS[purpose]} of {length} tokens or more (the longest of "
-                f"{len(documents)} documents has {max(map(size, documents))}): at least 1 must be, add longer prompts "
-                "of other groups or use a shorter length"
-            )
+            raise InputError(_too_few(recipe.prompt_source, documents, max(map(size, documents)), purpose, length))
         cut.update(part[-1].digest for part in chosen if sum(map(size, part)) > length)
         return [assembled(tokenizer, iter(part), length, rng, needles=recipe.hide_needles) for part in chosen]
 
@@ -161,6 +157,23 @@ def _of_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, 
     if cut:
         log.info("%d documents are longer than their prompts: what is beyond the length is left out", len(cut))
     return prompts
+
+
+def _too_few(source: str, documents: Sequence[Document], longest: int, purpose: str, length: int) -> str:
+    """The sentence on files that give no prompt for a purpose at a length in tokens. longest: a document's tokens."""
+    groups, count = len({document.group for document in documents}), counted(len(documents), "different document")
+    if groups == 1:
+        unit = "document" if len(documents) == 1 else "group"
+        remedy = (
+            f"this is one {unit}, and no two sets share one, so give at least two {unit}s of {length} tokens or more, "
+            "or split the text into lines of a .jsonl file"
+        )
+    else:
+        remedy = "at least 1 must be, add longer prompts of other groups or use a shorter length"
+    return (
+        f"{source} has 0 prompts {WORDS[purpose]} of {length} tokens or more ({count} in {counted(groups, 'group')}, "
+        f"the longest of {longest} tokens): {remedy}"
+    )
 
 
 def _in_turns(chosen: Iterable[list[Document]]) -> list[list[Document]]:

@@ -145,6 +145,6 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def start_of(tokenizer: Any) -> list[int]:
-    """The token that a tokenizer puts before every text, if it does."""
-    first = tokenizer.bos_token_id
-    return [first] if first is not None and tokenizer("a").input_ids[:1] == [first] else []
+    """Return the tokens that a tokenizer puts before every text; what it puts behind, such as an end, is left out."""
+    ids, text = tokenizer("a").input_ids, encode(tokenizer, "a")
+    return ids[: next((at for at in range(len(ids)) if ids[at : at + len(text)] == text), 0)]

@@ -18,7 +18,7 @@ import torch
 
 from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import Retrieval, encode, needles_in, spread, with_facts
+from calibrate.prompts.retrieval import Retrieval, encode, needles_in, spread, start_of, with_facts
 from s2o_runtime.errors import InputError
 
 HELD_OUT_FILES = 3  # one of this many of the standard library's files is held out
@@ -66,8 +66,9 @@ def _with_needles(tokenizer: Any, files: Iterator[str], length: int, rng: random
     """`length` tokens of text with needles spread over them; a quarter at most are the questions at the end."""
     needles = make_needles(needles_in(length), rng)
     retrieval = Retrieval.of(tokenizer, needles, rng).within(length // 4)
-    text = first_tokens(tokenizer, files, length - len(retrieval.questions))
-    ids, answers = retrieval.hidden_in(text, 0)
+    begin = start_of(tokenizer)
+    text = begin + first_tokens(tokenizer, files, length - len(retrieval.questions) - len(begin))
+    ids, answers = retrieval.hidden_in(text, len(begin))
     return Prompt(torch.tensor(ids), answers)
 
 
@@ -86,8 +87,10 @@ def one_text(tokenizer: Any, length: int, count: int, rng: random.Random) -> tup
     needles = make_needles(count, rng)
     retrieval = Retrieval.of(tokenizer, needles, rng)
     questions = [encode(tokenizer, needle.question) for needle in needles]
-    text = first_tokens(tokenizer, sources(rng, held_out=True), length - max(map(len, questions)))
-    text = with_facts(text, retrieval.facts, spread(count, 0, len(text)))
+    begin = start_of(tokenizer)
+    missing = length - max(map(len, questions)) - len(begin)
+    text = begin + first_tokens(tokenizer, sources(rng, held_out=True), missing)
+    text = with_facts(text, retrieval.facts, spread(count, len(begin), len(text)))
     return [text + question for question in questions], [needle.code for needle in needles]
 
 

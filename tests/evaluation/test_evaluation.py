@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoTokenizer
 
 from calibrate.evaluation import quality_plots as plots
 from calibrate.evaluation import report, score
@@ -19,9 +20,10 @@ from calibrate.evaluation.results import open_journal, summary
 from calibrate.evaluation.run import evaluate
 from calibrate.evaluation.settings import named, parsed
 from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check
+from calibrate.evaluation.user_prompts import read_user_prompts
 from calibrate.evaluation.variants import BASELINE, Variant, _baseline_forward, run_stats, running, variants
 from calibrate.journal import Journal
-from calibrate.model.models import load
+from calibrate.model.models import DEMO_FOLDER, load
 from calibrate.prompts.facts import FAMILY
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.baselines.settings import parse
@@ -339,6 +341,28 @@ def test_questions_are_answered_by_a_sentence_of_the_text(demo, tmp_path):
         )[number % 3]
         assert f"\n# {question}\n" in end
         assert answers[number] == expected
+
+
+def test_a_users_prompt_is_read_as_it_is_served(tmp_path):
+    """A conversation by the chat template, plainly without one, and a template that refuses is named with the line."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
+    path = tmp_path / "mine.jsonl"
+    talk = {"messages": [{"role": "user", "content": "Is it?"}], "answer": "yes"}
+    path.write_text(f"{json.dumps({'text': 'Is it? ', 'answer': 'yes'})}\n{json.dumps(talk)}\n")
+    templates = {
+        None: "User: Is it?\n\nAssistant: ",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>": "<user>Is it?<assistant>",
+    }
+    for template, laid_out in templates.items():
+        tokenizer.chat_template = template
+        prompts = read_user_prompts([path], tokenizer, 100)
+        for prompt, expected in zip(prompts, ("Is it? ", laid_out), strict=True):
+            ((first, end),) = prompt.answers
+            assert tokenizer.decode(prompt.ids[:first]) == expected
+            assert (tokenizer.decode(prompt.ids[first:]), end) == ("yes", prompt.length)
+    tokenizer.chat_template = "{{ raise_exception('be nice') }}"
+    with pytest.raises(InputError, match=r"mine.jsonl:2: the tokenizer's chat template does not take .*\(be nice\)"):
+        read_user_prompts([path], tokenizer, 100)
 
 
 def test_the_text_of_a_greedy_answer_ends_with_a_request(demo, tmp_path):

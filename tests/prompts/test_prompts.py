@@ -9,9 +9,13 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from calibrate.evaluation.plan import EvaluationPlan
+from calibrate.evaluation.tasks import Case, build
 from calibrate.model.models import DEMO_FOLDER
-from calibrate.prompts.assembly import ASK, assembled, in_equal_parts
+from calibrate.prompts.assembly import ASK, assembled, in_equal_parts, size_of
 from calibrate.prompts.documents import (
     CERTIFY,
     COMPOSED,
@@ -22,9 +26,10 @@ from calibrate.prompts.documents import (
     Supply,
     found_documents,
 )
-from calibrate.prompts.files import read_documents
+from calibrate.prompts.files import UNREAD, read_documents
 from calibrate.prompts.prompts import load_prompts
 from calibrate.prompts.split import parts, split
+from calibrate.prompts.stdlib import built_in, one_text
 from calibrate.recipe import DOMAINS, Budget, Recipe
 from s2o_runtime.errors import ConfigError, InputError
 
@@ -34,19 +39,26 @@ CHATML = (
 )
 
 
+def letters_tokenizer(prefix, end, **special):
+    """A tokenizer of printable letters that puts some tokens before every text and some behind it."""
+    names = ["<pad>", "<bos>", "[gMASK]", "<sop>", "<eos>"]
+    vocabulary = {token: number for number, token in enumerate([*names, "\n", *map(chr, range(32, 127))])}
+    inner = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<pad>"))
+    if prefix or end:
+        inner.post_processor = processors.TemplateProcessing(
+            single=[*prefix, "$A", *end], special_tokens=[(name, vocabulary[name]) for name in names]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", **special)
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(DEMO_FOLDER)
 
 
 @pytest.fixture(scope="module")
 def with_bos(tmp_path_factory):
     """The demo model's tokenizer, made to put its first token before every text, and with a chat template."""
-    from tokenizers import Tokenizer, processors
-    from transformers import PreTrainedTokenizerFast
-
     plain = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     plain.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
@@ -227,6 +239,55 @@ def test_the_first_token_is_the_tokenizers_own_and_not_doubled_by_a_chat_templat
     assert with_bos.decode(chat.ids).startswith("<|endoftext|>System: ")
 
 
+@pytest.mark.parametrize("end", [[], ["<eos>"]], ids=["", "eos"])
+@pytest.mark.parametrize(
+    ("prefix", "special"),
+    [
+        ([], {}),
+        (["<bos>"], {"bos_token": "<bos>"}),
+        ([], {"bos_token": "<bos>"}),
+        (["[gMASK]", "<sop>"], {}),  # GLM
+        (["<sop>"], {"cls_token": "<sop>"}),
+        (["<bos>", "<sop>"], {"bos_token": "<bos>"}),
+    ],
+)
+def test_prompts_begin_as_the_tokenizer_begins_every_text(prefix, special, end):
+    """Calibration's, those of the standard library, and the evaluation's, with facts and without; an end is no part."""
+    reader = letters_tokenizer(prefix, end, **special)
+    served = reader("a").input_ids[: len(prefix)]
+    assert reader.convert_ids_to_tokens(served) == prefix
+    text = Document("text", "group", "The quick brown fox jumps over the lazy dog. " * 60)
+    chat = Document("text", "group", turns=(("user", text.text), ("assistant", text.text)))
+    rng, length = random.Random(0), 1500
+    plan = EvaluationPlan("demo", Path("unused"), (length,), needles=4)
+    prompts = [
+        *(assembled(reader, iter([text]), length, rng, needles=hidden) for hidden in (False, True)),
+        *(assembled(reader, iter([chat]), length, rng, needles=hidden) for hidden in (False, True)),
+        assembled(reader, iter([text]), length, rng, needles=True, isolated=True),
+        *built_in(reader, length, 1, 0, held_out=True),
+        *(build(Case((task,), length, 0), plan, reader, ())[0] for task in ("needles", "perplexity")),
+    ]
+    starts = [prompt.ids[: len(served) + 1].tolist() for prompt in prompts]
+    starts += [ids[: len(served) + 1] for ids in one_text(reader, length, 2, rng)[0]]
+    assert all(start[:-1] == served and start[-1] not in reader.all_special_ids for start in starts)
+    assert all(reader.convert_tokens_to_ids("<eos>") not in prompt.ids for prompt in prompts)
+
+
+@pytest.mark.parametrize("saved", ["truncation", "padding", "both"])
+def test_truncation_and_padding_that_a_tokenizer_has_saved_are_not_applied(saved, tmp_path):
+    inner = letters_tokenizer([], []).backend_tokenizer
+    if saved != "padding":
+        inner.enable_truncation(64)
+    if saved != "truncation":
+        inner.enable_padding(length=8192, pad_id=0, pad_token="<pad>")
+    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>").save_pretrained(tmp_path)
+    reader = AutoTokenizer.from_pretrained(tmp_path)
+    document = Document("text", "group", "The quick brown fox jumps over the lazy dog. " * 50)
+    assert size_of(reader, document) == len(document.text)
+    prompt = assembled(reader, iter([document]), 2000, random.Random(0), needles=False)
+    assert prompt.ids.tolist() == [reader.convert_tokens_to_ids(letter) for letter in document.text[:2000]]
+
+
 def test_conversations_are_laid_out_by_the_chat_template(with_bos):
     chats = load_prompts(recipe(lengths=(1024,), domains=("chat",)), with_bos).calibration[1024]
     text = with_bos.decode(chats[0].ids)
@@ -340,16 +401,110 @@ def test_files_and_folders(tmp_path):
     [
         (['{"text": "a"}', '{"text": '], r"p.jsonl:2: this is not JSON \(Expecting value at column 10\): expected a"),
         (['{"text": "a"}', "bare"], r"p.jsonl:2: this is not JSON \(Expecting value at column 1\): expected a string"),
-        (['{"body": "a"}'], 'p.jsonl:1: this is {"body": "a"}: expected a string, or an object with "text"'),
-        (["[1]"], r"p.jsonl:1: this is \[1\]: expected a string"),
+        (['{"body": "a"}'], "p.jsonl:1: this is {'body': 'a'}: expected a string, or an object with \"text\""),
+        (['"a"', "[1]"], r"p.jsonl:2: this is \[1\]: expected a string"),
+        (
+            ["[", '  "a",', '  {"text": "b"},', '  {"text": 5}', "]"],
+            "p.jsonl: entry 3: this is {'text': 5}: expected a",
+        ),
+        (["[", '  "a",', "  b", "]"], r"p.jsonl:3: this is not JSON \(Expecting value at column 3\): expected a"),
+        (["[]"], "holds no prompts: expected a string"),
         (['{"text": "a", "group": []}'], 'p.jsonl:1: "group" is '),
         (['{"messages": [{"role": "user"}]}'], 'p.jsonl:1: expected "messages" with a "role" and a text'),
+        (
+            [{"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}],
+            'a message has "tool_calls", which is',
+        ),
         ([""], "holds no prompts"),
+        (['"a"', '""'], "p.jsonl:2: this has no text: leave it out"),
+        (['"a"', {"text": " \n"}], "p.jsonl:2: this has no text: leave it out"),
+        ([{"text": None, "prompt": ""}], "p.jsonl:1: this has no text: leave it out"),
+        ([{"messages": [{"role": "user", "content": " "}]}], "p.jsonl:1: this has no text: leave it out"),
+        (['{"text": "a", "text": "b"}'], "p.jsonl:1: an object has 'text' twice, and only the last would be read"),
+        (['{"text": "a", "id": ' + "[" * 200000], "p.jsonl:1: this is nested too deep: expected a string"),
+        (["7" * 5000], "p.jsonl:1: this is inf: expected a string"),
+        (
+            ['"\\ud83d\\ude00"', '"a \\ud83d b"'],
+            r"p.jsonl:2: the text holds half of a surrogate pair \(\\ud83d\): write",
+        ),
+        (['{"text": "a", "group": "\\udc00"}'], r"half of a surrogate pair \(\\udc00\)"),
+        (['{"messages": [{"role": "user", "content": "\\udfff"}]}'], r"half of a surrogate pair \(\\udfff\)"),
+        (['{"messages": [{"role": "\\ud800", "content": "a"}]}'], r"half of a surrogate pair \(\\ud800\)"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, entries, message):
     with pytest.raises(InputError, match=message):
         read_documents([write(tmp_path / "p.jsonl", entries)])
+
+
+TALK = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+
+
+@pytest.mark.parametrize(
+    ("entry", "columns"),
+    [
+        ({"prompt": "a question", "messages": TALK}, ("prompt", "messages")),
+        ({"text": "a text", "prompt": "a question"}, ("text", "prompt")),
+        ({"text": ["a text"], "prompt": "a question"}, ("text", "prompt")),
+        *(({"prompt": "a question", name: "an answer"}, ("prompt", name)) for name in UNREAD),
+        ({"prompt": "a question", "chosen": TALK, "rejected": TALK}, ("prompt", "chosen", "rejected")),
+    ],
+)
+def test_text_in_several_columns_is_refused_with_their_names(tmp_path, entry, columns):
+    names = " and ".join(f'"{name}"' for name in columns)
+    with pytest.raises(InputError, match=f"p.jsonl:2: {names} have text, and one is read: join them"):
+        read_documents([write(tmp_path / "p.jsonl", ['"a"', entry])])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"text": "", "messages": TALK},
+        {"text": None, "prompt": "an answer", "completion": " "},
+        {"text": "an answer", "messages": [], "id": 7, "title": "a title", "digits": 10**600},
+    ],
+)
+def test_empty_columns_and_columns_about_a_text_do_not_hide_it(tmp_path, entry):
+    (document,) = read_documents([write(tmp_path / "p.jsonl", [entry])])
+    assert "an answer" in document.as_text
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_read_as_its_entries(tmp_path, name, indent):
+    entries = ["one", {"text": "two", "group": "g"}, {"messages": TALK}]
+    (tmp_path / name).write_text("\n " + json.dumps(entries, indent=indent))
+    documents = read_documents([tmp_path / name])
+    assert [document.text for document in documents] == ["one", "two", ""]
+    assert documents[2].turns[1] == ("assistant", "an answer")
+    assert documents[1].group == "g"
+    assert len({document.group for document in documents}) == 3
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.md", "p.jsonl", "p.json"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, name):
+    """Windows writes it; of joined files it stands within."""
+    line = {"p.txt": "hello", "p.md": "hello", "p.jsonl": '"hello"\n\ufeff"hello"', "p.json": '["hello"]'}[name]
+    (tmp_path / name).write_text(line, encoding="utf-8-sig")
+    assert {document.text for document in read_documents([tmp_path / name])} == {"hello"}
+
+
+def test_one_long_document_is_said_to_be_one(tokenizer, tmp_path):
+    """Also if it occurs several times; documents of one group are no better."""
+    long = words(1, 400)
+    (tmp_path / "long.txt").write_text(long)
+    equal = write(tmp_path / "equal.jsonl", [{"text": long}] * 40)
+    grouped = write(tmp_path / "group.jsonl", [{"text": words(index, 400), "group": "g"} for index in range(3)])
+    for path, documents, unit in (
+        (tmp_path / "long.txt", "1 different document", "document"),
+        (equal, "1 different document", "document"),
+        (grouped, "3 different documents", "group"),
+    ):
+        with pytest.raises(InputError) as refused:
+            load_prompts(recipe(prompts=(path,), lengths=(512,)), tokenizer)
+        message = str(refused.value)
+        assert f"has 0 prompts to adjust on of 512 tokens or more ({documents} in 1 group, the longest of" in message
+        assert f"this is one {unit}, and no two sets share one, so give at least two {unit}s of 512 tokens" in message
 
 
 def test_unreadable_and_too_short_files(tokenizer, tmp_path):
@@ -361,15 +516,12 @@ def test_unreadable_and_too_short_files(tokenizer, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(InputError, match=r"empty.txt is empty"):
         read_documents([tmp_path / "empty.txt"])
-    path = write(tmp_path / "short.jsonl", [{"text": "word " * 100}] * 5)
+    path = write(tmp_path / "short.jsonl", [{"text": f"{index} " + "word " * 100} for index in range(5)])
     with pytest.raises(
         InputError,
-        match=r"0 prompts to calibrate on of 512 tokens or more \(the longest of 1 documents has 101\): at least 1",
+        match=r"0 prompts to calibrate on of 512 tokens or more \(5 different documents in 5 groups, the longest of ",
     ):
         load_prompts(recipe(prompts=(path,)), tokenizer)
-    path = write(tmp_path / "one.jsonl", [{"text": words(1, 400), "group": "g"}, {"text": words(2, 400), "group": "g"}])
-    with pytest.raises(InputError, match=r"0 prompts to adjust on of 512 tokens"):
-        load_prompts(recipe(prompts=(path,), lengths=(512,)), tokenizer)
 
 
 def test_a_split_says_where_each_group_is_at_once():
