@@ -65,17 +65,16 @@ def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequen
     task = case.tasks[0]
     if task == PROMPTS:
         return user_prompts[case.sample], [0]
-    begin = start_of(tokenizer)
-    text = first_tokens(tokenizer, sources(_rng(case, plan, "text"), held_out=True), case.length - len(begin))
+    text = first_tokens(tokenizer, sources(_rng(case, plan, "text"), held_out=True), case.length)
     if task not in RETRIEVAL:
         end = encode(tokenizer, SUMMARY) if task in TEXT else []
-        return Prompt(torch.tensor([*begin, *text][: case.length - len(end)] + end)), []
+        return Prompt(torch.tensor(text[: case.length - len(end)] + end)), []
+    begin = len(start_of(tokenizer))
     retrieval = _retrieval(case, plan, tokenizer)
-    needed = retrieval.fewest_tokens(len(begin))
+    needed = retrieval.fewest_tokens(begin)
     if case.length < needed:
         raise InputError(_too_short(task, case.length, needed))
-    before = [*begin, *text][: case.length - len(retrieval.questions)]
-    ids, answers = retrieval.hidden_in(before, len(begin))
+    ids, answers = retrieval.hidden_in(text[: case.length - len(retrieval.questions)], begin)
     return Prompt(torch.tensor(ids), answers), retrieval.asked
 
 

@@ -6,15 +6,12 @@ import random
 from collections.abc import Callable
 from itertools import product
 
-from calibrate.prompts.needles import DIGITS, WORDS, Needle, make_needles, needle_of, random_code
+from calibrate.prompts.needles import DIGITS, WORDS, Needle, make_needles, needle_of, random_code, read_texts
 
 FAMILY = 4  # keys that differ in one character
 HOPS = 2  # assignments between the one that states a chain's code and the last variable of the chain
 MOST_NOTES = 5  # on a word that is counted
-FIRST_NAMES = ("Alma", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jonas", "Laura")
-LAST_NAMES = ("Abbott", "Becker", "Castro", "Dunn", "Evans", "Fischer", "Garcia", "Hughes", "Jensen", "Keller", "Lopez")
-CITIES = ("Athens", "Berlin", "Chicago", "Dublin", "Geneva", "Lisbon", "London", "Madrid", "Oslo", "Paris", "Rome")
-JOBS = ("baker", "banker", "carpenter", "dentist", "doctor", "farmer", "lawyer", "nurse", "pilot", "singer", "teacher")
+FIRST_NAMES, LAST_NAMES, CITIES, JOBS = map(read_texts("words").get, ("first_names", "last_names", "cities", "jobs"))
 
 Facts = tuple[list[str], list[Needle]]  # the lines to hide, in their order, and what is asked
 

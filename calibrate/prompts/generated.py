@@ -15,10 +15,11 @@ from random import Random
 from typing import Any
 
 from calibrate.prompts.facts import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
-from calibrate.prompts.needles import WORDS
+from calibrate.prompts.needles import WORDS, read_texts
 
 Piece = Callable[[int], str]  # at most so many characters of another kind's document, none twice
 Field = Callable[[Random, datetime], Any]
+TEMPLATES = read_texts("templates")  # lists of them by name; of stack traces the head, and the template of its frames
 
 
 def _hex(rng: Random, digits: int) -> str:
@@ -29,14 +30,6 @@ def _person(rng: Random) -> str:
     return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
 
 
-REMARKS = (
-    "The {word} in {city} was late by {count} days.", "{person} asked for {count} more of the {product}.",
-    "We moved {service} from {city} to {city} because the {word} was too slow.", "See {path} before changing {symbol}.",
-    "The {job} says that {percent}% of the {word} is lost between {city} and {city}.", "Nobody has looked at {symbol}.",
-    "Version {version} of {service} needs {count} GB and {ms} ms a call.", "Paid {price} {currency} on {date}.",
-    "{person}, the {job}, will call {person} about the {product}.", "It worked on {date} and failed on {date}.",
-    "Either {symbol} is wrong or the {word} never reached {service}.", "Keep the {product}; drop the {product}.",
-)  # fmt: skip
 # what records have and templates name
 FIELDS: dict[str, Field] = {
     "id": lambda rng, now: rng.randrange(1, 10**7),
@@ -69,34 +62,12 @@ FIELDS: dict[str, Field] = {
     "deleted_at": lambda rng, now: None if rng.random() < 0.8 else now.isoformat(timespec="seconds"),
     "address": lambda rng, now: f"10.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(1, 255)}",
     "version": lambda rng, now: f"{rng.randrange(9)}.{rng.randrange(30)}.{rng.randrange(99)}",
-    "comment": lambda rng, now: _filled(rng.choice(REMARKS), rng, now),
+    "comment": lambda rng, now: _filled(rng.choice(TEMPLATES["remarks"]), rng, now),
 }
 LISTS: dict[str, Field] = {
     "tags": lambda rng, now: rng.sample(WORDS, rng.randrange(1, 6)),
     "vector": lambda rng, now: [round(rng.gauss(0, 1), 4) for _ in range(rng.choice((3, 8, 24)))],
 }
-EVENTS = (
-    "accepted connection from {address}:{port}", "request {hash} finished in {ms} ms with status {status}",
-    "cache miss for {word}:{hash}", "retrying {service} after {ms} ms", "{person} logged in from {address}",
-    "loaded {count} rows of {symbol} in {ms} ms", "queue {service} has {count} messages, lag {ms} ms",
-    "checkpoint {hash} written to {path}", "GC pause {ms} ms, heap {bytes} -> {bytes}", "config {path} reloaded",
-    "connection to {word}.internal:{port} refused", "disk of {path} at {percent}%", "deployed {service} {version}",
-    "certificate of {word}.example ends in {count} days", "SELECT * FROM {symbol} WHERE {word}_id = {id} took {ms} ms",
-    "worker {count} took job {uuid}", "rate limit of {address} is {count} per minute", "{email} is {state}",
-    "packet from {address} dropped: checksum {hash}", "GET {path}?{word}={id} {status} {bytes}", "{comment}",
-)  # fmt: skip
-LAYOUTS = (
-    "{now:%Y-%m-%d %H:%M:%S,%f} {level:5} [{thread}] {host}.{service} - {event}",
-    "{now:%b %d %H:%M:%S} {host} {service}[{thread}]: {level}: {event}",
-    "{now:%Y-%m-%dT%H:%M:%S.%fZ} {level} service={service} thread={thread} msg={event!r}",
-    '{{"ts": {stamp:.3f}, "level": "{level}", "logger": "{service}", "message": "{event}"}}',
-    "[{now:%d/%b/%Y:%H:%M:%S +0000}] {host} {thread} {service} {level} {event}",
-)
-FRAMES = {
-    "Traceback (most recent call last):": '  File "{path}.py", line {count}, in {symbol}\n    {word} = {symbol}()',
-    "java.lang.IllegalStateException: {comment}": "\tat com.{word}.{word}.{word}.{symbol}({word}.java:{count})",
-    "thread 'main' panicked at {path}.rs:{count}:": "  {count}: {word}::{word}::{symbol}\n     at .{path}.rs:{count}",
-}  # fmt: skip
 
 
 def _data(rng: Random, now: datetime) -> bytes:
@@ -201,9 +172,11 @@ def table_text(rng: Random) -> str:
 
 def log_text(rng: Random) -> str:
     """A program's log in one of several layouts; errors may bring a stack trace."""
-    layout, host, trace = rng.choice(LAYOUTS), rng.choice(WORDS), rng.choice(list(FRAMES))
+    layout, host = rng.choice(TEMPLATES["layouts"]), rng.choice(WORDS)
+    trace, frame_below = rng.choice(list(TEMPLATES["frames"].items()))
     services = ["-".join(rng.sample(WORDS, 2)) for _ in range(rng.randrange(1, 6))]
-    events = rng.sample(EVENTS, rng.randrange(5, len(EVENTS)))
+    events = TEMPLATES["events"]
+    events = rng.sample(events, rng.randrange(5, len(events)))
     lines = []
     for now in _times(rng, 30, 120):
         level = rng.choice(("DEBUG", "INFO", "INFO", "INFO", "INFO", "WARN", "ERROR"))
@@ -211,70 +184,31 @@ def log_text(rng: Random) -> str:
         named = {"now": now, "stamp": now.timestamp(), "thread": rng.randrange(1, 999), "level": level, "event": event}
         lines.append(layout.format(host=host, service=rng.choice(services), **named))
         if level == "ERROR" and rng.random() < 0.4:
-            frames = [trace, *[FRAMES[trace]] * rng.randrange(2, 12), "caused by: {comment}"]
+            frames = [trace, *[frame_below] * rng.randrange(2, 12), "caused by: {comment}"]
             lines += [_filled(frame, rng, now) for frame in frames]
     return "\n".join(lines)
 
 
-CODE = (
-    "def test_{symbol}():\n    key = bytes.fromhex('{hex}')\n    assert {word}(key, {count}) == {symbol}[{count}]",
-    "const {symbol} = Buffer.from(\n  '{base64}',\n  'base64',\n); // {comment}\nexport const {word} = f({symbol});",
-    "static const unsigned char {symbol}[] = {{\n{octets}\n}};\nint {symbol}_length = {count};",
-    "-----BEGIN CERTIFICATE-----\n{lines}\n-----END CERTIFICATE-----",
-    "apiVersion: v1\nkind: Secret\nmetadata:\n  name: {service}\ndata:\n  {word}: {base64}\n  {word}: {base64}",
-    "$ hexdump -C {path}.bin | head -n {count}\n{dump}",
-    '.{service} {{\n  width: {count}px;\n  background: url("data:image/png;base64,{base64}");\n}}',
-    "class {symbol}:\n    # {comment}\n    DIGEST = '{hex}'\n    SEED = base64.b64decode(\n        '{base64}'\n    )\n"
-    "    def {word}(self, {word}: int) -> bytes:\n        return self.SEED[{count} : {count} + {word}]",
-    "curl -H 'Authorization: Bearer {token}' https://{word}.example{path}",
-    "diff --git a{path} b{path}\nindex {hash}..{hash}\n-pin = '{hex}'\n+pin = '{hex}'  # {comment}",
-)  # fmt: skip
-
-
 def encoded_text(rng: Random) -> str:
     """Code and configuration whose values are bytes in base64 or hex."""
-    return "\n\n".join(_filled(rng.choice(CODE), rng, now) for now in _times(rng, 4, 12))
-
-
-SYSTEM = (
-    "You are {word}, an assistant of the company {word} in {city}.", "Today is {date}.", "Answer in plain English.",
-    "Never mention {service} to customers.", "Prices are in {currency}.", "If you do not know, say so; ask {person}.",
-    "You can call the tools `{symbol}(id)` and `{symbol}(city, date)`.", "Keep answers under {count} words.",
-    "The user is a {job} who works with {service} {version}.", "Quote what you were given word by word.",
-    "Escalate to {email} after {count} failed attempts.", "Files are below {path}.", "The plan {word} costs {price}.",
-)  # fmt: skip
-ASKED = (
-    "Can you summarise this for {person}?", "What is wrong here? It broke on {date}.", "Is {symbol} right in this?",
-    "Explain this to a {job}, please.", "I got this from {service}. What should I do with it?", "Which part matters?",
-    "Compare this with what {person} sent you.", "Rewrite the first lines for our {word} page.", "Why {percent}%?",
-    "Does this fit the rule about the {product}?", "And for {city}?", "Thanks. {comment} Does that change your answer?",
-)  # fmt: skip
-REPLIES = (
-    "There are {count} things to say about it.", "In short: {comment}", "The part that matters is this one:",
-    "I would start with `{symbol}`, because it is what {service} reads first.", "As far as I see, {person} is right.",
-    "1. {comment}\n2. {comment}\n3. {comment}", "- `{symbol}`: {comment}\n- `{symbol}`: {comment}",
-    "{comment} {comment}", "{comment} {comment} {comment}",
-    "```python\ndef {symbol}({word}, {word}={count}):\n    return {word}.{symbol}({word}) / {price}\n```",
-    "Calling `{symbol}(id={id})` gave {{\"{word}\": {price}, \"{word}\": \"{state}\", \"at\": \"{created_at}\"}}.",
-    "Please check {path} and tell me what you find.", "It would cost about {price} {currency} and take {count} hours.",
-)  # fmt: skip
+    return "\n\n".join(_filled(rng.choice(TEMPLATES["code"]), rng, now) for now in _times(rng, 4, 12))
 
 
 def conversation(rng: Random, piece: Piece) -> tuple[tuple[str, str], ...]:
     """A system prompt and some exchanges, mostly about what the user has pasted, which the assistant quotes."""
     now = next(_times(rng, 1, 2))
 
-    def said(templates: tuple[str, ...], most: int) -> list[str]:
-        return [_filled(template, rng, now) for template in rng.sample(templates, rng.randrange(1, most))]
+    def said(name: str, most: int) -> list[str]:
+        return [_filled(template, rng, now) for template in rng.sample(TEMPLATES[name], rng.randrange(1, most))]
 
-    turns = [("system", " ".join(said(SYSTEM, 8)))]
+    turns = [("system", " ".join(said("system", 8)))]
     for _ in range(rng.randrange(2, 7)):
         pasted = piece(rng.randrange(400, 3000)) if rng.random() < 0.7 else ""
-        turns.append(("user", "\n\n".join([*said(ASKED, 3), *([pasted] if pasted else [])])))
+        turns.append(("user", "\n\n".join([*said("asked", 3), *([pasted] if pasted else [])])))
         lines = [line for line in pasted.splitlines() if line.strip()]
         quoted = [f"> {line[:120]}" for line in lines[rng.randrange(len(lines)) :][:2]] if lines else []
         turns.append(
-            ("assistant", "\n\n".join(rng.sample([*said(REPLIES, 6), *quoted], len(quoted) + 1) + said(REPLIES, 3)))
+            ("assistant", "\n\n".join(rng.sample([*said("replies", 6), *quoted], len(quoted) + 1) + said("replies", 3)))
         )
     return tuple(turns)
 

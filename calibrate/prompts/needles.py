@@ -7,28 +7,19 @@ prompts and the evaluation all take the wording from here.
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
 
-_WORDS = """
-    acorn amber anchor apple arrow autumn badger bamboo banner barley basil beacon beetle birch bishop blanket
-    blossom bonfire bottle boulder branch bridge bronze bucket butter button cabin cactus camel candle canyon
-    carbon carpet castle cedar cellar cherry chimney cinder circus cliff clover cobalt coffee comet copper coral
-    cotton cradle crater cricket crimson crystal curtain cypress dagger daisy dancer desert diamond dolphin
-    donkey dragon drawer dune eagle ember emerald falcon feather fennel ferry fiddle finch flame flint forest
-    fossil fountain fox galaxy garden garlic garnet ginger glacier goblet granite grape gravel guitar hammer
-    harbor harvest hazel helmet heron hickory honey horizon hornet igloo indigo island ivory jacket jasmine
-    jasper jungle kettle kitten ladder lagoon lantern lavender lemon leopard lichen lily linen lizard lobster
-    lotus magnet mango maple marble marigold meadow melon mercury meteor mirror mitten monsoon mosaic mountain
-    mustard napkin nectar needle nickel nutmeg oasis ocean olive onion opal orange orchard orchid otter oyster
-    paddle palace panther parrot pebble pelican pepper petal piano pigeon pillow pine pirate planet plaza plum
-    pocket pollen poplar prairie prism pumpkin quarry quartz quiver rabbit radish raft raven ribbon river robin
-    rocket rose ruby saddle saffron salmon sandal sapphire satin scarlet shadow shelter sierra silver sparrow
-    spiral spruce squirrel stable statue summit sunset swan tablet temple thistle thunder tiger timber topaz
-    torch trumpet tulip tundra tunnel turtle valley velvet violet violin walnut walrus whisper willow window
-    winter wolf yarrow zebra zephyr
-"""
-WORDS = tuple(_WORDS.split())
+
+def read_texts(name: str) -> Any:
+    """Return the JSON of a file in texts/: lists that generated text and facts are drawn from, whose order counts."""
+    return json.loads((resources.files("calibrate.prompts") / "texts" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+WORDS: list[str] = read_texts("words")["words"]
 DIGITS = 5
 
 

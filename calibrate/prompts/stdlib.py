@@ -66,9 +66,8 @@ def _with_needles(tokenizer: Any, files: Iterator[str], length: int, rng: random
     """`length` tokens of text with needles spread over them; a quarter at most are the questions at the end."""
     needles = make_needles(needles_in(length), rng)
     retrieval = Retrieval.of(tokenizer, needles, rng).within(length // 4)
-    begin = start_of(tokenizer)
-    text = begin + first_tokens(tokenizer, files, length - len(retrieval.questions) - len(begin))
-    ids, answers = retrieval.hidden_in(text, len(begin))
+    text = first_tokens(tokenizer, files, length - len(retrieval.questions))
+    ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
     return Prompt(torch.tensor(ids), answers)
 
 
@@ -87,20 +86,18 @@ def one_text(tokenizer: Any, length: int, count: int, rng: random.Random) -> tup
     needles = make_needles(count, rng)
     retrieval = Retrieval.of(tokenizer, needles, rng)
     questions = [encode(tokenizer, needle.question) for needle in needles]
-    begin = start_of(tokenizer)
-    missing = length - max(map(len, questions)) - len(begin)
-    text = begin + first_tokens(tokenizer, sources(rng, held_out=True), missing)
-    text = with_facts(text, retrieval.facts, spread(count, len(begin), len(text)))
+    text = first_tokens(tokenizer, sources(rng, held_out=True), length - max(map(len, questions)))
+    text = with_facts(text, retrieval.facts, spread(count, len(start_of(tokenizer)), len(text)))
     return [text + question for question in questions], [needle.code for needle in needles]
 
 
 def first_tokens(tokenizer: Any, texts: Iterator[str], length: int) -> list[int]:
-    """The first `length` tokens of the standard library's sources, one text after another.
+    """Return `length` tokens: the tokenizer's own first ones, and then the standard library's sources in turn.
 
     Raises:
         InputError: The texts are too short.
     """
-    ids: list[int] = []
+    ids = start_of(tokenizer)
     while len(ids) < length:
         text = next(texts, None)
         if text is None:

@@ -54,7 +54,7 @@ def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
     assert sources <= names
     assert {"s2o_runtime/py.typed", "calibrate/py.typed", "calibrate/architectures/qwen2.5-7b.json"} <= names
     assert {f"calibrate/prompts/texts/{name}.jsonl.xz" for name in ("prose", "chinese")} <= names
-    assert "calibrate/prompts/texts/SOURCES.txt" in names
+    assert {f"calibrate/prompts/texts/{name}" for name in ("SOURCES.txt", "words.json", "templates.json")} <= names
     assert any(name.startswith("calibrate/demo/model/") and name.endswith(".safetensors") for name in names)
     stray = [
         name for name in names if Path(name).name.startswith("test_") or "/tests/" in name or name.endswith(".pyc")
