@@ -7,15 +7,14 @@ names of its fields are read from results that were kept (`docs/results/`), so t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import chain, product
 from typing import Any
 
 from calibrate.evaluation import paired
-from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, EvaluationPlan
+from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan
 from calibrate.evaluation.score import BUCKETS
-from calibrate.evaluation.tasks import Case, cases
+from calibrate.evaluation.tasks import cases
 from calibrate.evaluation.user_prompts import digest
 from calibrate.evaluation.variants import Variant
 from calibrate.journal import Journal
@@ -26,7 +25,8 @@ from s2o_runtime.devices import identify
 
 DENSE_CAN = 0.5  # a task of which the dense model answers less says nothing about what a variant loses
 
-OF_ONE_TASK = ("parts", "density", "dense")  # fields of a row that say nothing of several tasks together
+# fields of a row that say nothing of several tasks together
+OF_ONE_TASK = ("parts", "density", "dense", "seconds", "fastest", "slowest", "peak_bytes", "dense_seconds")
 
 Row = dict[str, Any]
 Summary = dict[str, Any]
@@ -68,8 +68,15 @@ def summary(
         user_prompts: the prompts of the user's own file.
         journal: the results of all of the plan's prompts.
     """
-    results = _Results(journal, cases(plan, user_prompts), compared)
-    text = {name: results.rows([name], kind_of_text) for name, kind_of_text in _OF_TEXT.items()}
+    results = [
+        {"task": task, "variant": variant.name, "length": case.length, "sample": case.sample} | value
+        for case in cases(plan, user_prompts)
+        for task in case.tasks
+        for variant in compared
+        if (value := journal.get(task, case.key(variant.identity)))
+    ]
+    text = {name: _compare(results, [name], compare) for name, compare in _OF_TEXT.items()}
+    pooled = [*_compare(results, RETRIEVAL, _recall), *text["agreement"], *text["greedy"], *text["time"]]
     return {
         "model": plan.model,
         "architecture": str(loaded.geometry),
@@ -78,55 +85,34 @@ def summary(
         "versions": versions(),
         "plan": plan.record(),
         "variants": [{"name": variant.name, "identity": variant.identity} for variant in compared],
-        "quality": _quality(plan, results, text),
-        "retrieval": [{"task": task} | row for task in (*RETRIEVAL, PROMPTS) for row in results.rows([task], _recall)],
-        "heat": _heat(plan, results),
+        "quality": _quality(plan, compared, pooled),
+        "retrieval": [
+            {"task": task} | row for task in (*RETRIEVAL, PROMPTS) for row in _compare(results, [task], _recall)
+        ],
+        "heat": _heat(plan, compared, results),
         **text,
-        "prompts": results.by_prompt(),
+        "prompts": results,  # as measured: all other numbers follow from these
     }
 
 
-@dataclass(frozen=True)
-class _Results:
-    """The results of all prompts."""
+def _compare(results: Sequence[Row], tasks: Sequence[str], compare: Callable[[list[Row], list[Row]], Row]) -> list[Row]:
+    """Make a row for each length and variant that has results in some tasks; the user's prompts are in one row.
 
-    journal: Journal
-    cases: Sequence[Case]
-    compared: Sequence[Variant]
-
-    def rows(self, tasks: Sequence[str], measured: Callable[[list[Row], list[Row]], Row]) -> list[Row]:
-        """A row for each length and variant that has results in some tasks; the user's prompts are in one row.
-
-        Args:
-            tasks: whose results are taken together.
-            measured: makes a row of a variant's results and dense's; they are the same list for dense.
-        """
-        lengths = sorted({case.length for case in self.cases if set(tasks) & set(case.tasks)})
-        rows = []
-        for group in [lengths] if PROMPTS in tasks and lengths else [[length] for length in lengths]:
-            dense = self.values(tasks, self.compared[0], group)
-            for variant in self.compared:
-                values = dense if variant is self.compared[0] else self.values(tasks, variant, group)
-                if values:  # dense is not compared with itself in agreement
-                    rows.append(
-                        {"variant": variant.name, "length": group[-1]} | measured(values, dense) | _run_stats(values)
-                    )
-        return rows
-
-    def values(self, tasks: Sequence[str], variant: Variant, lengths: Sequence[int]) -> list[Row]:
-        """A variant's results in some tasks at some lengths, in the order of the prompts."""
-        keys = ((task, case) for case in self.cases if case.length in lengths for task in case.tasks if task in tasks)
-        return [value for task, case in keys if (value := self.journal.get(task, case.key(variant.identity)))]
-
-    def by_prompt(self) -> list[Row]:
-        """Every prompt's result with every variant, as it was measured: all other numbers follow from these."""
-        return [
-            {"task": task, "variant": variant.name, "length": case.length, "sample": case.sample} | value
-            for case in self.cases
-            for task in case.tasks
-            for variant in self.compared
-            if (value := self.journal.get(task, case.key(variant.identity)))
-        ]
+    Args:
+        results: a row for each prompt, task and variant, by rising length and dense first.
+        tasks: whose results are taken together.
+        compare: makes a row of a variant's results and dense's; they are the same list for dense.
+    """
+    rows = [row for row in results if row["task"] in tasks]
+    longest = max((row["length"] for row in rows), default=0)
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((longest if PROMPTS in tasks else row["length"], row["variant"]), []).append(row)
+    return [
+        # dense is not compared with itself in agreement, so it may have no rows
+        {"variant": variant, "length": length} | compare(values, groups.get((length, DENSE), [])) | _run_stats(values)
+        for (length, variant), values in groups.items()
+    ]
 
 
 def _recall(values: list[Row], dense: list[Row]) -> Row:
@@ -150,43 +136,43 @@ def _recall(values: list[Row], dense: list[Row]) -> Row:
     }
 
 
-def _quality(plan: EvaluationPlan, results: _Results, text: Mapping[str, list[Row]]) -> list[Row]:
-    """What each variant keeps of dense's quality at a length: all retrieval tasks together, and the text's results."""
-    times = [{name: row[name] for name in ("variant", "length", "speedup")} for row in text["time"]]
-    parts = [*results.rows(RETRIEVAL, _recall), *text["agreement"], *text["greedy"], *times]
-    rows = []
-    for length, variant in product(plan.lengths, results.compared[1:]):
-        row = {"variant": variant.name, "length": length, "budget": variant.budget}
-        row["attention_speedup"] = variant.attention_speedup(length)
-        for part in parts:
-            if (part["variant"], part["length"]) == (variant.name, length):
-                row |= {name: value for name, value in part.items() if name not in OF_ONE_TASK}
-        rows.append(row)
-    return rows
+def _quality(plan: EvaluationPlan, compared: Sequence[Variant], rows: Sequence[Row]) -> list[Row]:
+    """Join what was measured of each variant at a length: all retrieval tasks together, and the text's results."""
+    return [
+        {"variant": variant.name, "length": length, "budget": variant.budget}
+        | {"attention_speedup": variant.attention_speedup(length)}
+        | {
+            name: value
+            for row in rows
+            if (row["variant"], row["length"]) == (variant.name, length)
+            for name, value in row.items()
+            if name not in OF_ONE_TASK
+        }
+        for length, variant in product(plan.lengths, compared[1:])
+    ]
 
 
-def _heat(plan: EvaluationPlan, results: _Results) -> list[Row]:
+def _heat(plan: EvaluationPlan, compared: Sequence[Variant], results: Sequence[Row]) -> list[Row]:
     """For each variant the share of needles found: accuracy[depth][length].
 
     A depth is where one of at most `BUCKETS` equal parts of the text before the questions begins.
     """
-    if "needles" not in plan.tasks:
-        return []
     parts = min(BUCKETS, plan.needles)
-
-    def accuracy(variant: Variant, length: int, part: int) -> float:
-        values = results.values(["needles"], variant, [length])
-        answers = (pair for value in values for pair in zip(value["asked"], value["correct"], strict=True))
-        return _mean([right for number, right in answers if number * parts // plan.needles == part])
-
+    correct: dict[tuple[str, int, int], list[bool]] = {}
+    for row in results:
+        if row["task"] == "needles":
+            for number, right in zip(row["asked"], row["correct"], strict=True):
+                correct.setdefault((row["variant"], number * parts // plan.needles, row["length"]), []).append(right)
     return [
         {
             "variant": variant.name,
             "lengths": list(plan.lengths),
             "depths": [part / parts for part in range(parts)],
-            "accuracy": [[accuracy(variant, length, part) for length in plan.lengths] for part in range(parts)],
+            "accuracy": [
+                [_mean(correct[variant.name, part, length]) for length in plan.lengths] for part in range(parts)
+            ],
         }
-        for variant in results.compared
+        for variant in (compared if correct else ())
     ]
 
 
