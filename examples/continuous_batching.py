@@ -28,7 +28,7 @@ def main(path: Path, tokens: int) -> None:
     profile = load_profile(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(profile.model_name, device, resident=True)
-    prompts = built_in(loaded.tokenizer, tokens, 2, seed=1234, held_out=True)
+    prompts = built_in(loaded.tokenizer, tokens, 2, seed=1234)
     asked = [prompt.ids[: prompt.answers[0][0]].tolist() for prompt in prompts]
     asked.append(asked[0][-100:])  # a short one, which stays dense
 

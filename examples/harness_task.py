@@ -35,7 +35,7 @@ def main(path: Path, tokens: int, count: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(profile.model_name, device, resident=True)
     decode = loaded.tokenizer.decode
-    prompts = built_in(loaded.tokenizer, tokens, count, seed=1234, held_out=True)
+    prompts = built_in(loaded.tokenizer, tokens, count, seed=1234)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "needles.jsonl"
         lines = []

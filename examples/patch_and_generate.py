@@ -23,7 +23,7 @@ def main(path: str, tokens: int | None = None) -> None:
     profile = load_profile(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(profile.model_name, device, resident=True)
-    prompt = built_in(loaded.tokenizer, tokens or profile.lengths[-1], 1, seed=1234, held_out=True)[0]
+    prompt = built_in(loaded.tokenizer, tokens or profile.lengths[-1], 1, seed=1234)[0]
     print(f"{profile.model_name}, {prompt.length} tokens, on {device}")
 
     dense, dense_seconds = answers(loaded, prompt.ids, prompt.answers), prefill_seconds(loaded, prompt.ids)

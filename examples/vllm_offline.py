@@ -22,7 +22,7 @@ def main(model: str, profile_path: str, tokens: int | None = None) -> None:
 
     profile = load_profile(profile_path)
     length = tokens or profile.lengths[-1]
-    prompt = built_in(AutoTokenizer.from_pretrained(model), length, 1, seed=1234, held_out=True)[0]
+    prompt = built_in(AutoTokenizer.from_pretrained(model), length, 1, seed=1234)[0]
     first, end = prompt.answers[0]
     engine = LLM(
         model=model,

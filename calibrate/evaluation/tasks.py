@@ -65,7 +65,7 @@ def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequen
     task = case.tasks[0]
     if task == PROMPTS:
         return user_prompts[case.sample], [0]
-    text = first_tokens(tokenizer, sources(_rng(case, plan, "text"), held_out=True), case.length)
+    text = first_tokens(tokenizer, sources(_rng(case, plan, "text")), case.length)
     if task not in RETRIEVAL:
         end = encode(tokenizer, SUMMARY) if task in TEXT else []
         return Prompt(torch.tensor(text[: case.length - len(end)] + end)), []

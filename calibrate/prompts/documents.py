@@ -18,7 +18,7 @@ from functools import cache
 from importlib import resources
 
 from calibrate.prompts import generated
-from calibrate.prompts.stdlib import is_held_out, library, library_files
+from calibrate.prompts.stdlib import is_held_out, library_files, read_source
 
 SEPARATOR = "\n\n"  # between documents and between turns
 Turn = tuple[str, str]  # the role, such as "user", and what is said
@@ -89,10 +89,13 @@ def found_documents(domain: str) -> dict[str, list[Document]]:
     """
     split: dict[str, list[Document]] = {purpose: [] for purpose in PURPOSES}
     if domain == "code":
-        for name, document in _library_files():
-            purpose = _TURNS[zlib.crc32(document.group.encode()) % len(_TURNS)]
-            if purpose == CERTIFY or not is_held_out(name):
-                split[purpose].append(document)
+        for name in library_files():
+            folders = name.split("/")
+            group = folders[0].removesuffix(".py").strip("_")
+            purpose = _TURNS[zlib.crc32(group.encode()) % len(_TURNS)]
+            allowed = not _NO_CODE.intersection(folders) and (purpose == CERTIFY or not is_held_out(name))
+            if allowed and (text := read_source(name)) is not None:
+                split[purpose].append(Document("code", group, text))
     else:
         documents = _shipped(domain)
         groups = list(dict.fromkeys(document.group for document in documents))
@@ -104,20 +107,6 @@ def found_documents(domain: str) -> dict[str, list[Document]]:
         purpose: [document for document in distinct(documents) if unique[document.digest] == purpose]
         for purpose, documents in split.items()
     }
-
-
-def _library_files() -> Iterator[tuple[str, Document]]:
-    root = library()
-    for path in library_files():
-        relative = path.relative_to(root)
-        if _NO_CODE & set(relative.parts):
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        group = relative.parts[0].removesuffix(".py").strip("_")
-        yield relative.as_posix(), Document("code", group, f"# {relative.as_posix()}\n{text}\n")
 
 
 def _shipped(domain: str) -> list[Document]:

@@ -16,8 +16,10 @@ TEXT_SUFFIXES = (".txt", ".md")
 SUFFIXES = (".jsonl", *TEXT_SUFFIXES)
 COLUMNS = ("text", "prompt", "messages")
 # what else holds text in merged data sets, or in a message: a document of the other columns alone would lose it
-UNREAD = ("completion", "response", "answer", "output", "chosen", "rejected", "conversations", "instruction", "input")
-UNREAD += ("question", "context", "content", "system", "tools")
+UNREAD = (
+    *("completion", "response", "answer", "output", "chosen", "rejected", "conversations"),
+    *("instruction", "input", "question", "context", "content", "system", "tools"),
+)
 UNREAD_IN_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 EXPECTED = 'expected a string, or an object with "text", "prompt" or "messages"'
 SURROGATE = re.compile("[\ud800-\udfff]")

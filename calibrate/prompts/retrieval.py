@@ -146,5 +146,6 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 def start_of(tokenizer: Any) -> list[int]:
     """Return the tokens that a tokenizer puts before every text; what it puts behind, such as an end, is left out."""
-    ids, text = tokenizer("a").input_ids, encode(tokenizer, "a")
+    ids: list[int] = tokenizer("a").input_ids
+    text = encode(tokenizer, "a")
     return ids[: next((at for at in range(len(ids)) if ids[at : at + len(text)] == text), 0)]

@@ -24,19 +24,27 @@ from s2o_runtime.errors import InputError
 HELD_OUT_FILES = 3  # one of this many of the standard library's files is held out
 
 
-def library() -> Path:
-    """The folder of the standard library that runs this program."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 @lru_cache(maxsize=1)
-def library_files() -> tuple[Path, ...]:
-    """Its sources, sorted; installed packages are no part of it."""
+def library_files() -> dict[str, Path]:
+    """List the sources of the standard library that runs this program, in order, without installed packages.
+
+    Returns:
+        Their paths by their names, which are their paths from the library's folder with slashes.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for folder, folders, names in os.walk(library()):
+    for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
         files += [Path(folder) / name for name in names if name.endswith(".py")]
-    return tuple(sorted(files))
+    return {path.relative_to(root).as_posix(): path for path in sorted(files)}
+
+
+def read_source(name: str) -> str | None:
+    """Return the text of one of `library_files` after a line with its name; None if it cannot be read."""
+    try:
+        return f"# {name}\n{library_files()[name].read_text(encoding='utf-8')}\n"
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def is_held_out(name: str) -> bool:
@@ -44,22 +52,21 @@ def is_held_out(name: str) -> bool:
     return zlib.crc32(name.encode()) % HELD_OUT_FILES == 0
 
 
-def built_in(tokenizer: Any, length: int, count: int, seed: int, held_out: bool) -> list[Prompt]:
-    """Prompts of the standard library's sources, with needles.
+def built_in(tokenizer: Any, length: int, count: int, seed: int) -> list[Prompt]:
+    """Make prompts of the standard library's sources that are held out, with needles.
 
     Args:
         tokenizer: the model's tokenizer.
         length: tokens of each prompt.
         count: how many prompts. No file is in two of them.
         seed: what draws the text and the needles.
-        held_out: whether the prompts are of the files that are held out, or of the others.
 
     Raises:
         InputError: The sources are too short.
     """
-    rng = random.Random(f"{seed}/{length}/{'held out' if held_out else 'calibration'}")
+    rng = random.Random(f"{seed}/{length}/held out")
     used: set[str] = set()
-    return [_with_needles(tokenizer, sources(rng, held_out, used), length, rng) for _ in range(count)]
+    return [_with_needles(tokenizer, sources(rng, used), length, rng) for _ in range(count)]
 
 
 def _with_needles(tokenizer: Any, files: Iterator[str], length: int, rng: random.Random) -> Prompt:
@@ -86,7 +93,7 @@ def one_text(tokenizer: Any, length: int, count: int, rng: random.Random) -> tup
     needles = make_needles(count, rng)
     retrieval = Retrieval.of(tokenizer, needles, rng)
     questions = [encode(tokenizer, needle.question) for needle in needles]
-    text = first_tokens(tokenizer, sources(rng, held_out=True), length - max(map(len, questions)))
+    text = first_tokens(tokenizer, sources(rng), length - max(map(len, questions)))
     text = with_facts(text, retrieval.facts, spread(count, len(start_of(tokenizer)), len(text)))
     return [text + question for question in questions], [needle.code for needle in needles]
 
@@ -109,33 +116,22 @@ def first_tokens(tokenizer: Any, texts: Iterator[str], length: int) -> list[int]
     return ids[:length]
 
 
-def sources(rng: random.Random, held_out: bool | None = None, used: set[str] | None = None) -> Iterator[str]:
-    """The standard library's files: its folders in random order, and in each all files from a random one on.
+def sources(rng: random.Random, used: set[str] | None = None) -> Iterator[str]:
+    """Yield the held-out files' texts: folders in random order, and in each all files from a random one on.
 
     Files of one folder are alike, so every prompt is to take the folders in an order of its own.
 
     Args:
         rng: what draws the order.
-        held_out: only the files that are held out (True), or only the others (False); None takes both.
         used: names of files to leave out. The files that are taken are added to it.
-
-    Yields:
-        The text of each file, after a line with its name.
     """
-    root = library()
-    folders: dict[Path, list[Path]] = {}
-    for path in library_files():
-        folders.setdefault(path.parent, []).append(path)
+    folders: dict[Path, list[str]] = {}
+    for name, path in library_files().items():
+        folders.setdefault(path.parent, []).append(name)
     used = set() if used is None else used
     for folder in rng.sample(sorted(folders), len(folders)):
         first = rng.randrange(len(folders[folder]))
-        for path in folders[folder][first:] + folders[folder][:first]:
-            name = path.relative_to(root).as_posix()
-            if name in used or held_out not in (None, is_held_out(name)):
-                continue
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                continue
-            used.add(name)
-            yield f"# {name}\n{text}\n"
+        for name in folders[folder][first:] + folders[folder][:first]:
+            if name not in used and is_held_out(name) and (text := read_source(name)) is not None:
+                used.add(name)
+                yield text

@@ -479,7 +479,7 @@ class Text:
             vocabulary = load_config(args.model, random_weights=True).vocab_size
             self.ids = [self.rng.randrange(vocabulary) for _ in range(2 * args.lengths[-1])]
         else:
-            files = sources(self.rng, held_out=True)
+            files = sources(self.rng)
             self.ids = first_tokens(load_tokenizer(args.model), files, 2 * args.lengths[-1])
 
     def tokens(self, length: int) -> list[int]:

@@ -105,7 +105,7 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
     if length > limit:
         raise ConfigError(f"length {length} is beyond the model's limit of {limit}: use a shorter one")
     loaded = load(model, str(device))
-    ids = [prompt.ids for prompt in built_in(loaded.tokenizer, length, batch, seed, held_out=True)]
+    ids = [prompt.ids for prompt in built_in(loaded.tokenizer, length, batch, seed)]
     for captured in layers(loaded, ids):
         prompts = list(captured)
         if beyond := prompts[0].scoring.beyond_sdpa:

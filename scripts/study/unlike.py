@@ -89,7 +89,7 @@ def texts(tokenizer: Any, length: int, seed: int) -> dict[str, Tensor]:
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    (prompt,) = built_in(tokenizer, length, 1, seed, held_out=True)
+    (prompt,) = built_in(tokenizer, length, 1, seed)
     code = prompt.ids
     if len(code) < length:
         raise InputError(f"the built-in text has {len(code)} tokens: use --length of at most so many")

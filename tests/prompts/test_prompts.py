@@ -1,10 +1,12 @@
 """Prompts: exact lengths, three sets that share no document, domains, needles, and the user's files."""
 
+import hashlib
 import json
 import logging
 import random
 import shutil
 from collections import Counter
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from calibrate.prompts.documents import (
     Supply,
     found_documents,
 )
+from calibrate.prompts.facts import FACTS
 from calibrate.prompts.files import UNREAD, read_documents
 from calibrate.prompts.prompts import load_prompts
 from calibrate.prompts.split import parts, split
@@ -161,6 +164,26 @@ def test_generated_text_repeats_no_passage_and_follows_from_its_seed(domain):
         assert len(repeated) <= (len(text) // 1000 if domain in COMPOSED else 0), (domain, repeated)
 
 
+def test_a_seed_writes_the_same_text_for_ever():
+    """Profiles name their prompts by hashes, so words and templates may neither change nor change places."""
+    writers = {**GENERATED, "chat": partial(COMPOSED["chat"], piece=lambda most: f"{most} lines\n" * 3)}
+    texts = {name: [write_text(random.Random(seed)) for seed in range(3)] for name, write_text in writers.items()}
+    facts = {name: [write_facts(16, random.Random(seed)) for seed in range(3)] for name, write_facts in FACTS.items()}
+    hashes = {name: hashlib.sha256(repr(values).encode()).hexdigest()[:12] for name, values in (texts | facts).items()}
+    assert hashes == {
+        "json": "cb00c5d8b744",
+        "tables": "335845b56a91",
+        "logs": "676cc00a247b",
+        "encoded": "59baec3f3ef4",
+        "chat": "926e4ab5baa5",
+        "needles": "39e2b8a82c9d",
+        "alike": "70f5ba099474",
+        "variables": "190ef2c9ce96",
+        "counting": "ac901094a8d6",
+        "questions": "15a2965dc3ae",
+    }
+
+
 def test_a_conversation_has_a_system_prompt_and_turns():
     turns = next(Supply(CERTIFY, random.Random(0)).drawn("chat")).turns
     assert [role for role, _ in turns] == ["system", *["user", "assistant"] * (len(turns) // 2)]
@@ -264,7 +287,7 @@ def test_prompts_begin_as_the_tokenizer_begins_every_text(prefix, special, end):
         *(assembled(reader, iter([text]), length, rng, needles=hidden) for hidden in (False, True)),
         *(assembled(reader, iter([chat]), length, rng, needles=hidden) for hidden in (False, True)),
         assembled(reader, iter([text]), length, rng, needles=True, isolated=True),
-        *built_in(reader, length, 1, 0, held_out=True),
+        *built_in(reader, length, 1, 0),
         *(build(Case((task,), length, 0), plan, reader, ())[0] for task in ("needles", "perplexity")),
     ]
     starts = [prompt.ids[: len(served) + 1].tolist() for prompt in prompts]
