@@ -152,10 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{rounds} rounds".ljust(36) + "   ".join(titles))
     for name, draw in SHAPES.items():
         held = [covered(draw, texts, rounds, kinds, layers) for texts, kinds, layers in DESIGNS]
-        cells = (
+        rows = (
             f"{means:>{len(title) - 8}.1%}{share:>8.1%}" for title, (means, share) in zip(titles, held, strict=True)
         )
-        print(f"{name:<36}" + "   ".join(cells), flush=True)
+        print(f"{name:<36}" + "   ".join(rows), flush=True)
     by_prompt, by_group = grouped(rounds)
     print("\nmeans with prompts of two novels a kind, spread 0.4 between novels and 0.1 within, 32 prompts")
     print(f"counted by prompt {by_prompt:.1%}, by group {by_group:.1%}")

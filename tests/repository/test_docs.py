@@ -9,6 +9,7 @@ import pytest
 from calibrate.commands import calibrate, evaluate, profile
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.huggingface import run
+from s2o_runtime.profile import load_profile
 from scripts.docs import architectures, tables
 from support.pages import FENCE, PAGES, ROOT, blocks, commands, commands_of, name_of
 
@@ -88,10 +89,30 @@ def test_every_page_is_in_the_navigation():
     assert set(re.findall(r"[\w-]+\.md", text)) == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
-def test_readme_shows_output_that_there_was():
-    (shown,) = [block for block in blocks(ROOT / "README.md", "text") if "16384 checked" in block]
-    raw = (ROOT / "docs" / "results" / "calibrate-qwen2.5-coder-1.5b-h100.txt").read_text(encoding="utf-8").splitlines()
-    assert set(shown.splitlines()) <= {line.rstrip() for line in raw}
+def test_readme_shows_what_was_certified_of_output_that_there_was():
+    """Its tables have their titles and heads, every length, and the kind of text with the largest error."""
+    (shown,) = [block.splitlines() for block in blocks(ROOT / "README.md", "text") if "certified" in block]
+    raw = (ROOT / "docs" / "results" / "calibrate-qwen2.5-coder-1.5b-h100.txt").read_text(encoding="utf-8")
+    lines = [line.rstrip() for line in raw.splitlines() if line.strip()]
+    assert [line for line in lines if line in shown] == shown  # in the same order, and each of them once
+    first, by_kind = lines.index("certified"), lines.index("by kind of text")
+    end = next(number for number, line in enumerate(lines) if line.startswith("Certified on"))
+    worst = max(lines[by_kind + 4 : end], key=lambda line: float(line.split()[5].rstrip("%")))
+    assert {*lines[first : by_kind + 4], worst} <= set(shown)
+    assert not {line for line in lines[:first] if "needles" in line} & set(shown)  # of prompts that layers were fitted to
+
+
+def test_readme_counts_the_profiles_without_a_certificate():
+    shipped = [load_profile(path) for path in (ROOT / "profiles").rglob("*.safetensors")]
+    uncertified = sum(profile.record.certificate is None for profile in shipped)
+    (stated,) = re.findall(r"\[(\d+ of \d+)\]\(profiles/README.md\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert stated == f"{uncertified} of {len(shipped)}"
+
+
+def test_every_raw_file_is_linked_from_a_page():
+    linked = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    names = [path.name for path in (ROOT / "docs" / "results").iterdir()]
+    assert [name for name in names if f"results/{name}" not in linked and name != "architectures.md"] == []
 
 
 @pytest.mark.parametrize("page", tables.BLOCKS)
