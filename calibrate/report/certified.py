@@ -183,10 +183,10 @@ def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
 
 
 def _kinds(domains: Sequence[CertifiedDomain]) -> str:
-    """The kinds of text; in equal parts where each has the two groups that `proof.bounds.mean_bound` wants."""
+    """The kinds of text, or in how many equal parts, where each has the two groups that `bounds.mean_bound` wants."""
     names = sorted({domain.domain or "" for domain in domains})
     equal = len(names) > 1 and all((domain.groups or 0) > 1 for domain in domains)
-    return f"{len(names)} kinds in equal parts: " * equal + ", ".join(names)
+    return f"{len(names)} kinds in equal parts" if equal else ", ".join(names)
 
 
 def _over_limit(layer: CertifiedLayer, bound: float | None) -> float | None:

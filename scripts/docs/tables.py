@@ -181,7 +181,7 @@ def first_token() -> str:
                 cells.append(f"{mark}{fmean(measured[False]) / measured[True][0]:.2f}x{mark}" if measured else "")
             times = seconds[length, 8192, 0.0]
             rows.append([model, str(length), *(three(1e3 * fmean(times[s2o])) for s2o in (False, True)), *cells])
-    return table(("model, its shipped profile", "tokens", "stock, ms", "S2O, ms", *FIRST_TOKEN), rows, "lr")
+    return table(("model", "tokens", "stock, ms", "S2O, ms", *FIRST_TOKEN), rows, "lr")
 
 
 START, END = "<!-- table {}: make tables writes what is between these lines -->", "<!-- /table {} -->"

@@ -297,7 +297,7 @@ def test_a_card_is_of_its_profile_alone(calibrated):
     assert "| seed | \\<b\\> |" in text
     text = card(minimal(), "p.safetensors")
     assert "| seed | not recorded |" in text
-    assert f"Its weights: fingerprint {minimal().fingerprint[:16]}. Others" in text
+    assert f"Its weights: fingerprint {minimal().fingerprint[:16]}.\n" in text
 
 
 def test_what_is_no_profile_is_neither_pushed_nor_pulled(run, tmp_path):

@@ -255,7 +255,7 @@ def test_the_claims_in_words():
     outcome = certified(length_proof())
     certificate = Certificate(confidence=0.95, lengths=(outcome,))
     assert statement(certificate, 4) == (
-        "Certified on 5 prompts of each length, of 5 groups of text (2 kinds in equal parts: code, prose): with 95% "
+        "Certified on 5 prompts of each length, of 5 groups of text (2 kinds in equal parts): with 95% "
         "confidence, if errors of a kind vary about normally, the mean error of every layer over prompts like these, "
         "at each of these lengths, is within its limit; over code alone the largest is 52% of it, estimated from 3 "
         "prompts."

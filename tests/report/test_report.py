@@ -242,7 +242,7 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(tmp_path):
     }
     text = " ".join(printed(summary).split())
     statement = (
-        "Certified on 19 prompts of each length, of 17 groups of text (2 kinds in equal parts: code, prose): with 95% "
+        "Certified on 19 prompts of each length, of 17 groups of text (2 kinds in equal parts): with 95% "
         "confidence, if errors of a kind vary about normally, the mean error of every layer over prompts like these, "
         "at each of these lengths, is within its limit; over prose alone the largest is 50% of it, estimated from 9 "
         "prompts."
