@@ -19,13 +19,14 @@ from s2o_runtime.profile import Profile
 NOT_RECORDED = "not recorded"
 
 
-def card(profile: Profile, file: str) -> str:
-    """The card of a profile that is in `file`, a name beside the card; card.j2 is its template."""
+def card(profile: Profile, file: str, origin: str = "") -> str:
+    """The card of a profile that is in `file`, a name beside the card; `origin` says whose weights its model has."""
     summed = summary(profile)
     rows = [(*length_cells(row), times(row["prefill_speedup"])) for row in summed["lengths"]]
     return in_markdown(
         "card.j2",
         summary=summed,
+        origin=origin,
         record=profile.record,
         certified=certified,
         not_recorded=NOT_RECORDED,
@@ -40,14 +41,12 @@ def _facts(profile: Profile, summed: Mapping[str, Any]) -> list[tuple[str, str]]
     """How the profile was made, as far as its record says."""
     record = profile.record
     recipe = record.recipe or {}
-    retiled = [("tiles", str(summed["retiled"]))] if summed["retiled"] else []
     return [
-        ("weights", f"fingerprint {profile.fingerprint[:16]}"),
         ("objective", _listed(record.objective)),
         ("lengths", f"{_listed(recipe.get('lengths'))}; checked: {_listed(recipe.get('check_lengths')) or 'none'}"),
         ("prompts", _prompt_source(recipe)),
         ("seed", _listed(recipe.get("seed"))),
-        *retiled,
+        *([("tiles", str(summed["retiled"]))] if summed["retiled"] else []),
         ("versions", _listed(record.versions)),
     ]
 

@@ -22,14 +22,15 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
         same = "the same prompts" if adjusted_on is None else f"the same {adjusted_on} prompts of each length"
         return f"Adjusted and checked on {same}; not certified."
     confidence = (certificate and certificate.confidence) or 0.0
-    shares = [(one.error_over_limit or 0.0, one.domain) for length in lengths for one in length.domains or ()]
-    worst, domain = max(shares, default=(0.0, None), key=lambda share: share[0])
-    alone = "" if domain is None else f"; over the prompts of one kind, {domain}, the largest is {worst:.0%} of it"
+    domains = [domain for length in lengths for domain in length.domains or () if domain.domain]
+    worst = max(domains, key=lambda domain: domain.error_over_limit or 0.0, default=CertifiedDomain())
+    number = f"{worst.error_over_limit or 0.0:.0%} of it, estimated from {counted(worst.prompts or 0, 'prompt')}"
+    alone = f"; over {worst.domain} alone the largest is {number}" * bool(worst.domain)
     return (
         f"Certified on {_range(length.prompts for length in lengths)} prompts of each length, of "
-        f"{_range(length.groups for length in lengths)} groups of text ({', '.join(_domains(lengths))}): with "
-        f"{confidence:.0%} confidence the mean error of every layer over prompts like these, at each of these lengths, "
-        f"is within its limit{alone}."
+        f"{_range(length.groups for length in lengths)} groups of text ({_kinds(domains)}): with {confidence:.0%} "
+        "confidence, if errors of a kind vary about normally, the mean error of every layer over prompts like these, "
+        f"at each of these lengths, is within its limit{alone}."
     )
 
 
@@ -65,9 +66,8 @@ def sentences(certificate: Certificate | None) -> list[str]:
     dense = sum(layer.spent == 0 for layer in layers)
     less = sum(layer.spent is not None for layer in layers) - dense
     changed = f"{counted(less, 'layer')} got less of the budget than was adjusted, and {dense} became dense"
-    return (
-        [_of_length(length, confidence) for length in _lengths(certificate)] + [changed] * bool(less + dense) + method
-    )
+    of_lengths = [_of_length(length, confidence) for length in _lengths(certificate)]
+    return of_lengths + [changed] * bool(less + dense) + method
 
 
 def _of_length(length: CertifiedLength, confidence: float) -> str:
@@ -77,8 +77,8 @@ def _of_length(length: CertifiedLength, confidence: float) -> str:
     else:
         times = "" if length.error_over_limit == 1 else f"{formatted(length.error_over_limit, '.2f')} times "
         text = (
-            f"with {confidence:.0%} confidence at least {_at_least(length.share)} of prompts like these keep every "
-            f"layer within {times}its limit, over all rows and over those that answer, "
+            f"with {confidence:.0%} confidence at this length at least {_at_least(length.share)} of prompts like these "
+            f"keep every layer within {times}its limit, over all rows and over those that answer, "
             f"and the KL within {formatted(length.kl, '.1e')} nats, together"
         )
     noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
@@ -89,7 +89,7 @@ def _of_length(length: CertifiedLength, confidence: float) -> str:
         return f"{length.length} tokens: {text}; retrieval not proven"
     return (
         f"{length.length} tokens: {text}; {retrieval.kept} of {retrieval.found} needles kept "
-        f"({_at_least(retrieval.low or 0)} to {retrieval.high or 0:.0%})"
+        f"({_at_least(retrieval.low or 0)} shown, {retrieval.high or 0:.0%} not refuted)"
     )
 
 
@@ -182,8 +182,11 @@ def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
     return (certificate and certificate.lengths) or ()
 
 
-def _domains(lengths: Iterable[CertifiedLength]) -> list[str]:
-    return sorted({one.domain for length in lengths for one in length.domains or () if one.domain})
+def _kinds(domains: Sequence[CertifiedDomain]) -> str:
+    """The kinds of text, or in how many equal parts, where each has the two groups that `bounds.mean_bound` wants."""
+    names = sorted({domain.domain or "" for domain in domains})
+    equal = len(names) > 1 and all((domain.groups or 0) > 1 for domain in domains)
+    return f"{len(names)} kinds in equal parts" if equal else ", ".join(names)
 
 
 def _over_limit(layer: CertifiedLayer, bound: float | None) -> float | None:
@@ -191,12 +194,8 @@ def _over_limit(layer: CertifiedLayer, bound: float | None) -> float | None:
 
 
 def _share(shares: Iterable[float | None]) -> str:
-    measured = [share for share in shares if share is not None]
-    return _percent(max(measured)) if measured else "-"
-
-
-def _percent(share: float) -> Number:
-    return Number(f"{share:.0%}", share)
+    largest = max((share for share in shares if share is not None), default=None)
+    return "-" if largest is None else Number(f"{largest:.0%}", largest)
 
 
 def _range(counts: Iterable[int | None]) -> str:

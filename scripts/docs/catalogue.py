@@ -34,6 +34,15 @@ CATALOGUE = Path(__file__).resolve().parents[2] / "profiles"
 INDEX, README = "index.json", "README.md"
 START = "<!-- profiles: scripts/docs/catalogue.py writes what is between these lines -->"
 END = "<!-- /profiles -->"
+QWEN = "Qwen2.5-Coder-1.5B-Instruct dequantised from 4 bits (Q4_K_M) by scripts/real_models.py, not the Hub's"
+ORIGINS = {  # of models that ship profiles: whose weights they have
+    "demo": "the demo model of this repository",
+    "qwen2.5-coder-1.5b-dequantised-q4": QWEN,
+    "qwen2.5-coder-1.5b-dequantised-q4-yarn": f"{QWEN}, stretched to 131072 tokens by YaRN",
+    "smollm2-135m-instruct-yarn": (
+        "SmolLM2-135M-Instruct dequantised by scripts/real_models.py, not the Hub's, stretched to 32768 tokens by YaRN"
+    ),
+}
 NAMES = ("model", "device", "budget", "lengths", "density", "prefill", "certified", "file")
 
 
@@ -86,7 +95,11 @@ def overviews(catalogue: Path) -> dict[Path, str]:
     """The texts that follow from the profiles in a catalogue: each profile's card, the index, and the README."""
     paths = sorted(catalogue.glob("*/*/*.safetensors"))
     entries = [_entry(catalogue, path) for path in paths]
-    cards = {path.with_suffix(".md"): card(load_profile(path), path.name) for path in paths}
+    profiles = {path: load_profile(path) for path in paths}
+    cards = {
+        path.with_suffix(".md"): card(profile, path.name, ORIGINS.get(profile.model_name, ""))
+        for path, profile in profiles.items()
+    }
     table = markdown(Table(NAMES, [_cells(entry) for entry in entries], align="l"))
     readme = (catalogue / README).read_text(encoding="utf-8")
     return cards | {

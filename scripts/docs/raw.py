@@ -14,6 +14,7 @@ from scripts.bench.boards import at_error
 from scripts.bench.schema import (
     CALIBRATED,
     DENSE,
+    EVERYTHING,
     FLASH,
     ONE_SETTING,
     MethodRow,
@@ -68,6 +69,20 @@ class Bench:
     def faster(self, row: MethodRow | None) -> str:
         """How many times faster than dense attention a row is; "-" for none."""
         return "-" if row is None else f"{self.dense / row.seconds:.2f}x"
+
+    def faster_between(self, method: str, error: float) -> str:
+        """How many times faster than dense attention a method is at a rel_mse of `error`, between its settings.
+
+        Time over error is taken for straight on log axes between the two nearest settings of which no other of the
+        method is both faster and more exact. "-" where the error is not between two.
+        """
+        rows = [row for row in self.of(method) if row.density < EVERYTHING]
+        best = [row for row in rows if not any(o.rel_mse <= row.rel_mse and o.seconds < row.seconds for o in rows)]
+        for exact, fast in pairwise(sorted(best, key=lambda row: row.rel_mse)):
+            if exact.rel_mse <= error < fast.rel_mse:
+                part = math.log(error / exact.rel_mse) / math.log(fast.rel_mse / exact.rel_mse)
+                return f"{self.dense / (exact.seconds ** (1 - part) * fast.seconds**part):.2f}x"
+        return "-"
 
     def within(self, method: str, error: float) -> MethodRow | None:
         """A method's fastest measured setting with a rel_mse of at most `error`; None if there is none.

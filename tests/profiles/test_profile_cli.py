@@ -295,7 +295,9 @@ def test_a_card_is_of_its_profile_alone(calibrated):
     assert text.startswith("# S2O profile of a \\|b\n")
     assert "**Not proven** (failed).\n\n- a \\| b # c" in text
     assert "| seed | \\<b\\> |" in text
-    assert "| seed | not recorded |" in card(minimal(), "p.safetensors")
+    text = card(minimal(), "p.safetensors")
+    assert "| seed | not recorded |" in text
+    assert f"Its weights: fingerprint {minimal().fingerprint[:16]}.\n" in text
 
 
 def test_what_is_no_profile_is_neither_pushed_nor_pulled(run, tmp_path):

@@ -78,6 +78,8 @@ def test_no_profile_is_of_random_weights_or_named_by_a_folder(path):
     assert not profile.fingerprint.startswith(RANDOM)
     assert not Path(profile.model_name).is_absolute()
     assert not profile.model_name.startswith(("build/", "."))
+    origin = catalogue.ORIGINS[profile.model_name]
+    assert f"Its weights: fingerprint {profile.fingerprint[:16]}, {origin}." in path.with_suffix(".md").read_text()
 
 
 def test_every_profile_is_in_its_place(path):

@@ -34,6 +34,13 @@ def test_how_often_both_claims_hold_at_all_layers_and_lengths_at_once(shape):
     assert share >= 0.84
 
 
+def test_how_often_the_means_of_a_default_calibration_hold():
+    """With two texts of each of ten kinds seldom where few of them err much; the share of texts holds all the same."""
+    means, share = covered(SHAPES["1 of 100 a hundred times as large"], 20, 30, kinds=10, layers=28)
+    assert means < 0.5
+    assert share >= 0.84
+
+
 def test_prompts_of_one_novel_count_once():
     by_prompt, by_group = grouped(300)
     assert by_prompt < 0.93

@@ -242,15 +242,17 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(tmp_path):
     }
     text = " ".join(printed(summary).split())
     statement = (
-        "Certified on 19 prompts of each length, of 17 groups of text (code, prose): with 95% confidence the mean "
-        "error of every layer over prompts like these, at each of these lengths, is within its limit; over the prompts "
-        "of one kind, prose, the largest is 50% of it."
+        "Certified on 19 prompts of each length, of 17 groups of text (2 kinds in equal parts): with 95% "
+        "confidence, if errors of a kind vary about normally, the mean error of every layer over prompts like these, "
+        "at each of these lengths, is within its limit; over prose alone the largest is 50% of it, estimated from 9 "
+        "prompts."
     )
     following = (
-        "8192 tokens: with 95% confidence at least 83.8% of prompts like these keep every layer within 1.75 times its "
-        "limit, over all rows and over those that answer, and the KL within 2.0e-03 nats, together; these had a mean "
-        "KL of 1.0e-03 (two dense implementations: 1.0e-04); 30 of 32 needles kept (79% to 99%) 1 layer got less of "
-        "the budget than was adjusted, and 1 became dense how: bounds not proven: retrieval at 8192 tokens"
+        "8192 tokens: with 95% confidence at this length at least 83.8% of prompts like these keep every layer within "
+        "1.75 times its limit, over all rows and over those that answer, and the KL within 2.0e-03 nats, together; "
+        "these had a mean KL of 1.0e-03 (two dense implementations: 1.0e-04); 30 of 32 needles kept (79% shown, 99% "
+        "not refuted) 1 layer got less of the budget than was adjusted, and 1 became dense how: bounds not proven: "
+        "retrieval at 8192 tokens"
     )
     assert f"{statement} {following}" in text
     files = {path.name: path for path in write(summary, tmp_path / "p.safetensors")}

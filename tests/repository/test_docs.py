@@ -3,13 +3,17 @@
 import re
 import subprocess
 import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from calibrate.commands import calibrate, evaluate, profile
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.huggingface import run
+from s2o_runtime.profile import load_profile
 from scripts.docs import architectures, tables
+from scripts.docs.raw import Bench
 from support.pages import FENCE, PAGES, ROOT, blocks, commands, commands_of, name_of
 
 PARSERS = {
@@ -88,16 +92,61 @@ def test_every_page_is_in_the_navigation():
     assert set(re.findall(r"[\w-]+\.md", text)) == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
-def test_readme_shows_output_that_there_was():
-    (shown,) = [block for block in blocks(ROOT / "README.md", "text") if "16384 checked" in block]
-    raw = (ROOT / "docs" / "results" / "calibrate-qwen2.5-coder-1.5b-h100.txt").read_text(encoding="utf-8").splitlines()
-    assert set(shown.splitlines()) <= {line.rstrip() for line in raw}
+def test_readme_shows_what_was_certified_of_output_that_there_was():
+    """Its tables have their titles and heads, every length, and the kind of text with the largest error."""
+    (shown,) = [block.splitlines() for block in blocks(ROOT / "README.md", "text") if "certified" in block]
+    raw = (ROOT / "docs" / "results" / "calibrate-qwen2.5-coder-1.5b-h100.txt").read_text(encoding="utf-8")
+    lines = [line.rstrip() for line in raw.splitlines() if line.strip()]
+    assert [line for line in lines if line in shown] == shown  # in the same order, and each of them once
+    first, by_kind = lines.index("certified"), lines.index("by kind of text")
+    end = next(number for number, line in enumerate(lines) if line.startswith("Certified on"))
+    over_limit = {line: int(line.split()[5].rstrip("%")) for line in lines[by_kind + 4 : end]}
+    worst = max(over_limit, key=over_limit.__getitem__)
+    assert {*lines[first : by_kind + 4], worst} <= set(shown)
+    adjusted_on = {line for line in lines[:first] if "needles" in line}
+    assert not adjusted_on & set(shown)
+    above = Counter(line.split()[0] for line, share in over_limit.items() if share > 100)
+    fewest, most = min(above.values()), max(above.values())
+    assert f"{fewest} or {most} of the kinds alone are over it" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_counts_the_profiles_without_a_certificate():
+    shipped = [load_profile(path) for path in (ROOT / "profiles").rglob("*.safetensors")]
+    uncertified = sum(profile.record.certificate is None for profile in shipped)
+    (stated,) = re.findall(r"\[(\d+ of \d+)\]\(profiles/README.md\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert stated == f"{uncertified} of {len(shipped)}"
+
+
+def test_the_certificate_that_is_explained_is_on_a_card():
+    quotes = re.findall(r"(?:^> .*\n)+", (ROOT / "docs" / "budgets.md").read_text(encoding="utf-8"), re.MULTILINE)
+    certified = ROOT / "profiles" / "qwen2.5-coder-1.5b-dequantised-q4" / "nvidia-h100-80gb-hbm3" / "rel-mse-0.001.md"
+    card = certified.read_text(encoding="utf-8")
+    assert len(quotes) == 2
+    assert all(" ".join(quote.replace("> ", "").split()) in card for quote in quotes)
+
+
+def test_every_raw_file_is_linked_from_a_page():
+    linked = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    names = [path.name for path in (ROOT / "docs" / "results").iterdir()]
+    assert [name for name in names if f"results/{name}" not in linked and name != "architectures.md"] == []
 
 
 @pytest.mark.parametrize("page", tables.BLOCKS)
 def test_tables_are_of_the_raw_data(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert tables.current(page, text) == text
+
+
+def test_times_between_two_settings_are_on_a_power_law():
+    """A setting that another beats, and one that computes everything, are no ends of a line."""
+    errors = (1e-4, 4e-3, 1e-1)
+    rows = [SimpleNamespace(method="x", density=0.5, rel_mse=error, seconds=error**-0.5) for error in errors]
+    rows.append(SimpleNamespace(method="x", density=0.5, rel_mse=2e-3, seconds=1000.0))
+    rows.append(SimpleNamespace(method="x", density=1.0, rel_mse=1e-5, seconds=1.0))
+    dense = SimpleNamespace(method="dense (cuDNN)", density=1.0, rel_mse=0.0, seconds=100.0)
+    bench = Bench("m", "gpu", SimpleNamespace(length=8192, rows=[dense, *rows]))
+    assert bench.faster_between("x", 1e-3) == f"{100 * 1e-3**0.5:.2f}x"
+    assert [bench.faster_between("x", error) for error in (5e-5, 0.2)] == ["-", "-"]
 
 
 @pytest.mark.exhaustive(reason="collects tests in a process of its own")
