@@ -1,6 +1,7 @@
 # make demo, make check, make test, make test-all: everything they need is set up first.
 #   PYTHON=python3   use an existing environment instead (nothing is installed)
 # make check: lint, types and the fast tests. make test: all tests but the exhaustive ones. make test-all: lint and all.
+# make weight: the code of each room beside its cap; `make check` prints it too.
 #   TESTS="tests/kernels tests/proof" names the folders, with any of the three.
 # make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton; with
 #   AOT_OPTIONS=--quick the largest configuration of each kernel only. make aot-quick: that with the newest Triton alone.
@@ -57,7 +58,7 @@ SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.1
 	setproctitle soundfile tiktoken transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
 BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: docs tables demo check test test-all pytest aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
+.PHONY: docs tables demo check test test-all pytest weight aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -67,6 +68,12 @@ check: MARKS := not slow and not exhaustive
 test: MARKS := not exhaustive
 test-all: MARKS :=
 check test-all: BESIDE := lint
+
+# what each room weighs beside its cap, which tests/repository/test_weight.py holds
+weight: $(READY)
+	$(RUN) tests/repository/test_weight.py
+
+check: weight
 
 # mypy has one thread, so it runs beside the tests
 check test test-all: $(READY)
