@@ -37,8 +37,6 @@ from calibrate.evaluation.variants import DIGEST
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
-from s2o_runtime.baselines.run import attend, baseline_attention, select
-from s2o_runtime.baselines.settings import BASELINES, Baseline
 from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import identify
@@ -47,6 +45,8 @@ from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.tiles import candidate_tiles
 from scripts.bench import common
+from scripts.bench.baselines.run import attend, baseline_attention, select
+from scripts.bench.baselines.settings import BASELINES, Baseline
 from scripts.bench.boards import candidates, print_boards, print_rows, text_of
 from scripts.bench.calls import flash_attention, kernel_parts
 from scripts.bench.inputs import Inputs, file_qkv, model_qkv

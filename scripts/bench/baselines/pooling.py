@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import parts, score_type, split, top_share
+from scripts.bench.baselines.selection import parts, score_type, split, top_share
 
 
 class Pooled(NamedTuple):
@@ -63,7 +63,7 @@ def pool(x: Tensor, block: int) -> Pooled:
         x: [B, H, L, D].
     """
     if x.is_cuda:
-        from s2o_runtime.baselines.kernels.block_sparse import pool_blocks  # imports triton
+        from scripts.bench.baselines.kernels.block_sparse import pool_blocks  # imports triton
 
         return Pooled(*pool_blocks(x, block))
     return pool_plain(x, block)

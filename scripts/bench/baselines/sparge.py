@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.pooling import heaviest_by_means, pool
-from s2o_runtime.baselines.selection import Grid, Selection, Skip, of_query_heads, select_blocks
-from s2o_runtime.baselines.settings import Sparge
+from scripts.bench.baselines.pooling import heaviest_by_means, pool
+from scripts.bench.baselines.selection import Grid, Selection, Skip, of_query_heads, select_blocks
+from scripts.bench.baselines.settings import Sparge
 
 SKIP_ROWS = 64  # of a tile whose product with v is skipped or not, on every GPU
 SKIP_KEYS = 64
