@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the tables of README and of docs/ that say what was measured, from the raw files in docs/results.
 
-    python -m scripts.docs.tables            writes every table between its marker lines, and two pictures
+    python -m scripts.docs.tables            writes every table between its marker lines, and a picture
     python -m scripts.docs.tables --check    writes nothing, and fails if a table is not what it would write
 
 A block is named by its marker lines, `<!-- table NAME: make tables writes what is between these lines -->` and
@@ -20,7 +20,7 @@ from scripts.bench.boards import differences, identity_of
 from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.schema import DENSE, FLASH, AttentionEntry, AttentionFile, PrefillFile
 from scripts.docs.markdown import between, table
-from scripts.docs.methods_plot import PICTURE, README_PICTURE, draw_errors, draw_speed, svg
+from scripts.docs.methods_plot import PICTURE, draw_speed, svg
 from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, flags, raw, result_file, three
 
 COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrator's default budget
@@ -173,9 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_atomically(ROOT / page, written.encode())
                 print(f"wrote {page}")
         if not check:
-            shown = [*benches(*REAL), *benches(*DEMO)]
-            write_atomically(PICTURE, svg(lambda figure: draw_errors(shown, figure)))
-            write_atomically(README_PICTURE, svg(lambda figure: draw_speed(shown[0], figure)))
+            write_atomically(PICTURE, svg(lambda figure: draw_speed(benches(*REAL)[0], figure)))
     except S2OError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD_INPUT
