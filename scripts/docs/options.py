@@ -1,43 +1,12 @@
-#!/usr/bin/env python3
-"""Write the tables of docs/options.md from the fields that state the options.
-
-python -m scripts.docs.options           writes what is between the marker lines
-python -m scripts.docs.options --check   writes nothing, and fails if the tables are not those of the code
-"""
+"""Tables of docs/options.md, from the fields that state the options."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
-from calibrate.evaluation import plan
 from calibrate.options import Option
-from calibrate.recipe import OPTIONS
 from calibrate.tables import Markup, Table, markdown
 from s2o_runtime.command_line import EXIT_CODES
-from scripts.docs.markdown import between
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
-START, END = "<!-- {}: scripts/docs/options.py writes what is between these lines -->", "<!-- /{} -->"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    check = parser.parse_args(argv).check
-    old = PAGE.read_text(encoding="utf-8")
-    sections = {"s2o-calibrate": options(OPTIONS), "s2o-eval": options(plan.OPTIONS), "exit codes": codes()}
-    new = old
-    for name, text in sections.items():
-        new = between(new, START.format(name), END.format(name), text)
-    if check and new != old:
-        print(f"options: the tables of {PAGE.name} are not those of the code: run python -m scripts.docs.options")
-        return 1
-    if not check:
-        PAGE.write_text(new, encoding="utf-8")
-    return 0
 
 
 def options(stated: Mapping[str, Option]) -> str:
@@ -56,10 +25,7 @@ def options(stated: Mapping[str, Option]) -> str:
 
 
 def codes() -> str:
+    """A table of the exit codes."""
     return markdown(
         Table(("code", "meaning"), [(str(code), meaning) for code, meaning in EXIT_CODES.items()], align="l")
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -95,7 +95,7 @@ def test_readme_shows_output_that_there_was():
 
 
 @pytest.mark.parametrize("page", tables.BLOCKS)
-def test_tables_are_of_the_raw_data(page):
+def test_tables_are_of_the_raw_data_and_of_the_fields(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert tables.current(page, text) == text
 
