@@ -38,7 +38,7 @@ CAPS: dict[str, tuple[int, float]] = {
     "s2o_runtime/serving": (969, 9.5),
     "s2o_runtime/sglang": (414, 9.2),
     "s2o_runtime/vllm": (492, 9.2),
-    "scripts": (580, 5.8),
+    "scripts": (432, 7.2),
     "scripts/bench": (1553, 11.0),
     "scripts/bench/baselines": (1241, 12.5),
     "scripts/demo_model": (404, 10.7),
