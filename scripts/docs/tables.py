@@ -22,10 +22,9 @@ from s2o_runtime.files import write_atomically
 from scripts.bench.boards import differences, identity_of
 from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.schema import DENSE, FLASH, AttentionEntry, AttentionFile, PrefillFile
+from scripts.docs.fields import codes, options, record
 from scripts.docs.markdown import between, table
 from scripts.docs.methods_plot import PICTURE, draw_speed, svg
-from scripts.docs.options import codes, options
-from scripts.docs.profile_format import tables as record_tables
 from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, flags, raw, result_file, three
 
 COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrator's default budget
@@ -155,7 +154,7 @@ BLOCKS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "s2o-eval": partial(options, plan.OPTIONS),
         "exit-codes": codes,
     },
-    "s2o_runtime/profile/FORMAT.md": {"record": record_tables},
+    "s2o_runtime/profile/FORMAT.md": {"record": record},
 }
 
 

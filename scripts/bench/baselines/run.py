@@ -179,10 +179,8 @@ def attend(
         means = None
         if selection.mean_keys is not None:
             mean_values = block_means(v, selection.grid.block_n).to(v.dtype)
-            means = (
-                laid_out(selection.mean_keys, head_dim).contiguous(),
-                laid_out(mean_values, head_dim).contiguous(),
-            )
+            mean_keys, mean_values = (laid_out(x, head_dim).contiguous() for x in (selection.mean_keys, mean_values))
+            means = mean_keys, mean_values
         block_sparse_attention(queries, keys, values, means, selection, scale, target, left_out)
     return out if fits else target[..., : shape.head_dim]
 

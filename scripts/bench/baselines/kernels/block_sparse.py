@@ -229,9 +229,7 @@ def _block_sparse(
         k = tl.load(k_tile + key * stride_k.row)
         v = tl.load(v_tile + key * stride_v.row)
         if MODE.SKIPS:
-            m, l, acc, low = _absorb_or_skip(
-                q, k, v, m, l, acc, qk_scale, True, False, real, limit, MODE.SKIPS_SUM
-            )  # fmt: skip
+            m, l, acc, low = _absorb_or_skip(q, k, v, m, l, acc, qk_scale, True, False, real, limit, MODE.SKIPS_SUM)
             if MODE.HAS_LEFT_OUT:
                 left_out += low
         else:
@@ -249,9 +247,7 @@ def _block_sparse(
         v = tl.load(v_tile + j.to(tl.int64) * stride_v.row, mask=exists[:, None], other=0.0)
         visible = key_position[None, :] <= position[:, None]
         if MODE.SKIPS:
-            m, l, acc, _ = _absorb_or_skip(
-                q, k, v, m, l, acc, qk_scale, visible, True, real, limit, MODE.SKIPS_SUM
-            )  # fmt: skip
+            m, l, acc, _ = _absorb_or_skip(q, k, v, m, l, acc, qk_scale, visible, True, real, limit, MODE.SKIPS_SUM)
         else:
             m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, visible, True)
 

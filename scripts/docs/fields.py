@@ -1,10 +1,13 @@
-"""Tables of FORMAT.md in s2o_runtime/profile that describe a record, from the fields of its dataclasses."""
+"""Tables of docs/options.md and of FORMAT.md in s2o_runtime/profile, from the fields that state options and records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import get_args, get_origin
 
+from calibrate.options import Option
+from calibrate.tables import Markup, Table, markdown
+from s2o_runtime.command_line import EXIT_CODES
 from s2o_runtime.profile.record import FieldFormat, Part, Record
 
 SECTIONS = ("predicted", "held_out", "certificate", "retiled")  # fields of the record that have a table of their own
@@ -13,7 +16,26 @@ ELSEWHERE = ("recipe",)  # described by the calibrator's options
 Row = tuple[str, str, str]  # field, unit, meaning
 
 
-def tables() -> str:
+def options(stated: Mapping[str, Option]) -> str:
+    """A table for each group of options."""
+    groups: dict[str, list[Option]] = {}
+    for option in stated.values():
+        groups.setdefault(option.group, []).append(option)
+    parts = []
+    for group, members in groups.items():
+        rows = [(Markup(f"`{option.flag}`"), str(option.rule), option.shown_default, option.help) for option in members]
+        parts.append(f"**{group[0].upper()}{group[1:]}**")
+        parts.append(markdown(Table(("option", "value", "default", "what it is"), rows, align="l")))
+    return "\n\n".join(parts)
+
+
+def codes() -> str:
+    """A table of the exit codes."""
+    rows = [(str(code), meaning) for code, meaning in EXIT_CODES.items()]
+    return markdown(Table(("code", "meaning"), rows, align="l"))
+
+
+def record() -> str:
     """Markdown: a table of the record, and one for each of `SECTIONS`."""
     own = [
         row
