@@ -1,6 +1,7 @@
 # make demo, make check, make test, make test-all: everything they need is set up first.
 #   PYTHON=python3   use an existing environment instead (nothing is installed)
 # make check: lint, types and the fast tests. make test: all tests but the exhaustive ones. make test-all: lint and all.
+# make weight: the code of each room beside its cap; `make check` prints it too.
 #   TESTS="tests/kernels tests/proof" names the folders, with any of the three.
 # make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton; with
 #   AOT_OPTIONS=--quick the largest configuration of each kernel only. make aot-quick: that with the newest Triton alone.
@@ -8,8 +9,8 @@
 #   weights, adapters, GGUF files and models spread over devices are loaded with. make transformers-quick: the fast ones,
 #   without those packages.
 # make architectures: the table of docs/results/architectures.md, from the tests that pass. make tables: those of README and
-# docs/budgets.md, from docs/results. make docs: the site, in an environment of its own. make profile-format: the tables of
-# s2o_runtime/profile/FORMAT.md, from the record's fields. make wheel: sdist and wheel, and the wheel in empty environments: of
+# docs/budgets.md, from docs/results, of docs/options.md and of s2o_runtime/profile/FORMAT.md, from the code's fields.
+# make docs: the site, in an environment of its own. make wheel: sdist and wheel, and the wheel in empty environments: of
 # python3, or PYTHONS="python3.10 python3.14". make coverage: which lines the tests run. make mutants: which mistakes they notice.
 # make sglang: SGLang's engine on a CPU with S2O as its backend, in an environment of its own under build/sglang.
 # make vllm: vLLM's engine on a CPU with S2O as its backend, in an environment of its own under build/vllm.
@@ -57,7 +58,7 @@ SGLANG_NEEDS := aiohttp anthropic apache-tvm-ffi==0.1.11 compressed-tensors==0.1
 	setproctitle soundfile tiktoken transformers==5.19.0 uvicorn uvloop watchfiles xgrammar==0.2.7 xxhash zstandard
 BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
-.PHONY: docs tables demo check test test-all pytest aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures profile-format wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
+.PHONY: docs tables demo check test test-all pytest weight aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
 
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
@@ -67,6 +68,12 @@ check: MARKS := not slow and not exhaustive
 test: MARKS := not exhaustive
 test-all: MARKS :=
 check test-all: BESIDE := lint
+
+# what each room weighs beside its cap, which tests/repository/test_weight.py holds
+weight: $(READY)
+	$(RUN) tests/repository/test_weight.py
+
+check: weight
 
 # mypy has one thread, so it runs beside the tests
 check test test-all: $(READY)
@@ -107,9 +114,6 @@ $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installe
 
 architectures: $(READY) $(CACHES)
 	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) -m scripts.docs.architectures
-
-profile-format: $(READY)
-	$(RUN) -m scripts.docs.profile_format
 
 # sdist and wheel, the wheel out of the sdist; then for each Python an environment with nothing in it but what the runtime
 # asks for, and after that with what the extra calibrate asks for. Torch first and exactly pinned, as above
@@ -239,7 +243,7 @@ $(QUANTISED)/.installed: Makefile | $(READY)
 		|| $(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) $(QUANTISERS) $(LOADERS)
 	touch $@
 
-# the tables that say what was measured, and the picture of README
+# the tables that say what was measured, those of options and of a record's fields, and the picture of README
 tables: $(READY)
 	$(RUN) -m scripts.docs.tables
 

@@ -8,7 +8,6 @@ A new tile goes into a table here; a new GPU generation is a new key of every ta
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from s2o_runtime.config import HEAD_DIMS, TileConfig
 from s2o_runtime.errors import InputError
@@ -19,19 +18,9 @@ MIN_CAPABILITY: Capability = (8, 0)
 FP8_CAPABILITY: Capability = (8, 9)  # kernels on older GPUs cannot read 8-bit floating point
 SPECIALIZED_CAPABILITY: Capability = (9, 0)  # wgmma as the specialised kernel issues it exists on sm_90 only
 SPECIALIZED_ROWS, SPECIALIZED_WARPS = 64, 4  # of a row tile; a program computes two
-BLOCK_SPARSE_HEAD_DIMS = (64, 128)
 
 # The most shared memory one block may use, in bytes, by family (CUDA programming guide, table of compute capabilities).
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-
-
-class KernelTile(NamedTuple):
-    """The tile of a baseline's kernel: its rows and keys, and Triton's launch options."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
 
 
 _Shape = tuple[int, int, int, int, bool]  # block_m, block_n, warps, stages, specialized
@@ -70,26 +59,6 @@ _PREFILL: dict[int, dict[int, list[_Shape]]] = {
 # (docs/results/bench-tails-h200.json).
 _MIN_QUERIES = {80: 1024, 89: 1024, 90: 1024, 100: 1024, 120: 1024}
 DECODE = 2  # queries: fewer are a decode step, which never ranks
-
-# Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks. A skip
-# decides about tiles of 128 x 64 or 64 x 64, so every row has both.
-_OF_64 = (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3))  # the fastest for head dim 64 on every GPU
-_BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
-    80: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3))},
-    89: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
-    90: {64: _OF_64, 128: (KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2))},
-    100: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 2))},
-    120: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
-}
-
-# Tiles of XAttention's scores by family: groups of queries and of keys. They serve any head dim.
-_ANTIDIAGONAL = {
-    80: KernelTile(128, 128, 8, 3),
-    89: KernelTile(128, 128, 8, 3),
-    90: KernelTile(128, 256, 8, 4),
-    100: KernelTile(128, 128, 8, 3),
-    120: KernelTile(128, 128, 8, 3),
-}
 
 
 def sm(capability: Capability) -> str:
@@ -217,46 +186,3 @@ def trace_tile(head_dim: int, capability: Capability, block_m: int, stride: int)
     warps = 4 if wgmma and block_m == 64 else 8
     stages = 3 if block_m == 128 and head_dim <= 128 else 2
     return TileConfig(block_m, block_n, stride // block_n, warps, stages).validate()
-
-
-def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block_n: int) -> KernelTile:
-    """The first tile of the block-sparse kernel that divides blocks of `block_m` rows by `block_n` keys.
-
-    Raises:
-        InputError: there is none for this head dim, GPU or block.
-    """
-    for tile in _block_sparse_tiles(head_dim, capability):
-        if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
-            return tile
-    raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")
-
-
-def skip_tile(head_dim: int, capability: Capability, rows: int, keys: int) -> KernelTile:
-    """The tile of the block-sparse kernel that has exactly `rows` and `keys`, about which a skip decides as a whole.
-
-    Raises:
-        InputError: there is none for this head dim or GPU.
-    """
-    for tile in _block_sparse_tiles(head_dim, capability):
-        if (tile.block_m, tile.block_n) == (rows, keys):
-            return tile
-    raise InputError(f"{sm(capability)} has no tile of {rows} x {keys} for a skip: use 128 x 64 or 64 x 64")
-
-
-def _block_sparse_tiles(head_dim: int, capability: Capability) -> tuple[KernelTile, ...]:
-    number = family(capability)
-    if number is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
-        raise InputError(f"head_dim {head_dim} on {sm(capability)} has no block-sparse tile: run it with the reference")
-    return _BLOCK_SPARSE[number][head_dim]
-
-
-def antidiagonal_tile(capability: Capability) -> KernelTile:
-    """The tile of XAttention's scores, in groups of queries by groups of keys.
-
-    Raises:
-        InputError: nobody has compiled the kernel for such a GPU.
-    """
-    number = family(capability)
-    if number is None:
-        raise InputError(f"{sm(capability)} has no tile for antidiagonal scores: select with plain torch")
-    return _ANTIDIAGONAL[number]

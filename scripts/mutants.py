@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -56,338 +57,189 @@ class Mutant:
         return text.replace(self.before, self.after)
 
 
-ALLOCATE, ALLOCATE_TESTS = "calibrate/search/allocate.py", ("tests/search/test_allocate.py",)
-BOUNDS, BOUNDS_TESTS = "calibrate/proof/bounds.py", ("tests/proof/test_bounds.py",)
-CERTIFY, CERTIFY_TESTS = "calibrate/proof/certify.py", ("tests/proof/test_certify.py",)
-ADJUST, ADJUST_TESTS = "calibrate/proof/adjust.py", ("tests/proof/test_adjust.py",)
-PROFILE, PROFILE_TESTS = "s2o_runtime/profile/profile.py", ("tests/profile/test_profile.py",)
-PROFILE_FILE = "s2o_runtime/profile/file.py"
-HF, HF_TESTS = "s2o_runtime/huggingface/hf.py", ("tests/huggingface/test_hf.py", "-m", "not slow and not exhaustive")
-WINDOWED, WINDOWED_TESTS = "s2o_runtime/attention/windowed.py", ("tests/attention/test_windowed.py", "-k", "naive")
-REFERENCE, REFERENCE_TESTS = "s2o_runtime/reference/attention.py", ("tests/reference/test_reference.py",)
-PLAN, PLAN_TESTS = "s2o_runtime/serving/plan.py", ("tests/serving/test_vllm_plan.py",)
-BATCH, BATCH_TESTS = "s2o_runtime/vllm/batch.py", ("tests/serving/test_vllm_backend.py",)
-CALLS = "s2o_runtime/serving/calls.py"
-FIT, FIT_TESTS = "s2o_runtime/serving/fit.py", ("tests/serving/test_vllm_fit.py",)
-BACKENDS_TESTS = ("tests/serving/test_backends.py",)
-
-MUTANTS = (
+# by file and what pytest is called with: what goes wrong, what is replaced, by what
+MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     # the allocation of a budget over heads
-    Mutant(
-        "a step that costs exactly what is left is refused",
-        ALLOCATE, "price <= left", "price < left", ALLOCATE_TESTS,
-    ),
-    Mutant(
-        "the budget is not multiplied by the layers that share it",
-        ALLOCATE, "budget * len(layers)", "budget", ALLOCATE_TESTS,
-    ),
-    Mutant(
-        "one head may spend all of its layer's budget",
-        ALLOCATE, "if point.mse * weight <= most", "if point.mse * weight <= budget", ALLOCATE_TESTS,
-    ),
-    Mutant(
-        "the hull of a head's points is the upper one",
-        ALLOCATE, "<= _slope(hull[-2], point)", ">= _slope(hull[-2], point)", ALLOCATE_TESTS,
-    ),
-    Mutant(
-        "a head takes a later step of its hull without the earlier one",
-        ALLOCATE, "blocked.add(head)  #", "pass  #", ALLOCATE_TESTS,
-    ),
-    Mutant(
-        "what a head already spent is paid again for a point between corners",
-        ALLOCATE, "(point.mse - chosen[head].mse) * weights[head] <= left", "point.mse * weights[head] <= left",
-        ALLOCATE_TESTS,
-    ),
-    Mutant(
-        "the guard on rows refuses a head that is exactly at it",
-        ALLOCATE, "  if row <= limit\n", "  if row < limit\n", ALLOCATE_TESTS,
-    ),
-    Mutant(
-        "rounding of int8 scores is not taken from the budget",
-        ALLOCATE, "left = budget - sum(point.mse * weight", "left = budget - sum(0 * point.mse * weight",
-        ALLOCATE_TESTS,
-    ),
+    ("calibrate/search/allocate.py", "tests/search/test_allocate.py", (
+        ("a step that costs exactly what is left is refused", "price <= left", "price < left"),
+        ("the budget is not multiplied by the layers that share it", "budget * len(layers)", "budget"),
+        ("one head may spend all of its layer's budget",
+         "if point.mse * weight <= most", "if point.mse * weight <= budget"),
+        ("the hull of a head's points is the upper one", "<= _slope(hull[-2], point)", ">= _slope(hull[-2], point)"),
+        ("a head takes a later step of its hull without the earlier one", "blocked.add(head)  #", "pass  #"),
+        ("what a head already spent is paid again for a point between corners",
+         "(point.mse - chosen[head].mse) * weights[head] <= left", "point.mse * weights[head] <= left"),
+        ("the guard on rows refuses a head that is exactly at it", "  if row <= limit\n", "  if row < limit\n"),
+        ("rounding of int8 scores is not taken from the budget",
+         "left = budget - sum(point.mse * weight", "left = budget - sum(0 * point.mse * weight"),
+    )),
     # the bounds of the certificate
-    Mutant(
-        "one text more than the binomial test admits may be outside",
-        BOUNDS, "betaincinv(count - above, above + 1, risk)", "betaincinv(count - above + 1, above, risk)",
-        BOUNDS_TESTS,
-    ),
-    Mutant(
-        "every length has the whole risk of the means",
-        BOUNDS, "(layers * len(recipe.all_lengths) * passes)", "(layers * passes)", BOUNDS_TESTS,
-    ),
-    Mutant(
-        "every layer has the whole risk of the means",
-        BOUNDS, "(layers * len(recipe.all_lengths) * passes)", "(len(recipe.all_lengths) * passes)", BOUNDS_TESTS,
-    ),
-    Mutant(
-        "kinds with few texts have each its own variance",
-        BOUNDS, "[max(variance, squares / degrees * m**2)", "[variance", BOUNDS_TESTS,
-    ),
-    Mutant(
-        "the upper bound is for the median instead of the mean",
-        BOUNDS, "means, variances = [statistics.fmean(group)", "means, variances = [statistics.median(group)",
-        BOUNDS_TESTS,
-    ),
-    Mutant(
-        "the lower bound is an upper one",
-        BOUNDS, "max(0.0, mean - _quantile(", "max(0.0, mean + _quantile(", BOUNDS_TESTS,
-    ),
-    Mutant(
-        "what differs between kinds of text widens a bound",
-        BOUNDS, "variances = [statistics.fmean(group) for group in groups], [statistics.variance(group)",
-        "variances = [statistics.fmean(group) for group in groups], [statistics.variance(values)", BOUNDS_TESTS,
-    ),
-    Mutant(
-        "a two-sided interval has the whole risk on each side",
-        BOUNDS, "tail = (1 - confidence) / 2", "tail = 1 - confidence", BOUNDS_TESTS,
-    ),
-    Mutant(
-        "the first look spends the whole risk, and the others theirs on top",
-        BOUNDS, "part = 0.5 if step == STEPS[0]", "part = 1.0 if step == STEPS[0]", BOUNDS_TESTS,
-    ),
-    Mutant(
-        "each later look spends the risk that they share",
-        BOUNDS, "0.5 / (len(STEPS) - 1)", "0.5", BOUNDS_TESTS,
-    ),
-    Mutant(
-        "a step is hopeless as soon as the first bound expects it over the limit",
-        CERTIFY, "HOPELESS * limit and step", "limit and step", CERTIFY_TESTS,
-    ),
-    Mutant(
-        "the last step is passed over too",
-        CERTIFY, "HOPELESS * limit and step < len(STEPS) - 1", "HOPELESS * limit", CERTIFY_TESTS,
-    ),
-    Mutant(
-        "prompts go on with what a layer is left with",
-        CERTIFY, "self.layers[layer], self._step = left, 0\n        return again",
-        "self.layers[layer], self._step = left, 0\n        return None", CERTIFY_TESTS,
-    ),
-    Mutant(
-        "a prompt of a known group counts by itself",
-        CERTIFY, "(prompt.domain, prompt.group or number)", "number", CERTIFY_TESTS,
-    ),
-    Mutant(
-        "the rows that answer are not looked at",
-        CERTIFY, "[prompt.largest(budget) / limit", "[prompt.error(budget) / limit", CERTIFY_TESTS,
-    ),
-    Mutant(
-        "the KL of a prompt does not count",
-        CERTIFY, "[max(pair) for pair in zip(self.errors", "[min(pair) for pair in zip(self.errors", CERTIFY_TESTS,
-    ),
-    Mutant(
-        "the path goes on behind a look that failed",
-        CERTIFY, "            return taken or (means, seen)\n", "            continue\n", CERTIFY_TESTS,
-    ),
-    Mutant(
-        "a group of documents is split between the sets",
-        "calibrate/prompts/split.py", "free.remove(name)", "pass", ("tests/prompts/test_split.py",),
-    ),
+    ("calibrate/proof/bounds.py", "tests/proof/test_bounds.py", (
+        ("one text more than the binomial test admits may be outside",
+         "betaincinv(count - above, above + 1, risk)", "betaincinv(count - above + 1, above, risk)"),
+        ("every length has the whole risk of the means",
+         "(layers * len(recipe.all_lengths) * passes)", "(layers * passes)"),
+        ("every layer has the whole risk of the means",
+         "(layers * len(recipe.all_lengths) * passes)", "(len(recipe.all_lengths) * passes)"),
+        ("kinds with few texts have each its own variance", "[max(variance, squares / degrees * m**2)", "[variance"),
+        ("the upper bound is for the median instead of the mean",
+         "means, variances = [statistics.fmean(group)", "means, variances = [statistics.median(group)"),
+        ("the lower bound is an upper one", "max(0.0, mean - _quantile(", "max(0.0, mean + _quantile("),
+        ("what differs between kinds of text widens a bound",
+         "variances = [statistics.fmean(group) for group in groups], [statistics.variance(group)",
+         "variances = [statistics.fmean(group) for group in groups], [statistics.variance(values)"),
+        ("a two-sided interval has the whole risk on each side",
+         "tail = (1 - confidence) / 2", "tail = 1 - confidence"),
+        ("the first look spends the whole risk, and the others theirs on top",
+         "part = 0.5 if step == STEPS[0]", "part = 1.0 if step == STEPS[0]"),
+        ("each later look spends the risk that they share", "0.5 / (len(STEPS) - 1)", "0.5"),
+    )),
+    ("calibrate/proof/certify.py", "tests/proof/test_certify.py", (
+        ("a step is hopeless as soon as the first bound expects it over the limit",
+         "HOPELESS * limit and step", "limit and step"),
+        ("the last step is passed over too", "HOPELESS * limit and step < len(STEPS) - 1", "HOPELESS * limit"),
+        ("prompts go on with what a layer is left with",
+         "self.layers[layer], self._step = left, 0\n        return again",
+         "self.layers[layer], self._step = left, 0\n        return None"),
+        ("a prompt of a known group counts by itself", "(prompt.domain, prompt.group or number)", "number"),
+        ("the rows that answer are not looked at", "[prompt.largest(budget) / limit", "[prompt.error(budget) / limit"),
+        ("the KL of a prompt does not count",
+         "[max(pair) for pair in zip(self.errors", "[min(pair) for pair in zip(self.errors"),
+        ("the path goes on behind a look that failed",
+         "            return taken or (means, seen)\n", "            continue\n"),
+    )),
+    ("calibrate/prompts/split.py", "tests/prompts/test_split.py", (
+        ("a group of documents is split between the sets", "free.remove(name)", "pass"),
+    )),
     # what a layer may spend
-    Mutant(
-        "a layer is given its whole limit, without the margin",
-        ADJUST, "times = recipe.margin * limit / largest", "times = limit / largest", ADJUST_TESTS,
-    ),
-    Mutant(
-        "a layer is given what brings its bound to the limit itself",
-        ADJUST, "AIM * limit / max(bound,", "limit / max(bound,", ADJUST_TESTS,
-    ),
-    Mutant(
-        "the bound that is expected is not looked at",
-        ADJUST, "if texts >= ENOUGH:", "if texts < 0:", ADJUST_TESTS,
-    ),
-    Mutant(
-        "the bounds of a few certify prompts decide",
-        ADJUST, "if texts >= ENOUGH:", "if texts > 0:", ADJUST_TESTS,
-    ),
-    Mutant(
-        "a change may be as large as the curves say",
-        ADJUST, "min(times, MOST)", "times", ADJUST_TESTS,
-    ),
-    Mutant(
-        "rows at the guard exactly are off too far",
-        ADJUST, "if proof.worst > (candidate.recipe.worst_rows", "if proof.worst >= (candidate.recipe.worst_rows",
-        ADJUST_TESTS,
-    ),
-    Mutant(
-        "rows that are off too far let a layer be given more",
-        ADJUST, "1 / CLOSE**2 if self.tries[key] else 1.0", "times", ADJUST_TESTS,
-    ),
-    Mutant(
-        "a layer's spending is changed once more than it may",
-        ADJUST, "self.tries[key] == TRIES", "self.tries[key] > TRIES", ADJUST_TESTS,
-    ),
-    Mutant(
-        "a layer that was tightened is given more again",
-        ADJUST, " or (before and before.tightened)", "", ADJUST_TESTS,
-    ),
-    Mutant(
-        "layers under a budget in KL are given more too",
-        ADJUST, " or candidate.recipe.budget.is_kl", "", ADJUST_TESTS,
-    ),
+    ("calibrate/proof/adjust.py", "tests/proof/test_adjust.py", (
+        ("a layer is given its whole limit, without the margin",
+         "times = recipe.margin * limit / largest", "times = limit / largest"),
+        ("a layer is given what brings its bound to the limit itself",
+         "AIM * limit / max(bound,", "limit / max(bound,"),
+        ("the bound that is expected is not looked at", "if texts >= ENOUGH:", "if texts < 0:"),
+        ("the bounds of a few certify prompts decide", "if texts >= ENOUGH:", "if texts > 0:"),
+        ("a change may be as large as the curves say", "min(times, MOST)", "times"),
+        ("rows at the guard exactly are off too far",
+         "if proof.worst > (candidate.recipe.worst_rows", "if proof.worst >= (candidate.recipe.worst_rows"),
+        ("rows that are off too far let a layer be given more", "1 / CLOSE**2 if self.tries[key] else 1.0", "times"),
+        ("a layer's spending is changed once more than it may", "self.tries[key] == TRIES", "self.tries[key] > TRIES"),
+        ("a layer that was tightened is given more again", " or (before and before.tightened)", ""),
+        ("layers under a budget in KL are given more too", " or candidate.recipe.budget.is_kl", ""),
+    )),
     # profiles
-    Mutant(
-        "a file is written in place instead of renamed",
-        "s2o_runtime/files.py", "os.replace(temporary, path)",
-        "path.write_bytes(data)\n        os.unlink(temporary)", PROFILE_TESTS,
-    ),
-    Mutant(
-        "the digest leaves the tensors out",
-        PROFILE_FILE, "digest.update(tensor_bytes(tensor))", "pass", PROFILE_TESTS,
-    ),
-    Mutant(
-        "between unlike buckets the larger threshold is taken",
-        PROFILE, "tau=min(near.tau, distant.tau)", "tau=max(near.tau, distant.tau)", PROFILE_TESTS,
-    ),
-    Mutant(
-        "thresholds are mixed although the buckets check the stop unlike",
-        PROFILE, "return config.tile.block_m, config.tile.stride, config.grain",
-        "return config.tile.block_m, config.grain", PROFILE_TESTS,
-    ),
-    Mutant(
-        "the shortest calibrated length itself is too short",
-        "s2o_runtime/serving/layer.py", "if keys < self.min_length", "if keys <= self.min_length", FIT_TESTS,
-    ),
+    ("s2o_runtime/files.py", "tests/profile/test_profile.py", (
+        ("a file is written in place instead of renamed",
+         "os.replace(temporary, path)", "path.write_bytes(data)\n        os.unlink(temporary)"),
+    )),
+    ("s2o_runtime/profile/file.py", "tests/profile/test_profile.py", (
+        ("the digest leaves the tensors out", "digest.update(tensor_bytes(tensor))", "pass"),
+    )),
+    ("s2o_runtime/profile/profile.py", "tests/profile/test_profile.py", (
+        ("between unlike buckets the larger threshold is taken",
+         "tau=min(near.tau, distant.tau)", "tau=max(near.tau, distant.tau)"),
+        ("thresholds are mixed although the buckets check the stop unlike",
+         "return config.tile.block_m, config.tile.stride, config.grain", "return config.tile.block_m, config.grain"),
+    )),
+    ("s2o_runtime/serving/layer.py", "tests/serving/test_vllm_fit.py", (
+        ("the shortest calibrated length itself is too short",
+         "if keys < self.min_length", "if keys <= self.min_length"),
+    )),
     # masks
-    Mutant(
-        "the last rows are as sparse as others",
-        REFERENCE, "last = config.dense_from(shape.q_len)", "last = shape.q_len",
-        ("tests/attention/test_last_rows.py", "-k", "reference"),
-    ),
-    Mutant(
-        "a row of the window sees the key after its own",
-        REFERENCE, "device=k.device) > last_key[..., None]", "device=k.device) > last_key[..., None] + 1",
-        REFERENCE_TESTS,
-    ),
-    Mutant(
-        "the last segment's rows count only to the end of a whole one",
-        REFERENCE, "end = min(begin + segment, len(q))\n        if",
-        "end = min(begin + segment, len(q) - 1)\n        if", REFERENCE_TESTS,
-    ),
-    Mutant(
-        "a sliding window holds one key too many",
-        WINDOWED, "(key > position - window)", "(key >= position - window)", WINDOWED_TESTS,
-    ),
-    Mutant(
-        "the first row of a block loses the oldest key of its window",
-        WINDOWED, "shape.offset + begin - window + 1)", "shape.offset + begin - window + 2)", WINDOWED_TESTS,
-    ),
-    Mutant(
-        "the first key behind the padding is hidden",
-        WINDOWED, "(key >= kv_start[:, None, None])", "(key > kv_start[:, None, None])", WINDOWED_TESTS,
-    ),
-    Mutant(
-        "a prompt one token longer than a window hides nothing",
-        HF, "int(q_offset) + q_length <= int(local)", "int(q_offset) + q_length <= int(local) + 1",
-        ("tests/attention/test_windowed.py", "-k", "just_fits"),
-    ),
-    Mutant(
-        "a mask with holes passes for padding",
-        HF, "regular = bool((kept.sum(1) == last - first + 1).all())", "regular = True", HF_TESTS,
-    ),
+    ("s2o_runtime/reference/attention.py", "tests/attention/test_last_rows.py -k reference", (
+        ("the last rows are as sparse as others", "last = config.dense_from(shape.q_len)", "last = shape.q_len"),
+    )),
+    ("s2o_runtime/reference/attention.py", "tests/reference/test_reference.py", (
+        ("a row of the window sees the key after its own",
+         "device=k.device) > last_key[..., None]", "device=k.device) > last_key[..., None] + 1"),
+        ("the last segment's rows count only to the end of a whole one",
+         "end = min(begin + segment, len(q))\n        if", "end = min(begin + segment, len(q) - 1)\n        if"),
+    )),
+    ("s2o_runtime/attention/windowed.py", "tests/attention/test_windowed.py -k naive", (
+        ("a sliding window holds one key too many", "(key > position - window)", "(key >= position - window)"),
+        ("the first row of a block loses the oldest key of its window",
+         "shape.offset + begin - window + 1)", "shape.offset + begin - window + 2)"),
+        ("the first key behind the padding is hidden",
+         "(key >= kv_start[:, None, None])", "(key > kv_start[:, None, None])"),
+    )),
+    ("s2o_runtime/huggingface/hf.py", "tests/attention/test_windowed.py -k just_fits", (
+        ("a prompt one token longer than a window hides nothing",
+         "int(q_offset) + q_length <= int(local)", "int(q_offset) + q_length <= int(local) + 1"),
+    )),
+    ("s2o_runtime/huggingface/hf.py", "tests/huggingface/test_hf.py -m 'not slow and not exhaustive'", (
+        ("a mask with holes passes for padding",
+         "regular = bool((kept.sum(1) == last - first + 1).all())", "regular = True"),
+    )),
     # who computes what in a server
-    Mutant(
-        "a server's last rows begin one row late",
-        FIT, "self._last_rows[step] - left", "self._last_rows[step] - left - 1", FIT_TESTS,
-    ),
-    Mutant(
-        "a piece of a request sees the keys behind it",
-        "s2o_runtime/serving/pieces.py", "(request, keys - last, 0, last, False)", "(request, keys, 0, last, False)",
-        BACKENDS_TESTS,
-    ),
-    Mutant(
-        "a batch is left to the stock backend while a layer waits for its self-test",
-        FIT, "if self._tested or max_k < TEST_KEYS else None", "if self.layers else None", BACKENDS_TESTS,
-    ),
-    Mutant(
-        "a preempted request's prompt ends where it first did",
-        "s2o_runtime/vllm/prompts.py", "len(running.all_token_ids[request])", "0",
-        ("tests/serving/test_vllm_prompts.py",),
-    ),
-    Mutant(
-        "every rank runs the first rank's heads",
-        "s2o_runtime/serving/layer.py", "config.heads[self.heads.start : self.heads.stop]",
-        "config.heads[: len(self.heads)]", FIT_TESTS,
-    ),
-    Mutant(
-        "a decoder layer's number is its row in the profile",
-        FIT, "row = self.profile.geometry.row_of(number)",
-        "row = number if number in range(len(self.layers)) else None", FIT_TESTS,
-    ),
-    Mutant(
-        "ranks that share a KV head take them in turns",
-        FIT, "head = self.index * kv_heads // self.size", "head = self.index % kv_heads", FIT_TESTS,
-    ),
-    Mutant(
-        "a request with as many queries as a decode step has is no decode",
-        FIT, "if queries <= self.decode_queries", "if queries < self.decode_queries", FIT_TESTS,
-    ),
-    Mutant(
-        "a layer's matrices are no work", FIT, "attention + 2 * queries * self.row_weights", "attention", FIT_TESTS,
-    ),
-    Mutant(
-        "a run may not be as large as its limit",
-        PLAN, "total_k + keys > max_keys", "total_k + keys >= max_keys", PLAN_TESTS,
-    ),
-    Mutant(
-        "the keys of a run are those of its last request",
-        PLAN, "max(max_k, keys), total_k + keys", "max(max_k, keys), keys", PLAN_TESTS,
-    ),
-    Mutant(
-        "requests of unlike lengths share a configuration",
-        PLAN, "(own_step != step or", "((own_step is None) != (step is None) or", PLAN_TESTS,
-    ),
-    Mutant(
-        "a request that only fills up a CUDA graph is given to S2O",
-        PLAN, 'if queries > 0 else ""', 'if queries > 0 else None', PLAN_TESTS,
-    ),
-    Mutant(
-        "rows of a sparse run begin where the batch does",
-        CALLS, "cu_q=cu_q,", "cu_q=cu_q + run.begin,", BATCH_TESTS,
-    ),
-    Mutant(
-        "chunks behind a prefix are taken for whole prompts",
-        CALLS, "if run.total_k == run.end - run.begin", "if True", BATCH_TESTS,
-    ),
-    Mutant(
-        "a length on the edge gets the bound of the next step",
-        "s2o_runtime/lengths.py", "return -(-length // step) * step", "return (length // step + 1) * step", PLAN_TESTS,
-    ),
-    Mutant(
-        "a shared bound is below the length",
-        "s2o_runtime/lengths.py", "return -(-length // step) * step", "return length // step * step", PLAN_TESTS,
-    ),
-    Mutant(
-        "steps of shared bounds are half as fine",
-        "s2o_runtime/lengths.py", "(1 << length.bit_length() >> 1)", "(1 << length.bit_length())", PLAN_TESTS,
-    ),
-    Mutant(
-        "shared bounds reach beyond the block table",
-        CALLS, "min(max(shared_bound(max_k), q_bound + behind), room)", "max(shared_bound(max_k), q_bound + behind)",
-        PLAN_TESTS,
-    ),
-    Mutant(
-        "bounds that are shared hide that there is a prefix",
-        CALLS, "behind = int(max_k > max_q)", "behind = 0", PLAN_TESTS,
-    ),
-    Mutant(
-        "a plan is replayed into the queries that it reads",
-        "s2o_runtime/attention/compute.py", "return laid and out.", "return laid or out.",
-        ("tests/kernels/test_plan.py", "-k", "kernels_cannot_write"),
-    ),
-    Mutant(
-        "another cache group reads this group's pages",
-        BATCH, "other._calls, other._parts = {}, {}", "other._calls, other._parts = self._calls, self._parts",
-        BATCH_TESTS,
-    ),
+    ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
+        ("a server's last rows begin one row late", "self._last_rows[step] - left", "self._last_rows[step] - left - 1"),
+    )),
+    ("s2o_runtime/serving/pieces.py", "tests/serving/test_backends.py", (
+        ("a piece of a request sees the keys behind it",
+         "(request, keys - last, 0, last, False)", "(request, keys, 0, last, False)"),
+    )),
+    ("s2o_runtime/serving/fit.py", "tests/serving/test_backends.py", (
+        ("a batch is left to the stock backend while a layer waits for its self-test",
+         "if self._tested or max_k < TEST_KEYS else None", "if self.layers else None"),
+    )),
+    ("s2o_runtime/vllm/prompts.py", "tests/serving/test_vllm_prompts.py", (
+        ("a preempted request's prompt ends where it first did", "len(running.all_token_ids[request])", "0"),
+    )),
+    ("s2o_runtime/serving/layer.py", "tests/serving/test_vllm_fit.py", (
+        ("every rank runs the first rank's heads",
+         "config.heads[self.heads.start : self.heads.stop]", "config.heads[: len(self.heads)]"),
+    )),
+    ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
+        ("a decoder layer's number is its row in the profile",
+         "row = self.profile.geometry.row_of(number)", "row = number if number in range(len(self.layers)) else None"),
+        ("ranks that share a KV head take them in turns",
+         "head = self.index * kv_heads // self.size", "head = self.index % kv_heads"),
+        ("a request with as many queries as a decode step has is no decode",
+         "if queries <= self.decode_queries", "if queries < self.decode_queries"),
+        ("a layer's matrices are no work", "attention + 2 * queries * self.row_weights", "attention"),
+    )),
+    ("s2o_runtime/serving/plan.py", "tests/serving/test_vllm_plan.py", (
+        ("a run may not be as large as its limit", "total_k + keys > max_keys", "total_k + keys >= max_keys"),
+        ("the keys of a run are those of its last request",
+         "max(max_k, keys), total_k + keys", "max(max_k, keys), keys"),
+        ("requests of unlike lengths share a configuration",
+         "(own_step != step or", "((own_step is None) != (step is None) or"),
+        ("a request that only fills up a CUDA graph is given to S2O",
+         "if queries > 0 else \"\"", "if queries > 0 else None"),
+    )),
+    ("s2o_runtime/serving/calls.py", "tests/serving/test_vllm_backend.py", (
+        ("rows of a sparse run begin where the batch does", "cu_q=cu_q,", "cu_q=cu_q + run.begin,"),
+        ("chunks behind a prefix are taken for whole prompts", "if run.total_k == run.end - run.begin", "if True"),
+    )),
+    ("s2o_runtime/lengths.py", "tests/serving/test_vllm_plan.py", (
+        ("a length on the edge gets the bound of the next step",
+         "return -(-length // step) * step", "return (length // step + 1) * step"),
+        ("a shared bound is below the length", "return -(-length // step) * step", "return length // step * step"),
+        ("steps of shared bounds are half as fine", "(1 << length.bit_length() >> 1)", "(1 << length.bit_length())"),
+    )),
+    ("s2o_runtime/serving/calls.py", "tests/serving/test_vllm_plan.py", (
+        ("shared bounds reach beyond the block table",
+         "min(max(shared_bound(max_k), q_bound + behind), room)", "max(shared_bound(max_k), q_bound + behind)"),
+        ("bounds that are shared hide that there is a prefix", "behind = int(max_k > max_q)", "behind = 0"),
+    )),
+    ("s2o_runtime/attention/compute.py", "tests/kernels/test_plan.py -k kernels_cannot_write", (
+        ("a plan is replayed into the queries that it reads", "return laid and out.", "return laid or out."),
+    )),
+    ("s2o_runtime/vllm/batch.py", "tests/serving/test_vllm_backend.py", (
+        ("another cache group reads this group's pages",
+         "other._calls, other._parts = {}, {}", "other._calls, other._parts = self._calls, self._parts"),
+    )),
     # prompts
-    Mutant(
-        "a group of many documents takes the place of other groups to certify on",
-        "calibrate/prompts/split.py", "len(tallies[CERTIFY].groups)", "tallies[CERTIFY].prompts",
-        ("tests/prompts/test_split.py",),
-    ),
+    ("calibrate/prompts/split.py", "tests/prompts/test_split.py", (
+        ("a group of many documents takes the place of other groups to certify on",
+         "len(tallies[CERTIFY].groups)", "tallies[CERTIFY].prompts"),
+    )),
 )  # fmt: skip
+MUTANTS = tuple(
+    Mutant(name, path, before, after, tuple(shlex.split(tests)))
+    for path, tests, mistakes in MISTAKES
+    for name, before, after in mistakes
+)
 
 
 def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:

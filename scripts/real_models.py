@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 READERS = ("gguf", "accelerate", "transformers")
-OF_THE_FILE = (
-    "quantization_config",
-    "_name_or_path",
-    "_model_name_or_path",
-)  # settings of a config that say how its weights were stored
+# settings of a config that say how its weights were stored
+OF_THE_FILE = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
 @dataclass(frozen=True)
@@ -193,11 +190,7 @@ def plain_model(model: PreTrainedModel, trained: int, context: int) -> PreTraine
 
     settings = {name: value for name, value in model.config.to_dict().items() if name not in OF_THE_FILE}
     if context > trained:
-        scaling = {
-            "rope_type": "yarn",
-            "factor": context / trained,
-            "original_max_position_embeddings": trained,
-        }
+        scaling = {"rope_type": "yarn", "factor": context / trained, "original_max_position_embeddings": trained}
         settings["rope_parameters"] = settings["rope_parameters"] | scaling
     settings["max_position_embeddings"] = max(context, trained)
     with torch.device("meta"):  # its own first weights would take a minute
@@ -228,13 +221,8 @@ def byte_pair_tokenizer(file: Path) -> Any:
     bpe.normalizer = normalizers.Replace(" ", "▁")
     bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     control = 3  # the token type of GGUF's control tokens
-    bpe.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, type_ in zip(tokens, types, strict=True)
-            if type_ == control
-        ]
-    )
+    special = [token for token, type_ in zip(tokens, types, strict=True) if type_ == control]
+    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     bpe.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", ids["<bos>"])])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"

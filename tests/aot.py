@@ -28,19 +28,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from calibrate.curves import trace_pass as kernel_pass
 from calibrate.curves.curves import TAUS
 from s2o_runtime.config import HEAD_DIMS, TileConfig
-from s2o_runtime.tiles import (
-    BLOCK_SPARSE_HEAD_DIMS,
-    FP8_CAPABILITY,
-    SHARED_MEMORY,
-    antidiagonal_tile,
-    block_sparse_tile,
-    candidate_tiles,
-    skip_tile,
-    trace_tile,
-)
+from s2o_runtime.tiles import FP8_CAPABILITY, SHARED_MEMORY, candidate_tiles, trace_tile
+from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS, antidiagonal_tile, block_sparse_tile, skip_tile
 
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
@@ -228,7 +221,7 @@ def pipelined(case: Case, built: Compiled) -> str | None:
     elif case.tile is None:
         return None
     elif case.kernel == "antidiagonal":
-        from s2o_runtime.baselines.kernels.antidiagonal import DEPTH
+        from scripts.bench.baselines.kernels.antidiagonal import DEPTH
 
         tile_bytes = 2 * (case.tile.block_m + case.tile.block_n) * DEPTH
         copies, threads = case.tile.num_stages, 32 * case.tile.num_warps
@@ -464,9 +457,9 @@ def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from s2o_runtime.baselines.kernels import antidiagonal, block_sparse, mean_keys
     from s2o_runtime.kernels import keys, linear, pages, prefill, prefill_hopper, primitives, shares, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
+    from scripts.bench.baselines.kernels import antidiagonal, block_sparse, mean_keys
 
     head_dim, rows, tile, variant = case.head_dim, case.rows, case.tile, ALL_VARIANTS[case.variant]
     constants: dict[str, object] = {
@@ -606,13 +599,14 @@ def compile_kernel(
     Upper case arguments are pointers; they and the strides are multiples of 16, as they are for real tensors,
     unless the kernel says not to look. Constants that are not in `constants` are switches that are off.
     """
-    from s2o_runtime.kernels.groups import BLOCK_SPARSE_CONSTANTS, PREFILL_CONSTANTS
+    from s2o_runtime.kernels.groups import PREFILL_CONSTANTS
+    from scripts.bench.baselines.kernels import block_sparse
 
     signature: dict[str, Any] = {}
     values: dict[str, object] = {}
     attributes = {}
     annotations = typing.get_type_hints(kernel.fn)
-    constant_groups = BLOCK_SPARSE_CONSTANTS if kernel.fn.__name__ == "_block_sparse" else PREFILL_CONSTANTS
+    constant_groups = block_sparse.CONSTANTS if kernel.fn.__name__ == "_block_sparse" else PREFILL_CONSTANTS
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:

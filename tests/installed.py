@@ -85,6 +85,10 @@ def check_whole() -> None:
     for command in ("s2o-profile", "s2o-eval", "s2o-run"):
         run(str(BIN / command), "--help")
     run(str(BIN / "s2o-calibrate"), "--model", "demo", *SMALL.split())
+    evaluation = [str(BIN / "s2o-eval"), "--model", "demo", "--out-dir", "e", "--setting", "pbs:keep=0.9"]
+    refused = subprocess.run(evaluation, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2, refused.stderr
+    assert "the baselines are in the repository, not in the package: run from a clone" in refused.stderr
     assert "model         demo" in run(str(BIN / "s2o-profile"), "show", "p.safetensors")
     run(sys.executable, "-c", PATCHED)
 

@@ -5,12 +5,16 @@ This is the one place that knows what such a text may say.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from s2o_runtime.baselines.settings import BASELINES, Baseline, parse
 from s2o_runtime.config import LayerConfig, StopRule, TileConfig
-from s2o_runtime.errors import ConfigError
+from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.fields import Rule
+
+if TYPE_CHECKING:
+    from scripts.bench.baselines.settings import Baseline
 
 # the options of LayerConfig.uniform that a text may give, in the order in which a setting is named; that checks ranges
 RULES = {
@@ -23,12 +27,28 @@ RULES = {
     "far": Rule(str),
 }
 EXAMPLE = "tau=0.3,segment=1024,representatives=32,far=mean"
+BASELINES = ("flash-prefill", "flash-prefill-v2", "pbs", "sparge", "xattention", "skip-softmax")
+REPOSITORY = Path(__file__).resolve().parents[2]  # of a clone
 CPU_TILE = TileConfig(block_m=64, block_n=64, chunk=4)  # its rows divide every legal segment
 
 
 def baseline_of(text: str) -> Baseline | None:
-    """The settings of a baseline, if the text begins with the name of one."""
-    return parse(text) if text.partition(":")[0] in BASELINES else None
+    """Return the settings of a baseline, if the text begins with the name of one.
+
+    Raises:
+        ConfigError: an option of the baseline is wrong.
+        InputError: this is an installed package, which has no baselines.
+    """
+    if text.partition(":")[0] not in BASELINES:
+        return None
+    if not (REPOSITORY / "scripts" / "bench" / "baselines").is_dir():
+        raise InputError("the baselines are in the repository, not in the package: run from a clone")
+    sys.path.insert(0, str(REPOSITORY))  # an editable installation finds the packages only
+    try:
+        from scripts.bench.baselines.settings import parse
+    finally:
+        sys.path.remove(str(REPOSITORY))
+    return parse(text)
 
 
 def parsed(text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -16,8 +16,6 @@ from calibrate.evaluation.plan import DENSE, EvaluationPlan
 from calibrate.evaluation.settings import baseline_of, config_of
 from calibrate.model.models import LoadedModel
 from calibrate.model.streams import attention_implementation
-from s2o_runtime.baselines.run import HEAD_DIM, BaselineStats, baseline_attention
-from s2o_runtime.baselines.settings import Baseline
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import identify
@@ -26,6 +24,10 @@ from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import attention_modules
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.tiles import candidate_tiles
+
+if TYPE_CHECKING:
+    from scripts.bench.baselines.run import BaselineStats
+    from scripts.bench.baselines.settings import Baseline
 
 DIGEST = 16  # hexadecimal digits that name a profile's content
 BASELINE = "s2o_baseline"  # the attention function that runs one, and the attribute of a module that says which
@@ -159,6 +161,8 @@ def _baseline_forward(
         variant.last[module], baseline = None, None
     if variant is None or baseline is None or call is None or call.window is not None:
         return hf.s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    from scripts.bench.baselines.run import HEAD_DIM, baseline_attention  # `baseline_of` has found the folder
+
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     obstacle = "padded prompts" if call.kv_start is not None else hf.scoring_of(scale, kwargs).beyond_sdpa
     if query.shape[3] > HEAD_DIM:

@@ -88,52 +88,5 @@ class Mode(NamedTuple):
     WIDE: bool
 
 
-class BlockLists(NamedTuple):
-    """Which key blocks each row block computes: the tensors of `baselines.selection.Selection`."""
-
-    blocks: Tensor
-    counts: Tensor
-    key_order: Tensor | None
-    row_order: Tensor | None
-    pruned: Tensor | None
-
-
-class BlockMeans(NamedTuple):
-    """The mean key and value of each key block, which stand for the blocks that are not listed."""
-
-    mean_keys: Tensor | None
-    mean_values: Tensor | None
-
-
-class BlockSparseSizes(NamedTuple):
-    """The sizes that the baselines' kernel is compiled for.
-
-    D, BM, BN, STAGES: as in `Sizes`; BLOCK_M, BLOCK_N: query rows and keys of a selection's block, multiples of BM and
-    BN; PACKED: query heads in the rows of a program; BC, MEAN_STAGES: block means of a tile, and stages of their loop.
-    """
-
-    D: int
-    BM: int
-    BN: int
-    BLOCK_M: int
-    BLOCK_N: int
-    STAGES: int
-    PACKED: int
-    BC: int
-    MEAN_STAGES: int
-
-
-class BlockSparseMode(NamedTuple):
-    """What the baselines' kernel is compiled to do; `block_sparse._block_sparse` says what each changes."""
-
-    KEYS_MOVED: bool
-    ROWS_MOVED: bool
-    SKIPS: bool
-    SKIPS_SUM: bool
-    HAS_LEFT_OUT: bool
-    HAS_MEANS: bool
-
-
 # The types of a kernel's constexpr parameters SIZES and MODE.
 PREFILL_CONSTANTS: dict[str, Any] = {"SIZES": Sizes, "MODE": Mode}
-BLOCK_SPARSE_CONSTANTS: dict[str, Any] = {"SIZES": BlockSparseSizes, "MODE": BlockSparseMode}

@@ -1,6 +1,6 @@
 """What several kernels share on the device: geometry of a call, online softmax, window, gathered prefix, tail.
 
-`prefill.py`, `trace.py` and the baselines' `block_sparse.py` are made of these. Gluon code cannot call functions that
+`prefill.py` and `trace.py` are made of these. Gluon code cannot call functions that
 `triton.jit` compiles, so `prefill_hopper.py` has copies of some; a comment at each copy names its original here.
 
 Softmax is in base 2 throughout: `qk_scale` is the scale of the scores times log2(e).
@@ -185,59 +185,22 @@ def absorb(
     each row.
     Returns the new m, l and acc.
     """
-    m, l, acc, _ = absorb_or_skip(q, k, v, m, l, acc, qk_scale, visible, MASKED, None, 0.0, False, False, CAP, INT8)
-    return m, l, acc
-
-
-@triton.jit
-def absorb_or_skip(
-    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, real, limit, SKIPS: tl.constexpr,
-    SKIPS_SUM: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False,
-):  # fmt: skip
-    """`absorb`, or less of it for a tile whose scores are all far below the rows' largest ones.
-
-    real: bool [BM], the rows that count; limit: not above 0, in base 2. With SKIPS, the product with v of a tile is
-    left out if every score of the rows that are `real` is below the row's maximum, this tile included, by more than
-    -limit (SpargeAttn); with SKIPS_SUM its weights are left out of l too, and not computed (BLASST). The other
-    arguments are those of `absorb`.
-    Returns the new m, l and acc, and whether the product was left out, 0 or 1.
-    """
     scores = tl.dot(q, k).to(tl.float32) if INT8 else tl.dot(q, k, input_precision="ieee")
     if CAP > 0:
         scores = capped(scores, qk_scale, CAP)
         qk_scale = 1.0
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.max(scores, 1) * qk_scale
-    m_new = tl.maximum(m, highest)
+    m_new = tl.maximum(m, tl.max(scores, 1) * qk_scale)
     # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
     if INT8:
         qk_scale = qk_scale[:, None]
-    left_out = 0
-    if SKIPS:
-        # Compared and not subtracted: `highest` is a product, and a compiler fuses a product and a difference into one
-        # operation that rounds once. Its result at a row's own maximum is the product's rounding error in place of 0,
-        # half the time below a limit of 0.
-        kept = tl.where(highest < m_safe + limit, 0, tl.where(real, 1, 0))  # a nan keeps its tile
-        # reduced as one row: Triton's layout pass for tensor memory fails on a plain vector
-        left_out = 1 - tl.max(tl.reshape(kept, [1, kept.shape[0]]))
-    if SKIPS_SUM:
-        if left_out == 0:  # otherwise no row has a new maximum, so l and acc need no decay
-            weights = tl.exp2(scores * qk_scale - m_safe[:, None])
-            decay = tl.exp2(m - m_safe)
-            l = l * decay + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    else:
-        weights = tl.exp2(scores * qk_scale - m_safe[:, None])
-        decay = tl.exp2(m - m_safe)
-        l = l * decay + tl.sum(weights, 1)
-        if SKIPS:
-            if left_out == 0:
-                acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        else:
-            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return m_new, l, acc, left_out
+    weights = tl.exp2(scores * qk_scale - m_safe[:, None])
+    decay = tl.exp2(m - m_safe)
+    l = l * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return m_new, l, acc
 
 
 @triton.jit

@@ -137,19 +137,11 @@ def parser() -> common.Parser:
     add("--profile", help="the model's profile", type=Path, metavar="FILE")
     add("--density", help="draw weights, and skip so that this share is computed", type=float, metavar="X")
     add("--lengths", "8192,32768,131072", "tokens of a prompt", type=common.int_list("8192,131072"), metavar="N,N")
-    add(
-        "--chunks", "8192", "tokens that the engine reads in one step", type=common.int_list("2048,8192"), metavar="N,N"
-    )
+    add("--chunks", "8192", "tokens that the engine reads in a step", type=common.int_list("2048,8192"), metavar="N,N")
     add("--hits", "0", "shares of a prompt that are cached", type=common.float_list("0,0.5"), metavar="X,X")
     add("--repeats", 3, "long prompts of each kind that are timed", type=int, metavar="N")
     add("--uncounted", 4, "prompts of each kind that are read before those", type=int, metavar="N")
-    add(
-        "--rates",
-        (),
-        "requests a second of an open loop, none by default",
-        type=common.float_list("0.5,1"),
-        metavar="X,X",
-    )
+    add("--rates", (), "requests a second of an open loop", type=common.float_list("0.5,1"), metavar="X,X")
     add("--requests", 16, "at each rate, of the longest length and the largest chunk", type=int, metavar="N")
     add("--tokens", 64, "that each of them generates", type=int, metavar="N")
     out.add_argument("--control", action="store_true", help="start the stock engine twice")
@@ -243,9 +235,8 @@ class Remote:
         try:
             return self._pool.submit(function, *arguments).result()
         except BrokenProcessPool as error:
-            raise ResourceError(
-                f"the process of the {self._name} engine was lost: see what vLLM printed above"
-            ) from error
+            problem = f"the process of the {self._name} engine was lost: see what vLLM printed above"
+            raise ResourceError(problem) from error
 
 
 served: list[Served] = []  # of this process, one
@@ -350,10 +341,8 @@ def first_tokens_of(
         seconds, cached, answers = (list(values) for values in zip(*of_engine, strict=True))
         fewest = min(cached[args.uncounted :])
         rows.append(FirstTokens(name, kind, common.spread(seconds[args.uncounted :]), seconds[0], fewest, answers))
-    medians = [
-        f"{row.engine} {row.seconds.median * 1e3:.1f} ms, the first {row.first_seconds * 1e3:.0f}" for row in rows
-    ]
-    print(f"{kind}: {'; '.join(medians)}", flush=True)
+    times = [(row.engine, row.seconds.median * 1e3, row.first_seconds * 1e3) for row in rows]
+    print(f"{kind}: {'; '.join(f'{name} {ms:.1f} ms, the first {first:.0f}' for name, ms, first in times)}", flush=True)
     return rows
 
 
@@ -508,34 +497,16 @@ def report(file: FirstTokenFile) -> None:
         noise = "-" if again is None else f"{stock.seconds.median / again.seconds.median:.2f}x"
         cells.append([*numbers, *medians, ratio, noise, *first, f"{alike} of {len(stock.answers)}"])
     title = f"first token of {file.settings['model']}, vLLM {file.versions['vllm']}"
-    names = [
-        "tokens",
-        "chunk",
-        "cached",
-        "stock, ms",
-        "S2O, ms",
-        "stock / S2O",
-        "stock / again",
-        "first stock, ms",
-        "first S2O, ms",
-    ]
-    common.print_table(title, [*names, "same token"], cells)
+    times = ("stock, ms", "S2O, ms", "stock / S2O", "stock / again", "first stock, ms", "first S2O, ms")
+    common.print_table(title, ("tokens", "chunk", "cached", *times, "same token"), cells)
     if file.open_loop:
-        names = [
-            "engine",
-            "tokens",
-            "requests / s",
-            "first p50, ms",
-            "first p99, ms",
-            "between p50, ms",
-            "between p99, ms",
-        ]
+        quantiles = ("first p50, ms", "first p99, ms", "between p50, ms", "between p99, ms")
         cells = [
             [row.engine, str(row.length), f"{row.rate:g}"]
             + [f"{t * 1e3:.1f}" for t in (row.first_median, row.first_p99, row.between_median, row.between_p99)]
             for row in file.open_loop
         ]
-        common.print_table("open loop", names, cells)
+        common.print_table("open loop", ("engine", "tokens", "requests / s", *quantiles), cells)
     for engine, right in file.needles.items():
         print(f"{engine}: {right} of {NEEDLES} needles")
     print(f"S2O: {file.summary}")

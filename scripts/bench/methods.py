@@ -37,8 +37,6 @@ from calibrate.evaluation.variants import DIGEST
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
-from s2o_runtime.baselines.run import attend, baseline_attention, select
-from s2o_runtime.baselines.settings import BASELINES, Baseline
 from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import identify
@@ -47,6 +45,8 @@ from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.tiles import candidate_tiles
 from scripts.bench import common
+from scripts.bench.baselines.run import attend, baseline_attention, select
+from scripts.bench.baselines.settings import BASELINES, Baseline
 from scripts.bench.boards import candidates, print_boards, print_rows, text_of
 from scripts.bench.calls import flash_attention, kernel_parts
 from scripts.bench.inputs import Inputs, file_qkv, model_qkv
@@ -61,10 +61,7 @@ ALPHAS = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a setting, and the numbers in them
     "s2o": (tuple(f"tau={{:g}},segment={of},grain=4,far=mean" for of in ("1024", "512,representatives=16")), TAUS),
     "flash-prefill": (("flash-prefill:alpha={:g}",), ALPHAS),
-    "flash-prefill-v2": (
-        tuple(f"flash-prefill-v2:alpha={{:g}}{end}" for end in ("", ",last=0,dense_layers=0")),
-        ALPHAS,
-    ),
+    "flash-prefill-v2": (("flash-prefill-v2:alpha={:g}", "flash-prefill-v2:alpha={:g},last=0,dense_layers=0"), ALPHAS),
     "pbs": (("pbs:keep={:g}",), KEEPS),
     "sparge": (("sparge:keep={:g},first=1", "sparge:keep={:g},similarity=0.2,first=1"), KEEPS),
     "xattention": (("xattention:keep={:g},first=1",), KEEPS),
@@ -96,9 +93,8 @@ def parser() -> common.Parser:
     add("--lengths", "8192,32768,131072", type=common.int_list("8192,32768"), metavar="N,N")
     add("--data", "demo", "a model to capture q, k, v of, or FILE.safetensors with q, k and v [B, H, L, D]")
     out.add_argument("--profile", type=Path, action="append", default=[], help="for --data's model; repeatable")
-    add(
-        "--errors", "0.001,0.01,0.03", "rel_mse of the first board", type=common.float_list("0.001,0.01"), metavar="X,X"
-    )
+    errors = common.float_list("0.001,0.01")
+    add("--errors", "0.001,0.01,0.03", "rel_mse of the first board", type=errors, metavar="X,X")
     add("--chunks", (), "queries of a call, for the third board", type=common.int_list("2048,8192"), metavar="N,N")
     of_file = common.checked(lambda path: json.loads(Path(path).read_text(encoding="utf-8")), "the summary of s2o-eval")
     out.add_argument(

@@ -98,9 +98,7 @@ def licence_of(distribution: metadata.Distribution) -> str | None:
     classifiers = [c.split("::")[-1].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License")]
     stated = meta.get("License-Expression") or "; ".join(classifiers) or (meta.get("License") or "")[:80]
     stated = " ".join(stated.split())
-    if not OPEN_LICENCES.search(stated) or CLOSED_LICENCES.search(stated):
-        return None
-    return stated
+    return stated if OPEN_LICENCES.search(stated) and not CLOSED_LICENCES.search(stated) else None
 
 
 def _standard_library() -> Iterator[tuple[str, str]]:
@@ -142,11 +140,9 @@ def _documentation(source: str) -> str:
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 text = ast.get_docstring(child)
                 if text:
-                    head = (
-                        f"class {child.name}:"
-                        if isinstance(child, ast.ClassDef)
-                        else f"def {child.name}({ast.unparse(child.args)}):"
-                    )
+                    head = f"class {child.name}:"
+                    if not isinstance(child, ast.ClassDef):
+                        head = f"def {child.name}({ast.unparse(child.args)}):"
                     body = "\n".join((indent + "    " + line).rstrip() for line in text.splitlines())
                     parts.append(f'{indent}{head}\n{indent}    """\n{body}\n{indent}    """\n')
                 if isinstance(child, ast.ClassDef):

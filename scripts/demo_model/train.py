@@ -305,9 +305,7 @@ def main() -> None:
             export(trainer, args.data, args.out, lengths, Windows(args.data, "hold", tokenizer, seed=1))
         else:
             exam = Windows(args.data, "hold", tokenizer, seed=1)
-            scores = {
-                n: needle_accuracy(trainer.model, exam, n, contexts=4) for n in [phase.length for phase in phases[:2]]
-            }
+            scores = {p.length: needle_accuracy(trainer.model, exam, p.length, contexts=4) for p in phases[:2]}
             print(f"stopped at {trainer.used:.0f} of {args.seconds:.0f} s, needles {scores}; run again to continue")
 
 

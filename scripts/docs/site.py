@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = "repository"  # the site's folder of copies
 PAGES: tuple[str, ...] = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 PAGES += ("CODE_OF_CONDUCT.md", "profiles/README.md", "examples/README.md")
-PAGES += ("s2o_runtime/baselines/README.md", "s2o_runtime/profile/FORMAT.md")
+PAGES += ("scripts/bench/baselines/README.md", "s2o_runtime/profile/FORMAT.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write the tables of README and of docs/ that say what was measured, from the raw files in docs/results.
+"""Write tables of the documentation: what was measured, from the raw files in docs/results; options; a record's fields.
 
-    python -m scripts.docs.tables            writes every table between its marker lines, and two pictures
+    python -m scripts.docs.tables            writes every table between its marker lines, and a picture
     python -m scripts.docs.tables --check    writes nothing, and fails if a table is not what it would write
 
 A block is named by its marker lines, `<!-- table NAME: make tables writes what is between these lines -->` and
@@ -13,16 +13,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 
+from calibrate.evaluation import plan
+from calibrate.recipe import OPTIONS
 from s2o_runtime.errors import S2OError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.serving.server import HOST_FLOPS
 from scripts.bench.boards import differences, identity_of
 from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.schema import DENSE, FLASH, AttentionEntry, AttentionFile, PrefillFile
+from scripts.docs.fields import codes, options, record
 from scripts.docs.markdown import between, table
-from scripts.docs.methods_plot import PICTURE, README_PICTURE, draw_errors, draw_speed, svg
+from scripts.docs.methods_plot import PICTURE, draw_speed, svg
 from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, flags, raw, result_file, three
 
 COMPARED_AT = 1e-3  # the rel_mse at which README compares methods; the calibrator's default budget
@@ -188,6 +192,12 @@ START, END = "<!-- table {}: make tables writes what is between these lines -->"
 BLOCKS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"comparison": comparison, "crossovers": crossovers},
     "docs/budgets.md": {"speed": speed, "certified": certified},
+    "docs/options.md": {
+        "s2o-calibrate": partial(options, OPTIONS),
+        "s2o-eval": partial(options, plan.OPTIONS),
+        "exit-codes": codes,
+    },
+    "s2o_runtime/profile/FORMAT.md": {"record": record},
     "docs/serving.md": {"first-token": first_token},
 }
 
@@ -212,14 +222,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             stale += 1
             if check:
-                print(f"the tables of {page} are not what docs/results holds: run make tables")
+                print(f"the tables of {page} are not what they would be now: run make tables")
             else:
                 write_atomically(ROOT / page, written.encode())
                 print(f"wrote {page}")
         if not check:
-            shown = [*benches(*REAL), *benches(*DEMO)]
-            write_atomically(PICTURE, svg(lambda figure: draw_errors(shown, figure)))
-            write_atomically(README_PICTURE, svg(lambda figure: draw_speed(shown[0], figure)))
+            write_atomically(PICTURE, svg(lambda figure: draw_speed(benches(*REAL)[0], figure)))
     except S2OError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -1,1 +1,1 @@
-"""Studies of design decisions: what the extensions of the method are worth, and what a budget costs."""
+"""Studies of the certificate: how often its claims hold, on made-up losses and on fresh prompts of a model."""

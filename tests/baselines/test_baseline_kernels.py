@@ -5,18 +5,19 @@ import math
 import pytest
 import torch
 
-from s2o_runtime.baselines import PBS, Antidiagonal, FlashPrefill, FlashPrefillV2, SkipSoftmax, Sparge, attend, select
-from s2o_runtime.baselines.flash_prefill import head_mass, log_mass
-from s2o_runtime.baselines.kernels import antidiagonal
-from s2o_runtime.baselines.kernels.antidiagonal import antidiagonal_mass
-from s2o_runtime.baselines.kernels.block_sparse import pool_blocks
-from s2o_runtime.baselines.kernels.mean_keys import mean_key_mass, select_by_mass
-from s2o_runtime.baselines.pooling import block_means, pool_plain
-from s2o_runtime.baselines.run import baseline_attention
-from s2o_runtime.baselines.selection import Grid
-from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.errors import InputError
-from s2o_runtime.tiles import SHARED_MEMORY, antidiagonal_tile, block_sparse_tile, skip_tile
+from s2o_runtime.tiles import SHARED_MEMORY
+from scripts.bench.baselines.flash_prefill import head_mass, log_mass
+from scripts.bench.baselines.kernels import antidiagonal
+from scripts.bench.baselines.kernels.antidiagonal import antidiagonal_mass
+from scripts.bench.baselines.kernels.block_sparse import pool_blocks
+from scripts.bench.baselines.kernels.mean_keys import mean_key_mass, select_by_mass
+from scripts.bench.baselines.pooling import block_means, pool_plain
+from scripts.bench.baselines.run import attend, baseline_attention, select
+from scripts.bench.baselines.selection import Grid
+from scripts.bench.baselines.settings import PBS, Antidiagonal, FlashPrefill, FlashPrefillV2, SkipSoftmax, Sparge
+from scripts.bench.baselines.tiles import antidiagonal_tile, block_sparse_tile, skip_tile
+from scripts.bench.baselines.xattention import block_weights, head_weights
 from support.kernels import fuse_products
 from support.marks import INTERPRETED, all_but_first
 
@@ -160,7 +161,7 @@ def test_flash_prefills_choice_is_that_of_torch(settings, shape, nan_filled, mon
     expected = select(q, k, settings, scale=SCALE)
     grid, k_mean = expected.grid, block_means(k, settings.block)
     monkeypatch.setattr(
-        "s2o_runtime.baselines.kernels.mean_keys.parts", lambda n, _: [slice(i, i + 1) for i in range(n)]
+        "scripts.bench.baselines.kernels.mean_keys.parts", lambda n, _: [slice(i, i + 1) for i in range(n)]
     )
 
     def mass_of(part):

@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime.baselines import (
+from s2o_runtime.errors import ConfigError, InputError
+from scripts.bench.baselines.run import attend, baseline_attention, select
+from scripts.bench.baselines.selection import top_share
+from scripts.bench.baselines.settings import (
     BASELINES,
     PBS,
     Antidiagonal,
@@ -14,13 +17,8 @@ from s2o_runtime.baselines import (
     FlashPrefillV2,
     SkipSoftmax,
     Sparge,
-    attend,
-    baseline_attention,
     parse,
-    select,
 )
-from s2o_runtime.baselines.selection import top_share
-from s2o_runtime.errors import ConfigError, InputError
 from support import baseline_references as references
 from support.naive import naive_attention
 
@@ -175,7 +173,7 @@ def test_small_chunks_change_nothing(settings, monkeypatch):
     q, k, _ = inputs(2, 4, 2, 300, 300)
     whole = select(q, k, settings)
     for module in ("selection", "xattention", "flash_prefill"):
-        monkeypatch.setattr(f"s2o_runtime.baselines.{module}.CHUNK", 1)
+        monkeypatch.setattr(f"scripts.bench.baselines.{module}.CHUNK", 1)
     sliced = select(q, k, settings)
     assert listed(sliced) == listed(whole)
     assert whole.row_order is None or torch.equal(sliced.row_order, whole.row_order)

@@ -4,6 +4,8 @@ import json
 import random
 import re
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer
 
 from calibrate.evaluation import quality_plots as plots
-from calibrate.evaluation import report, score
+from calibrate.evaluation import report, score, settings
 from calibrate.evaluation.plan import TASKS, TEXT, EvaluationPlan
 from calibrate.evaluation.results import open_journal, summary
 from calibrate.evaluation.run import evaluate
@@ -26,13 +28,14 @@ from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
 from calibrate.prompts.facts import FAMILY
 from calibrate.prompts.prompt import Prompt
-from s2o_runtime.baselines.settings import parse
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import Record
+from scripts.bench.baselines.settings import BASELINES, parse
 from support.artefacts import shared
 from support.models import make_profile
+from support.pages import ROOT
 
 SLOW = pytest.mark.slow(reason="evaluates a model on all tasks")
 
@@ -275,6 +278,21 @@ def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
     setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
     with pytest.raises(InputError, match=f"pbs cannot compute {obstacle}: leave this setting out"):
         _baseline_forward(module, q, q, q, mask, **options)
+
+
+def test_baselines_are_found_in_a_clone_only(tmp_path, monkeypatch):
+    """Also where the packages alone are on the path, as after an editable installation."""
+    assert tuple(BASELINES) == settings.BASELINES
+    for package in ("calibrate", "s2o_runtime"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    code = "import sys; from calibrate.evaluation.settings import named; print(named('pbs'), 'scripts' in sys.modules)"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert outcome.stdout == "pbs True\n", outcome.stderr
+    monkeypatch.setattr(settings, "REPOSITORY", tmp_path)
+    assert settings.named("tau=1") == "tau=1"
+    with pytest.raises(InputError, match="the baselines are in the repository, not in the package: run from a clone"):
+        settings.named("pbs:keep=0.9")
 
 
 def test_predictions_that_are_not_finite_are_named(tiny):

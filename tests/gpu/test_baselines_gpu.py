@@ -3,22 +3,13 @@
 import pytest
 import torch
 
-from s2o_runtime.baselines import (
-    PBS,
-    Antidiagonal,
-    FlashPrefill,
-    FlashPrefillV2,
-    SkipSoftmax,
-    Sparge,
-    baseline_attention,
-    select,
-)
-from s2o_runtime.baselines.flash_prefill import head_mass, log_mass
-from s2o_runtime.baselines.pooling import block_means, pool, pool_plain
-from s2o_runtime.baselines.run import attend
-from s2o_runtime.baselines.selection import Grid
-from s2o_runtime.baselines.xattention import block_weights, head_weights
 from s2o_runtime.reference.dense import dense_attention, exact_attention
+from scripts.bench.baselines.flash_prefill import head_mass, log_mass
+from scripts.bench.baselines.pooling import block_means, pool, pool_plain
+from scripts.bench.baselines.run import attend, baseline_attention, select
+from scripts.bench.baselines.selection import Grid
+from scripts.bench.baselines.settings import PBS, Antidiagonal, FlashPrefill, FlashPrefillV2, SkipSoftmax, Sparge
+from scripts.bench.baselines.xattention import block_weights, head_weights
 from support.gpu import relative_error
 from support.marks import pairwise
 
@@ -113,8 +104,8 @@ def test_block_weights_are_those_of_torch(shape, block, dtype, nan_filled, monke
     q, k, _ = inputs(*shape, dtype)
     part, scale, grid = slice(shape[1] // 2, shape[1]), shape[5] ** -0.5, Grid.plain(q, k, block, block)
     k_mean = block_means(k, block).to(dtype)
-    monkeypatch.setattr("s2o_runtime.baselines.flash_prefill.head_mass", None)  # plain torch cannot step in
-    monkeypatch.setattr("s2o_runtime.baselines.xattention.block_weights", None)
+    monkeypatch.setattr("scripts.bench.baselines.flash_prefill.head_mass", None)  # plain torch cannot step in
+    monkeypatch.setattr("scripts.bench.baselines.xattention.block_weights", None)
     mass = log_mass(q, k_mean, part, grid, scale)
     weights = {stride: head_weights(q, k, part, grid, stride, scale) for stride in (4, 64)}
     for i, head in enumerate(range(part.start, part.stop)):

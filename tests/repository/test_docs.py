@@ -132,7 +132,7 @@ def test_every_raw_file_is_linked_from_a_page():
 
 
 @pytest.mark.parametrize("page", tables.BLOCKS)
-def test_tables_are_of_the_raw_data(page):
+def test_tables_are_of_the_raw_data_and_of_the_fields(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert tables.current(page, text) == text
 

@@ -14,7 +14,7 @@ from support.pages import ROOT
 RUNTIME = [
     "version", "lazy", "errors", "fields", "logs", "command_line", "files", "lengths", "dense_reason",
     "config", "layer_kinds", "identity", "shapes", "scoring", "quantisation", "pages", "call", "tiles", "devices",
-    "reference", "kernels", "baselines", "attention", "profile", "monitor", "serving", "huggingface", "vllm", "sglang",
+    "reference", "kernels", "attention", "profile", "monitor", "serving", "huggingface", "vllm", "sglang",
     "doctor", "__init__",
 ]  # fmt: skip
 CALIBRATE = [
@@ -125,6 +125,12 @@ def test_no_test_file_imports_another():
     test_files = {path.stem: path for path in Path(__file__).parents[1].rglob("test_*.py")}
     upward = {name: imported_by(path) & {*test_files, "conftest"} for name, path in test_files.items()}
     assert not {name: modules for name, modules in upward.items() if modules}
+
+
+def test_only_evaluations_import_scripts():
+    """Of a clone, for other papers' methods: an installed package does not have them."""
+    importing = {module for module, path in MODULES.items() if "scripts" in imported_by(path)}
+    assert importing == {"calibrate.evaluation.settings", "calibrate.evaluation.variants"}
 
 
 def names_in(module):

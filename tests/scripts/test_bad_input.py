@@ -1,9 +1,8 @@
-"""What a bench or a study cannot use is one sentence with its name, before anything is measured."""
+"""What a bench cannot use is one sentence with its name, before anything is measured."""
 
 import pytest
 
 from scripts.bench import attention, first_token, methods, prefill
-from scripts.study import unlike
 from support.pages import DEMO_PROFILE
 from support.processes import called
 
@@ -26,7 +25,6 @@ CASES = [
     (methods, "--lengths 256 --evaluation no.json", "'no.json' is not understood: try the summary of s2o-eval"),
     (methods, "--lengths 256 --methods dense --data nothing.safetensors", "nothing.safetensors"),
     (prefill, "--models quantum", "model 'quantum' is not known"),
-    (unlike, "no-such-file.safetensors", "no-such-file.safetensors"),
 ]
 
 
@@ -35,9 +33,7 @@ CASES = [
 )
 def test_bad_input_is_one_sentence(script, arguments, said, tmp_path, monkeypatch):
     monkeypatch.setattr(first_token, "find_spec", lambda name: object())  # vLLM, which is not asked for anything
-    where = [] if script is unlike else ["--device", "cpu"]
-    out = [] if script is unlike else ["--out", "new.json"]
-    outcome = called(script.main, *arguments.split(), *where, *out, cwd=tmp_path)
+    outcome = called(script.main, *arguments.split(), "--device", "cpu", "--out", "new.json", cwd=tmp_path)
     assert outcome.returncode == 2, outcome
     assert said in outcome.stderr
     assert f"{script.__name__}: " in outcome.stderr

@@ -1,4 +1,4 @@
-"""The benches of the kernel, of whole prefills and of several GPUs, and the study of unlike text, at tiny sizes."""
+"""The benches of the kernel and of whole prefills, at tiny sizes."""
 
 import json
 from functools import partial

@@ -8,8 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from s2o_runtime.baselines import baseline_attention
-from s2o_runtime.baselines.settings import parse
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
@@ -18,6 +16,8 @@ from s2o_runtime.profile.record import RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from scripts.bench import boards
 from scripts.bench import methods as bench
+from scripts.bench.baselines.run import baseline_attention
+from scripts.bench.baselines.settings import parse
 from scripts.bench.schema import CALIBRATED, DENSE, ONE_SETTING, PROVEN, MethodRow, MethodsEntry, MethodsFile, read
 
 LENGTH, CHUNK = 520, 300

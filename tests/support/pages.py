@@ -13,7 +13,7 @@ PAGES = [
     ROOT / "profiles" / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "DESIGN.md",
-    ROOT / "s2o_runtime" / "baselines" / "README.md",
+    ROOT / "scripts" / "bench" / "baselines" / "README.md",
     ROOT / "s2o_runtime" / "profile" / "FORMAT.md",
     ROOT / "docs" / "results" / "architectures.md",
     *sorted((ROOT / "docs").glob("*.md")),

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS
-from s2o_runtime.tiles import Capability, antidiagonal_tile
+from s2o_runtime.tiles import Capability
+from scripts.bench.baselines.tiles import antidiagonal_tile
 
 if TYPE_CHECKING:
-    from s2o_runtime.baselines.selection import Grid
+    from scripts.bench.baselines.selection import Grid
 
 DEPTH = 64  # of a step of the product
 SWEEP = 8  # rows of tiles that are computed together, so that their keys stay in L2

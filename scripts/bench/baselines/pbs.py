@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.pooling import block_means, heaviest_by_means
-from s2o_runtime.baselines.selection import Grid, Selection, of_query_heads, parts, score_type, select_blocks, split
-from s2o_runtime.baselines.settings import PBS
+from scripts.bench.baselines.pooling import block_means, heaviest_by_means
+from scripts.bench.baselines.selection import Grid, Selection, of_query_heads, parts, score_type, select_blocks, split
+from scripts.bench.baselines.settings import PBS
 
 
 def select(q: Tensor, k: Tensor, settings: PBS, *, scale: float) -> Selection:

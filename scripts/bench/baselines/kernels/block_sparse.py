@@ -8,7 +8,7 @@ loads of the main loop are pipelined as in dense attention; only where they begi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -16,19 +16,109 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.devices import capability, interpreted
-from s2o_runtime.kernels.groups import BlockLists, BlockMeans, BlockSparseMode, BlockSparseSizes, Strides
+from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import launch, stride_groups, strides
-from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb_or_skip, at_head
-from s2o_runtime.tiles import block_sparse_tile, skip_tile
+from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb, at_head
+from scripts.bench.baselines.tiles import block_sparse_tile, skip_tile
 
 if TYPE_CHECKING:
-    from s2o_runtime.baselines.selection import Selection
+    from scripts.bench.baselines.selection import Selection
 
 INTERPRETED = (9, 0)  # the compute capability whose tiles the interpreter runs
 POOL_WARPS = 4
 MEANS_AT_ONCE = 32  # of blocks that are not listed; more spill registers at head dim 128
 MEAN_STAGES = 3
 NOWHERE = tl.constexpr(1 << 30)  # the position of a key that does not exist
+
+
+class BlockLists(NamedTuple):
+    """Which key blocks each row block computes: the tensors of `selection.Selection`."""
+
+    blocks: Tensor
+    counts: Tensor
+    key_order: Tensor | None
+    row_order: Tensor | None
+    pruned: Tensor | None
+
+
+class BlockMeans(NamedTuple):
+    """The mean key and value of each key block, which stand for the blocks that are not listed."""
+
+    mean_keys: Tensor | None
+    mean_values: Tensor | None
+
+
+class BlockSparseSizes(NamedTuple):
+    """The sizes that the baselines' kernel is compiled for.
+
+    D, BM, BN, STAGES: as in `groups.Sizes`; BLOCK_M, BLOCK_N: query rows and keys of a selection's block, multiples of
+    BM and BN; PACKED: query heads in the rows of a program; BC, MEAN_STAGES: block means of a tile, and stages of their
+    loop.
+    """
+
+    D: int
+    BM: int
+    BN: int
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
+    PACKED: int
+    BC: int
+    MEAN_STAGES: int
+
+
+class BlockSparseMode(NamedTuple):
+    """What the baselines' kernel is compiled to do; `_block_sparse` says what each changes."""
+
+    KEYS_MOVED: bool
+    ROWS_MOVED: bool
+    SKIPS: bool
+    SKIPS_SUM: bool
+    HAS_LEFT_OUT: bool
+    HAS_MEANS: bool
+
+
+# The types of the kernel's constexpr parameters.
+CONSTANTS: dict[str, Any] = {"SIZES": BlockSparseSizes, "MODE": BlockSparseMode}
+
+
+@triton.jit
+def _absorb_or_skip(
+    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, real, limit, SKIPS_SUM: tl.constexpr
+):  # fmt: skip
+    """`primitives.absorb`, or less of it for a tile whose scores are all far below the rows' largest ones.
+
+    real: bool [BM], the rows that count; limit: not above 0, in base 2. The product with v of a tile is left out if
+    every score of the rows that are `real` is below the row's maximum, this tile included, by more than -limit
+    (SpargeAttn); with SKIPS_SUM its weights are left out of l too, and not computed (BLASST). The other arguments are
+    those of `absorb`.
+    Returns the new m, l and acc, and whether the product was left out, 0 or 1.
+    """
+    scores = tl.dot(q, k, input_precision="ieee")
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.max(scores, 1) * qk_scale
+    m_new = tl.maximum(m, highest)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new  # as in `absorb`
+    # Compared and not subtracted: `highest` is a product, and a compiler fuses a product and a difference into one
+    # operation that rounds once. Its result at a row's own maximum is the product's rounding error in place of 0, half
+    # the time below a limit of 0.
+    kept = tl.where(highest < m_safe + limit, 0, tl.where(real, 1, 0))  # a nan keeps its tile
+    # reduced as one row: Triton's layout pass for tensor memory fails on a plain vector
+    left_out = 1 - tl.max(tl.reshape(kept, [1, kept.shape[0]]))
+    if SKIPS_SUM:
+        if left_out == 0:  # otherwise no row has a new maximum, so l and acc need no decay
+            weights = tl.exp2(scores * qk_scale - m_safe[:, None])
+            decay = tl.exp2(m - m_safe)
+            l = l * decay + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    else:
+        weights = tl.exp2(scores * qk_scale - m_safe[:, None])
+        decay = tl.exp2(m - m_safe)
+        l = l * decay + tl.sum(weights, 1)
+        if left_out == 0:
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return m_new, l, acc, left_out
 
 
 @triton.jit(
@@ -47,10 +137,10 @@ def _block_sparse(
 ):  # fmt: skip
     """Attention of one row tile over its row block's list of key blocks.
 
-    The softmax is that of `primitives.absorb_or_skip`, which has SKIPS and SKIPS_SUM, over the listed keys, then over
-    the blocks on the diagonal with a causal mask. Programs: (row tiles, the last ones first; H; B), where H is Hq /
+    The softmax is that of `primitives.absorb`, or with SKIPS of `_absorb_or_skip`, over the listed keys, then over the
+    blocks on the diagonal with a causal mask. Programs: (row tiles, the last ones first; H; B), where H is Hq /
     PACKED: row r is query r // PACKED of head r % PACKED of those of a program. T is the input type. Constants are the
-    fields of SIZES and MODE (`groups.BlockSparseSizes`, `groups.BlockSparseMode`); a tensor with the name of a constant
+    fields of SIZES and MODE (`BlockSparseSizes`, `BlockSparseMode`); a tensor with the name of a constant
     behind it is read or written only if that constant is true, and may be absent otherwise.
 
         Q, OUT              T [B, Hq, Lq, D], strides q and o
@@ -124,9 +214,7 @@ def _block_sparse(
             left = tl.load(pruned + j, mask=exists, other=0) != 0
             k = tl.load(mean_key + j * stride_m.row, mask=exists[None, :], other=0.0)
             v = tl.load(mean_value + j * stride_m.row, mask=exists[:, None], other=0.0)
-            m, l, acc, _ = absorb_or_skip(
-                q, k, v, m, l, acc, qk_scale, left[None, :], True, real, limit, False, False
-            )  # fmt: skip
+            m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, left[None, :], True)
         # each mean stands for BLOCK_N keys of the same score and value
         l *= BLOCK_N
         acc *= BLOCK_N
@@ -140,11 +228,12 @@ def _block_sparse(
         key = (tl.load(blocks + t // PER_BLOCK) * BLOCK_N + t % PER_BLOCK * BN).to(tl.int64)
         k = tl.load(k_tile + key * stride_k.row)
         v = tl.load(v_tile + key * stride_v.row)
-        m, l, acc, low = absorb_or_skip(
-            q, k, v, m, l, acc, qk_scale, True, False, real, limit, MODE.SKIPS, MODE.SKIPS_SUM
-        )  # fmt: skip
-        if MODE.HAS_LEFT_OUT:
-            left_out += low
+        if MODE.SKIPS:
+            m, l, acc, low = _absorb_or_skip(q, k, v, m, l, acc, qk_scale, True, False, real, limit, MODE.SKIPS_SUM)
+            if MODE.HAS_LEFT_OUT:
+                left_out += low
+        else:
+            m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False)
 
     for t in tl.range(0, (end - begin + BN - 1) // BN, num_stages=1):
         j = begin + t * BN
@@ -157,9 +246,10 @@ def _block_sparse(
         k = tl.load(k_tile + j.to(tl.int64) * stride_k.row, mask=exists[None, :], other=0.0)
         v = tl.load(v_tile + j.to(tl.int64) * stride_v.row, mask=exists[:, None], other=0.0)
         visible = key_position[None, :] <= position[:, None]
-        m, l, acc, _ = absorb_or_skip(
-            q, k, v, m, l, acc, qk_scale, visible, True, real, limit, MODE.SKIPS, MODE.SKIPS_SUM
-        )  # fmt: skip
+        if MODE.SKIPS:
+            m, l, acc, _ = _absorb_or_skip(q, k, v, m, l, acc, qk_scale, visible, True, real, limit, MODE.SKIPS_SUM)
+        else:
+            m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, visible, True)
 
     out = at_head(OUT, stride_o, b, q_head) + q_row * stride_o.row + offs_d[None, :]
     tl.store(out, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])

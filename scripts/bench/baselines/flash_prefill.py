@@ -12,12 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.pooling import block_means
-from s2o_runtime.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split
-from s2o_runtime.baselines.settings import FlashPrefill, FlashPrefillV2
 from s2o_runtime.devices import capability
 from s2o_runtime.shapes import KERNEL_TYPES
-from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, family
+from s2o_runtime.tiles import family
+from scripts.bench.baselines.pooling import block_means
+from scripts.bench.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split
+from scripts.bench.baselines.settings import FlashPrefill, FlashPrefillV2
+from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS
 
 
 def select(q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float) -> Selection:
@@ -36,7 +37,7 @@ def select(q: Tensor, k: Tensor, settings: FlashPrefill, *, scale: float) -> Sel
     mean_keys = k_mean if isinstance(settings, FlashPrefillV2) and settings.correct else None
     mass_of = partial(log_mass, q, k_mean, grid=grid, scale=scale)
     if _has_kernels(q):
-        from s2o_runtime.baselines.kernels.mean_keys import select_by_mass  # imports triton
+        from scripts.bench.baselines.kernels.mean_keys import select_by_mass  # imports triton
 
         return select_by_mass(q, grid, mass_of, settings, mean_keys)
     column = torch.arange(grid.columns, device=q.device)
@@ -66,7 +67,7 @@ def log_mass(q: Tensor, k_mean: Tensor, part: slice, grid: Grid, scale: float) -
         float32 (float64 for float64) [B, n, row blocks, key blocks]; minus infinity where no row sees all of a block.
     """
     if _has_kernels(q):
-        from s2o_runtime.baselines.kernels.mean_keys import mean_key_mass
+        from scripts.bench.baselines.kernels.mean_keys import mean_key_mass
 
         return mean_key_mass(q, k_mean, part, grid, scale)
     group = q.shape[1] // grid.packed // k_mean.shape[1]

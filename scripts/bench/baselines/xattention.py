@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split, top_share
-from s2o_runtime.baselines.settings import Antidiagonal
 from s2o_runtime.devices import capability
 from s2o_runtime.shapes import KERNEL_TYPES
 from s2o_runtime.tiles import family
+from scripts.bench.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split, top_share
+from scripts.bench.baselines.settings import Antidiagonal
 
 
 def select(q: Tensor, k: Tensor, settings: Antidiagonal, *, scale: float) -> Selection:
@@ -51,7 +51,7 @@ def head_weights(q: Tensor, k: Tensor, part: slice, grid: Grid, stride: int, sca
         [B, n, row blocks, key blocks].
     """
     if q.is_cuda and q.dtype in KERNEL_TYPES:
-        from s2o_runtime.baselines.kernels.antidiagonal import antidiagonal_mass  # imports triton
+        from scripts.bench.baselines.kernels.antidiagonal import antidiagonal_mass  # imports triton
 
         here = capability(q.device)
         if family(here) is not None:

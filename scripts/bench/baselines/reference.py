@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.pooling import block_means
-from s2o_runtime.baselines.selection import Selection, Skip, score_type
+from scripts.bench.baselines.pooling import block_means
+from scripts.bench.baselines.selection import Selection, Skip, score_type
 
 
 def attend_reference(

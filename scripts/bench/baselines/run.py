@@ -8,11 +8,16 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines import flash_prefill, pbs, skip_softmax, sparge, xattention
-from s2o_runtime.baselines.pooling import block_means
-from s2o_runtime.baselines.reference import attend_reference
-from s2o_runtime.baselines.selection import Grid, Selection
-from s2o_runtime.baselines.settings import (
+from s2o_runtime.devices import capability, interpreted, launching_on, tensor_obstacle
+from s2o_runtime.errors import InputError
+from s2o_runtime.scoring import checked_scale
+from s2o_runtime.shapes import call_shape, laid_out, needs_gradients
+from s2o_runtime.tiles import MIN_CAPABILITY, family
+from scripts.bench.baselines import flash_prefill, pbs, skip_softmax, sparge, xattention
+from scripts.bench.baselines.pooling import block_means
+from scripts.bench.baselines.reference import attend_reference
+from scripts.bench.baselines.selection import Grid, Selection
+from scripts.bench.baselines.settings import (
     PBS,
     Antidiagonal,
     Baseline,
@@ -21,11 +26,7 @@ from s2o_runtime.baselines.settings import (
     SkipSoftmax,
     Sparge,
 )
-from s2o_runtime.devices import capability, interpreted, launching_on, tensor_obstacle
-from s2o_runtime.errors import InputError
-from s2o_runtime.scoring import checked_scale
-from s2o_runtime.shapes import call_shape, laid_out, needs_gradients
-from s2o_runtime.tiles import BLOCK_SPARSE_HEAD_DIMS, MIN_CAPABILITY, family
+from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS
 
 Backend = Literal["auto", "triton", "reference"]
 HEAD_DIM = BLOCK_SPARSE_HEAD_DIMS[-1]  # the largest of the kernel
@@ -166,7 +167,7 @@ def attend(
     if choose_backend(q, k, v, backend)[0] == "reference":
         attend_reference(q, k, v, selection, scale=scale, out=out, left_out=left_out)
         return out
-    from s2o_runtime.baselines.kernels.block_sparse import block_sparse_attention
+    from scripts.bench.baselines.kernels.block_sparse import block_sparse_attention
 
     head_dim = next(size for size in BLOCK_SPARSE_HEAD_DIMS if shape.head_dim <= size)
     keys = k if selection.keys is None else selection.keys
@@ -178,10 +179,8 @@ def attend(
         means = None
         if selection.mean_keys is not None:
             mean_values = block_means(v, selection.grid.block_n).to(v.dtype)
-            means = (
-                laid_out(selection.mean_keys, head_dim).contiguous(),
-                laid_out(mean_values, head_dim).contiguous(),
-            )
+            mean_keys, mean_values = (laid_out(x, head_dim).contiguous() for x in (selection.mean_keys, mean_values))
+            means = mean_keys, mean_values
         block_sparse_attention(queries, keys, values, means, selection, scale, target, left_out)
     return out if fits else target[..., : shape.head_dim]
 

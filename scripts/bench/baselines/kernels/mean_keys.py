@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import Selection, parts
 from s2o_runtime.kernels.launch import launch, strides
 from s2o_runtime.kernels.primitives import LN2, LOG2E, MAX_REGISTERS
+from scripts.bench.baselines.selection import Selection, parts
 
 if TYPE_CHECKING:
-    from s2o_runtime.baselines.selection import Grid
-    from s2o_runtime.baselines.settings import FlashPrefill
+    from scripts.bench.baselines.selection import Grid
+    from scripts.bench.baselines.settings import FlashPrefill
 
 KEY_BLOCKS = 64  # whose means a tile of scores has
 STAGES = 2

@@ -1,44 +1,41 @@
-#!/usr/bin/env python3
-"""Write the tables of FORMAT.md in s2o_runtime/profile that describe a record, from the fields of its dataclasses.
-
-python -m scripts.docs.profile_format           writes the tables
-python -m scripts.docs.profile_format --check   writes nothing, and fails if the tables are not of these fields
-"""
+"""Tables of docs/options.md and of FORMAT.md in s2o_runtime/profile, from the fields that state options and records."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import get_args, get_origin
 
+from calibrate.options import Option
+from calibrate.tables import Markup, Table, markdown
+from s2o_runtime.command_line import EXIT_CODES
 from s2o_runtime.profile.record import FieldFormat, Part, Record
-from scripts.docs.markdown import between
 
-PAGE = Path(__file__).resolve().parents[2] / "s2o_runtime" / "profile" / "FORMAT.md"
-START, END = "<!-- record: make profile-format writes what is between these lines -->", "<!-- /record -->"
 SECTIONS = ("predicted", "held_out", "certificate", "retiled")  # fields of the record that have a table of their own
 ELSEWHERE = ("recipe",)  # described by the calibrator's options
 
 Row = tuple[str, str, str]  # field, unit, meaning
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    check = parser.parse_args(argv).check
-    text = PAGE.read_text(encoding="utf-8")
-    current = between(text, START, END, tables())
-    if check:
-        if current != text:
-            print(f"profile_format: the tables in {PAGE.name} are not of the record's fields: run make profile-format")
-        return int(current != text)
-    PAGE.write_text(current, encoding="utf-8")
-    return 0
+def options(stated: Mapping[str, Option]) -> str:
+    """A table for each group of options."""
+    groups: dict[str, list[Option]] = {}
+    for option in stated.values():
+        groups.setdefault(option.group, []).append(option)
+    parts = []
+    for group, members in groups.items():
+        rows = [(Markup(f"`{option.flag}`"), str(option.rule), option.shown_default, option.help) for option in members]
+        parts.append(f"**{group[0].upper()}{group[1:]}**")
+        parts.append(markdown(Table(("option", "value", "default", "what it is"), rows, align="l")))
+    return "\n\n".join(parts)
 
 
-def tables() -> str:
+def codes() -> str:
+    """A table of the exit codes."""
+    rows = [(str(code), meaning) for code, meaning in EXIT_CODES.items()]
+    return markdown(Table(("code", "meaning"), rows, align="l"))
+
+
+def record() -> str:
     """Markdown: a table of the record, and one for each of `SECTIONS`."""
     own = [
         row
@@ -73,7 +70,3 @@ def table(rows: list[Row]) -> str:
     lines = ["| field | unit | meaning |", "|---|---|---|"]
     lines += [f"| `{path}` | {unit} | {meaning} |".replace("|  |", "| |") for path, unit, meaning in rows]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

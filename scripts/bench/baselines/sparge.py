@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.pooling import heaviest_by_means, pool
-from s2o_runtime.baselines.selection import Grid, Selection, Skip, of_query_heads, select_blocks
-from s2o_runtime.baselines.settings import Sparge
+from scripts.bench.baselines.pooling import heaviest_by_means, pool
+from scripts.bench.baselines.selection import Grid, Selection, Skip, of_query_heads, select_blocks
+from scripts.bench.baselines.settings import Sparge
 
 SKIP_ROWS = 64  # of a tile whose product with v is skipped or not, on every GPU
 SKIP_KEYS = 64
@@ -29,16 +29,16 @@ def select(q: Tensor, k: Tensor, settings: Sparge, *, scale: float) -> Selection
     """
     group = q.shape[1] // k.shape[1]
     grid = Grid.plain(q, k, settings.block, settings.block_k)
-    queries, keys = pool(q, settings.block), pool(k, settings.block_k)
-    different_q = (queries.similarity < settings.similarity)[..., None]  # [B, Hq, row blocks, 1]
-    different_k = (keys.similarity < settings.similarity)[:, :, None]  # [B, Hkv, 1, key blocks]
+    (q_means, q_similarity), (k_means, k_similarity) = pool(q, settings.block), pool(k, settings.block_k)
+    different_q = (q_similarity < settings.similarity)[..., None]  # [B, Hq, row blocks, 1]
+    different_k = (k_similarity < settings.similarity)[:, :, None]  # [B, Hkv, 1, key blocks]
     columns = torch.arange(grid.columns, device=q.device)
     visible = columns < grid.visible(q.device)[:, None]
     first = columns < settings.first
 
     def wanted(part: slice) -> Tensor:
         always = of_query_heads(different_k, group, part)
-        means = queries.mean[:, part], of_query_heads(keys.mean, group, part)
+        means = q_means[:, part], of_query_heads(k_means, group, part)
         heaviest = heaviest_by_means(*means, scale, visible & ~always, settings.keep)
         return heaviest | always | first | different_q[:, part]
 

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import Grid, Selection, Skip
-from s2o_runtime.baselines.settings import SkipSoftmax
+from scripts.bench.baselines.selection import Grid, Selection, Skip
+from scripts.bench.baselines.settings import SkipSoftmax
 
 KEYS = 64  # of a tile: with 128 they would not fit the registers or the shared memory of every GPU
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.baselines.selection import parts, score_type, split, top_share
-
-
-class Pooled(NamedTuple):
-    """Blocks of rows: their means [B, H, blocks, D] and self-similarities [B, H, blocks]; float32."""
-
-    mean: Tensor
-    similarity: Tensor
+from scripts.bench.baselines.selection import parts, score_type, split, top_share
 
 
 def block_means(x: Tensor, block: int) -> Tensor:
@@ -53,8 +44,8 @@ def heaviest_by_means(q_mean: Tensor, k_mean: Tensor, scale: float, candidates: 
     return top_share(weights, keep, candidates)
 
 
-def pool(x: Tensor, block: int) -> Pooled:
-    """The mean and the self-similarity of each block of rows.
+def pool(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The means [B, H, blocks, D] and the self-similarities [B, H, blocks] of blocks of rows, float32.
 
     The self-similarity is the mean cosine of all pairs of rows. It is computed as the squared length of the mean of the
     normalised rows, so a pair with a row of zeros counts as 0.
@@ -63,16 +54,16 @@ def pool(x: Tensor, block: int) -> Pooled:
         x: [B, H, L, D].
     """
     if x.is_cuda:
-        from s2o_runtime.baselines.kernels.block_sparse import pool_blocks  # imports triton
+        from scripts.bench.baselines.kernels.block_sparse import pool_blocks  # imports triton
 
-        return Pooled(*pool_blocks(x, block))
+        return pool_blocks(x, block)
     return pool_plain(x, block)
 
 
-def pool_plain(x: Tensor, block: int) -> Pooled:
+def pool_plain(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """`pool` in plain torch."""
     directions = [
         block_means(F.normalize(x[:, part].to(score_type(x.dtype)), dim=-1), block)
         for part in parts(x.shape[1], x[:, 0].numel())
     ]
-    return Pooled(block_means(x, block), torch.cat(directions, 1).square().sum(-1))
+    return block_means(x, block), torch.cat(directions, 1).square().sum(-1)

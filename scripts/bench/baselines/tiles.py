@@ -1,0 +1,83 @@
+"""Tiles of the baselines' kernels by GPU, as `s2o_runtime.tiles` has those of S2O's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from s2o_runtime.errors import InputError
+from s2o_runtime.tiles import Capability, family, sm
+
+BLOCK_SPARSE_HEAD_DIMS = (64, 128)
+
+
+class KernelTile(NamedTuple):
+    """The tile of a baseline's kernel: its rows and keys, and Triton's launch options."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# Block-sparse tiles by family and head dim, the fastest first. The last one divides every selection's blocks. A skip
+# decides about tiles of 128 x 64 or 64 x 64, so every row has both.
+_OF_64 = (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 3))  # the fastest for head dim 64 on every GPU
+_BLOCK_SPARSE: dict[int, dict[int, tuple[KernelTile, ...]]] = {
+    80: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 3))},
+    89: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
+    90: {64: _OF_64, 128: (KernelTile(128, 128, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 64, 4, 2))},
+    100: {64: _OF_64, 128: (KernelTile(128, 64, 8, 3), KernelTile(64, 64, 8, 2))},
+    120: {64: _OF_64, 128: (KernelTile(128, 32, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 64, 8, 2))},
+}
+
+# Tiles of XAttention's scores by family: groups of queries and of keys. They serve any head dim.
+_ANTIDIAGONAL = {
+    80: KernelTile(128, 128, 8, 3),
+    89: KernelTile(128, 128, 8, 3),
+    90: KernelTile(128, 256, 8, 4),
+    100: KernelTile(128, 128, 8, 3),
+    120: KernelTile(128, 128, 8, 3),
+}
+
+
+def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block_n: int) -> KernelTile:
+    """The first tile of the block-sparse kernel that divides blocks of `block_m` rows by `block_n` keys.
+
+    Raises:
+        InputError: there is none for this head dim, GPU or block.
+    """
+    for tile in _block_sparse_tiles(head_dim, capability):
+        if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
+            return tile
+    raise InputError(f"blocks of {block_m} x {block_n} have no block-sparse tile: use multiples of 64")
+
+
+def skip_tile(head_dim: int, capability: Capability, rows: int, keys: int) -> KernelTile:
+    """The tile of the block-sparse kernel that has exactly `rows` and `keys`, about which a skip decides as a whole.
+
+    Raises:
+        InputError: there is none for this head dim or GPU.
+    """
+    for tile in _block_sparse_tiles(head_dim, capability):
+        if (tile.block_m, tile.block_n) == (rows, keys):
+            return tile
+    raise InputError(f"{sm(capability)} has no tile of {rows} x {keys} for a skip: use 128 x 64 or 64 x 64")
+
+
+def _block_sparse_tiles(head_dim: int, capability: Capability) -> tuple[KernelTile, ...]:
+    number = family(capability)
+    if number is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
+        raise InputError(f"head_dim {head_dim} on {sm(capability)} has no block-sparse tile: run it with the reference")
+    return _BLOCK_SPARSE[number][head_dim]
+
+
+def antidiagonal_tile(capability: Capability) -> KernelTile:
+    """The tile of XAttention's scores, in groups of queries by groups of keys.
+
+    Raises:
+        InputError: nobody has compiled the kernel for such a GPU.
+    """
+    number = family(capability)
+    if number is None:
+        raise InputError(f"{sm(capability)} has no tile for antidiagonal scores: select with plain torch")
+    return _ANTIDIAGONAL[number]
