@@ -25,7 +25,7 @@ from calibrate.curves.curves import Shape
 from calibrate.curves.measure import LayersCurves, measure_model, of_prompt
 from calibrate.curves.sensitivities import measured_sensitivity
 from calibrate.journal import Journal
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel, load, load_config, load_tokenizer
 from calibrate.model.self_test import SEGMENTS, never_stops, self_test
 from calibrate.model.sensitivity import Sensitivity

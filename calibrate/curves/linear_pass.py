@@ -15,7 +15,7 @@ from torch import Tensor
 from calibrate.curves import trace_pass
 from calibrate.curves.curves import Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import row_errors, tile_worst, worst_of
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import capability

@@ -14,9 +14,9 @@ from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, mean_cu
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
 from calibrate.journal import Journal
-from calibrate.model import capture, watched
-from calibrate.model.capture import Captured
-from calibrate.model.memory import within_memory
+from calibrate.model import layers
+from calibrate.model.estimate import within_memory
+from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
@@ -200,15 +200,15 @@ class _Parts:
         return {**self._keys[item.layer, item.length], "of": list(item.prompts)}
 
 
-def dense_forward(worker: WorkerState, prompts: tuple[str, ...]) -> capture.DenseForward:
+def dense_forward(worker: WorkerState, prompts: tuple[str, ...]) -> layers.DenseForward:
     """The forward pass of these prompts through the dense model that a worker keeps."""
     loaded = worker.loaded
-    watched.register()
-    worker.attend_with(watched.NAME)
+    layers.register()
+    worker.attend_with(layers.NAME)
 
-    def begin() -> capture.DenseForward:
+    def begin() -> layers.DenseForward:
         ids = [worker.prompts[prompt].ids for prompt in prompts]
-        return capture.DenseForward(loaded, ids, worker.cached("calls of dense layers", dict))
+        return layers.DenseForward(loaded, ids, worker.cached("calls of dense layers", dict))
 
     return worker.cached((STAGE, prompts), begin)
 

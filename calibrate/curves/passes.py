@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from calibrate.curves import torch_pass, trace_pass
 from calibrate.curves.curves import Curve, RankingConfig, Shape
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from s2o_runtime.devices import launching_on
 
 

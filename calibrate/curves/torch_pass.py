@@ -18,7 +18,7 @@ from torch import Tensor
 
 from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import worst_of
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from s2o_runtime.config import dense_from
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.attention import dense_window

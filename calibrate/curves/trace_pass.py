@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
 from calibrate.curves.row_errors import worst_of
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from calibrate.recipe import SAMPLED_ROWS
 from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, dense_from

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.model import predictions
-from calibrate.model.logits import logits_of
+from calibrate.model import logits
+from calibrate.model.layers import decoder_of
+from calibrate.model.logits import ROWS, logits_of, timed_prefill
 from calibrate.model.models import LoadedModel
-from calibrate.model.predictions import ROWS, timed_prefill
-from calibrate.model.streams import decoder_of
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ModelError
 
@@ -163,7 +162,7 @@ def agreement(forward: ForwardPass, positions: Tensor, dense: Tensor) -> dict[st
     """
     kl, same = [], []
     for (_, log_probs), rows in zip(forward.log_probs(positions), torch.split(dense, ROWS), strict=True):
-        compared = predictions.agreement(rows.to(log_probs.device), log_probs)
+        compared = logits.agreement(rows.to(log_probs.device), log_probs)
         kl.append(compared.kl.cpu())
         same.append(compared.same.cpu())
     values = {"kl": torch.cat(kl), "same": torch.cat(same), "positions": torch.ones(len(positions))}

@@ -14,8 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from calibrate.evaluation.plan import DENSE, EvaluationPlan
 from calibrate.evaluation.settings import baseline_of, config_of
+from calibrate.model.layers import attention_implementation
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import attention_implementation
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import identify

@@ -1,28 +1,88 @@
-"""Finding and loading a model: aliases, local folders, GGUF files, hub ids, and models that are loaded already.
-
-With random weights only the sizes matter: those of an alias come from `architectures/`, prompts are tokenized by the
-demo model's tokenizer, and nothing is downloaded.
-"""
+"""Load a model's configuration, tokenizer and weights by alias, folder, GGUF file or hub id."""
 
 from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from calibrate.model import gguf
-from calibrate.model.full_load import check_quantisation, load_whole, quantisation, streaming_obstacle
-from calibrate.model.weights import INDEX, SINGLE, Checkpoint, InMemory, RandomWeights, Weights, skeleton
+from calibrate.model import models
+from calibrate.model.weights import (
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    InMemory,
+    RandomWeights,
+    Weights,
+    check_quantisation,
+    load_whole,
+    quantisation,
+    skeleton,
+    streaming_obstacle,
+)
 from s2o_runtime.errors import ModelError, ResourceError, first_line
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config
+
+SUFFIX = ".gguf"
+PACKAGES = ("gguf", "accelerate")  # without either, transformers fails after minutes
+SPACES = ("▁", "Ġ")  # how vocabularies write the space before a word: those of SentencePiece, and those of bytes
+WORDS = ("people", "because", "between", "different", "important", "capital", "country", "system", "France", "return")
+
+
+class Vocabulary(NamedTuple):
+    """What a GGUF file says of its tokens: their ids by their texts, and whether texts begin with a BOS, if it says."""
+
+    ids: Mapping[str, int]
+    adds_bos: bool | None
+
+
+def check_packages(name: str) -> None:
+    """Raises ResourceError if what reads a GGUF file is not installed."""
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        raise ResourceError(
+            f"model {name!r} is a GGUF file, and {' and '.join(missing)}, which it is read with, cannot be imported: "
+            "pip install 's2o[gguf]'"
+        )
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """The vocabulary in a file."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    tokens, adds_bos = (fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "add_bos_token"))
+    ids = {token: number for number, token in enumerate(tokens.contents() if tokens else ())}
+    return Vocabulary(ids, None if adds_bos is None else bool(adds_bos.contents()))
+
+
+def wrong_tokens(tokenizer: Any, vocabulary: Vocabulary) -> str | None:
+    """What a tokenizer does otherwise than the vocabulary says; None if it is right.
+
+    Common words that are one token in the vocabulary must come out as that token, and a BOS must if the file says so.
+    """
+    for word in WORDS:
+        expected = next((vocabulary.ids[space + word] for space in SPACES if space + word in vocabulary.ids), None)
+        ids = tokenizer(f"a {word}", add_special_tokens=False).input_ids
+        if expected is not None and ids[-1] != expected:
+            return f"it makes the tokens {ids} of 'a {word}', where the file has token {expected} for the last word"
+    adds_bos = tokenizer.bos_token_id in tokenizer("a").input_ids[:1]
+    if vocabulary.adds_bos not in (None, adds_bos):
+        return (
+            "it puts no BOS before a text, as the file asks"
+            if vocabulary.adds_bos
+            else ("it puts a BOS before a text, which the file does not ask for")
+        )
+    return None
+
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 ARCHITECTURES = Path(__file__).parents[1] / "architectures"
@@ -79,7 +139,7 @@ def resolve(name: str) -> str:
     """
     if name in ALIASES:
         return ALIASES[name]
-    if Path(name).suffix == gguf.SUFFIX and Path(name).is_file():
+    if Path(name).suffix == models.SUFFIX and Path(name).is_file():
         return name
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
@@ -87,7 +147,7 @@ def resolve(name: str) -> str:
         return name
     if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
         return name
-    if name.endswith(gguf.SUFFIX) and name.count("/") >= 2 and not name.startswith((".", "/", "~")):
+    if name.endswith(models.SUFFIX) and name.count("/") >= 2 and not name.startswith((".", "/", "~")):
         return name
     near = difflib.get_close_matches(name, ALIASES, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(ALIASES)}."
@@ -96,7 +156,7 @@ def resolve(name: str) -> str:
 
 def is_gguf(name: str) -> bool:
     """Whether a name is that of a GGUF file, here or on the Hub."""
-    return name.endswith(gguf.SUFFIX) and not Path(name).is_dir()
+    return name.endswith(models.SUFFIX) and not Path(name).is_dir()
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
@@ -127,7 +187,7 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     shipped = shipped_sizes(name) if random_weights else None
     source, options = (str(shipped), {}) if shipped else _source(name)
     if options:
-        gguf.check_packages(name)
+        models.check_packages(name)
     with _loading(name, source):
         _ask_hub(source, options.get("gguf_file", "config.json"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
@@ -172,7 +232,7 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
         if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
             problem = f"its files are missing: {TOKENIZER_FILES}"
     if problem is None:
-        if is_gguf(name) and not random_weights and (wrong := gguf.wrong_tokens(tokenizer, _vocabulary(name))):
+        if is_gguf(name) and not random_weights and (wrong := models.wrong_tokens(tokenizer, _vocabulary(name))):
             raise ModelError(
                 f"the tokenizer that transformers {'makes' if own is None else 'loads'} for {name!r} is not the "
                 f"file's: {wrong}; give --tokenizer and the folder of the model that the file was made of"
@@ -187,13 +247,13 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
 _read_once = lru_cache(maxsize=1)(_read_tokenizer)
 
 
-def _vocabulary(name: str) -> gguf.Vocabulary:
+def _vocabulary(name: str) -> models.Vocabulary:
     """What a GGUF file says of its tokens."""
     from transformers.utils.hub import cached_file
 
     source, options = _source(name)
     with _loading(name, source):
-        return gguf.read_vocabulary(Path(cached_file(source, options["gguf_file"])))
+        return models.read_vocabulary(Path(cached_file(source, options["gguf_file"])))
 
 
 def _unreadable(tokenizer: Any) -> str | None:

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from calibrate.model.estimate import ModelSizes, number_width
-from calibrate.model.full_load import quantisation, streaming_obstacle
+from calibrate.model.layers import decoder_layers
 from calibrate.model.models import is_gguf, resolve
-from calibrate.model.streams import decoder_layers
-from calibrate.model.weights import INDEX, SINGLE, Checkpoint, skeleton
+from calibrate.model.weights import INDEX, SINGLE, Checkpoint, quantisation, skeleton, streaming_obstacle
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.obstacles import foreseen_obstacle
 from s2o_runtime.identity import Geometry, geometry

@@ -21,9 +21,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
-from calibrate.model.forwards import replaced_forwards
+from calibrate.model.layers import (
+    DecoderLayer,
+    attention_implementation,
+    beside_layers,
+    decoder_layers,
+    decoder_of,
+    replaced_forwards,
+)
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import DecoderLayer, attention_implementation, beside_layers, decoder_layers, decoder_of
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import ModelError

@@ -23,20 +23,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.model.layerwise import LayerwiseForward
-from calibrate.model.logits import logits_on_device
-from calibrate.model.memory import within_memory
-from calibrate.model.models import LoadedModel
-from calibrate.model.predictions import ROWS
-from calibrate.model.streams import (
+from calibrate.model.estimate import within_memory
+from calibrate.model.layers import (
+    NAME,
     DecoderLayer,
+    LayerwiseForward,
     Stream,
     attention_implementation,
     begin,
     check_finite,
     layer_on_device,
+    register,
+    watched,
 )
-from calibrate.model.watched import NAME, register, watched
+from calibrate.model.logits import ROWS, logits_on_device
+from calibrate.model.models import LoadedModel
 from s2o_runtime.errors import ModelError
 from s2o_runtime.scoring import Scoring, capped, softmax
 

@@ -21,7 +21,7 @@ from calibrate.curves import linear_pass
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.passes import measure
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from calibrate.search.crossover import Layer, with_crossover
 from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions

@@ -22,10 +22,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from calibrate.journal import Journal
-from calibrate.model.layerwise import LayerwiseForward
+from calibrate.model.layers import DecoderLayer, LayerwiseForward, Stream, begin
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import (
     Proven,

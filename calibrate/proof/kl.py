@@ -25,10 +25,9 @@ from typing import Any
 import torch
 
 from calibrate.journal import Journal
-from calibrate.model.layerwise import LayerwiseForward
+from calibrate.model.layers import DecoderLayer, LayerwiseForward, Stream, begin
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import DecoderLayer, Stream, begin
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import tighten_layer

@@ -23,11 +23,9 @@ import torch
 from torch import Tensor
 
 from calibrate.curves.row_errors import relative_errors, tile_worst
-from calibrate.model.layerwise import LayerwiseForward
-from calibrate.model.logits import logits_on_device
-from calibrate.model.memory import plenty_is_free, within_memory
-from calibrate.model.predictions import agreement, rows_at_once
-from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
+from calibrate.model.estimate import plenty_is_free, within_memory
+from calibrate.model.layers import DecoderLayer, LayerwiseForward, Stream, begin, layer_on_device
+from calibrate.model.logits import agreement, logits_on_device, rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.work.items import WorkerState, WorkItem
 from s2o_runtime.attention.dense import fastest_dense_attention

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from calibrate.curves.row_errors import worst_of
 from calibrate.journal import Journal
-from calibrate.model.layerwise import LayerwiseForward
+from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, begin, layer_on_device
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import Calls, DecoderLayer, Stream, begin, layer_on_device
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (

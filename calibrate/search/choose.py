@@ -20,8 +20,8 @@ from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, Curves, RankingConfig, Shape, dense_power, methods
 from calibrate.curves.measure import LayersCurves, dense_forward
 from calibrate.journal import Journal, taken_on
-from calibrate.model.capture import Captured
-from calibrate.model.memory import free_memory
+from calibrate.model.estimate import free_memory
+from calibrate.model.layers import Captured
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
 
+from calibrate.model.layers import use_attention
 from calibrate.model.models import LoadedModel
-from calibrate.model.streams import use_attention
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.huggingface.hf import implementations

@@ -97,7 +97,7 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
     Queries of a model with another scale than head_dim ** -0.5 are multiplied, so that this scale is theirs.
     Raises ConfigError if the model takes no prompt of this length, or not every method can do its layers.
     """
-    from calibrate.model.capture import layers
+    from calibrate.model.layers import layers
     from calibrate.model.models import load, load_config
     from calibrate.prompts.stdlib import built_in
 

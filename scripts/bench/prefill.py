@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibrate.evaluation.variants import Variant, run_stats, running, uniform_states
+from calibrate.model.layers import attention_implementation
 from calibrate.model.models import LoadedModel, load
-from calibrate.model.streams import attention_implementation
 from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig

@@ -7,7 +7,7 @@ from calibrate.curves import torch_pass, trace_pass
 from calibrate.curves.curves import TAUS, RankingConfig, Shape, mean_curve, window_pairs
 from calibrate.curves.passes import measure
 from calibrate.curves.row_errors import WORST, row_errors, tile_worst
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention

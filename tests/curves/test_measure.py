@@ -12,7 +12,7 @@ from calibrate.curves import measure, passes
 from calibrate.curves.curves import RankingConfig, Shape, mean_curve
 from calibrate.curves.measure import _with_all_shapes, measure_model
 from calibrate.journal import Journal
-from calibrate.model import capture
+from calibrate.model import layers
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from support.models import save, stream
@@ -110,7 +110,7 @@ def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
     for length in LENGTHS:
         segments = (64,) if length == 450 else (64, 256)  # at least half of a prompt lies in some prefix
         methods = [RankingConfig(segment, each, 4) for segment in segments for each in (1, 4)]
-        alone = [list(map(list, capture.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
+        alone = [list(map(list, layers.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
         for layer in range(2):
             assert set(curves[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
             for (method, shape), curve in curves[length][layer].items():

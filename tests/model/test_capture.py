@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from calibrate.model import capture, streams, watched
+from calibrate.model import layers
 from s2o_runtime import patch
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ModelError
@@ -35,7 +35,7 @@ def seen_by_attention(model, ids):
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
 def test_layers_see_what_the_whole_model_sees(folder, resident):
-    captured = [list(of_layer) for of_layer in capture.layers(stream(folder, resident), PROMPTS)]
+    captured = [list(of_layer) for of_layer in layers.layers(stream(folder, resident), PROMPTS)]
     model = stream(folder, True).model
     patch(model, make_profile(model, 0.0, min_length=10))
     for number, ids in enumerate(PROMPTS):
@@ -51,7 +51,7 @@ def test_layers_see_what_the_whole_model_sees(folder, resident):
 def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(folder):
     loaded = stream(folder, False)
     decoder = loaded.model.get_decoder()
-    for index, captured in enumerate(capture.layers(loaded, PROMPTS)):
+    for index, captured in enumerate(layers.layers(loaded, PROMPTS)):
         next(captured)
         on_meta = [all(each.is_meta for each in layer.parameters()) for layer in decoder.layers]
         assert on_meta == [place != index for place in range(2)]
@@ -63,10 +63,10 @@ def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(fo
 
 def test_the_layers_on_the_way_are_those_that_are_asked_for_one_by_one(folder):
     loaded = stream(folder, False)
-    whole = [list(captured) for captured in capture.layers(loaded, PROMPTS)]
-    watched.register()
-    with streams.attention_implementation(loaded.model, watched.NAME):
-        forward = capture.DenseForward(loaded, PROMPTS)
+    whole = [list(captured) for captured in layers.layers(loaded, PROMPTS)]
+    layers.register()
+    with layers.attention_implementation(loaded.model, layers.NAME):
+        forward = layers.DenseForward(loaded, PROMPTS)
         for up_to, begin in ((0, 0), (1, 1), (1, 0), (0, 0)):  # on from there; again; back
             came_by = list(forward.inputs_up_to(up_to))
             expected = [captured for of_layer in whole[begin : up_to + 1] for captured in of_layer]
@@ -84,7 +84,7 @@ def test_the_layers_on_the_way_are_those_that_are_asked_for_one_by_one(folder):
 def test_nan_is_named_by_layer_and_prompt(tmp_path, parameter, message):
     folder = save("llama", tmp_path, lambda model: model.get_parameter(parameter).data[3, 5].fill_(torch.nan))
     with pytest.raises(ModelError, match=message):
-        for _ in capture.layers(stream(folder, False), PROMPTS):
+        for _ in layers.layers(stream(folder, False), PROMPTS):
             pass
 
 
@@ -97,8 +97,8 @@ def test_sinks_and_caps_are_captured():
         kept.append((q, k, v, scoring))
         return dense_attention(q, k, v, **scoring.arguments())
 
-    with watched.watched(module, keep):
-        out, _ = watched._attention(module, q, k, v, None, scaling=0.3, softcap=1.5, s_aux=sinks)
+    with layers.watched(module, keep):
+        out, _ = layers._attention(module, q, k, v, None, scaling=0.3, softcap=1.5, s_aux=sinks)
     assert all(ours is theirs for ours, theirs in zip(kept[0], (q, k, v), strict=False))
     assert kept[0][3] == Scoring(0.3, 1.5, sinks)
     expected = naive_attention(q, k, v, scale=0.3, softcap=1.5, sinks=sinks)
@@ -108,7 +108,7 @@ def test_sinks_and_caps_are_captured():
 def test_what_was_captured_is_computed_dense_and_by_s2o_with_the_layers_scores():
     q, k, v = (torch.randn(1, heads, 40, 16) for heads in (4, 2, 2))
     scoring = Scoring(0.3, 1.5, torch.linspace(-1, 4, 4))
-    captured = capture.Captured(q, k, v, **scoring.arguments())
+    captured = layers.Captured(q, k, v, **scoring.arguments())
     expected = naive_attention(q, k, v, **scoring.arguments())
     for out in (captured.dense(), captured.s2o(LayerConfig.uniform(4, tau=0.0))()):
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)

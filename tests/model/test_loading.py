@@ -11,13 +11,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from calibrate import calibrate
 from calibrate.commands.profile import main as profile_command
-from calibrate.model import capture
-from calibrate.model import gguf as gguf_files
-from calibrate.model.full_load import streaming_obstacle
+from calibrate.model import layers
+from calibrate.model import models as gguf_files
+from calibrate.model.layers import attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import in_memory, load, load_config, load_tokenizer
-from calibrate.model.streams import attention_implementation, begin, decoder_layers, layer_on_device
-from calibrate.model.weights import InMemory, model_class, skeleton
+from calibrate.model.weights import InMemory, model_class, skeleton, streaming_obstacle
 from s2o_runtime import load_profile, patch
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -57,7 +56,7 @@ def test_a_model_streams_as_it_runs_whole(name, tmp_path):
     assert not streamed.weights.resident
     assert streamed.fingerprint == held.fingerprint == fingerprint(model)
     assert streamed.geometry.layers == (2 if name == "granite" else 1)
-    for (mine,), (theirs,) in zip(capture.layers(streamed, PROMPTS), capture.layers(held, PROMPTS), strict=True):
+    for (mine,), (theirs,) in zip(layers.layers(streamed, PROMPTS), layers.layers(held, PROMPTS), strict=True):
         assert mine.layer == theirs.layer
         for one, other in ((mine.q, theirs.q), (mine.k, theirs.k), (mine.v, theirs.v)):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

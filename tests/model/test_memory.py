@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from calibrate.model import memory
-from calibrate.model.memory import free_memory, longest_that_fits, within_memory
+from calibrate.model import estimate
+from calibrate.model.estimate import free_memory, longest_that_fits, within_memory
 from s2o_runtime.errors import ResourceError
 
 GIB = 1 << 30
@@ -31,7 +31,7 @@ def test_it_is_one_sentence_with_a_length(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
     with within_memory(torch.device("cuda"), 1, 0, ""):
         pass
-    assert memory.STEP == 1024
+    assert estimate.STEP == 1024
 
 
 def test_free_memory_is_what_torch_does_not_use(monkeypatch):

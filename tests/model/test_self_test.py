@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_map
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from calibrate.model import self_test as module
+from calibrate.model.layers import decoder_layers
 from calibrate.model.models import in_memory
 from calibrate.model.self_test import self_test
-from calibrate.model.streams import decoder_layers
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
 from support.architectures import CASES

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calibrate.commands.profile import main as profile_command
-from calibrate.model.streams import DecoderLayer
+from calibrate.model.layers import DecoderLayer
 from calibrate.pipeline import calibrate
 from calibrate.proof import again, certify, verify
 from calibrate.proof.layers import LayerSetting, layer_state

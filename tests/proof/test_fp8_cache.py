@@ -8,7 +8,7 @@ import torch
 
 from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.passes import measure
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from calibrate.proof.layers import LayerSetting
 from calibrate.proof.verify import prove
 from calibrate.recipe import Recipe

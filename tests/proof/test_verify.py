@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from calibrate.curves.row_errors import row_errors, tile_worst
-from calibrate.model.predictions import rows_at_once
+from calibrate.model.logits import rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
 from calibrate.proof.layers import ConfigPrefix, answer_rows

@@ -13,7 +13,7 @@ from calibrate.curves.costs import EXPANSION, overhead
 from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, methods, packed, unpacked
 from calibrate.curves.measure import recipe_key
 from calibrate.curves.row_errors import row_errors, tile_worst, worst_of
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from calibrate.proof.adjust import scaled
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import SearchConstraints, allocate, points_of

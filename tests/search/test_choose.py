@@ -13,7 +13,7 @@ from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, unpacked
 from calibrate.curves.measure import combined, of_prompt
 from calibrate.journal import Journal
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.search import choose as choose_module

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 from calibrate.curves.curves import Shape, unpacked
 from calibrate.curves.measure import combined, of_prompt
 from calibrate.curves.row_errors import row_errors, tile_worst
-from calibrate.model.capture import Captured
+from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
 from calibrate.search import study
 from calibrate.search.choice import SearchPoint, choice_at, search_constraints

@@ -1,0 +1,519 @@
+"""Run a model one decoder layer at a time, and capture what reaches its attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from calibrate.model.models import LoadedModel
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.config import KvCacheDtype, LayerConfig
+from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface import hf
+from s2o_runtime.huggingface.hf import implementations, s2o_attention_forward, s2o_mask, scoring_of
+from s2o_runtime.huggingface.obstacles import layer_obstacle
+from s2o_runtime.identity import device_of, geometry, numbered_modules
+from s2o_runtime.quantisation import as_cached
+from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.scoring import Scoring
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Inside the block each of these modules runs its function, instead of its own forward pass, with hooks as before.
+
+    A forward pass that somebody else had replaced, as accelerate does to spread a model over GPUs, comes back after it.
+    """
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    for module, function in forwards.items():
+        module.__dict__["forward"] = function
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
+
+
+NAME = "s2o_watched"
+WATCH = "s2o_watch"
+
+Watch = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]  # q, k, v [1, H, L, D] -> the output [1, Hq, L, Dv]
+
+
+def register() -> None:
+    """Make transformers know the attention implementation `NAME`, with which modules can be watched."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, s2o_mask)
+
+
+@contextmanager
+def watched(attention: nn.Module, watch: Watch) -> Iterator[None]:
+    """Inside the block an attention module of full attention computes what `watch` gives."""
+    attention.__dict__[WATCH] = watch
+    try:
+        yield
+    finally:
+        del attention.__dict__[WATCH]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What the module's watch gives; modules that nobody watches stay what they are."""
+    watch: Watch | None = module.__dict__.get(WATCH)
+    if watch is None:
+        return s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    obstacle = layer_obstacle(query, key, value, kwargs)
+    if obstacle is not None:
+        raise ModelError(f"layer {module.layer_idx} cannot run S2O ({obstacle}): the model is not supported")
+    scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
+    return watch(query, key, value, scoring).transpose(1, 2).contiguous(), None
+
+
+ROWS = 16384
+Calls = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]  # of layers: positional arguments, and others by name
+BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a decoder layer: [B, L, H] -> [B, L, H]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One prompt before its next layer.
+
+    prompt: its index in the list that was given. hidden: the hidden state, [1, L, H] in the model's dtype. calls: what
+    each decoder layer is called with besides: positional arguments, and others by name.
+    """
+
+    prompt: int
+    hidden: Tensor
+    calls: Calls
+
+    def through(self, layer: nn.Module, number: int) -> Stream:
+        """The prompt after one decoder layer.
+
+        Raises:
+            ModelError: Its hidden state is not finite there.
+        """
+        arguments, named = self.calls[number]
+        output = layer(self.hidden, *arguments, **named)
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        check_finite(hidden, "hidden state", number, self.prompt)
+        return replace(self, hidden=hidden)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer of a model's decoder.
+
+    number: which one it is. row: its row in a profile's tables, None for a layer that has no full attention; attention:
+    its attention module, if it has a row.
+    """
+
+    number: int
+    row: int | None
+    module: nn.Module
+    attention: nn.Module | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer runs: the layers of a model may be on several GPUs."""
+        return device_of(self.module)
+
+    def dense(self, stream: Stream) -> Stream:
+        """The prompt after the layer as the model has it."""
+        return stream.through(self.module, self.number)
+
+    def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
+        """The prompt after the layer with S2O in its attention, which the layer must have."""
+        assert self.attention is not None
+        hf.attach(self.attention, state)
+        try:
+            return stream.through(self.module, self.number)
+        finally:
+            hf.detach(self.attention)
+
+
+def decoder_layers(model: Any) -> list[DecoderLayer]:
+    """All layers of a model's decoder, in order.
+
+    Raises:
+        ModelError: They cannot be found, or a layer of full attention has no attention module.
+    """
+    modules = layer_list(model)
+    served = numbered_modules(model)
+    row_of = {number: row for row, (number, _) in enumerate(served)}
+    attention_of = dict(served)
+    return [
+        DecoderLayer(number, row_of.get(number), module, attention_of.get(number))
+        for number, module in enumerate(modules)
+    ]
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a model that embeds tokens and holds the decoder layers."""
+    decoder = model.get_decoder()
+    return decoder.model if decoder is model or hasattr(decoder, "lm_head") else decoder  # Llama 4's own is itself
+
+
+def layer_list(model: Any) -> nn.ModuleList:
+    """The module list that holds a decoder's layers. Raises ModelError if there is no such list."""
+    expected = geometry(model.config).decoder_layers
+    for child in decoder_of(model).children():
+        if isinstance(child, nn.ModuleList) and len(child) == expected:
+            return child
+    raise ModelError(
+        f"the decoder of {type(model).__name__} has no list of {expected} layers: the architecture is not supported"
+    )
+
+
+def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> list[Stream]:
+    """The prompts before the first layer, with the masks of the model's attention implementation.
+
+    Args:
+        loaded: the model.
+        prompts: token ids, int64 [L] each. Those of one length share positions and masks.
+        calls: what layers were called with besides, by length, for other prompts under the same implementation; what
+            is new is added.
+    """
+    device, layers = loaded.weights.device, layer_list(loaded.model)
+    decoder = decoder_of(loaded.model)
+    calls = {} if calls is None else calls
+    streams = []
+    with loaded.weights.on_device(*beside_layers(loaded.model)):
+        for index, ids in enumerate(prompts):
+            hidden, layer_calls = _layer_inputs(decoder, layers, ids.to(device))
+            streams.append(Stream(index, hidden, calls.setdefault(len(ids), layer_calls)))
+    return streams
+
+
+def beside_layers(model: Any) -> list[nn.Module]:
+    """The parts of a decoder that are no layers: embeddings, positions, norms."""
+    layers = layer_list(model)
+    return [part for part in decoder_of(model).children() if part is not layers]
+
+
+@contextmanager
+def layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Module]:
+    """A decoder layer, its parameters on the device inside the block, and its parts that work row by row in pieces."""
+    with loaded.weights.on_device(layer.module):
+        parts = [part for name, part in layer.module.named_children() if name in BY_ROWS]
+        with replaced_forwards({part: partial(_in_pieces, part.forward) for part in parts}):
+            yield layer.module
+
+
+@contextmanager
+def attention_implementation(model: Any, name: str) -> Iterator[None]:
+    """Inside the block the model computes attention by the function that transformers knows by this name."""
+    previous = implementations(model.config)
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(previous)
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Let the model compute attention by this function from now on; nothing is done where it does already."""
+    if set(implementations(model.config).values()) != {name}:
+        model.set_attn_implementation(name)
+
+
+def check_finite(tensor: Tensor, what: str, layer: int, prompt: int) -> None:
+    """Check that a tensor holds neither inf nor NaN.
+
+    Raises:
+        ModelError: It does; the error names layer and prompt.
+    """
+    if not bool(tensor.isfinite().all()):
+        raise ModelError(
+            f"layer {layer}, prompt {prompt}: the {what} holds inf or NaN, expected finite {tensor.dtype} numbers: "
+            "check that the model's weights are whole and meant for this type"
+        )
+
+
+class _ReachedError(Exception):
+    """The last decoder layer was reached."""
+
+
+def _layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Tensor, Calls]:
+    """What the decoder calls its layers with: the first one's hidden state, and what each gets besides.
+
+    No layer runs. What a layer gets besides the hidden state (masks of its kind, positions) does not depend on the
+    layers before it.
+    """
+    calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+    hidden: list[Tensor] = []
+
+    def record(*arguments: Any, **named: Any) -> Tensor:
+        first: Tensor = arguments[0] if arguments else named.pop("hidden_states")
+        hidden.append(first)
+        calls.append((arguments[1:], named))
+        if len(calls) == len(layers):
+            raise _ReachedError
+        return first
+
+    with replaced_forwards(dict.fromkeys(layers, record)):
+        try:
+            decoder(input_ids=ids[None], use_cache=False)
+        except _ReachedError:
+            return hidden[0], calls
+    raise ModelError(
+        f"{type(decoder).__name__} calls {len(calls)} of its {len(layers)} layers: the architecture is not supported"
+    )
+
+
+def _in_pieces(forward: Callable[..., Tensor], rows: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    if rows.dim() < 3 or rows.shape[1] <= ROWS or arguments or named:
+        return forward(rows, *arguments, **named)
+    out = torch.empty_like(rows)
+    for first in range(0, rows.shape[1], ROWS):
+        out[:, first : first + ROWS] = forward(rows[:, first : first + ROWS])
+    return out
+
+
+Through = Callable[[DecoderLayer, Stream], Stream]  # a prompt after a layer that runs in another way than the model's
+
+
+class LayerwiseForward:
+    """Prompts on their way through a model.
+
+    Streams that are one object are moved once where a layer runs as the model has it.
+
+    Args:
+        loaded: the model.
+        streams: the prompts before the first layer, as `begin` gives them; one may be there several times.
+
+    Attributes:
+        streams: the prompts before the next layer.
+        layers: all decoder layers.
+        number: which of them is next.
+    """
+
+    def __init__(self, loaded: LoadedModel, streams: Sequence[Stream]) -> None:
+        self._loaded, self.streams = loaded, list(streams)
+        self.layers, self.number = decoder_layers(loaded.model), 0
+
+    @property
+    def next_layer(self) -> DecoderLayer:
+        """The layer that comes next."""
+        return self.layers[self.number]
+
+    @torch.no_grad()
+    def moving(self, through: Through | Sequence[Through | None] | None = None) -> Iterator[int]:
+        """Move the streams through the next layer, one after another, its parameters on the device meanwhile.
+
+        Args:
+            through: how the layer runs, for all streams or for each; None where it runs as the model has it.
+
+        Yields:
+            The index of each stream after it moved.
+
+        Raises:
+            ModelError: A hidden state is not finite.
+        """
+        layer = self.next_layer
+        self.number += 1
+        per_stream = through if isinstance(through, Sequence) else [through] * len(self.streams)
+        count = Counter(map(id, self.streams))
+        moved: dict[int, Stream] = {}  # of what is there several times
+        with layer_on_device(self._loaded, layer):
+            for index, how in enumerate(per_stream):
+                stream = self.streams[index]
+                if how is not None:
+                    self.streams[index] = how(layer, stream)
+                elif count[id(stream)] == 1:
+                    self.streams[index] = layer.dense(stream)
+                else:
+                    self.streams[index] = moved.get(id(stream)) or moved.setdefault(id(stream), layer.dense(stream))
+                del stream
+                yield index
+
+    def move(self, through: Through | Sequence[Through | None] | None = None) -> None:
+        """Move all streams through the next layer, as `moving` does."""
+        for _ in self.moving(through):
+            pass
+
+    def move_to(self, number: int) -> None:
+        """Move all streams to where a layer comes next, or to the end, as the model has it."""
+        while self.number < number:
+            self.move()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One prompt's attention inputs at one layer.
+
+    q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: what q k^T is multiplied
+    by. layer: its row in a profile's tables. prompt: the prompt's index in the list that was given. softcap, sinks: as
+    in `s2o_runtime.scoring.Scoring`. exact: the keys and values before they were rounded; None if they were not.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    layer: int = 0
+    prompt: int = 0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    exact: tuple[Tensor, Tensor] | None = None
+
+    def cached(self, kv_cache_dtype: KvCacheDtype) -> Captured:
+        """The inputs as S2O reads them from a server's cache of this type."""
+        if kv_cache_dtype == "auto":
+            return self
+        k, v = (as_cached(tensor, kv_cache_dtype) for tensor in (self.k, self.v))
+        return replace(self, k=k, v=v, exact=(self.k, self.v))
+
+    def truth(self) -> Tensor:
+        """The dense attention that errors are taken from, of keys and values that were not rounded."""
+        return dense_attention(self.q, *(self.exact or (self.k, self.v)), **self.scoring.arguments())
+
+    @property
+    def scoring(self) -> Scoring:
+        """What the layer makes of the products of q and k."""
+        return Scoring(self.scale, self.softcap, self.sinks)
+
+    def s2o(self, config: LayerConfig) -> Callable[[], Tensor]:
+        """A call of S2O's attention with these inputs."""
+        return partial(s2o_attention, self.q, self.k, self.v, config, **self.scoring.arguments())
+
+    def dense(self) -> Tensor:
+        """The fastest dense attention of these inputs."""
+        return fastest_dense_attention(self.q, self.k, self.v, self.scoring)
+
+
+def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
+    """Run prompts through the model and capture what reaches attention.
+
+    A prompt runs through a layer when its inputs are asked for, so that the inputs of one prompt exist at a time;
+    prompts that were not asked for run before the next layer. The hidden states of all prompts stay on the device.
+
+    Args:
+        loaded: the model.
+        prompts: token ids, int64 [L] each.
+
+    Yields:
+        For each layer of full attention in turn, an iterator over the attention inputs of every prompt.
+
+    Raises:
+        ModelError: inf or NaN came up, or S2O cannot do the attention of a layer; it names the layer.
+    """
+    register()
+    with attention_implementation(loaded.model, NAME):
+        forward = DenseForward(loaded, prompts)
+        for row in range(loaded.geometry.layers):
+            yield forward.inputs(row)
+        forward.finish()
+
+
+class DenseForward:
+    """Prompts on their way through the dense model, which gives the attention inputs of any layer.
+
+    The model computes attention by `watched.NAME` while a pass is under way.
+
+    Args:
+        loaded: the model.
+        prompts: token ids, int64 [L] each.
+        calls: as `begin` takes them.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None
+    ) -> None:  # fmt: skip
+        self._loaded, self._prompts, self._calls = loaded, prompts, calls
+        self._forward: LayerwiseForward | None = None
+        self._open: Iterator[Captured] | None = None  # prompts of which some may not have moved through their layer
+
+    def inputs(self, row: int) -> Iterator[Captured]:
+        """The attention inputs of every prompt at a layer of full attention, which they move through.
+
+        A prompt runs when its inputs are asked for; those that were not asked for run before the next layer.
+        """
+        forward = self._before(self._number(row))
+        while forward.number < self._number(row):
+            for _ in self._through_next(forward):
+                pass
+        self._open = self._through_next(forward)
+        return self._open
+
+    def inputs_up_to(self, row: int) -> Iterator[Captured]:
+        """The attention inputs of every prompt at all layers of full attention that it moves through to get to one.
+
+        The last are those of that layer.
+        """
+        forward = self._before(self._number(row))
+        while forward.number <= self._number(row):
+            yield from self._through_next(forward)
+
+    def finish(self) -> None:
+        """Let all prompts move through the layer whose inputs were asked for last."""
+        for _ in self._open or ():
+            pass
+        self._open = None
+
+    def _number(self, row: int) -> int:
+        return self._loaded.geometry.layer_number(row)
+
+    @torch.no_grad()
+    def _before(self, number: int) -> LayerwiseForward:
+        """The forward pass, before this decoder layer or one that comes earlier."""
+        self.finish()
+        if self._forward is None or self._forward.number > number:
+            self._forward = LayerwiseForward(self._loaded, begin(self._loaded, self._prompts, self._calls))
+        return self._forward
+
+    def _through_next(self, forward: LayerwiseForward) -> Iterator[Captured]:
+        """Move through the next layer; what reaches its attention, if that is full attention."""
+        if forward.next_layer.attention is None:
+            forward.move()
+            return
+        captured: list[Captured] = []
+
+        def through(layer: DecoderLayer, stream: Stream) -> Stream:
+            stream, inputs = _through(layer, stream)
+            captured.append(inputs)
+            return stream
+
+        for _ in forward.moving(through):
+            yield captured.pop()
+
+
+def _through(layer: DecoderLayer, stream: Stream) -> tuple[Stream, Captured]:
+    captured: list[Captured] = []
+    row = layer.row
+    assert layer.attention is not None
+    assert row is not None
+
+    def keep(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        for name, tensor in (("queries", q), ("keys", k), ("values", v)):
+            check_finite(tensor, f"tensor of {name}", layer.number, stream.prompt)
+        scale, softcap, sinks = scoring
+        assert scale is not None
+        captured.append(Captured(q, k, v, scale, row, stream.prompt, softcap, sinks))
+        return dense_attention(q, k, v, **scoring.arguments())
+
+    with watched(layer.attention, keep):
+        stream = stream.through(layer.module, layer.number)
+    if not captured:
+        raise ModelError(
+            f"layer {layer.number} does not call transformers' attention function: the architecture is not supported"
+        )
+    return stream, captured[0]
