@@ -128,7 +128,7 @@ def test_the_journal_answers_the_second_time_without_the_model(watched, monkeypa
     assert sorted(watched.measured) == sorted(
         (layer, length) for layer in range(2) for length in (450, 450, 600, 600, 600, 600)
     )
-    monkeypatch.setattr(capture, "DenseForward", None)
+    monkeypatch.setattr(layers, "DenseForward", None)
     assert_same(first, watched.run())
     assert (watched.measured, watched.reused) == ([], 4)
 
