@@ -6,8 +6,8 @@ demo model's tokenizer, and nothing is downloaded.
 
 from __future__ import annotations
 
-import difflib
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from calibrate.model import gguf
 from calibrate.model.full_load import check_quantisation, load_whole, quantisation, streaming_obstacle
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, InMemory, RandomWeights, Weights, skeleton
 from s2o_runtime.errors import ModelError, ResourceError, first_line
+from s2o_runtime.fields import did_you_mean
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config
 
@@ -79,19 +80,33 @@ def resolve(name: str) -> str:
     """
     if name in ALIASES:
         return ALIASES[name]
-    if Path(name).suffix == gguf.SUFFIX and Path(name).is_file():
+    name = _existing(name)
+    if Path(name).is_file():
+        if Path(name).suffix != gguf.SUFFIX:
+            raise ModelError(f"model {name} is a file that is no GGUF file: give a folder, a GGUF file or a hub id")
         return name
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ModelError(f"folder {name} holds no config.json: give a folder that transformers can load")
         return name
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
+    if (name.count("/") == 1 and not name.endswith("/")) or (name.endswith(gguf.SUFFIX) and name.count("/") >= 2):
         return name
-    if name.endswith(gguf.SUFFIX) and name.count("/") >= 2 and not name.startswith((".", "/", "~")):
-        return name
-    near = difflib.get_close_matches(name, ALIASES, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(ALIASES)}."
+    hint = did_you_mean(name, ALIASES, "s2o-calibrate --list-models lists the aliases.")
     raise ModelError(f"model {name!r} is not known: {hint} A local folder or a hub id (org/name) works too")
+
+
+def _existing(name: str) -> str:
+    """The name with its ~ expanded. Raises ModelError for what is written as a path where nothing is."""
+    path = os.path.expanduser(name)
+    is_path = name.startswith((".", "/", "~")) or (name.count("/") > 1 and not name.endswith(gguf.SUFFIX))
+    if is_path and not os.path.exists(path):
+        raise ModelError(f"{name} does not exist: check the path, or give a hub id (org/name)")
+    return path
+
+
+def in_full(name: str) -> str:
+    """A model's name, and behind an alias the hub id that it stands for; the demo model comes with the package."""
+    return f"{name} = {ALIASES[name]}" if name in ALIASES and name != "demo" else name
 
 
 def is_gguf(name: str) -> bool:
@@ -160,7 +175,7 @@ def load_tokenizer(
 def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, own: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    source, options = _source(name) if own is None else (ALIASES.get(own, own), {})
+    source, options = _source(name) if own is None else (_existing(ALIASES.get(own, own)), {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         problem = _unreadable(tokenizer)
