@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but read --flag false and --flag=false as --no-flag."""
-        self._given, read = [], list[str]()
+        self._given: list[str] = []
+        read: list[str] = []
         for argument in sys.argv[1:] if args is None else args:
             self._given += argument.split("=", 1) if self._is_switch(argument.partition("=")[0]) else [argument]
         for word in self._given:

@@ -262,7 +262,7 @@ def _document(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"its document is not valid JSON ({error}): it is damaged or foreign") from error
     if not isinstance(document, dict):
-        raise ProfileError(f"its document is a {type(document).__name__}: expected an object")
+        raise ProfileError(f"its document is {JSON_TYPES[type(document)]}: expected an object")
     _check_values(document)
     return document
 
