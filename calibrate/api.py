@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from calibrate.machine import draft, gpu_named, on_this_machine, writing
 from calibrate.options import read_all
 from calibrate.progress import duration
-from calibrate.recipe import OPTIONS, Recipe
+from calibrate.recipe import OPTIONS, Recipe, check_limit
 from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], pr
     given = read_all(OPTIONS, {**options, "model": loaded.name, "device": str(loaded.weights.device)}, "calibrate()")
     draft(given)
     recipe, device = on_this_machine(given)
-    recipe.check_limit(positions(loaded.model.config))
+    check_limit(max(recipe.all_lengths), positions(loaded.model.config))
     expected = estimate(recipe, ModelSizes.of(loaded.model, recipe.device), loaded.geometry, device)
     return finished(recipe, progress=progress, loaded=loaded, estimate=expected)
 
@@ -121,15 +121,11 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
     if recipe.tokenizer is not None or is_gguf(recipe.model):
         load_tokenizer(recipe.model, **recipe.loading)
     recipe, device = on_this_machine(options, gpu)
-    recipe.check_limit(positions(config))
+    check_limit(max(recipe.all_lengths), positions(config))
     seen = preflight(
-        recipe.model,
-        config,
-        device=recipe.device,
-        lengths=recipe.lengths,
-        random_weights=recipe.random_weights,
+        recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights,
         memory=device.memory_bytes if gpu else 0,
-    )
+    )  # fmt: skip
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
     if device.kind != "cuda" and seen.sizes.parameters > LARGE:
         log.warning(

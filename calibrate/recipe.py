@@ -609,10 +609,6 @@ class Recipe:
                 "target_gpu is for many workers, or for a plan: give gpus, scheduler or --dry-run too, or leave it out"
             )
 
-    def check_limit(self, limit: int) -> None:
-        """Raises ConfigError if a length is beyond what the model can read."""
-        check_limit(max(self.lengths + self.checked_lengths), limit)
-
     def segments_for(self, length: int) -> tuple[int, ...]:
         """Segments worth trying at a length: at least half of a prompt must lie in some prefix."""
         return tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))

@@ -69,13 +69,16 @@ class Parser(argparse.ArgumentParser):
 
     def _remedy(self, message: str) -> str:
         """What to do about an argument or a command that no parser knows; empty for other errors."""
-        flags, otherwise = self._flags(), f"{ALL if self.first else '--help'} lists what there is"
+        otherwise = f"{ALL if self.first else '--help'} lists what there is"
         if choice := re.search(r"invalid choice: '(.*?)' \(", message):
             names = [str(name) for action in self._actions for name in action.choices or ()]
             return f": {did_you_mean(choice[1], names, otherwise)}"
         unknown = re.match(r"unrecognized arguments: (--?[^\s=]+|\S+)", message)
         if unknown is None:
             return ""
+        commands = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        parsers = [self, *(parser for choices in commands for parser in choices.values())]
+        flags = {flag: action for parser in parsers for flag, action in parser._option_string_actions.items()}
         at = self._given.index(unknown[1]) if unknown[1][0] != "-" and unknown[1] in self._given else 0
         for flag in (word.partition("=")[0] for word in reversed(self._given[max(0, at - 2) : at])):
             if (action := flags.get(flag)) is not None:
@@ -84,17 +87,6 @@ class Parser(argparse.ArgumentParser):
                 return f": {flag} takes {'true or false' if '--no-' in str(action.option_strings) else value}"
         first_words = (arguments.partition(" ")[0] for _, arguments in self.examples)  # commands among them
         return f": {did_you_mean(unknown[1], [*flags, *first_words], otherwise)}"
-
-    def _flags(self) -> dict[str, argparse.Action]:
-        """What the flags of this parser and of its commands do."""
-        flags: dict[str, argparse.Action] = {}
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for command in action.choices.values():
-                    flags |= command._flags()
-            elif action.help != argparse.SUPPRESS:
-                flags |= dict.fromkeys(action.option_strings, action)
-        return flags
 
     def print_help(self, file: Any = None) -> None:
         """Print the help with the first flags only, where there are such."""

@@ -87,6 +87,8 @@ def _run(flags: Flags) -> int:
     if "list_models" in flags:
         from calibrate.model.models import ALIASES, in_full
 
+        if "json" in flags:
+            return print_json(ALIASES)
         print("\n".join(map(in_full, ALIASES)))
         return OK
     if "yaml" in flags and "dry_run" not in flags:

@@ -30,7 +30,7 @@ def check_packages(name: str) -> None:
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise ResourceError(
             f"model {name!r} is a GGUF file, and {' and '.join(missing)}, which it is read with, cannot be imported: "
-            "pip install '.[gguf]' in S2O's clone"
+            "in the clone, pip install '.[gguf]'"
         )
 
 

@@ -32,7 +32,7 @@ DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has load
 MISSING = {  # what is said of a package that is not installed, and the exit code that it asks for
     "torch": ("install it first: pip install torch", NO_RESOURCE),
     "triton": ("the kernels need it, and Linux; on a CPU S2O runs in plain torch without it", OK),
-    "transformers": ("patching a model needs it: pip install '.[calibrate]' in S2O's clone", OK),
+    "transformers": ("patching a model needs it: in the clone, pip install '.[calibrate]'", OK),
 }
 COMPILERS = ("gcc", "clang", "cc")
 PLUGIN = "s2o"  # the name of S2O's entry points

@@ -56,7 +56,7 @@ def model_view(name: str) -> ModelView:
         from transformers import AutoConfig
     except ImportError as error:
         raise ResourceError(
-            f"--model needs transformers ({error}): pip install '.[calibrate]' in S2O's clone"
+            f"--model needs transformers ({error}): in the clone, pip install '.[calibrate]'"
         ) from error
     if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith(("/", ".", "~"))):
         raise ModelError(

@@ -8,16 +8,19 @@ import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate import pipeline
+from calibrate.commands import calibrate as commands
 from calibrate.commands.calibrate import main
 from calibrate.model.models import ALIASES
 from calibrate.proof import verify
 from calibrate.proof.verify import prove
+from calibrate.report import output, sections
 from s2o_runtime import load_profile
 from support.models import SIZES
 from support.pages import ROOT
@@ -129,10 +132,22 @@ def test_a_quiet_run_prints_no_plan(command, monkeypatch):
         assert ("runs on" in command(*GOOD, "--out", "p.safetensors", *flags).stdout) == shown
 
 
+@pytest.mark.parametrize("worthwhile", [True, False])
+def test_only_what_gains_something_is_said_to_be_deployed(worthwhile, command, monkeypatch):
+    finished = SimpleNamespace(report="the report", written=True, report_files=[Path("p.report.html")])
+    monkeypatch.setattr(commands, "finished", lambda *_, **__: finished)
+    monkeypatch.setattr(output, "print_report", lambda report, console: None)
+    monkeypatch.setattr(sections, "is_worthwhile", lambda report: (report, worthwhile) == ("the report", True))
+    printed = command(*GOOD, "--out", "p.safetensors").stdout
+    assert "wrote p.safetensors in " in printed
+    assert ("deploy it: s2o_runtime.patch(" in printed) == worthwhile
+
+
 def test_aliases_are_listed_as_in_the_page(command):
     lines = command("--list-models").stdout.splitlines()
     assert "qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct" in lines
     assert lines[0] == "demo"
+    assert json.loads(command("--list-models", "--json").stdout) == ALIASES
     table = (ROOT / "docs" / "models.md").read_text().partition("## Aliases")[2].partition("## ")[0]
     rows = re.findall(r"^\| `(.*)` \| (.*) \|$", table, re.MULTILINE)
     assert dict(rows) == ALIASES | {"demo": "the demo model, in `calibrate/demo/model`"}

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.recipe import DEFAULT_BUDGET, DOMAINS, KINDS, OPTIONS, WORKERS, Budget, Recipe, load_yaml, merged
+from calibrate.recipe import (
+    DEFAULT_BUDGET,
+    DOMAINS,
+    KINDS,
+    OPTIONS,
+    WORKERS,
+    Budget,
+    Recipe,
+    check_limit,
+    load_yaml,
+    merged,
+)
 from s2o_runtime.errors import ConfigError
 
 BASE = {"model": "demo", "lengths": (1024, 2048), "out": Path("profiles/p.safetensors")}
@@ -278,11 +289,11 @@ def test_a_length_between_two_neighbours_is_checked(lengths, expected):
 
 
 def test_the_models_limit_holds_for_check_lengths_too():
-    recipe(lengths=(1024,)).check_limit(1024)
-    recipe(check_lengths=(4096,)).check_limit(4096)
+    check_limit(max(recipe(lengths=(1024,)).all_lengths), 1024)
+    check_limit(max(recipe(check_lengths=(4096,)).all_lengths), 4096)
     for made, longest in ((recipe(check_lengths=(4096,)), 4096), (recipe(), 2048)):
         with pytest.raises(ConfigError, match=f"length {longest} is beyond the model's limit of {longest - 1}"):
-            made.check_limit(longest - 1)
+            check_limit(max(made.all_lengths), longest - 1)
 
 
 def test_half_of_a_prompt_lies_in_some_prefix():
