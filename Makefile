@@ -60,6 +60,8 @@ BARE_PROFILE := ../../profiles/demo/cpu/mse-0.0001.safetensors
 
 .PHONY: docs tables demo check test test-all pytest weight aot aot-quick $(AOT) transformers transformers-quick $(OTHERS) architectures wheel coverage mutants bare vllm $(ENGINES) sglang $(SGLANG_ENGINES) interfaces lint clean
 
+# as many threads as cores are idle: threads that wait for one another where others use the cores take several times as long
+demo: export OMP_NUM_THREADS ?= $(shell python3 -c "import os; print(max(1, round((os.cpu_count() or 1) - os.getloadavg()[0])))")
 demo: $(READY)
 	$(RUN) -m calibrate.commands.calibrate --model demo --budget-mse 1e-4 --num-held-out 2 --num-certify 9 --check-lengths none $(DEMO_LENGTHS) --out $(DEMO_PROFILE)
 	$(RUN) examples/patch_and_generate.py $(DEMO_PROFILE)

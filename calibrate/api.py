@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from calibrate.machine import draft, on_this_machine, writing
+from calibrate.machine import draft, gpu_named, on_this_machine, writing
 from calibrate.options import read_all
 from calibrate.progress import duration
-from calibrate.recipe import OPTIONS, Recipe
+from calibrate.recipe import OPTIONS, Recipe, check_limit
 from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], pr
     given = read_all(OPTIONS, {**options, "model": loaded.name, "device": str(loaded.weights.device)}, "calibrate()")
     draft(given)
     recipe, device = on_this_machine(given)
-    recipe.check_limit(positions(loaded.model.config))
+    check_limit(max(recipe.all_lengths), positions(loaded.model.config))
     expected = estimate(recipe, ModelSizes.of(loaded.model, recipe.device), loaded.geometry, device)
     return finished(recipe, progress=progress, loaded=loaded, estimate=expected)
 
@@ -100,11 +100,15 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
 
     Args:
         options: those that were given, in the types of `Recipe`'s fields.
-        rehearsed: whether nothing is going to run, so that the sizes of an alias suffice, which ship.
+        rehearsed: whether nothing is going to run, so that the sizes of an alias suffice, which ship, and a GPU that is
+            named by target_gpu need not be here.
 
     Raises:
         ConfigError, ModelError, ResourceError: as `calibrate` does.
     """
+    gpu = gpu_named(options["target_gpu"]) if rehearsed and options.get("target_gpu") else None
+    if gpu is not None and not {"gpus", "scheduler"} & options.keys():
+        options = {name: value for name, value in options.items() if name != "target_gpu"}
     recipe = draft(options)
 
     from calibrate.model.estimate import estimate
@@ -116,16 +120,17 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
     config = load_config(recipe.model, random_weights=shipped, trust_remote_code=recipe.trust_remote_code)
     if recipe.tokenizer is not None or is_gguf(recipe.model):
         load_tokenizer(recipe.model, **recipe.loading)
-    recipe, device = on_this_machine(options)
-    recipe.check_limit(positions(config))
+    recipe, device = on_this_machine(options, gpu)
+    check_limit(max(recipe.all_lengths), positions(config))
     seen = preflight(
-        recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights
-    )
+        recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights,
+        memory=device.memory_bytes if gpu else 0,
+    )  # fmt: skip
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
     if device.kind != "cuda" and seen.sizes.parameters > LARGE:
         log.warning(
-            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; calibrate on a GPU, or take "
-            "fewer and shorter prompts (--lengths, --num-certify)",
+            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; take fewer and shorter prompts "
+            "(--lengths, --num-certify), or calibrate on a GPU, for which the plan is --dry-run --target-gpu H100",
             recipe.model,
             seen.sizes.parameters / 1e9,
             duration(expected.total),

@@ -5,8 +5,9 @@ journal holds is not measured again. Keys do not name the error budget, so anoth
 
 Each measurement is one transaction: a kill at any moment loses at most the one being written. The file has SQLite's
 rollback journal and not its write-ahead log, because the latter needs memory that all processes share, which network
-disks do not give. A writer holds SQLite's lock on an empty database beside it (FILE.lock, which stays) for as long as
-it lives and has the journal open. The journal itself is locked during a commit only: others can read it meanwhile.
+disks do not give. A writer holds SQLite's lock on an empty database beside it (FILE.lock, which only a kill leaves) for
+as long as it lives and has the journal open. The journal itself is locked during a commit only: others can read it
+meanwhile.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ class Journal:
             raise InputError(f"journal {path} is not a file: give another {option}")
         self._connections = ExitStack()
         lock_path = path.with_name(f"{path.name}.lock")
-        new = self._writable and not lock_path.exists()
         with self._one_sentence(), self._connections:  # closed again if anything fails
             if self._writable:
                 lock = self._connect(lock_path, "rwc", timeout=0)
                 lock.execute("PRAGMA journal_mode = MEMORY")  # so that a kill leaves no third file
                 lock.execute("BEGIN EXCLUSIVE")
-                if new:
-                    self._connections.push(lambda refused, *_: lock_path.unlink() if refused else None)
+                if not lock_path.exists():  # the run that held it deleted it after it was opened here
+                    raise sqlite3.OperationalError("locked")
+                self._connections.callback(lock_path.unlink, missing_ok=True)  # before the connection lets go
             # readers too open the file for writing: they undo what a killed writer left half done
             self._database = self._connect(path, "rwc" if self._writable else "rw", timeout=PATIENCE)
             self._check(identity)

@@ -17,6 +17,11 @@ from s2o_runtime.files import destination
 if TYPE_CHECKING:
     from s2o_runtime.devices import DeviceIdentity
 
+GPUS = {  # that a plan may be for where they are not: torch's name, compute capability, SMs and GiB of memory
+    "NVIDIA A100-SXM4-80GB": ((8, 0), 108, 79), "NVIDIA L40S": ((8, 9), 142, 44),
+    "NVIDIA GeForce RTX 4090": ((8, 9), 128, 24), "NVIDIA H100 80GB HBM3": ((9, 0), 132, 79),
+    "NVIDIA H200": ((9, 0), 132, 140), "NVIDIA B200": ((10, 0), 148, 178),
+}  # fmt: skip
 # a disk that does not take a file; any other OSError of a path is a wrong path, or a bug
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
@@ -48,14 +53,25 @@ def draft(options: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
-def on_this_machine(options: Mapping[str, Any]) -> tuple[Recipe, DeviceIdentity]:
-    """The recipe of these options with the defaults that depend on the device, and which device that is."""
-    name, identity = _elsewhere(options) or named_device(options.get("device"))
+def on_this_machine(options: Mapping[str, Any], gpu: DeviceIdentity | None = None) -> tuple[Recipe, DeviceIdentity]:
+    """The recipe of these options with the defaults that depend on the device, here or the `gpu` of a plan; and it."""
+    name, identity = ("cuda", gpu) if gpu else _elsewhere(options) or named_device(options.get("device"))
     defaults = {
         "lengths": DEFAULT_LENGTHS[identity.kind],
         "out": default_out(options["model"], identity.name, Budget.of(options)),
     }
     return Recipe.of(defaults | dict(options) | {"device": name}), identity
+
+
+def gpu_named(part: str) -> DeviceIdentity:
+    """The first of `GPUS` whose name has this part. Raises ConfigError if none has."""
+    from s2o_runtime.devices import DeviceIdentity
+
+    name = next((name for name in GPUS if part.lower() in name.lower()), None)
+    if name is None:
+        raise ConfigError(f"a plan for target_gpu {part!r} is not known: name one of {', '.join(GPUS)}")
+    capability, sm_count, memory = GPUS[name]
+    return DeviceIdentity("cuda", name, capability, sm_count, memory << 30)
 
 
 def _elsewhere(options: Mapping[str, Any]) -> tuple[str, DeviceIdentity] | None:
@@ -76,22 +92,12 @@ def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
         ConfigError: it is not known or not supported.
         ResourceError: it is not here.
     """
-    import torch
+    from s2o_runtime import devices
 
-    from s2o_runtime.devices import identify
-
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device {name!r} is not known: use cuda, cuda:N or cpu") from None
-    if device.type not in DEFAULT_LENGTHS:
-        raise ConfigError(f"device {name!r} is not supported: use cuda or cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ResourceError(f"device {name!r} is not here ({torch.cuda.device_count()} GPUs found): use --device cpu")
-    if (identity := identify(device)).kind not in DEFAULT_LENGTHS:
+    device = devices.named_device(name)
+    if (identity := devices.identify(device)).kind not in DEFAULT_LENGTHS:
         raise ConfigError(f"device {name!r} is a {identity.kind} device, which has no kernels yet: use --device cpu")
-    return name, identity
+    return name or device.type, identity
 
 
 def check_writable(flag: str, path: Path) -> None:

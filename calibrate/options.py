@@ -7,14 +7,13 @@ reading and the check of a value, the line in the printed plan, and the row in d
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.fields import DURATION, NONE, Rule, shown
+from s2o_runtime.fields import DURATION, NONE, Rule, did_you_mean, shown
 
 _KEY = "options"  # of a field's metadata
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE", bool: "on|off"}
@@ -178,8 +177,8 @@ def check_names(options: Mapping[str, Option], names: Iterable[Any], where: str)
     """Raise ConfigError for a name that is no option's, with the nearest that is."""
     for name in names:
         if name not in options:
-            near = difflib.get_close_matches(str(name), options, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{where} has {shown(name)}, which is no option: did you mean {near}?")
+            hint = did_you_mean(str(name), options, "docs/options.md lists them")
+            raise ConfigError(f"{where} has {shown(name)}, which is no option: {hint}")
 
 
 def flag(name: str) -> str:

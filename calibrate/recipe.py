@@ -23,7 +23,7 @@ from s2o_runtime.config import (
     Scores,
 )
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.fields import DURATION, SHARE, Rule
+from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
 from s2o_runtime.lengths import far_apart
 from s2o_runtime.profile.record import (
     BUDGET_KINDS,
@@ -202,7 +202,7 @@ class Recipe:
         ),
     )
     lengths: tuple[int, ...] = option(
-        Rule(int, low=1, unit="tokens", many=True),
+        Rule(int, low=1, unit=TOKENS, many=True),
         "prompt lengths to calibrate",
         INPUT,
         default_text=f"{text(DEFAULT_LENGTHS['cuda'])}; on a CPU {text(DEFAULT_LENGTHS['cpu'])}",
@@ -330,7 +330,7 @@ class Recipe:
         name="budget_scope",
     )
     check_lengths: tuple[int, ...] | None = option(
-        Rule(int, low=1, unit="tokens", optional=True, many=True, empty=True),
+        Rule(int, low=1, unit=TOKENS, optional=True, many=True, empty=True),
         "lengths to prove without calibrating them, or none",
         PROOF,
         default=None,
@@ -339,7 +339,7 @@ class Recipe:
         plan_text=lambda recipe: text(recipe.checked_lengths, ", "),
     )
     chunk: int | None = option(
-        Rule(int, low=SEGMENT_STEP, unit="tokens", optional=True),
+        Rule(int, low=SEGMENT_STEP, unit=TOKENS, optional=True),
         "tokens that a server feeds at once (vLLM's max_num_batched_tokens): the proof feeds prompts so too",
         PROOF,
         default=None,
@@ -459,7 +459,8 @@ class Recipe:
     )
     target_gpu: str | None = option(
         Rule(str, optional=True),
-        "the kind of GPU that the profile is for, by its name or a part of it; only workers that have it are used",
+        "the kind of GPU that the profile is for, by its name or a part of it: only workers that have it are used, and "
+        "--dry-run plans for it where it is not",
         WORKERS,
         default=None,
         default_text="the kind here, or the only one; of several kinds one must be named",
@@ -604,13 +605,9 @@ class Recipe:
         if self.scheduler is not None and not SCHEDULER.fullmatch(self.scheduler):
             raise ConfigError(f"scheduler {self.scheduler!r} is no address: expected one like tcp://head-node:8786")
         if not self.is_distributed and self.target_gpu is not None:
-            raise ConfigError("target_gpu is for many workers: give gpus or scheduler too, or leave it out")
-
-    def check_limit(self, limit: int) -> None:
-        """Raises ConfigError if a length is beyond what the model can read."""
-        longest = max(self.lengths + self.checked_lengths)
-        if longest > limit:
-            raise ConfigError(f"length {longest} is beyond the model's limit of {limit}: use a shorter one")
+            raise ConfigError(
+                "target_gpu is for many workers, or for a plan: give gpus, scheduler or --dry-run too, or leave it out"
+            )
 
     def segments_for(self, length: int) -> tuple[int, ...]:
         """Segments worth trying at a length: at least half of a prompt must lie in some prefix."""
@@ -654,6 +651,15 @@ class Recipe:
 
 
 OPTIONS = options_of(Recipe, GROUPS)
+
+
+def check_limit(length: int, limit: int) -> None:
+    """Raises ConfigError if a prompt's length is beyond the tokens that a model can read."""
+    if length > limit:
+        raise ConfigError(
+            f"length {length} is beyond the model's limit of {limit}: use a shorter one, or a folder whose config.json "
+            "asks for YaRN (docs/models.md#longer-prompts)"
+        )
 
 
 def default_out(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:

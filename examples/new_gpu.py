@@ -1,9 +1,9 @@
 """A profile on another GPU: what it would do as it is, and the same thresholds with tiles tuned for the GPU here.
 
-    python examples/new_gpu.py [PROFILE] [OUT]
+    python examples/new_gpu.py OUT [PROFILE]
 
-PROFILE is by default the demo model's for an H200. Neither the model nor prompts are needed. On a CPU, where the
-reference runs any tile, only the device changes. `s2o-profile retile PROFILE` is the same as a command.
+OUT is the file to write, PROFILE by default the demo model's for an H200. Neither the model nor prompts are needed. On
+a CPU, where the reference runs any tile, only the device changes. `s2o-profile retile PROFILE` does the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from s2o_runtime.devices import fit, identify
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "nvidia-h200" / "rel-mse-0.001.safetensors"
 
 
-def main(path: Path, out: Path) -> None:
+def main(out: Path, path: Path = SHIPPED) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     profile = load_profile(path)
     verdict = fit(profile.device, identify(torch.device(device)))
@@ -43,5 +43,6 @@ def main(path: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    arguments = [Path(argument) for argument in sys.argv[1:]]
-    main(*arguments[:2], *(SHIPPED, Path("build/retiled.safetensors"))[len(arguments) :])
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit("usage: python examples/new_gpu.py OUT [PROFILE]")
+    main(*map(Path, sys.argv[1:]))

@@ -32,7 +32,8 @@ def main(path: str, tokens: int | None = None) -> None:
         explanation = explain(loaded.model)
     for (first, end), of_dense, of_sparse in zip(prompt.answers, dense, sparse, strict=True):
         print(f"code {loaded.tokenizer.decode(prompt.ids[first:end])}: dense says {of_dense}, S2O says {of_sparse}")
-    print(f"prefill: dense {dense_seconds * 1e3:.1f} ms, S2O {sparse_seconds * 1e3:.1f} ms")
+    remark = " (plain torch: no measure of a GPU)" if device == "cpu" else ""
+    print(f"prefill: dense {dense_seconds * 1e3:.1f} ms, S2O {sparse_seconds * 1e3:.1f} ms{remark}")
     print(explanation)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from s2o_runtime.errors import ResourceError, S2OError
+from s2o_runtime.fields import SWITCHES, did_you_mean
 from s2o_runtime.logs import say
 from s2o_runtime.version import __version__
 
@@ -40,6 +41,7 @@ class Parser(argparse.ArgumentParser):
         self, *arguments: Any, examples: Sequence[tuple[str, str]] = (), first: Sequence[str] = (), **named: Any
     ) -> None:  # fmt: skip
         super().__init__(*arguments, **named)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # as in newer Pythons: -1e-4 is a value, not a flag
         self.examples, self.first = tuple(examples), {*first}
         if first:
             self.first |= {"--help", ALL}
@@ -48,23 +50,43 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(failed(self.prog, BAD_INPUT, message + self._remedy(message)))
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, but read --flag false and --flag=false as --no-flag."""
+        self._given: list[str] = []
+        read: list[str] = []
+        for argument in sys.argv[1:] if args is None else args:
+            self._given += argument.split("=", 1) if self._is_switch(argument.partition("=")[0]) else [argument]
+        for word in self._given:
+            if read and self._is_switch(read[-1]) and word.lower() in SWITCHES:
+                off = SWITCHES[word.lower()] == read[-1].startswith("--no-")
+                read[-1] = f"--{'no-' * off}{read[-1].removeprefix('--').removeprefix('no-')}"
+            else:
+                read.append(word)
+        return super().parse_known_args(read, namespace)
+
+    def _is_switch(self, flag: str) -> bool:
+        return isinstance(self._option_string_actions.get(flag), argparse.BooleanOptionalAction)
+
     def _remedy(self, message: str) -> str:
-        """What to do about flags that no parser knows; empty for other errors."""
-        unknown = re.match(r"unrecognized arguments: (--?[^\s=]+)", message)
+        """What to do about an argument or a command that no parser knows; empty for other errors."""
+        otherwise = f"{ALL if self.first else '--help'} lists what there is"
+        if choice := re.search(r"invalid choice: '(.*?)' \(", message):
+            names = [str(name) for action in self._actions for name in action.choices or ()]
+            return f": {did_you_mean(choice[1], names, otherwise)}"
+        unknown = re.match(r"unrecognized arguments: (--?[^\s=]+|\S+)", message)
         if unknown is None:
             return ""
-        near = difflib.get_close_matches(unknown[1], self._flags(), n=1)
-        return f": did you mean {near[0]}?" if near else f": {ALL if self.first else '--help'} lists what there is"
-
-    def _flags(self) -> list[str]:
-        """The flags of this parser and of its commands."""
-        flags: list[str] = []
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                flags += [flag for command in action.choices.values() for flag in command._flags()]
-            elif action.help != argparse.SUPPRESS:
-                flags += action.option_strings
-        return flags
+        commands = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        parsers = [self, *(parser for choices in commands for parser in choices.values())]
+        flags = {flag: action for parser in parsers for flag, action in parser._option_string_actions.items()}
+        at = self._given.index(unknown[1]) if unknown[1][0] != "-" and unknown[1] in self._given else 0
+        for flag in (word.partition("=")[0] for word in reversed(self._given[max(0, at - 2) : at])):
+            if (action := flags.get(flag)) is not None:
+                several = "," in str(action.metavar)
+                value = "no value" if action.nargs == 0 else "commas between values" if several else "one value"
+                return f": {flag} takes {'true or false' if '--no-' in str(action.option_strings) else value}"
+        first_words = (arguments.partition(" ")[0] for _, arguments in self.examples)  # commands among them
+        return f": {did_you_mean(unknown[1], [*flags, *first_words], otherwise)}"
 
     def print_help(self, file: Any = None) -> None:
         """Print the help with the first flags only, where there are such."""

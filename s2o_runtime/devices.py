@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.shapes import KERNEL_TYPES
 from s2o_runtime.tiles import MIN_CAPABILITY, Capability, families, family, sm
 
@@ -38,6 +39,24 @@ class Fit(NamedTuple):
 
     tiles: Literal["profile", "safe"] | None
     reason: str
+
+
+def named_device(name: str | None) -> torch.device:
+    """The device of a name that a user gave, by default a GPU if there is one.
+
+    Raises:
+        ConfigError: it is not known or not supported.
+        ResourceError: it is not here.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not known: use cuda, cuda:N or cpu") from None
+    if device.type not in ("cuda", "cpu"):
+        raise ConfigError(f"device {name!r} is not supported: use cuda or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ResourceError(f"device {name!r} is not here ({torch.cuda.device_count()} GPUs found): use --device cpu")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def identify(device: torch.device) -> DeviceIdentity:

@@ -6,9 +6,11 @@ their fields with it, so that text, JSON, YAML and Python calls are read and ref
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +21,8 @@ from s2o_runtime.errors import ConfigError
 SWITCHES = {"true": True, "on": True, "false": False, "off": False}
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 NONE = "none"
-DURATION, SHARE = "seconds", "share"  # units with a reading or a name of their own
+DURATION, SHARE, TOKENS = "seconds", "share", "tokens"  # units with a reading or a name of their own
+_PARTS = re.compile(r"[A-Za-z0-9.]+")  # of a name, between dashes
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 2
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a name", Path: "a file name"}
@@ -34,9 +37,9 @@ class Rule:
         low, high: the smallest and the largest number; `above` excludes `low` itself.
         multiple: whole numbers must be multiples of it.
         allowed: the only values, where these are few.
-        unit: of a number; "seconds" may be written as a duration such as 5m, "share" is called by that name.
+        unit: of a number; "seconds" may be written as 5m, "tokens" as 8k for 8192, "share" is called by that name.
         optional: None is a value too, in text "none".
-        many: a tuple of such values; numbers and switches in it are different and ascend.
+        many: a tuple of such values; numbers and switches in it are different and ascend, and are sorted when read.
         empty: the tuple may be empty, in text "none".
     """
 
@@ -109,14 +112,15 @@ class Rule:
 
     def complaint(self, value: object, name: str, example: str = "") -> str:
         """The sentence for a value that is not admitted."""
-        return f"{name} is {'empty' if value == () else shown(value)}: expected {self}" + (
+        right = self.many and isinstance(value, tuple) and value and all(map(self._admits_single, value))
+        disorder = ", not ascending" if right else ""
+        return f"{name} is {'empty' if value == () else shown(value)}{disorder}: expected {self}" + (
             f", such as {example}" if example else ""
         )
 
     def __str__(self) -> str:
         if self.many:
-            ascending = "an ascending list" if self._ascends else "a list"
-            return f"{ascending}, each {self.single}" + (f", or {NONE}" if self.empty else "")
+            return f"a list, each {self.single}" + (f", or {NONE}" if self.empty else "")
         return self._described() + (f" or {NONE}" if self.optional else "")
 
     @property
@@ -139,10 +143,14 @@ class Rule:
         return f"{noun} above {low} and at most {high}" if self.above else f"{noun} from {low} to {high}"
 
     def _read_single(self, value: object) -> Any:
+        if isinstance(value, str) and not value:
+            raise ValueError("the text is empty")
         if self.type is bool and isinstance(value, str):
             value = SWITCHES.get(value.strip().lower())
         elif self.type is Path and isinstance(value, str):
-            return Path(value)
+            return Path(value).expanduser()
+        elif self.unit == TOKENS and isinstance(value, str) and value.strip()[-1:].lower() == "k":
+            value = 1024 * int(value.strip()[:-1])
         elif self.type in (int, float) and isinstance(value, str):  # YAML takes 1e-4, without a point, for a text
             value = duration(value) if self.unit == DURATION else self.type(value)
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
@@ -190,6 +198,15 @@ def duration(text: str) -> float:
     if not parts:
         raise ValueError(f"{text!r} is not a duration")
     return float(parts[1]) * SECONDS[parts[2]]
+
+
+def did_you_mean(word: str, names: Iterable[str], otherwise: str) -> str:
+    """Ask for the shortest names that have all parts of a word, else for the one spelt most like it, if one is."""
+    names = sorted({*names}, key=lambda name: (len(name), name))
+    parts = {*_PARTS.findall(word)}
+    near = [name for name in names if parts and parts <= {*_PARTS.findall(name)}][:2]
+    near = near or difflib.get_close_matches(word, names, n=1, cutoff=0.75)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def counted(count: int, noun: str) -> str:

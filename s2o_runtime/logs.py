@@ -38,12 +38,13 @@ def wants_json() -> bool:
     return os.environ.get(VARIABLE) == "json"
 
 
-def set_up(level: int, *, as_json: bool) -> None:
+def set_up(level: int, *, as_json: bool, program: str = "%(name)s") -> None:
     """Let this process's log go to standard error.
 
     Args:
         level: the lowest that is shown.
         as_json: as lines of JSON. The commands ask for it by setting S2O_LOG, so that `wants_json` knows it too.
+        program: what lines of text begin with; by default the logger's name.
 
     Raises:
         ConfigError: S2O_LOG has a value that is not known.
@@ -54,7 +55,7 @@ def set_up(level: int, *, as_json: bool) -> None:
     if as_json:
         os.environ[VARIABLE] = "json"
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if wants_json() else logging.Formatter("%(name)s: %(message)s"))
+    handler.setFormatter(JsonLines() if wants_json() else logging.Formatter(f"{program}: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 

@@ -28,7 +28,6 @@ from s2o_runtime.command_line import (
 from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from calibrate.pipeline import Result
     from calibrate.proof.state import Problem
 
 PROGRAM = "s2o-calibrate"
@@ -36,7 +35,7 @@ DOCTOR = "doctor"  # the one command beside calibrating: s2o-doctor
 FIRST = ("--model", "--prompts", "--lengths", "--budget-mse", "--budget-rel-mse", "--out", "--gpus", "--dry-run")
 EXAMPLES = (
     ("see whether this machine is ready", DOCTOR),
-    ("see the plan for a model, with every default", "--model qwen2.5-7b --dry-run"),
+    ("see the plan for a model on a GPU that is not here", "--model qwen2.5-7b --dry-run --target-gpu H100"),
     ("calibrate the demo model with the default budget", "--model demo"),
     (
         "calibrate for long prompts, within a KL of the predictions",
@@ -67,6 +66,7 @@ def parser() -> Parser:
     output = groups[OUTPUT]
     output.add_argument("--dry-run", action="store_true", help="print the plan and stop, with --json as JSON")
     output.add_argument("--yaml", action="store_true", help="with --dry-run: print the plan as a file for --recipe")
+    output.add_argument("--list-models", action="store_true", help="print the aliases of models and stop")
     add_output_flags(output)
     add_information(output)
     return out
@@ -84,6 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(flags: Flags) -> int:
     start = time.monotonic()
+    if "list_models" in flags:
+        from calibrate.model.models import ALIASES, in_full
+
+        if "json" in flags:
+            return print_json(ALIASES)
+        print("\n".join(map(in_full, ALIASES)))
+        return OK
     if "yaml" in flags and "dry_run" not in flags:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
@@ -95,18 +102,23 @@ def _run(flags: Flags) -> int:
 
     from calibrate.report.output import print_report
     from calibrate.report.page import patch_call
-    from calibrate.report.plan import plan
+    from calibrate.report.plan import busy_line, in_short, plan
+    from calibrate.report.sections import is_worthwhile
     from calibrate.tables import print_fields, print_lines, terminal
 
     console = terminal(stderr="json" in flags)
     plan_lines = plan(recipe, preflight, estimate, device, frozenset(options), rehearsed="dry_run" in flags)
     if "dry_run" in flags and "json" in flags:
         return print_json(plan_lines)
-    print_fields(plan_lines, console)
+    if "quiet" not in flags or "dry_run" in flags:
+        shown = plan_lines if "verbose" in flags else in_short(plan_lines, options)
+        print_fields(shown | busy_line(device), console)
     if "dry_run" in flags:
         return OK
     try:
-        result = finished(recipe, progress="quiet" not in flags, command=_command(), estimate=estimate)
+        result = finished(
+            recipe, progress="quiet" not in flags, command=shlex.join([PROGRAM, *sys.argv[1:]]), estimate=estimate
+        )
     except KeyboardInterrupt:
         if not recipe.journal_path.exists():
             raise
@@ -121,28 +133,22 @@ def _run(flags: Flags) -> int:
     else:
         print_report(result.report, console)
     if not result.written:
-        return failed(PROGRAM, NOT_PROVEN, _not_proven(result))
+        return failed(
+            PROGRAM,
+            NOT_PROVEN,
+            f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write "
+            "it all the same with --allow-regression",
+        )
     print_lines(
         [
             f"wrote {recipe.out} in {time.monotonic() - start:.0f} s",
             f"wrote the report {result.report_files[-1]}",
             f"look at it: s2o-profile show {shlex.quote(str(recipe.out))}",
-            f"deploy it: {patch_call(str(recipe.out))}",
+            *([f"deploy it: {patch_call(str(recipe.out))}"] if is_worthwhile(result.report) else []),
         ],
         console,
     )
     return OK
-
-
-def _command() -> str:
-    return shlex.join([PROGRAM, *sys.argv[1:]])
-
-
-def _not_proven(result: Result) -> str:
-    return (
-        f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write "
-        "it all the same with --allow-regression"
-    )
 
 
 def advice(problems: Sequence[Problem]) -> str:

@@ -21,8 +21,8 @@ Flags = Mapping[str, Any]  # the flags that were given, by their names with unde
 def add_output_flags(parser: argparse._ActionsContainer) -> None:
     """--json, --quiet, --verbose and --log-json, which every command that writes or measures has."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
-    parser.add_argument("--verbose", action="store_true", help="log decisions to standard error")
+    parser.add_argument("--quiet", action="store_true", help="no plan and no progress")
+    parser.add_argument("--verbose", action="store_true", help="log decisions to standard error, print the whole plan")
     parser.add_argument(
         "--log-json", action="store_true", help="log, progress and errors as JSON lines, as S2O_LOG=json"
     )
@@ -44,7 +44,7 @@ def run(program: str, flags: Flags, command: Callable[[Flags], int], if_interrup
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def within_resources() -> int:
-        set_up(level, as_json="log_json" in flags)
+        set_up(level, as_json="log_json" in flags, program=program)
         try:
             return command(flags)
         except OSError as error:

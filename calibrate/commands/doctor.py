@@ -42,7 +42,7 @@ def model_view(name: str, profile: Path | None) -> ModelView:
     from s2o_runtime.doctor.profile_check import ModelView
     from s2o_runtime.profile import load_profile
 
-    config = load_config(name)
+    config = load_config(name, random_weights=True)  # the sizes of an alias ship
     device, identity = named_device(None)
     lengths = DEFAULT_LENGTHS[identity.kind] if profile is None else load_profile(profile).lengths
     seen = preflight(name, config, device=device, lengths=lengths, random_weights=False)

@@ -12,7 +12,7 @@ from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.evaluation.plan import OPTIONS, OUTPUT, PROMPTS, TASKS, EvaluationPlan
 from calibrate.machine import check_writable, named_device, writing
 from calibrate.options import add_flags
-from calibrate.recipe import DEFAULT_LENGTHS
+from calibrate.recipe import DEFAULT_LENGTHS, check_limit
 from s2o_runtime.command_line import BAD_INPUT, INTERRUPTED, NO_RESOURCE, OK, Parser, add_information, exit_codes
 from s2o_runtime.errors import ConfigError
 
@@ -65,30 +65,35 @@ def _run(flags: Flags) -> int:
     draft = _draft(flags)
 
     from calibrate.model.models import load_config, load_tokenizer
+    from calibrate.profiles.stored import check_sizes
     from s2o_runtime.identity import geometry
     from s2o_runtime.layer_kinds import positions
     from s2o_runtime.profile import load_profile
 
-    for path in draft.profiles:
-        load_profile(path)  # a bad one is found before a large model is loaded
-    config = load_config(draft.model, random_weights=draft.random_weights, trust_remote_code=draft.trust_remote_code)
+    # the sizes and the tokenizer that ship suffice for a plan, unless it counts the tokens of the user's prompts
+    loading = draft.loading | {"random_weights": draft.random_weights or ("dry_run" in flags and not draft.prompts)}
+    profiles = {path: load_profile(path) for path in draft.profiles}  # a bad one is found before a model is loaded
+    config = load_config(draft.model, **{name: loading[name] for name in ("random_weights", "trust_remote_code")})
+    for path, profile in profiles.items():
+        check_sizes(profile, path, draft.model, geometry(config))
     device, identity = named_device(flags.get("device"))
     plan = _plan(flags, device=device, lengths=flags.get("lengths", DEFAULT_LENGTHS[identity.kind]))
     limit = positions(config)
-    plan.check_limit(limit)
+    check_limit(plan.lengths[-1], limit)
 
     from calibrate.evaluation import report, tasks
     from calibrate.evaluation.user_prompts import read_user_prompts
     from calibrate.tables import print_lines, terminal
 
-    tokenizer = load_tokenizer(plan.model, **plan.loading)
+    tokenizer = load_tokenizer(plan.model, **loading)
     tasks.check(plan, tokenizer)
     user_prompts = [] if plan.prompts is None else read_user_prompts(plan.prompts, tokenizer, limit)
     lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.cases(plan, user_prompts)))
     console = terminal(stderr="json" in flags)
     if "dry_run" in flags and "json" in flags:
         return print_json(lines)
-    report.print_plan(lines, console)
+    if "quiet" not in flags or "dry_run" in flags:
+        report.print_plan(lines, console)
     if "dry_run" in flags:
         return OK
     outcome = _measured(plan, user_prompts, progress="quiet" not in flags)

@@ -80,8 +80,8 @@ def parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
         for positional in positionals:
-            kind = str if positional in ("to", "source") else Path
-            added.add_argument(positional, metavar=positional.upper(), type=kind)
+            read = str if positional in ("to", "source") else _profile
+            added.add_argument(positional, metavar=positional.upper(), type=read)
         for option, default in options.items():
             replace(OPTIONS[option], default_text=default, required=not default).add_to(added)
         add_output_flags(added)
@@ -124,6 +124,19 @@ def _run(flags: Flags) -> int:
         raise InputError(
             f"{error.filename or 'a file'} cannot be written or read ({error.strerror}): check the path"
         ) from error
+
+
+def _profile(text: str) -> Path:
+    """The file of a profile, which may be called by the model's name where one that ships is of it."""
+    path = Path(text).expanduser()
+    if path.suffix or path.exists() or path.parent != Path():
+        return path
+    from s2o_runtime.profile.find import folders
+
+    found = [file for folder in folders() for file in sorted((folder / slug(text)).rglob("*.safetensors"))]
+    if len(found) > 1:
+        raise argparse.ArgumentTypeError(f"{text} has {len(found)} profiles: name one of {', '.join(map(str, found))}")
+    return found[0] if found else path
 
 
 def _head(text: str) -> tuple[int, int]:

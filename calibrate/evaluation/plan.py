@@ -12,7 +12,7 @@ from calibrate.options import option, options_of, shared
 from calibrate.prompts.facts import FACTS, MOST
 from calibrate.recipe import OPTIONS as CALIBRATION
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.fields import Rule
+from s2o_runtime.fields import TOKENS, Rule
 
 PROMPTS = "prompts"  # the task of the user's own file
 RETRIEVAL = tuple(FACTS)
@@ -41,7 +41,7 @@ class EvaluationPlan:
         example="evaluations/demo",
     )
     lengths: tuple[int, ...] = shared(
-        CALIBRATION["lengths"], rule=Rule(int, SHORTEST, unit="tokens", many=True), help="prompt lengths", group=INPUT
+        CALIBRATION["lengths"], rule=Rule(int, SHORTEST, unit=TOKENS, many=True), help="prompt lengths", group=INPUT
     )
     tasks: tuple[str, ...] = option(
         Rule(str, allowed=(*TASKS, PROMPTS), many=True),
@@ -129,11 +129,6 @@ class EvaluationPlan:
             if not path.is_file():
                 raise ConfigError(f"prompt file {path} does not exist: check the path")
         return self
-
-    def check_limit(self, limit: int) -> None:
-        """Raises ConfigError if a length is beyond what the model can read."""
-        if self.lengths[-1] > limit:
-            raise ConfigError(f"length {self.lengths[-1]} is beyond the model's limit of {limit}: use a shorter one")
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON."""

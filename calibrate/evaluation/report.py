@@ -13,6 +13,7 @@ from rich.console import Console
 from calibrate.evaluation.plan import PROMPTS, EvaluationPlan
 from calibrate.evaluation.quality_plots import pictures
 from calibrate.evaluation.results import DENSE_CAN, Row, Summary
+from calibrate.model.models import in_full
 from calibrate.report.shown import times
 from calibrate.tables import Table, bullets, escaped, formatted, markdown, print_fields, print_lines, print_table
 from s2o_runtime.fields import counted
@@ -40,7 +41,7 @@ TASK_NAMES = {
 def plan_lines(plan: EvaluationPlan, architecture: str, device: str, prompts: int) -> dict[str, Any]:
     """Every choice of a run, as JSON. prompts: how many each variant reads."""
     return {
-        "model": plan.model,
+        "model": in_full(plan.model),
         "architecture": architecture,
         "weights": "random" if plan.random_weights else "the model's",
         "tokenizer": plan.tokenizer or "the model's",

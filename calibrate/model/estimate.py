@@ -178,8 +178,9 @@ class ModelSizes:
     resident: bool
 
     @classmethod
-    def of(cls, model: Any, device: str) -> ModelSizes:
-        """The sizes of a transformers model, or of its skeleton, and whether it is going to stay on a torch device."""
+    def of(cls, model: Any, device: str, memory: int = 0) -> ModelSizes:
+        """The sizes of a transformers model, or of its skeleton, and whether it is going to stay on a torch device, or
+        on a GPU elsewhere with so many bytes of memory."""
         config = text_config(model.config)
         layers = decoder_layers(model)
         experts = max((int(getattr(config, name, 0) or 0) for name in ("num_experts", "num_local_experts")), default=0)
@@ -199,7 +200,7 @@ class ModelSizes:
             hidden=int(config.hidden_size),
             intermediate=int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size),
             vocabulary=int(config.vocab_size),
-            resident=stays_resident(parameters * number_width(device), torch.device(device)),
+            resident=stays_resident(parameters * number_width(device), torch.device(device), memory),
         )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from calibrate.model import models
 from calibrate.model.weights import (
     INDEX,
     SINGLE,
@@ -29,6 +28,7 @@ from calibrate.model.weights import (
     streaming_obstacle,
 )
 from s2o_runtime.errors import ModelError, ResourceError, first_line
+from s2o_runtime.fields import did_you_mean
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config
 
@@ -50,7 +50,7 @@ def check_packages(name: str) -> None:
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise ResourceError(
             f"model {name!r} is a GGUF file, and {' and '.join(missing)}, which it is read with, cannot be imported: "
-            "pip install 's2o[gguf]'"
+            "in the clone, pip install '.[gguf]'"
         )
 
 
@@ -139,24 +139,38 @@ def resolve(name: str) -> str:
     """
     if name in ALIASES:
         return ALIASES[name]
-    if Path(name).suffix == models.SUFFIX and Path(name).is_file():
+    name = _existing(name)
+    if Path(name).is_file():
+        if Path(name).suffix != SUFFIX:
+            raise ModelError(f"model {name} is a file that is no GGUF file: give a folder, a GGUF file or a hub id")
         return name
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ModelError(f"folder {name} holds no config.json: give a folder that transformers can load")
         return name
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
+    if (name.count("/") == 1 and not name.endswith("/")) or (name.endswith(SUFFIX) and name.count("/") >= 2):
         return name
-    if name.endswith(models.SUFFIX) and name.count("/") >= 2 and not name.startswith((".", "/", "~")):
-        return name
-    near = difflib.get_close_matches(name, ALIASES, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(ALIASES)}."
+    hint = did_you_mean(name, ALIASES, "s2o-calibrate --list-models lists the aliases.")
     raise ModelError(f"model {name!r} is not known: {hint} A local folder or a hub id (org/name) works too")
+
+
+def _existing(name: str) -> str:
+    """The name with its ~ expanded. Raises ModelError for what is written as a path where nothing is."""
+    path = os.path.expanduser(name)
+    is_path = name.startswith((".", "/", "~")) or (name.count("/") > 1 and not name.endswith(SUFFIX))
+    if is_path and not os.path.exists(path):
+        raise ModelError(f"{name} does not exist: check the path, or give a hub id (org/name)")
+    return path
+
+
+def in_full(name: str) -> str:
+    """A model's name, and behind an alias the hub id that it stands for; the demo model comes with the package."""
+    return f"{name} = {ALIASES[name]}" if name in ALIASES and name != "demo" else name
 
 
 def is_gguf(name: str) -> bool:
     """Whether a name is that of a GGUF file, here or on the Hub."""
-    return name.endswith(models.SUFFIX) and not Path(name).is_dir()
+    return name.endswith(SUFFIX) and not Path(name).is_dir()
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
@@ -187,7 +201,7 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     shipped = shipped_sizes(name) if random_weights else None
     source, options = (str(shipped), {}) if shipped else _source(name)
     if options:
-        models.check_packages(name)
+        check_packages(name)
     with _loading(name, source):
         _ask_hub(source, options.get("gguf_file", "config.json"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
@@ -220,7 +234,7 @@ def load_tokenizer(
 def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, own: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    source, options = _source(name) if own is None else (ALIASES.get(own, own), {})
+    source, options = _source(name) if own is None else (_existing(ALIASES.get(own, own)), {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         problem = _unreadable(tokenizer)
@@ -232,7 +246,7 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
         if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
             problem = f"its files are missing: {TOKENIZER_FILES}"
     if problem is None:
-        if is_gguf(name) and not random_weights and (wrong := models.wrong_tokens(tokenizer, _vocabulary(name))):
+        if is_gguf(name) and not random_weights and (wrong := wrong_tokens(tokenizer, _vocabulary(name))):
             raise ModelError(
                 f"the tokenizer that transformers {'makes' if own is None else 'loads'} for {name!r} is not the "
                 f"file's: {wrong}; give --tokenizer and the folder of the model that the file was made of"
@@ -247,13 +261,13 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
 _read_once = lru_cache(maxsize=1)(_read_tokenizer)
 
 
-def _vocabulary(name: str) -> models.Vocabulary:
+def _vocabulary(name: str) -> Vocabulary:
     """What a GGUF file says of its tokens."""
     from transformers.utils.hub import cached_file
 
     source, options = _source(name)
     with _loading(name, source):
-        return models.read_vocabulary(Path(cached_file(source, options["gguf_file"])))
+        return read_vocabulary(Path(cached_file(source, options["gguf_file"])))
 
 
 def _unreadable(tokenizer: Any) -> str | None:

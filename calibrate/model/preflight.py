@@ -47,8 +47,8 @@ class Preflight(NamedTuple):
 
 
 def preflight(
-    name: str, config: Any, *, device: str, lengths: Sequence[int], random_weights: bool
-) -> Preflight:  # fmt: skip
+    name: str, config: Any, *, device: str, lengths: Sequence[int], random_weights: bool, memory: int = 0
+) -> Preflight:
     """What a calibration will find, by the model's configuration alone.
 
     Args:
@@ -57,12 +57,13 @@ def preflight(
         device: the torch device that it will run on.
         lengths: prompt lengths in tokens.
         random_weights: whether weights are drawn.
+        memory: bytes of a GPU that is not here, which a plan is for.
 
     Raises:
         ModelError: S2O cannot do the attention of a layer, or transformers cannot make the model.
     """
     model = check_served(config)
-    sizes = ModelSizes.of(model, device)
+    sizes = ModelSizes.of(model, device, memory)
     return Preflight(
         geometry(config),
         served_layers(config),

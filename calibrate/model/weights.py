@@ -257,14 +257,14 @@ class InMemory:
         """Nothing to do either."""
 
 
-def stays_resident(weights: int, device: torch.device) -> bool:
+def stays_resident(weights: int, device: torch.device, elsewhere: int = 0) -> bool:
     """Whether a whole model stays on the device: its bytes are at most a quarter of the memory.
 
     On a GPU that is a quarter of the free memory; on a CPU of all memory, because there the file cache counts as used.
-    GPUs elsewhere, which a host without any asks for a plan of, are taken to have `ELSEWHERE`.
+    A GPU elsewhere, which a plan is for, has so many bytes; where that is not known, `ELSEWHERE`.
     """
-    if device.type == "cuda" and not torch.cuda.is_available():
-        memory = ELSEWHERE
+    if elsewhere or (device.type == "cuda" and not torch.cuda.is_available()):
+        memory = elsewhere or ELSEWHERE
     elif device.type == "cuda":
         memory, _ = torch.cuda.mem_get_info(device)
     else:

@@ -15,6 +15,7 @@ from calibrate.journal import Journal
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.recipe import DEFAULT_CEILING, Recipe
 from s2o_runtime.errors import InputError
+from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 
 
@@ -85,6 +86,12 @@ def recipe_of(profile: Profile, path: Path) -> Recipe:
             "use a profile that this version of s2o-calibrate wrote"
         ) from error
     return recipe
+
+
+def check_sizes(profile: Profile, path: Path, model: str, geometry: Geometry) -> None:
+    """Raise InputError if a model, by its name and sizes, is not one that a profile was calibrated for."""
+    if difference := geometry.difference(profile.geometry):
+        raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
 
 
 def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str) -> StoredCurves:

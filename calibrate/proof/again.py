@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from calibrate.model.models import LoadedModel, load
-from calibrate.profiles.stored import recipe_of
+from calibrate.model.models import LoadedModel, load, load_config
+from calibrate.profiles.stored import check_sizes, recipe_of
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import kl_over_budget, lost_needles, over_limit
@@ -27,7 +27,7 @@ from calibrate.proof.verify import LayerProof, LengthProof, Progress, prove
 from calibrate.recipe import OPTIONS, Recipe
 from s2o_runtime.errors import InputError
 from s2o_runtime.fields import counted
-from s2o_runtime.identity import fingerprint_mismatch
+from s2o_runtime.identity import fingerprint_mismatch, geometry
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.device_fit import fitted
 from s2o_runtime.profile.record import CertifiedLength, CertifiedRetrieval
@@ -87,9 +87,9 @@ def opened(
     profile, rejected = fitted(profile, torch.device(device))
     if rejected is not None:
         raise InputError(f"{path} cannot be proven here: {rejected}")
+    config = load_config(model, random_weights=True, trust_remote_code=trust_remote_code)  # an alias's sizes ship
+    check_sizes(profile, path, model, geometry(config))
     loaded = load(model, device, seed=recipe.seed, **recipe.loading)
-    if difference := loaded.geometry.difference(profile.geometry):
-        raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
         raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
     return Opened(profile, recipe, loaded, prompts)

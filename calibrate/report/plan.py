@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Mapping
+
+import torch
+
 from calibrate.model.estimate import GIB, Estimate
-from calibrate.model.models import shipped_sizes
+from calibrate.model.models import in_full, shipped_sizes
 from calibrate.model.preflight import Preflight
 from calibrate.progress import duration
 from calibrate.recipe import OPTIONS, WORKERS, Recipe
 from s2o_runtime.devices import DeviceIdentity
 
+FIRST = ("model", "takes", "memory", "runs on", "budget", "lengths", "layers", "out")  # without --verbose
 NOT_WORTH_SAYING = 0.05  # of a run's time: a phase that takes less is not named
 
 
@@ -41,12 +47,11 @@ def plan(
         rehearsed: whether nothing is going to run, so that an alias has the sizes that ship.
 
     Returns:
-        The lines' texts by their names.
+        The lines' texts by their names, those of `FIRST` before the others.
     """
     given_labels = {OPTIONS[name].label for name in given}
-    lines = {
-        label: line + (" (given)" if label in given_labels else "") for label, line in option_lines(recipe).items()
-    }
+    lines = option_lines(recipe) | {"model": in_full(recipe.model)}
+    lines = {label: line + (" (given)" if label in given_labels else "") for label, line in lines.items()}
     derived = {
         "architecture": str(preflight.geometry),
         "layers": preflight.layers,
@@ -60,7 +65,23 @@ def plan(
     }
     if (rehearsed or recipe.random_weights) and shipped_sizes(recipe.model):
         derived = {"sizes": "sizes of the alias, as they ship; nothing was asked of the Hub"} | derived
-    return {"model": lines["model"]} | derived | lines
+    lines = derived | lines
+    return {name: lines[name] for name in dict.fromkeys((*FIRST, *lines)) if name in lines}
+
+
+def in_short(lines: Mapping[str, str], given: Collection[str]) -> dict[str, str]:
+    """The lines of a plan that a user needs first, and those of the options that were given."""
+    shown = {*FIRST, *(OPTIONS[name].label for name in given)}
+    return {name: line for name, line in lines.items() if name in shown}
+
+
+def busy_line(device: DeviceIdentity) -> dict[str, str]:
+    """A line that says what to do where others use the cores of a CPU that a run is for; empty if they do not."""
+    cores, threads, load = os.cpu_count() or 1, torch.get_num_threads(), os.getloadavg()[0]
+    if device.kind != "cpu" or load + threads < cores + 1:
+        return {}
+    advice = "set OMP_NUM_THREADS=1, because threads wait for one another" if threads > 1 else "it takes longer"
+    return {"busy": f"{cores} cores have a load of {load:.1f}: {advice}"}
 
 
 def _takes(estimate: Estimate) -> str:

@@ -18,6 +18,7 @@ BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
 WORTHWHILE = 1.05  # times dense's speed
+CPU_NOTE = " (plain torch: no measure of a GPU)"
 GAIN_MORE = "Allow more error, or calibrate for longer prompts (--lengths)."
 SHOWN_REASON = 110  # characters of a failed trial's reason; the JSON file has all of them
 
@@ -27,26 +28,41 @@ def gain(report: Report) -> str:
 
     Prefill is measured on a GPU; elsewhere attention's time is predicted, at the lengths that are calibrated.
     """
-    layers = [layer for length in report.lengths for layer in length.layers]
-    sparse = {layer.layer for layer in layers if layer.representatives or layer.linear_tails}
-    total = counted(len({layer.layer for layer in layers}), "full-attention layer")
-    if not sparse:
+    total, sparse = len(report.layer_numbers), _sparse_layers(report)
+    if not any(sparse.values()):
+        layers = [layer for length in report.lengths for layer in length.layers]
         reasons = Counter(layer.why_dense for layer in layers if layer.why_dense).most_common()
         shown = [f"{reason} ({count}x)" for reason, count in reasons[:SHOWN_REASONS]]
         shown += [f"{len(reasons) - SHOWN_REASONS} more below"] if len(reasons) > SHOWN_REASONS else []
-        return f"S2O runs in none of {total}, so nothing is gained: {'; '.join(shown)}. {GAIN_MORE}"
-    measured = all(length.attention_seconds is not None for length in report.lengths)
-    ratios = {
-        length.length: ratio(length.dense_prefill_seconds, length.prefill_seconds)
-        if measured
-        else ratio(1.0, length.cost)
+        none_of = counted(total, "full-attention layer")
+        return f"S2O runs in none of {none_of}, so nothing is gained: {'; '.join(shown)}. {GAIN_MORE}"
+    where = ", ".join(f"{count} of {total} at {length}" for length, count in sparse.items())
+    ratios, how = _speedups(report)
+    gains = ", ".join(f"{gained:.2f}x at {length}" for length, gained in ratios.items() if gained)
+    text = f"Full-attention layers that run S2O: {where} tokens; {how.format(gains)}; {_kept(report)}."
+    return text if is_worthwhile(report) else f"{text} That is hardly worth deploying. {GAIN_MORE}"
+
+
+def is_worthwhile(report: Report) -> bool:
+    """Whether a profile gains so much at any length that it is worth deploying."""
+    ratios, _ = _speedups(report)
+    return any(_sparse_layers(report).values()) and max(filter(None, ratios.values()), default=1.0) >= WORTHWHILE
+
+
+def _sparse_layers(report: Report) -> dict[int, int]:
+    """How many layers run S2O, by length."""
+    return {
+        length.length: sum(bool(layer.representatives or layer.linear_tails) for layer in length.layers)
         for length in report.lengths
     }
-    gains = ", ".join(f"{gained:.2f}x at {length}" for length, gained in ratios.items() if gained)
-    what, how = ("prefill", "") if measured else ("attention", " (predicted)")
-    text = f"S2O runs in {len(sparse)} of {total}; {what} speedup {gains} tokens{how}; {_kept(report)}."
-    poor = max(filter(None, ratios.values()), default=1.0) < WORTHWHILE
-    return f"{text} That is hardly worth deploying. {GAIN_MORE}" if poor else text
+
+
+def _speedups(report: Report) -> tuple[dict[int, float | None], str]:
+    """Times dense's speed by length, and a sentence for them: measured of the prefill, else predicted of attention."""
+    if all(length.attention_seconds is not None for length in report.lengths):
+        measured = {one.length: ratio(one.dense_prefill_seconds, one.prefill_seconds) for one in report.lengths}
+        return measured, "prefill speedup {} tokens"
+    return {one.length: ratio(1.0, one.cost) for one in report.lengths}, "attention speedup {} tokens (predicted)"
 
 
 def _kept(report: Report) -> str:
@@ -137,7 +153,8 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
     speedup = _speedup(length.dense_prefill_seconds, length.prefill_seconds)
     notes = [
         f"prefill of {length.length} tokens on {report.device}: {length.prefill_seconds * 1e3:.1f} ms, "
-        f"dense {length.dense_prefill_seconds * 1e3:.1f} ms ({speedup})",
+        f"dense {length.dense_prefill_seconds * 1e3:.1f} ms ({speedup})"
+        + (CPU_NOTE if length.attention_seconds is None else ""),
         f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
         + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
     ]

@@ -27,6 +27,7 @@ def summary_parts(profile: Profile) -> Iterator[Table | str]:
     if contents["retiled"]:
         yield contents["retiled"]
     yield Table(COLUMNS, [length_cells(row) for row in contents["lengths"]])
+    yield "tau: a head stops visiting keys once the rest would add less than this to its denominator; more skips more"
     yield f"prompts below {profile.min_length} tokens stay dense"
 
 

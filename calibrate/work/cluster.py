@@ -38,7 +38,7 @@ try:
     import dask
     from distributed import Client, KilledWorker, SpecCluster, WorkerPlugin, get_worker, wait
 except ImportError as error:
-    raise ResourceError("--gpus and --scheduler need dask.distributed: pip install 's2o[distributed]'") from error
+    raise ResourceError("--gpus and --scheduler need Dask: in the clone, pip install '.[distributed]'") from error
 
 ATTEMPTS = 3  # of an item, whether it raised or its worker was lost
 POLL = 0.5  # seconds between two looks at which workers there are

@@ -64,7 +64,7 @@ def _automatic(call: Call, kernel_obstacle: str | None) -> BackendChoice:
     if reason := why_dense(call.config, call.shape, capability(call.q.device)):
         return BackendChoice("dense", reason)
     if on_cpu:
-        return BackendChoice("reference", "the tensors are on the cpu, the kernel needs a GPU")
+        return BackendChoice("reference", "reference backend, no GPU")
     if kernel_obstacle is None:
         return BackendChoice("triton", "the kernel supports this call")
     return BackendChoice("dense", kernel_obstacle)

@@ -21,7 +21,7 @@ from s2o_runtime.command_line import (
 )
 from s2o_runtime.command_line import exit_code as run_command
 from s2o_runtime.doctor import findings
-from s2o_runtime.doctor.environment import environment
+from s2o_runtime.doctor.environment import environment, variables
 from s2o_runtime.doctor.findings import Finding, Section
 from s2o_runtime.errors import S2OError
 from s2o_runtime.logs import set_up
@@ -97,17 +97,19 @@ def examine(
         device: a torch device; by default a GPU if there is one.
         view_of: as for `main`.
     """
-    sections = [Section("environment", environment(wants_gpu=device != "cpu"))]
-    if any(one.name == "torch" and one.code for one in sections[0].findings):
-        return sections  # nothing else can be looked at
+    installed = environment(wants_gpu=device != "cpu")
+    if any(one.name == "torch" and one.code for one in installed):
+        return [Section("environment", installed)]  # nothing else can be looked at
+    sections = [Section("environment", [*installed, *variables()])]
 
-    from s2o_runtime.doctor.devices import chosen_device, device_findings
+    from s2o_runtime.devices import named_device
+    from s2o_runtime.doctor.devices import device_findings
     from s2o_runtime.doctor.self_test import self_test
 
-    where, missing = chosen_device(device)
-    if where is None:
-        assert missing is not None
-        return [*sections, Section("device", [missing])]
+    try:
+        where = named_device(device)
+    except S2OError as error:
+        return [*sections, Section("device", [Finding("device", str(device), str(error), failure_code(error))])]
     sections.append(Section("device", device_findings(where)))
     sections.append(Section("self-test", self_test(where)))
 

@@ -4,31 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE
+from s2o_runtime.command_line import NO_RESOURCE
 from s2o_runtime.devices import fit, identify, interpreted
 from s2o_runtime.doctor.findings import Finding
 
 GIB = 1 << 30
-
-
-def chosen_device(name: str | None) -> tuple[torch.device | None, Finding | None]:
-    """The device to examine, by default a GPU if there is one; None with a finding if it is not here.
-
-    Args:
-        name: such as "cuda:1" or "cpu".
-    """
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        return None, Finding("device", repr(name), "it is not known: use cuda, cuda:N or cpu", BAD_INPUT)
-    if device.type not in ("cuda", "cpu"):
-        return None, Finding("device", str(device), "it is not supported: use cuda or cpu", BAD_INPUT)
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        return None, Finding(
-            "device", str(device), f"it is not here ({count} GPUs found): use --device cpu", NO_RESOURCE
-        )
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device, None
 
 
 def device_findings(device: torch.device) -> list[Finding]:

@@ -11,14 +11,16 @@ import platform
 import re
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from s2o_runtime.command_line import NO_RESOURCE, OK
+from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.doctor.findings import Finding
+from s2o_runtime.errors import S2OError
+from s2o_runtime.fields import did_you_mean
 from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.sglang import compat as sglang_compat
 from s2o_runtime.sglang.compat import SglangInterface
@@ -27,21 +29,17 @@ from s2o_runtime.vllm import compat as vllm_compat
 from s2o_runtime.vllm.compat import VllmInterface
 
 DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
-VARIABLES = (
-    "S2O_PROFILE", "S2O_PROFILES", "S2O_SETTINGS", "S2O_BEYOND", "S2O_DRIFT", "S2O_LOG", "S2O_VLLM_CPU",
-    "TRITON_INTERPRET",
-)  # fmt: skip
 MISSING = {  # what is said of a package that is not installed, and the exit code that it asks for
     "torch": ("install it first: pip install torch", NO_RESOURCE),
     "triton": ("the kernels need it, and Linux; on a CPU S2O runs in plain torch without it", OK),
-    "transformers": ("patching a model needs it: pip install 's2o[calibrate]'", OK),
+    "transformers": ("patching a model needs it: in the clone, pip install '.[calibrate]'", OK),
 }
 COMPILERS = ("gcc", "clang", "cc")
 PLUGIN = "s2o"  # the name of S2O's entry points
 
 
 def environment(*, wants_gpu: bool = True) -> list[Finding]:
-    """S2O, Python, torch, Triton, the driver, transformers, vLLM, SGLang and the variables that S2O reads.
+    """S2O, Python, torch, Triton, the driver, transformers, vLLM and SGLang.
 
     Args:
         wants_gpu: whether a driver that torch cannot use is a problem; it is a note for a user who asks for the CPU.
@@ -55,8 +53,31 @@ def environment(*, wants_gpu: bool = True) -> list[Finding]:
         *driver(wants_gpu=wants_gpu),
         installation("transformers"),
         *map(server_installation, SERVERS),
-        *(Finding("variable", f"{name}={os.environ[name]}") for name in VARIABLES if os.environ.get(name)),
     ]
+
+
+def variables() -> Iterator[Finding]:
+    """The variables that are set for S2O, with a problem for one whose value is refused or that nothing reads."""
+    from s2o_runtime.huggingface.environment import beyond, drift  # imports torch
+    from s2o_runtime.profile import load_profile
+    from s2o_runtime.profile.find import folders
+    from s2o_runtime.sglang.engine import settings_of_environment
+
+    read: dict[str, Callable[[], object]] = {
+        "S2O_PROFILE": lambda: load_profile(os.environ["S2O_PROFILE"]).check_trained(),
+        "S2O_PROFILES": folders,
+        "S2O_SETTINGS": settings_of_environment,
+        "S2O_BEYOND": beyond,
+        "S2O_DRIFT": drift,
+        **dict.fromkeys(("S2O_LOG", "S2O_EXPLAIN", "S2O_STARTED", "S2O_VLLM_CPU", "TRITON_INTERPRET"), bool),
+    }
+    for name in sorted(name for name in os.environ if os.environ[name] and (name in read or name.startswith("S2O_"))):
+        advice = "" if name in read else f"nothing reads it: {did_you_mean(name, read, 'unset it')}"
+        try:
+            read.get(name, bool)()
+        except S2OError as error:
+            advice = str(error)
+        yield Finding("variable", f"{name}={os.environ[name]}", advice, BAD_INPUT if advice else OK)
 
 
 def installation(package: str) -> Finding:

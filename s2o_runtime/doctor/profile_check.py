@@ -55,8 +55,10 @@ def model_view(name: str) -> ModelView:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ResourceError(f"--model needs transformers ({error}): pip install 's2o[calibrate]'") from error
-    if "/" not in name and not Path(name).is_dir():
+        raise ResourceError(
+            f"--model needs transformers ({error}): in the clone, pip install '.[calibrate]'"
+        ) from error
+    if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith(("/", ".", "~"))):
         raise ModelError(
             f"model {name!r} is neither a folder nor a hub id (org/name): give one, or an alias such as demo to "
             "s2o-doctor"

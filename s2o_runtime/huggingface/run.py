@@ -41,14 +41,14 @@ def parser() -> Parser:
     )
     out.add_argument(
         "--beyond",
-        metavar="dense|warn|s2o",
+        choices=("dense", "warn", "s2o"),
         help="what prompts of more than 1.5 times the longest calibrated length run; default: S2O_BEYOND, or dense",
     )
     out.add_argument(
         "--drift",
-        metavar="off|warn|dense",
-        help="what happens when a layer's sampled errors are past what the profile allows; default: S2O_DRIFT, or warn "
-        "if the profile says what it allows",
+        choices=("auto", "off", "warn", "dense"),
+        help="what happens when a layer's sampled errors are past what the profile allows; default: S2O_DRIFT, or "
+        "auto: warn if the profile says what it allows",
     )
     out.add_argument("--explain", action="store_true", help="print what every layer did when a process ends")
     add_information(out)

@@ -49,6 +49,10 @@ from s2o_runtime.version import __version__
 SCHEMA = 8  # of what is written
 SCHEMAS = (6, 7, 8)  # that are read; in schema 6 tiles have no `tail_keys`, which counts as not measured
 WITHDRAWN = "what a certificate of a version before said: it claimed more than it had shown, so calibrate again"
+JSON_TYPES = {
+    int: "an integer", float: "a number", str: "a string", bool: "a boolean", list: "a list", dict: "an object",
+    type(None): "null",
+}  # fmt: skip
 METADATA_KEY = "s2o_profile"
 MAX_BYTES = 32 << 20
 MAX_DOCUMENT = 4 << 20  # characters
@@ -258,7 +262,7 @@ def _document(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"its document is not valid JSON ({error}): it is damaged or foreign") from error
     if not isinstance(document, dict):
-        raise ProfileError(f"its document is a {type(document).__name__}: expected an object")
+        raise ProfileError(f"its document is {JSON_TYPES[type(document)]}: expected an object")
     _check_values(document)
     return document
 
@@ -420,8 +424,8 @@ def _with_other_layers(geometry: Geometry, model: dict[str, Any]) -> Geometry:
 def _field(document: dict[str, Any], name: str, expected: type, parent: str = "") -> Any:
     value = document.get(name)
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        wrong = "is missing" if name not in document else f"is a {type(value).__name__}"
-        raise ProfileError(f"field {parent}{name} {wrong}: expected a {expected.__name__}")
+        wrong = "is missing" if name not in document else f"is {JSON_TYPES[type(value)]}"
+        raise ProfileError(f"field {parent}{name} {wrong}: expected {JSON_TYPES[expected]}")
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import get_args, get_origin
 
-from calibrate.options import Option
+from calibrate.options import Option, flag
 from calibrate.tables import Markup, Table, markdown
 from s2o_runtime.command_line import EXIT_CODES
 from s2o_runtime.profile.record import FieldFormat, Part, Record
@@ -23,10 +23,16 @@ def options(stated: Mapping[str, Option]) -> str:
         groups.setdefault(option.group, []).append(option)
     parts = []
     for group, members in groups.items():
-        rows = [(Markup(f"`{option.flag}`"), str(option.rule), option.shown_default, option.help) for option in members]
+        rows = [(flags(option), str(option.rule), option.shown_default, option.help) for option in members]
         parts.append(f"**{group[0].upper()}{group[1:]}**")
         parts.append(markdown(Table(("option", "value", "default", "what it is"), rows, align="l")))
     return "\n\n".join(parts)
+
+
+def flags(option: Option) -> Markup:
+    """Return the flag, and beside that of a switch the one that turns it off."""
+    is_switch = option.rule.type is bool and not option.rule.many
+    return Markup(f"`{option.flag}`" + f", `{flag(f'no_{option.name}')}`" * is_switch)
 
 
 def codes() -> str:

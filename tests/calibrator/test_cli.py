@@ -8,17 +8,22 @@ import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from calibrate import pipeline
+from calibrate.commands import calibrate as commands
 from calibrate.commands.calibrate import main
+from calibrate.model.models import ALIASES
 from calibrate.proof import verify
 from calibrate.proof.verify import prove
+from calibrate.report import output, sections
 from s2o_runtime import load_profile
 from support.models import SIZES
+from support.pages import ROOT
 from support.processes import called, refusal
 
 GOOD = ["--model", "demo", "--budget-mse", "1e-4", "--lengths", "512", "--device", "cpu"]
@@ -89,11 +94,64 @@ def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
     assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite"
     assert (plan["representatives"], plan["grains"]) == ("1, 16", "4")
     assert plan["num prompts"] == "5 of each length"
-    text = command(*GOOD, "--dry-run", "--representatives", "8,1", "--num-held-out", 1).stdout
-    assert "representatives     1, 8 (given)\n" in text
-    assert "num held out        1 of each length (given)\n" in text
+    given = [*GOOD, "--dry-run", "--representatives", "8,1", "--num-held-out", 1]
+    text = re.sub(" +", " ", command(*given, "--verbose").stdout)
+    for line in ("representatives 1, 8 (given)", "num held out 1 of each length (given)", "grains 4", "trials 16 for"):
+        assert f"\n{line}" in text
     assert "8 query heads, 2 KV heads, head dim 128\n" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_begins_with_what_a_newcomer_needs_and_what_was_given(command):
+    """The rest is said with --verbose, and all of it in JSON."""
+    first = ["model", "takes", "memory", "runs on", "budget", "lengths", "layers", "out"]
+    lines = command(*GOOD, "--seed", 3, "--dry-run").stdout.splitlines()
+    assert [re.split("  +", line)[0] for line in lines if not line.startswith("busy")] == [*first, "seed", "device"]
+    plan = json.loads(command(*GOOD, "--seed", 3, "--dry-run", "--json").stdout)
+    assert list(plan)[:8] == first
+    assert len(plan) > 30
+    assert all(f"{plan[name]}\n" in "\n".join([*lines, ""]) for name in first)
+
+
+@pytest.mark.parametrize(("load", "threads", "said"), [
+    (6.0, 2, "2 cores have a load of 6.0: set OMP_NUM_THREADS=1"), (6.0, 1, "load of 6.0: it takes longer"),
+    (0.2, 2, ""), (0.9, 1, ""),
+])  # fmt: skip
+def test_the_plan_says_when_others_use_the_cores(load, threads, said, command, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    busy = [line for line in command(*GOOD, "--dry-run").stdout.splitlines() if line.startswith("busy ")]
+    assert bool(busy) == bool(said)
+    assert all(said in line for line in busy)
+
+
+def test_a_quiet_run_prints_no_plan(command, monkeypatch):
+    monkeypatch.setattr(pipeline, "calibrate", interrupted)
+    for flags, shown in ((["--quiet"], False), ([], True)):
+        assert ("runs on" in command(*GOOD, "--out", "p.safetensors", *flags).stdout) == shown
+
+
+@pytest.mark.parametrize("worthwhile", [True, False])
+def test_only_what_gains_something_is_said_to_be_deployed(worthwhile, command, monkeypatch):
+    finished = SimpleNamespace(report="the report", written=True, report_files=[Path("p.report.html")])
+    monkeypatch.setattr(commands, "finished", lambda *_, **__: finished)
+    monkeypatch.setattr(output, "print_report", lambda report, console: None)
+    monkeypatch.setattr(sections, "is_worthwhile", lambda report: (report, worthwhile) == ("the report", True))
+    printed = command(*GOOD, "--out", "p.safetensors").stdout
+    assert "wrote p.safetensors in " in printed
+    assert ("deploy it: s2o_runtime.patch(" in printed) == worthwhile
+
+
+def test_aliases_are_listed_as_in_the_page(command):
+    lines = command("--list-models").stdout.splitlines()
+    assert "qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct" in lines
+    assert lines[0] == "demo"
+    assert json.loads(command("--list-models", "--json").stdout) == ALIASES
+    table = (ROOT / "docs" / "models.md").read_text().partition("## Aliases")[2].partition("## ")[0]
+    rows = re.findall(r"^\| `(.*)` \| (.*) \|$", table, re.MULTILINE)
+    assert dict(rows) == ALIASES | {"demo": "the demo model, in `calibrate/demo/model`"}
+    assert [name for name, _ in rows] == list(ALIASES)
 
 
 def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, tmp_path):
@@ -188,6 +246,13 @@ def test_a_bug_is_not_taken_for_a_full_disk():
 # of values that no option takes, test_recipe.py has the rest
 BAD_INPUT = [
     ("--model", "qwen2.5-7bb", "model 'qwen2.5-7bb' is not known: did you mean qwen2.5-7b"),
+    ("--model", "qwen3-8b", "model 'qwen3-8b' is not known: s2o-calibrate --list-models lists the aliases"),
+    ("--model", "", "argument --model: '': expected a name, such as demo"),
+    ("--model", "./nope", "./nope does not exist: check the path"),
+    ("--model", "~/nope", "~/nope does not exist: check the path"),
+    ("--model", "some/where/nope", "some/where/nope does not exist: check the path"),
+    ("--model", "bad.jsonl", "model bad.jsonl is a file that is no GGUF file: give a folder"),
+    ("--tokenizer", "/nope", "/nope does not exist: check the path"),
     ("--model", "zzz", "A local folder or a hub id (org/name) works too"),
     ("--model", ".", "folder . holds no config.json"),
     ("--model", "WINDOWS", "has no layer of full_attention, only 2 of sliding_attention"),
@@ -203,14 +268,17 @@ BAD_INPUT = [
     ("--ceiling-rel-mse", "-1", "ceiling_rel_mse is -1.0: expected a number from 0 to 1 or none, such as 1e-2"),
     ("--ceiling-rel-mse", "nan", "ceiling_rel_mse is nan: expected a number from 0 to 1 or none, such as 1e-2"),
     ("--budget-mse", "little", "argument --budget-mse: 'little': expected a number above 0, such as 1e-4"),
-    ("--lengths", "262144", "length 262144 is beyond the model's limit of 131072"),
-    ("--lengths", "8k", "'8k': expected an ascending list, each a whole number of tokens"),
+    ("--budget-mse", "-1e-4", "budget_mse is -0.0001: expected a number above 0"),
+    ("--lengths", "256k", "length 262144 is beyond the model's limit of 131072: use a shorter one, or a folder whose"),
+    ("--lengths", "8m", "'8m': expected a list, each a whole number of tokens"),
+    ("--target-gpu", "H100", "target_gpu is for many workers, or for a plan: give gpus, scheduler or --dry-run too"),
     ("--check-lengths", "262144", "length 262144 is beyond the model's limit of 131072"),
-    ("--tails", "maybe", "'maybe': expected an ascending list, each true or false, such as off,on"),
+    ("--tails", "maybe", "'maybe': expected a list, each true or false, such as off,on"),
     ("--time-limit", "soon", "'soon': expected a number of seconds above 0 or none, such as 90, 5m or 1h"),
     ("--out", "bad.jsonl/p.safetensors", "--out bad.jsonl/p.safetensors cannot be written"),
     ("--out", "/proc/p.safetensors", "--out /proc/p.safetensors cannot be written"),
     ("--out", ".", "--out . is a folder"),
+    ("--out", "", "'': expected a file name"),
     ("--out", "pipe", "--out pipe is a pipe, a socket or a device, and no regular file: give another file name"),
     ("--journal", ".", "--journal . is a folder"),
     ("--recipe", "bad.jsonl", "recipe bad.jsonl is not YAML"),
@@ -252,11 +320,12 @@ def test_the_plan_of_an_alias_needs_no_hub(command, caplog):
     plan = json.loads(outcome.stdout)
     assert plan["sizes"] == "sizes of the alias, as they ship; nothing was asked of the Hub"
     assert plan["architecture"] == "qwen2, 28 layers, 28 query heads, 4 KV heads, head dim 128"
+    assert plan["model"] == "qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct (given)"
     assert plan["weights"] == "the model's"
     assert plan["budget"].startswith("mse 0.0001")
     assert re.fullmatch(r"about \d+ h \d+ min \(proving .*, certifying .*\), less what the journal has", plan["takes"])
     warning = r"qwen2.5-7b has 7.6 billion parameters and this run has no GPU: it takes about \d+ h \d+ min"
-    assert re.search(warning, caplog.text)
+    assert re.search(warning + ".*--dry-run --target-gpu H100$", caplog.text, re.MULTILINE)
     assert command("--model", "qwen2.5-7b", "--device", "cpu", "--quiet").returncode == 4  # its weights do not
     caplog.clear()
     assert "sizes" not in json.loads(command("--model", "demo", "--device", "cpu", "--dry-run", "--json").stdout)
@@ -270,7 +339,35 @@ def test_a_host_without_gpus_plans_for_those_that_have_some(command):
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
     assert (plan["lengths"], plan["loaded"]) == ("8192, 32768", "15.2 GB, which stay on the device")
-    assert plan["memory"].endswith("of each GPU")
+    assert plan["memory"].endswith("of the GPU's 140")
+    unnamed = json.loads(command("--model", "qwen2.5-7b", *workers[:2], *workers[4:], "--dry-run", "--json").stdout)
+    assert unnamed["memory"].endswith("of each GPU")
+
+
+@pytest.mark.parametrize(("gpu", "name", "memory", "loaded"), [
+    ("h100", "NVIDIA H100 80GB HBM3 (sm_90, 132 SMs)", 79, "15.2 GB, which stay on the device"),
+    ("4090", "NVIDIA GeForce RTX 4090 (sm_89, 128 SMs)", 24, "layer by layer"),
+])  # fmt: skip
+@pytest.mark.usefixtures("offline")
+def test_a_plan_is_for_the_gpu_that_is_named(gpu, name, memory, loaded, command, caplog):
+    flags = ["--model", "qwen2.5-7b", "--target-gpu", gpu, "--dry-run"]
+    plan = json.loads(command(*flags, "--json").stdout)
+    assert (plan["runs on"], plan["lengths"], plan["device"]) == (name, "8192, 32768", "cuda")
+    assert f"of the GPU's {memory}" in plan["memory"]
+    assert plan["loaded"].startswith(loaded)
+    assert "/nvidia-" in plan["out"]
+    assert "no GPU" not in caplog.text
+    recipe = command(*flags, "--yaml").stdout
+    assert "device: cuda\n" in recipe
+    assert "target_gpu: null\n" in recipe
+    many = json.loads(command(*flags, "--gpus", 8, "--json").stdout)
+    assert (many["runs on"], many["gpus"]) == (name, "8 workers on this machine (given)")
+
+
+def test_a_plan_of_a_gpu_that_is_not_known_names_those_that_are(command):
+    assert "'T4' is not known: name one of NVIDIA A100" in refusal(
+        command("--model", "demo", "--target-gpu", "T4", "--dry-run"), "s2o-calibrate"
+    )
 
 
 def test_a_gpu_that_is_not_here_is_a_missing_resource(command):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import s2o_runtime
 from calibrate.commands.calibrate import main as calibrate
+from calibrate.commands.doctor import main as of_calibrator
 from s2o_runtime import load_profile, save_profile
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
@@ -232,10 +233,47 @@ def test_a_server_is_known_by_its_sources_alone(
 
 
 def test_the_servers_are_named_whether_or_not_they_are_here(monkeypatch):
-    monkeypatch.setenv("S2O_SETTINGS", '{"profile": "p"}')
     findings = environment.environment(wants_gpu=False)
     assert {"vllm", "sglang"} <= set(by_name(findings))
-    assert Finding("variable", 'S2O_SETTINGS={"profile": "p"}') in findings
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ('S2O_SETTINGS={"profile": "p"}', ""),
+        (f"S2O_PROFILE={DEMO_PROFILE}", ""),
+        ("S2O_BEYOND=warn", ""),
+        ("S2O_EXPLAIN=1", ""),
+        ("S2O_BEYOND=maybe", "S2O_BEYOND is 'maybe': expected one of dense, warn, s2o"),
+        ("S2O_DRIFT=maybe", "S2O_DRIFT is 'maybe': expected one of auto, off, warn, dense"),
+        ("S2O_PROFILE=none.safetensors", "none.safetensors"),
+        ("S2O_PROFILES=none", "S2O_PROFILES names none, which is no folder"),
+        ("S2O_SETTINGS={", "S2O_SETTINGS is no JSON"),
+        ('S2O_SETTINGS={"beyond": "maybe"}', "beyond is 'maybe'"),
+        ("S2O_PROFLE=p", "nothing reads it: did you mean S2O_PROFILE?"),
+        ("S2O_ZZZ=1", "nothing reads it: unset it"),
+    ],
+)
+@pytest.mark.usefixtures("quick")
+def test_variables_are_shown_and_checked(setting, advice, capsys, monkeypatch):
+    name, _, value = setting.partition("=")
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("S2O_EMPTY", "")  # which is as if it were not set
+    assert main(["--device", "cpu", "--json"]) == (BAD_INPUT if advice else OK)
+    findings = json.loads(capsys.readouterr().out)["environment"]["findings"]
+    shown = {one["value"]: one["advice"] for one in findings if one["name"] == "variable"}
+    assert {*shown} - {"TRITON_INTERPRET=1"} == {setting}
+    assert shown[setting] == advice if not advice else advice in shown[setting]
+
+
+@pytest.mark.usefixtures("quick", "offline")
+def test_an_alias_of_other_sizes_is_bad_input_without_the_hub(capsys):
+    code, sections = doctor(
+        capsys, "--device", "cpu", "--profile", DEMO_PROFILE, "--model", "qwen2.5-7b", run=of_calibrator
+    )
+    assert code == BAD_INPUT
+    assert sections["profile"]["model"]["verdict"] == "problem"
+    assert "28 layers" in sections["model"]["model"]["value"]
 
 
 # devices
@@ -245,9 +283,9 @@ def test_the_servers_are_named_whether_or_not_they_are_here(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "code", "advice"),
     [
-        ("cuda:99", NO_RESOURCE, "it is not here"),
-        ("tpu", BAD_INPUT, "it is not known: use cuda, cuda:N or cpu"),
-        ("meta", BAD_INPUT, "it is not supported: use cuda or cpu"),
+        ("cuda:99", NO_RESOURCE, "is not here"),
+        ("tpu", BAD_INPUT, "is not known: use cuda, cuda:N or cpu"),
+        ("meta", BAD_INPUT, "is not supported: use cuda or cpu"),
     ],
 )
 def test_a_device_that_cannot_be_examined(name, code, advice, capsys):

@@ -8,6 +8,7 @@ import torch
 
 from calibrate.commands.evaluate import main
 from calibrate.model.models import load
+from support.pages import ROOT
 from support.processes import called, refusal
 
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
@@ -40,8 +41,7 @@ def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
     folder, _, outcome = evaluated
     assert outcome.returncode == 0, outcome.stderr
     printed = json.loads(outcome.stdout)
-    names = ["agreement.png", "needles.png", "report.md", "results.sqlite"]
-    names += ["results.sqlite.lock", "summary.json", "time.png"]
+    names = ["agreement.png", "needles.png", "report.md", "results.sqlite", "summary.json", "time.png"]
     assert sorted(path.name for path in (folder / "out").iterdir()) == names
     assert json.loads((folder / "out" / "summary.json").read_text()) == printed
     assert abs(datetime.fromisoformat(printed["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
@@ -90,12 +90,31 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("offline")
+def test_the_plan_of_an_alias_needs_no_hub(tmp_path):
+    """Its sizes ship; a run of it needs its weights."""
+    arguments = ["--model", "qwen2.5-7b", "--setting", COARSE, "--device", "cpu", "--out-dir", "out"]
+    outcome = run(*arguments, "--dry-run", "--json", cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    plan = json.loads(outcome.stdout)
+    assert (plan["model"], plan["architecture"][:16]) == ("qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct", "qwen2, 28 layers")
+    assert run(*arguments, cwd=tmp_path).returncode == 4
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_a_profile_of_other_sizes_is_refused_before_anything_is_measured(dry, tmp_path):
+    profile = next((ROOT / "profiles").glob("smollm2*/*/*.safetensors"))
+    arguments = ["--model", "demo", "--profile", profile, "--device", "cpu", "--out-dir", "out", *dry]
+    assert f"{profile} is not of demo, which has " in refusal(run(*arguments, cwd=tmp_path), "s2o-eval")
+    assert list(tmp_path.iterdir()) == []
+
+
 BAD_INPUT = [
     ("--model", "demoo", "model 'demoo' is not known: did you mean demo"),
     ("--tasks", "needles,haystacks", "tasks is ('needles', 'haystacks'): expected a list, each one of"),
     ("--tasks", "prompts", "the task 'prompts' and --prompts FILE.jsonl belong together"),
     ("--lengths", "64", "length 64 is too short for the task 'needles': use "),
-    ("--lengths", "20", "lengths is (20,): expected an ascending list, each a whole number of tokens"),
+    ("--lengths", "20", "lengths is (20,): expected a list, each a whole number of tokens"),
     ("--lengths", "262144", "length 262144 is beyond the model's limit of 131072: use a shorter one"),
     ("--num-needles", "1000", "num_needles is 1000: expected a whole number from 1 to "),
     ("--profile", "none.safetensors", "profile none.safetensors is not a file: check the path"),

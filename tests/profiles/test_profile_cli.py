@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.profile import Record, load_profile, save_profile
 from support.artefacts import shared
 from support.golden_profiles import field_paths, minimal, path_of
+from support.pages import DEMO_PROFILE
 from support.profiles import FORMAT, document_of
 
 SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
@@ -96,6 +98,19 @@ def test_show_takes_a_foreign_record(record, run, tmp_path):
     assert code == 0
     assert "\x1b" not in text
     assert "density" in text
+
+
+def test_a_profile_is_found_by_its_models_name(run, tmp_path, monkeypatch):
+    """In the catalogue and in profiles/ of the current folder; a file of that name comes first."""
+    monkeypatch.chdir(tmp_path)
+    code, shown = run("show", "smollm2-135m-instruct-yarn")
+    assert code == 0
+    assert "\ntau: a head stops" in shown
+    save_profile(minimal(), tmp_path / "demo")
+    assert run("show", "demo", "--json")[1]["fingerprint"] == minimal().fingerprint
+    (tmp_path / "profiles" / "my-own").mkdir(parents=True)
+    save_profile(minimal(), tmp_path / "profiles" / "my-own" / "p.safetensors")
+    assert run("show", "My Own", "--json")[1]["fingerprint"] == minimal().fingerprint
 
 
 @SLOW
@@ -369,6 +384,11 @@ def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
         (["export", FULL, "--out", "missing/p.json"], "missing"),
         (["verify", FULL, "--model", "demo", "--device", "moon"], "device 'moon' is not known"),
         (["verify", FULL], "verify needs the profile's model: give --model MODEL"),
+        (["verify", DEMO_PROFILE, "--model", "qwen2.5-7b", "--device", "cpu"], "is not of qwen2.5-7b, which has "),
+        (["show", "demo"], "demo has 3 profiles: name one of /"),
+        (["show", "nobody"], "nobody cannot be read (No such file or directory)"),
+        (["show", "~/none.safetensors"], f"{Path.home()}/none.safetensors cannot be read"),
+        (["shw", FULL], "did you mean show?"),
         (["rebudget", FULL], "needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl"),
         (["rebudget", "mse-1.safetensors", "--budget-mse", "1"], "is the profile that is read: give --out"),
         (["verify", "mse-1.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5"], "is not certified"),
@@ -386,6 +406,7 @@ def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
     ],
     ids=lambda case: "-".join(map(str, case[:1])) if isinstance(case, list) else "",
 )
+@pytest.mark.usefixtures("offline")
 def test_errors_are_one_sentence(arguments, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_profile(minimal(), "mse-1.safetensors")

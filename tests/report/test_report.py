@@ -167,16 +167,21 @@ def test_tables_are_at_most_80_columns_and_complete():
 
 def test_the_first_line_says_what_is_gained(summary, files):
     first = (
-        "S2O runs in 6 of 6 full-attention layers; prefill speedup 2.00x at 8192, 2.00x at 16384, 2.00x at 32768 tokens"
-        f"; error at most {85}% of a layer's limit, needles kept 33 of 36"
+        "Full-attention layers that run S2O: 5 of 6 at 8192, 6 of 6 at 16384, 6 of 6 at 32768 tokens; prefill speedup "
+        "2.00x at 8192, 2.00x at 16384, 2.00x at 32768 tokens; error at most 85% of a layer's limit, needles kept 33 "
+        "of 36"
     )
     assert printed(summary).startswith(f"{first}.\n"), printed(summary)[:300]
     assert first in files["rel-mse-0.001.report.md"].read_text()
+    assert sections.is_worthwhile(typed(summary))
     on_cpu = printed(made(on_gpu=False)).splitlines()[0]
+    assert "ms, dense 28.2 ms (2.00x) (plain torch: no measure of a GPU)\n" in printed(made(on_gpu=False))
+    assert "plain torch" not in printed(summary)
     assert "; attention speedup 2.50x at 8192, 2.50x at 32768 tokens (predicted); error at most " in on_cpu
     for length in summary["lengths"]:
         length["prefill_seconds"] = length["dense_prefill_seconds"] / 1.01
     assert "That is hardly worth deploying. Allow more error, or calibrate" in printed(summary).splitlines()[0]
+    assert not sections.is_worthwhile(typed(summary))
 
 
 def test_a_result_that_gains_nothing_says_why(summary):
@@ -187,6 +192,7 @@ def test_a_result_that_gains_nothing_says_why(summary):
         "S2O runs in none of 6 full-attention layers, so nothing is gained: reason 3 (9x); reason 0 (3x); "
         "reason 1 (3x); 1 more below. Allow more error, or calibrate for longer prompts (--lengths)."
     )
+    assert not sections.is_worthwhile(typed(summary))  # whatever its times say
 
 
 def test_the_overview_has_the_largest_error_or_the_mean(summary):

@@ -8,6 +8,7 @@ import signal
 import sys
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -21,6 +22,8 @@ from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, failed
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.huggingface import run as launcher
+from s2o_runtime.huggingface.layers import Beyond
+from s2o_runtime.monitor.drift import DriftChoice
 
 COMMANDS = [calibrate, profile, evaluate, doctor, launcher]
 IDS = [command.PROGRAM for command in COMMANDS]
@@ -72,6 +75,7 @@ def test_examples_of_calibrations_are_legal_recipes():
         if arguments != "doctor":
             flags = vars(calibrate.parser().parse_args(shlex.split(arguments)))
             options = {name: value for name, value in flags.items() if name in calibrate.OPTIONS}
+            options.pop("target_gpu", None)  # of a plan
             Recipe.of({"lengths": (8192,), "out": Path("p")} | options)
 
 
@@ -123,6 +127,10 @@ def test_logs_are_text_by_default(capsys, monkeypatch):
     logging.getLogger("calibrate").info("a decision")
     logs.say("x", "a line", {"not": "shown"})
     assert capsys.readouterr().err == "calibrate: a decision\na line\n"
+    without_pytests_handlers(monkeypatch)
+    logs.set_up(logging.INFO, as_json=False, program="s2o-x")  # as the command's errors begin
+    logging.getLogger("calibrate").info("a decision")
+    assert capsys.readouterr().err == "s2o-x: a decision\n"
 
 
 def test_an_unknown_form_of_logs_is_refused(monkeypatch):
@@ -278,10 +286,52 @@ def test_colours_are_for_terminals_without_no_color(variable, monkeypatch):
         (calibrate, ["--random-wieghts=on"], "--random-wieghts=on: did you mean --random-weights?"),
         (profile, ["show", "p.safetensors", "--haed", "1.2"], "--haed 1.2: did you mean --head?"),
         (evaluate, ["--zzz"], "--zzz: --help-all lists what there is"),
+        (calibrate, ["--mse", "1e-4"], "--mse 1e-4: did you mean --budget-mse or --budget-rel-mse?"),
+        (calibrate, ["doctr"], "doctr: did you mean doctor?"),
+        (calibrate, ["--lengths", "8192", "32768", "65536"], "32768 65536: --lengths takes commas between values"),
+        (calibrate, ["--lengths=8192", "32768"], "32768: --lengths takes commas between values"),
+        (evaluate, ["--seed", "1", "2"], "2: --seed takes one value"),
+        (calibrate, ["--hide-needles", "maybe"], "maybe: --hide-needles takes true or false"),
+        (calibrate, ["--no-hide-needles=maybe"], "maybe: --no-hide-needles takes true or false"),
+        (evaluate, ["--json", "yes"], "yes: --json takes no value"),
+        (profile, ["verify", "p.safetensors", "--trust-remote-code", "no"], "no: --trust-remote-code takes true or"),
     ],
 )
 def test_a_misspelt_flag_is_told_the_nearest_one(command, arguments, remedy, capsys):
     with pytest.raises(SystemExit) as end:
         command.parser().parse_args(arguments)
     assert end.value.code == BAD_INPUT
-    assert capsys.readouterr().err == f"{command.PROGRAM}: unrecognized arguments: {remedy}\n"
+    assert capsys.readouterr().err.startswith(f"{command.PROGRAM}: unrecognized arguments: {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "remedy"),
+    [
+        (profile, ["shw", "p.safetensors"], "did you mean show?"),
+        (profile, ["zzz"], "--help lists what there is"),
+        (launcher, ["--beyond", "dens", "python"], "did you mean dense?"),
+        (launcher, ["--drift", "maybe", "python"], "--help lists what there is"),
+    ],
+)
+def test_a_choice_that_there_is_not_blames_the_flag_or_the_command(command, arguments, remedy, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.parser().parse_args(arguments)
+    said = capsys.readouterr().err
+    assert (end.value.code, said.count("\n")) == (BAD_INPUT, 1)
+    assert said.startswith(f"{command.PROGRAM}: argument {arguments[0] if arguments[0][0] == '-' else 'COMMAND'}: ")
+    assert said.endswith(f": {remedy}\n")
+
+
+def test_a_switch_with_a_positional_behind_it_leaves_it_alone():
+    flags = profile.parser().parse_args(["verify", "--trust-remote-code", "p.safetensors", "--model", "demo"])
+    assert (flags.trust_remote_code, flags.profile) == (True, Path("p.safetensors"))
+
+
+def test_what_s2o_run_starts_keeps_its_own_arguments():
+    own = ["x.py", "--budget", "-1e-4", "--drift", "false"]
+    assert launcher.parser().parse_args(["--drift", "off", "python", *own]).arguments == own
+
+
+def test_s2o_run_takes_what_patch_takes():
+    choices = {action.dest: action.choices for action in launcher.parser()._actions}
+    assert (choices["beyond"], choices["drift"]) == (get_args(Beyond), get_args(DriftChoice))

@@ -50,7 +50,7 @@ def check_mixed_batch(engine):
         ("dense", "decode"): 1,
         ("dense", f"fewer than {FEWEST} queries behind a prefix"): 20,
         ("dense", "shorter than the shortest calibrated length"): 64,
-        ("s2o", "the tensors are on the cpu"): 199 + 280 + 150 + 150 + 305,
+        ("s2o", "reference backend"): 199 + 280 + 150 + 150 + 305,
     }
 
 
@@ -103,7 +103,7 @@ def test_a_prompts_last_rows_are_the_stock_backends(made):
     engine = made(with_last_rows(), ends=True)
     decoding, chunked, whole = engine.add(900), engine.add(600), engine.add(500)
     engine.outputs([(decoding, 299), (chunked, 200)])
-    assert engine.counted() == {("s2o", "the tensors are on the cpu"): 499}
+    assert engine.counted() == {("s2o", "reference backend"): 499}
     before, parts = engine.stock_rows, [(decoding, 1), (chunked, 400), (whole, 500)]
     parts = parts if engine.order[0] == 0 else [*parts[1:], parts[0]]
     out = engine.outputs(parts)
@@ -112,7 +112,7 @@ def test_a_prompts_last_rows_are_the_stock_backends(made):
     assert engine.stock_rows - before == 1 + 128 + 128
     counted = engine.counted()
     assert (counted["dense", "decode"], counted["dense", LAST]) == (1, 256)
-    assert counted["s2o", "the tensors are on the cpu"] == 499 + 272 + 372
+    assert counted["s2o", "reference backend"] == 499 + 272 + 372
     engine.outputs([(engine.add(100), 100)])
     assert engine.counted()["dense", "shorter than the shortest calibrated length"] == 100  # and no last rows of it
 
@@ -164,7 +164,7 @@ def test_nothing_is_made_of_a_batch_with_little_work(made, monkeypatch):
     assert counters.rows == {(0, "dense", said): 450}
     assert counters.timed == {(0, "dense"): 2}
     engine.outputs([(engine.add(200), 200), (engine.add(300), 300)])
-    assert engine.counted()["s2o", "the tensors are on the cpu"] > 0
+    assert engine.counted()["s2o", "reference backend"] > 0
 
 
 def test_calls_are_timed_by_layer_and_path(made):

@@ -16,7 +16,7 @@ from support.fake_server import FakeServer
 from support.server_batches import alone, dense, two_layers
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="both servers share what is tested")
-ON_CPU = ("s2o", "the tensors are on the cpu")
+ON_CPU = ("s2o", "reference backend")
 
 
 @pytest.fixture(params=ENGINES)

@@ -175,7 +175,7 @@ def test_decoder_layers_get_their_own_rows_of_the_profile():
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert shared.counters.rows == {
         (0, "dense", "the layer is none of the profile's"): 300,
-        (1, "s2o", "the tensors are on the cpu, the kernel needs a GPU"): 300,
+        (1, "s2o", "reference backend, no GPU"): 300,
         (2, "dense", "the layer is none of the profile's"): 300,
         (3, "dense", "every head of the layer is dense"): 300,
     }

@@ -43,7 +43,7 @@ MODELS = _Fresh(CONFIGS, tied=LlamaConfig(**SIZES, tie_word_embeddings=True, rop
 ARCHITECTURES = tuple(sorted(MODELS))
 CPU = torch.device("cpu")
 LENGTH = 200  # tokens of a prompt
-RUNS = "the tensors are on the cpu, the kernel needs a GPU"  # which is why the reference runs, not the kernel
+RUNS = "reference backend, no GPU"  # which is why the reference runs, not the kernel
 
 
 def new_model(name="llama", implementation="sdpa", **changes):

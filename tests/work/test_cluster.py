@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("distributed", reason="dask.distributed is not installed (s2o[distributed])")
+pytest.importorskip("distributed", reason="dask.distributed is not installed ('.[distributed]')")
 
 import dask
 

@@ -217,6 +217,38 @@ def test_two_runs_cannot_share_a_journal_until_the_first_is_dead(path):
     Journal.open(path, IDENTITY).close()
 
 
+def test_no_lock_stays_but_after_a_kill(path):
+    lock = path.with_name(f"{path.name}.lock")
+    with Journal.open(path, IDENTITY) as journal:
+        assert lock.exists()
+        journal.put("curve", {}, 1)
+    assert list(path.parent.iterdir()) == [path]
+    lock.touch()  # as a kill leaves it
+    with Journal.open(path, IDENTITY) as journal, pytest.raises(ResourceError, match="written by another run"):
+        Journal.open(path, IDENTITY)
+    with pytest.raises(InputError, match="this run has"):
+        Journal.open(path, {"other": 1})
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_lock_that_its_run_deletes_meanwhile_is_held(path, monkeypatch):
+    """Opened before the other run deletes it, locked after that: two runs would have two locks."""
+    connect = Journal._connect
+
+    def slow(journal, file, *arguments, **options):
+        database = connect(journal, file, *arguments, **options)
+        if file.name.endswith(".lock"):
+            database.execute("PRAGMA user_version")  # the file is open
+            file.unlink(missing_ok=True)
+        return database
+
+    monkeypatch.setattr(Journal, "_connect", slow)
+    with pytest.raises(ResourceError, match="written by another run"):
+        Journal.open(path, IDENTITY)
+    monkeypatch.undo()
+    Journal.open(path, IDENTITY).close()
+
+
 def test_a_reader_cannot_write(path):
     before = filled(path)
     with Journal.read(path) as journal, pytest.raises(ValueError, match="opened to be read only"):
