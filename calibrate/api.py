@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from calibrate.machine import draft, on_this_machine, writing
+from calibrate.machine import check_files, draft, on_this_machine, writing
 from calibrate.options import read_all
-from calibrate.progress import duration
+from calibrate.progress import PhaseClock, duration
 from calibrate.recipe import OPTIONS, Recipe
-from s2o_runtime.errors import ConfigError
+from s2o_runtime.errors import ConfigError, InputError, ModelError, ResourceError, first_line
 
 if TYPE_CHECKING:
     from calibrate.model.estimate import Estimate
@@ -26,12 +26,18 @@ log = logging.getLogger("calibrate")
 
 
 class Planned(NamedTuple):
-    """A run whose options fit the model and the machine, and what is known of it before the model is loaded."""
+    """A run whose options fit the model and the machine, and what is known of it before the model is loaded.
+
+    prompts: of a rehearsal, how many there are of how many that are needed, in words. obstacle: of a rehearsal, what
+    would end the run once its prompts are made.
+    """
 
     recipe: Recipe
     device: DeviceIdentity
     preflight: Preflight
     estimate: Estimate
+    prompts: str = ""
+    obstacle: InputError | None = None
 
 
 def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
@@ -73,9 +79,9 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
             raise ConfigError(
                 f"calibrate() got a recipe and {', '.join(options)}: give a recipe or a model with options"
             )
-        return finished(model.validate(), progress=progress)
-    plan = planned(read_all(OPTIONS, {"model": model, **options}, "calibrate()"))
-    return finished(plan.recipe, progress=progress, estimate=plan.estimate)
+        return warned(finished(check_files(model.validate()), progress=progress))
+    plan = planned(read_all(OPTIONS, {"model": model, **options}, "calibrate()"), progress=progress)
+    return warned(finished(plan.recipe, progress=progress, estimate=plan.estimate))
 
 
 def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], progress: bool) -> Result:
@@ -92,18 +98,27 @@ def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], pr
     recipe, device = on_this_machine(given)
     recipe.check_limit(positions(loaded.model.config))
     expected = estimate(recipe, ModelSizes.of(loaded.model, recipe.device), loaded.geometry, device)
-    return finished(recipe, progress=progress, loaded=loaded, estimate=expected)
+    return warned(finished(recipe, progress=progress, loaded=loaded, estimate=expected))
 
 
-def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
+def warned(result: Result) -> Result:
+    """Return the result, after a warning if its report failed."""
+    if result.report_failure:
+        log.warning("%s", result.report_failure)
+    return result
+
+
+def planned(options: Mapping[str, Any], *, rehearsed: bool = False, progress: bool = True) -> Planned:
     """Check options against the model and this machine; what is cheap to get wrong is checked first.
 
     Args:
         options: those that were given, in the types of `Recipe`'s fields.
-        rehearsed: whether nothing is going to run, so that the sizes of an alias suffice, which ship.
+        rehearsed: whether nothing is going to run, so that the sizes of an alias suffice, which ship; prompts are
+            counted then.
+        progress: whether to say what is waited for.
 
     Raises:
-        ConfigError, ModelError, ResourceError: as `calibrate` does.
+        ConfigError, InputError, ModelError, ResourceError: as `calibrate` does.
     """
     recipe = draft(options)
 
@@ -118,19 +133,77 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
         load_tokenizer(recipe.model, **recipe.loading)
     recipe, device = on_this_machine(options)
     recipe.check_limit(positions(config))
+    if recipe.storage is not None:
+        from calibrate.search.study import check_storage
+
+        check_storage(recipe.storage)
+    if recipe.scheduler is not None:
+        from calibrate.work.cluster import CONNECT, connect
+
+        with PhaseClock().phase(f"waiting for scheduler {recipe.scheduler}, at most {CONNECT:g} s", progress):
+            connect(recipe.scheduler).close()
     seen = preflight(
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights
     )
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
-    if device.kind != "cuda" and seen.sizes.parameters > LARGE:
+    warn_without_gpu(
+        recipe.model, seen, expected, device, "or take fewer and shorter prompts (--lengths, --num-certify)"
+    )
+    return Planned(recipe, device, seen, expected, *(_count_prompts(recipe) if rehearsed else ()))
+
+
+def warn_without_gpu(
+    model: str, preflight: Preflight, estimate: Estimate, device: DeviceIdentity, otherwise: str
+) -> None:
+    """Warn of a large model without a GPU: what it takes, and what to do in place of a GPU."""
+    if device.kind != "cuda" and preflight.sizes.parameters > LARGE:
         log.warning(
-            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; calibrate on a GPU, or take "
-            "fewer and shorter prompts (--lengths, --num-certify)",
-            recipe.model,
-            seen.sizes.parameters / 1e9,
-            duration(expected.total),
+            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; calibrate on a GPU, %s",
+            model,
+            preflight.sizes.parameters / 1e9,
+            duration(estimate.total),
+            otherwise,
         )
-    return Planned(recipe, device, seen, expected)
+
+
+def _count_prompts(recipe: Recipe) -> tuple[str, InputError | None]:
+    """How many prompts of each length there are of how many that are needed, and what ends a run that has too few.
+
+    What is generated never ends, so it is not made for that.
+
+    Raises:
+        InputError: a prompt file is bad, or there are not even one to calibrate and one to adjust on.
+    """
+    from calibrate.model.models import load_config, load_tokenizer, shipped_sizes
+    from calibrate.pipeline import check_certifiable
+    from calibrate.prompts.documents import FOUND
+    from calibrate.prompts.files import read_documents
+    from calibrate.prompts.prompts import load_prompts
+
+    needed = {
+        length: (length in recipe.lengths) * recipe.num_prompts + recipe.held_out + recipe.num_certify
+        for length in sorted(recipe.all_lengths)
+    }
+    there, obstacle, endless = needed, None, not set(recipe.used_domains) <= set(FOUND)
+    alias = shipped_sizes(recipe.model)
+    try:
+        if alias and not (endless or recipe.random_weights):
+            load_config(recipe.model)  # fails at once where the Hub is out of reach
+        tokenizer = None if alias and endless else load_tokenizer(recipe.model, **recipe.loading)
+    except (ModelError, ResourceError) as error:
+        if not alias:
+            raise
+        read_documents(recipe.prompts or ())
+        return f"not read: {error}", None
+    if not endless:
+        prompts = load_prompts(recipe, tokenizer)
+        sets = prompts.calibration, prompts.held_out, prompts.certify
+        there = {length: sum(len(by_length.get(length, ())) for by_length in sets) for length in needed}
+        try:
+            check_certifiable(recipe, prompts)
+        except InputError as error:
+            obstacle = error
+    return ", ".join(f"{there[length]} of {needed[length]} needed at {length}" for length in needed), obstacle
 
 
 def finished(
@@ -157,5 +230,9 @@ def finished(
     expected = estimate.seconds if estimate else {}
     with writing(recipe.out):
         result = pipeline.calibrate(recipe, progress=progress, loaded=loaded, expected=expected)
-        report = report_of(recipe, result, command=command)
-        return replace(result, report=report, report_files=tuple(write_report(report, recipe.out)))
+    try:
+        result = replace(result, report=report_of(recipe, result, command=command))
+        files, failure = write_report(result.report, recipe.out)
+        return replace(result, report_files=tuple(files), report_failure=failure)
+    except Exception as error:  # a report that fails, whatever of, takes no profile away
+        return replace(result, report_failure=f"the report cannot be written ({first_line(error)})")

@@ -5,8 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
-from calibrate.proof.again import Recertified, Verified
+from calibrate.model.estimate import Estimate
+from calibrate.options import text
+from calibrate.progress import duration
+from calibrate.proof.again import Prepared, Recertified, Verified
 from calibrate.tables import Table, kept_of
+from s2o_runtime.devices import DeviceIdentity
+
+
+def plan_lines(prepared: Prepared, estimate: Estimate, device: DeviceIdentity, seed: int | None) -> dict[str, str]:
+    """What is going to be measured again, and how long that takes, by the lines' names.
+
+    estimate: of that alone. seed: of the certificate's prompts; None where the proof is made again.
+    """
+    recipe = prepared.recipe
+    count = recipe.held_out if seed is None else recipe.num_certify
+    source = text(prepared.prompts, ", ") if prepared.prompts else recipe.prompt_source
+    phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in estimate.seconds.items())
+    return {
+        "takes": f"about {duration(estimate.total)} ({phases})",
+        "runs on": str(device),
+        "model": recipe.model,
+        "layers": prepared.preflight.layers,
+        "lengths": ", ".join(map(str, sorted(recipe.all_lengths))),
+        "prompts": f"{count} of each length, {source}" + ("" if seed is None else f", of seed {seed}"),
+    }
 
 
 def proof_parts(proof: Verified) -> Iterator[Table | str]:

@@ -29,6 +29,7 @@ def plan(
     given: frozenset[str],
     *,
     rehearsed: bool = False,
+    prompts: str = "",
 ) -> dict[str, str]:
     """What a run is going to do: a line for each option, and what follows from the model and the device.
 
@@ -39,14 +40,15 @@ def plan(
         device: that the recipe names.
         given: the options that the user gave, which are marked.
         rehearsed: whether nothing is going to run, so that an alias has the sizes that ship.
+        prompts: how many prompts there are, if they were counted.
 
     Returns:
         The lines' texts by their names.
     """
     given_labels = {OPTIONS[name].label for name in given}
-    lines = {
-        label: line + (" (given)" if label in given_labels else "") for label, line in option_lines(recipe).items()
-    }
+    lines = option_lines(recipe)
+    lines["prompts"] += f"; {prompts}" if prompts else ""
+    lines = {label: line + (" (given)" if label in given_labels else "") for label, line in lines.items()}
     derived = {
         "architecture": str(preflight.geometry),
         "layers": preflight.layers,
@@ -59,7 +61,9 @@ def plan(
         "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
     }
     if (rehearsed or recipe.random_weights) and shipped_sizes(recipe.model):
-        derived = {"sizes": "sizes of the alias, as they ship; nothing was asked of the Hub"} | derived
+        derived = {
+            "sizes": "sizes of the alias, as they ship" + ("" if recipe.prompts else "; nothing was asked of the Hub")
+        } | derived
     return {"model": lines["model"]} | derived | lines
 
 
