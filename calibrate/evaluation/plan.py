@@ -21,7 +21,7 @@ RETRIEVAL = tuple(FACTS)
 TEXT = ("perplexity", "agreement", "greedy")  # tasks that one pass over one prompt answers
 TASKS = (*RETRIEVAL, *TEXT, "time")
 DENSE = "dense"
-FILES = ("summary.json", "needles.png", "agreement.png", "time.png", "report.md")  # of a report, in its folder
+FILES = ("report.md", "summary.json", "needles.png", "agreement.png", "time.png")  # of a report, in its folder
 SHORTEST = 64  # tokens
 GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
 

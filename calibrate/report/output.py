@@ -58,8 +58,8 @@ def write_report(report: Report, profile_path: Path) -> tuple[list[Path], str]:
         as_markdown: page.encode(),
         as_html: html_page(report, profile_path, svgs).encode(),
     }
-    for path in picture_paths:
-        path.unlink(missing_ok=True)  # those of an earlier run, where this one has none
+    for path in set(picture_paths) - set(files):
+        path.unlink(missing_ok=True)  # of an earlier run
     for path, data in files.items():
         write_atomically(path, data)
     return list(files), failure

@@ -288,18 +288,18 @@ def lines_of(count, words):
 def test_a_plan_counts_the_prompts(command, tmp_path):
     """Of each length, of those that the run needs; where the run would be refused, so is the plan, below its lines."""
     (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100) + lines_of(20, 600))
-    mine = ["--model", "demo", "--device", "cpu", "--prompts", "mine.jsonl", "--num-prompts", 1, "--num-held-out", 1]
-    outcome = command(*mine, "--lengths", "512", "--num-certify", 9, "--dry-run", "--json")
+    mine = ["--model", "demo", "--device", "cpu", "--prompts", "mine.jsonl", "--dry-run"]
+    outcome = command(*mine, "--lengths", "512", "--num-prompts", 1, "--num-held-out", 1, "--num-certify", 9, "--json")
     assert (outcome.returncode, json.loads(outcome.stdout)["prompts"]) == (
         0,
         "mine.jsonl; 11 of 11 needed at 512 (given)",
     )
-    outcome = command(*mine, "--lengths", "512,1024", "--check-lengths", "none", "--num-certify", 9, "--dry-run")
-    assert re.search(
-        r"^prompts +mine.jsonl; 11 of 11 needed at 512, \d of 11 needed at 1024 \(given\)$", outcome.stdout, re.M
-    )
-    assert outcome.returncode == 2
-    assert "of text to certify on allow no statement" in outcome.stderr
+    (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100))
+    for options, code in (([], 2), (["--allow-regression"], 0)):
+        outcome = command(*mine, "--lengths", "1024", *options)
+        assert re.search(r"^prompts +mine.jsonl; 3 of 35 needed at 1024 \(given\)$", outcome.stdout, re.M)
+        assert outcome.returncode == code
+        assert ("of text to certify on allow no statement" in outcome.stderr) == (code == 2)
     plan = json.loads(command("--model", "demo", "--device", "cpu", "--dry-run", "--json").stdout)
     assert plan["prompts"].startswith("built-in text; 35 of 35 needed at 1024, 30 of 30 needed at 1536, 35 of 35")
     outcome = command(

@@ -48,6 +48,7 @@ def run(capsys):
         capsys.readouterr()
         code = profile_cli.main(list(map(str, arguments)))
         printed = capsys.readouterr()
+        run.stderr = printed.err
         if code != 0:
             assert printed.err.startswith("s2o-profile: ")
             assert printed.err.count("\n") == 1
@@ -186,6 +187,12 @@ def test_verify_makes_the_proof_again(calibrated, run):
     assert code == 0
     assert proof["problems"] == []
     assert proof["same_prompts"]
+    plan = dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", run.stderr, re.M))
+    assert re.fullmatch(r"about \d+ s \(loading the model \d+ s, proving \d+ s\)", plan["takes"])
+    assert (plan["layers"], plan["lengths"], plan["runs on"]) == ("all 6 run S2O", "512", "cpu")
+    assert plan["prompts"].startswith("1 of each length, built-in code, ")
+    assert "loading the model ..\n" in run.stderr
+    assert re.search(r"^proving: 100% \(6 of 6 layers\), took ", run.stderr, re.M)
     (length,), (recorded,) = proof["lengths"], load_profile(calibrated).record.held_out
     for layer, expected in zip(length["layers"], recorded.layers, strict=True):
         assert layer["error"] == pytest.approx(expected.rel_mse, rel=1e-2)
@@ -220,7 +227,7 @@ def of_the_model(profile):
 )
 def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, code, said, calibrated, run, tmp_path):
     save_profile(change(load_profile(calibrated)), tmp_path / "p.safetensors")
-    ended, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu")
+    ended, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--quiet")
     assert (ended, bool(re.search(said, sentence))) == (code, True), sentence
 
 
@@ -238,7 +245,9 @@ def test_verify_checks_the_certificate_on_other_prompts(calibrated, run, tmp_pat
     save_profile(
         dataclasses.replace(broken, record=dataclasses.replace(broken.record, recipe=more)), tmp_path / "p.safetensors"
     )
-    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5")
+    code, sentence = run(
+        "verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5", "--quiet"
+    )
     assert code == 3
     assert re.search(
         r"the certificate does not hold \(layer \d at 512 tokens: its mean error is .*, its limit 1.00e-03", sentence
@@ -286,7 +295,8 @@ def test_a_card_can_be_made_of_every_profile(calibrated, run, tmp_path):
         assert f'<h1 id="s2o-profile-of-demo">{"S2O profile of demo"}</h1>' in page
         assert page.count("<svg") == 1
         assert page.count('<th scope="col" class="r">tile</th>') == 1  # the layers at one length
-        assert ("Not proven" in text.partition("```")[0]) == ("Not proven" in page.partition("<pre>")[0])
+        not_proven = "**Not proven** (" in text, "<strong>Not proven</strong> (" in page
+        assert not_proven == (profile != calibrated,) * 2
         assert ("densities held out" in page) == (profile == calibrated)
         assert "made from the profile alone" in page
     run("card", FULL, "--out-dir", tmp_path)
