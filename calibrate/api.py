@@ -11,7 +11,7 @@ from calibrate.machine import check_files, draft, on_this_machine, writing
 from calibrate.options import read_all
 from calibrate.progress import PhaseClock, duration
 from calibrate.recipe import OPTIONS, Recipe
-from s2o_runtime.errors import ConfigError, InputError, ModelError, ResourceError, first_line
+from s2o_runtime.errors import ConfigError, ModelError, ResourceError, first_line
 
 if TYPE_CHECKING:
     from calibrate.model.estimate import Estimate
@@ -28,8 +28,7 @@ log = logging.getLogger("calibrate")
 class Planned(NamedTuple):
     """A run whose options fit the model and the machine, and what is known of it before the model is loaded.
 
-    prompts: of a rehearsal, how many there are of how many that are needed, in words. obstacle: of a rehearsal, what
-    would end the run once its prompts are made.
+    prompts: of a rehearsal, how many there are of how many that are needed, in words.
     """
 
     recipe: Recipe
@@ -37,7 +36,6 @@ class Planned(NamedTuple):
     preflight: Preflight
     estimate: Estimate
     prompts: str = ""
-    obstacle: InputError | None = None
 
 
 def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
@@ -146,33 +144,27 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False, progress: bo
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights
     )
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
-    warn_without_gpu(
-        recipe.model, seen, expected, device, "or take fewer and shorter prompts (--lengths, --num-certify)"
-    )
-    return Planned(recipe, device, seen, expected, *(_count_prompts(recipe) if rehearsed else ()))
+    warn_without_gpu(recipe.model, seen, expected.total, device)
+    return Planned(recipe, device, seen, expected, _count_prompts(recipe) if rehearsed else "")
 
 
-def warn_without_gpu(
-    model: str, preflight: Preflight, estimate: Estimate, device: DeviceIdentity, otherwise: str
-) -> None:
-    """Warn of a large model without a GPU: what it takes, and what to do in place of a GPU."""
+def warn_without_gpu(model: str, preflight: Preflight, seconds: float, device: DeviceIdentity) -> None:
+    """Warn of a large model without a GPU."""
     if device.kind != "cuda" and preflight.sizes.parameters > LARGE:
         log.warning(
-            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; calibrate on a GPU, %s",
+            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; calibrate on a GPU, or take "
+            "fewer and shorter prompts (--lengths, --num-certify)",
             model,
             preflight.sizes.parameters / 1e9,
-            duration(estimate.total),
-            otherwise,
+            duration(seconds),
         )
 
 
-def _count_prompts(recipe: Recipe) -> tuple[str, InputError | None]:
-    """How many prompts of each length there are of how many that are needed, and what ends a run that has too few.
-
-    What is generated never ends, so it is not made for that.
+def _count_prompts(recipe: Recipe) -> str:
+    """How many prompts of each length there are of how many that are needed.
 
     Raises:
-        InputError: a prompt file is bad, or there are not even one to calibrate and one to adjust on.
+        InputError: a prompt file is bad, or they are too few for the run.
     """
     from calibrate.model.models import load_config, load_tokenizer, shipped_sizes
     from calibrate.pipeline import check_certifiable
@@ -180,30 +172,24 @@ def _count_prompts(recipe: Recipe) -> tuple[str, InputError | None]:
     from calibrate.prompts.files import read_documents
     from calibrate.prompts.prompts import load_prompts
 
-    needed = {
-        length: (length in recipe.lengths) * recipe.num_prompts + recipe.held_out + recipe.num_certify
-        for length in sorted(recipe.all_lengths)
-    }
-    there, obstacle, endless = needed, None, not set(recipe.used_domains) <= set(FOUND)
-    alias = shipped_sizes(recipe.model)
+    others = recipe.held_out + recipe.num_certify
+    needed = {length: others + recipe.num_prompts * (length in recipe.lengths) for length in recipe.all_lengths}
+    is_alias, endless = shipped_sizes(recipe.model), set(recipe.used_domains) - set(FOUND)  # what is generated
     try:
-        if alias and not (endless or recipe.random_weights):
-            load_config(recipe.model)  # fails at once where the Hub is out of reach
-        tokenizer = None if alias and endless else load_tokenizer(recipe.model, **recipe.loading)
+        if is_alias and not endless:
+            load_config(recipe.model, random_weights=recipe.random_weights)  # fails at once without a way to the Hub
+        tokenizer = None if is_alias and endless else load_tokenizer(recipe.model, **recipe.loading)
     except (ModelError, ResourceError) as error:
-        if not alias:
+        if not is_alias:
             raise
         read_documents(recipe.prompts or ())
-        return f"not read: {error}", None
-    if not endless:
-        prompts = load_prompts(recipe, tokenizer)
-        sets = prompts.calibration, prompts.held_out, prompts.certify
-        there = {length: sum(len(by_length.get(length, ())) for by_length in sets) for length in needed}
-        try:
-            check_certifiable(recipe, prompts)
-        except InputError as error:
-            obstacle = error
-    return ", ".join(f"{there[length]} of {needed[length]} needed at {length}" for length in needed), obstacle
+        return f"not read: {error}"
+    sets = () if endless else load_prompts(recipe, tokenizer).by_purpose
+    there = {length: sum(len(lengths.get(length, ())) for lengths in sets) for length in needed} if sets else needed
+    text = ", ".join(f"{there[length]} of {needed[length]} needed at {length}" for length in sorted(needed))
+    if sets:
+        check_certifiable(recipe, sets[-1], text)
+    return text
 
 
 def finished(

@@ -55,8 +55,7 @@ def draft(options: Mapping[str, Any]) -> Recipe:
 def on_this_machine(options: Mapping[str, Any]) -> tuple[Recipe, DeviceIdentity]:
     """The recipe of these options with the defaults that depend on the device, and which device that is.
 
-    Raises:
-        ConfigError, InputError, ResourceError: as `check_files` does, or the device is not here.
+    Raises what `check_files` and `named_device` do.
     """
     name, identity = _elsewhere(options) or named_device(options.get("device"))
     defaults = {
@@ -67,18 +66,15 @@ def on_this_machine(options: Mapping[str, Any]) -> tuple[Recipe, DeviceIdentity]
 
 
 def check_files(recipe: Recipe) -> Recipe:
-    """Return the recipe, if its profile, report and journal can be written and none of them replaces another's file.
+    """Return the recipe, once its profile, report and journal can be written (`check_output`).
 
-    Raises:
-        ConfigError, ResourceError: as `check_output` does.
-        InputError: the journal's file is none.
+    Raises InputError too, if the journal's file is none.
     """
     from calibrate.journal import Journal
 
-    prompts = recipe.prompts or ()
-    check_output("--out", recipe.out, prompts, is_profile=True)
+    check_output("--out", recipe.out, recipe.prompts or (), is_profile=True)
     for path in report_paths(recipe.out):
-        check_output("beside --out,", path, prompts)
+        check_output("beside --out,", path, recipe.prompts or ())
     check_writable("--journal", recipe.journal_path)
     if recipe.journal_path.exists() and recipe.journal_path.stat().st_size:  # an empty file becomes a journal
         Journal.read(recipe.journal_path).close()
@@ -140,20 +136,17 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_profile: bool = False) -> None:
-    """Fail before the work, not after it, if a file cannot be written or would replace what must stay.
+    """Fail before the work, not after it, if an output cannot be written or would replace what must stay.
 
     An output never replaces an input, a profile by something else, or a file that this program did not write. An empty
     file may be replaced.
 
     Args:
         option: what names the output, for messages.
-        path: the output.
         inputs: the files that the command reads.
         is_profile: whether the output is a profile, which replaces profiles only.
 
-    Raises:
-        ConfigError: it would, or the path cannot be a file's.
-        ResourceError: the disk does not take it.
+    Raises ConfigError, or ResourceError as `check_writable` does.
     """
     check_writable(option, path)
     if not path.exists():

@@ -25,14 +25,7 @@ from s2o_runtime.config import (
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, Rule
 from s2o_runtime.lengths import MAX_LENGTH, far_apart
-from s2o_runtime.profile.record import (
-    BUDGET_KINDS,
-    BUDGET_SCOPES,
-    BudgetKind,
-    ErrorUnit,
-    RecordedBudget,
-    error_unit,
-)
+from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit, RecordedBudget, error_unit
 
 SEGMENTS = (256, 512, 1024, 2048)
 SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves on a GPU
@@ -217,12 +210,7 @@ class Recipe:
         default_text=f"{text(DEFAULT_LENGTHS['cuda'])}; on a CPU {text(DEFAULT_LENGTHS['cpu'])}",
         example="8192,32768",
     )
-    out: Path = option(
-        Rule(Path),
-        "the profile",
-        OUTPUT,
-        default_text="profiles/<model>/<gpu>/<budget>.safetensors",
-    )
+    out: Path = option(Rule(Path), "the profile", OUTPUT, default_text="profiles/<model>/<gpu>/<budget>.safetensors")
     prompts: tuple[Path, ...] | None = option(
         Rule(Path, optional=True, many=True),
         "your prompts: files of JSON lines (text, prompt or messages), text or Markdown, and folders of them",
@@ -244,10 +232,7 @@ class Recipe:
         plan_text=lambda recipe: "your prompts'" if recipe.prompts else text(recipe.used_domains, ", "),
     )
     hide_needles: bool = option(
-        Rule(bool),
-        "hide facts in the prompts and ask for them at their end",
-        INPUT,
-        default=True,
+        Rule(bool), "hide facts in the prompts and ask for them at their end", INPUT, default=True
     )
     num_prompts: int = option(
         Rule(int, 1, MAX_COUNT),

@@ -88,7 +88,7 @@ def _run(flags: Flags) -> int:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
     options = merged(file, {name: value for name, value in flags.items() if name in OPTIONS})
-    recipe, device, preflight, estimate, prompts, obstacle = planned(
+    recipe, device, preflight, estimate, prompts = planned(
         options, rehearsed="dry_run" in flags, progress="quiet" not in flags
     )
     if "yaml" in flags:
@@ -105,11 +105,8 @@ def _run(flags: Flags) -> int:
         recipe, preflight, estimate, device, frozenset(options), rehearsed="dry_run" in flags, prompts=prompts
     )
     if "dry_run" in flags and "json" in flags:
-        print_json(plan_lines)
-    else:
-        print_fields(plan_lines, console)
-    if obstacle is not None:
-        raise obstacle
+        return print_json(plan_lines)
+    print_fields(plan_lines, console)
     if "dry_run" in flags:
         return OK
     try:

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
-from calibrate.machine import check_output, json_file, named_device, writing
-from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, slug
+from calibrate.machine import check_output, json_file, named_device
+from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, Recipe, slug
 from s2o_runtime.command_line import (
     BAD_INPUT,
     INTERRUPTED,
@@ -26,8 +26,10 @@ from s2o_runtime.command_line import (
     failed,
 )
 from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.logs import say
 
 if TYPE_CHECKING:
+    from calibrate.model.preflight import Preflight
     from calibrate.tables import Table
 
 PROGRAM = "s2o-profile"
@@ -166,8 +168,7 @@ def rebudget(flags: Flags) -> int:
 
     from calibrate.profiles.rebudget import rebudget
 
-    with writing(out):
-        rebudget(profile, budget, out, flags.get("journal"), worst_rows)
+    rebudget(profile, budget, out, flags.get("journal"), worst_rows)
     return _written(flags, out)
 
 
@@ -179,8 +180,7 @@ def retile(flags: Flags) -> int:
 
     from calibrate.profiles.retile import retile
 
-    with writing(out):
-        retiled = retile(profile, name, out).record.retiled
+    retiled = retile(profile, name, out).record.retiled
     if device.kind == "cpu" and retiled is not None:
         log.warning("%s", retiled.note)
     return _written(flags, out)
@@ -204,31 +204,37 @@ def verify(flags: Flags) -> int:
     name, device = named_device(flags.get("device"))
 
     from calibrate.api import warn_without_gpu
-    from calibrate.model.estimate import estimate_again
+    from calibrate.model.estimate import estimate
     from calibrate.progress import PhaseClock
-    from calibrate.proof.again import opened, prepared, recertified, verified
+    from calibrate.proof.again import on_other_text, opened, recertified, verified
     from calibrate.report.again import certificate_parts, plan_lines, proof_parts
     from calibrate.tables import print_fields, terminal
 
-    ready = prepared(
+    seed, progress, prompts = flags.get("seed"), "quiet" not in flags, flags.get("prompts")
+    phases, seconds = ("loading the model", "proving" if seed is None else "certifying"), dict[str, float]()
+
+    def announce(recipe: Recipe, preflight: Preflight) -> None:
+        expected = estimate(recipe, preflight.sizes, preflight.geometry, device).seconds
+        seconds.update({phase: expected[phase] for phase in phases})
+        count = recipe.held_out if seed is None else recipe.num_certify
+        text = f"{count} of each length, {on_other_text(recipe, prompts).prompt_source}"
+        print_fields(plan_lines(recipe, preflight, seconds, text), terminal(stderr="json" in flags))
+        warn_without_gpu(recipe.model, preflight, sum(seconds.values()), device)
+        if progress:
+            say(PROGRAM, f"{phases[0]} ..")
+
+    profile = opened(
         str(flags["model"]),
         flags["profile"],
         name,
-        flags.get("prompts"),
+        prompts,
         flags.get("chunk"),
-        needs_certificate="seed" in flags,
+        needs_certificate=seed is not None,
         trust_remote_code=flags.get("trust_remote_code", False),
         tokenizer=flags.get("tokenizer"),
+        before_loading=announce,
     )
-    seed, progress = flags.get("seed"), "quiet" not in flags
-    phase = "proving" if seed is None else "certifying"
-    expected = estimate_again(ready.recipe, ready.preflight.sizes, ready.profile.geometry, device, phase)
-    print_fields(plan_lines(ready, expected, device, seed), terminal(stderr="json" in flags))
-    warn_without_gpu(ready.recipe.model, ready.preflight, expected, device, "or take a profile of shorter prompts")
-    clock = PhaseClock(expected.seconds)
-    with clock.phase("loading the model", progress):
-        profile = opened(ready)
-    with clock.phase(phase):
+    with PhaseClock(seconds).phase(phases[1]):
         if seed is None:
             proof = verified(profile, progress=progress)
             value, parts, problems = asdict(proof), proof_parts(proof), tuple(proof.problems)

@@ -84,18 +84,10 @@ class EvaluationPlan:
         plan_text="",
     )
     samples: int = option(
-        Rule(int, 1, MAX_COUNT),
-        "prompts of each length, for each task",
-        INPUT,
-        default=4,
-        name="num_prompts",
+        Rule(int, 1, MAX_COUNT), "prompts of each length, for each task", INPUT, default=4, name="num_prompts"
     )
     needles: int = option(
-        Rule(int, 1, MOST),
-        "questions of each prompt that hides facts",
-        INPUT,
-        default=8,
-        name="num_needles",
+        Rule(int, 1, MOST), "questions of each prompt that hides facts", INPUT, default=8, name="num_needles"
     )
     repeats: int = option(Rule(int, 1, MAX_COUNT), "timed prefills, after one that is not", INPUT, default=5)
     seed: int = shared(CALIBRATION["seed"], default=0, help="seed of prompts and random weights", group=INPUT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -157,9 +157,7 @@ class Estimate:
         return sum(self.seconds.values())
 
 
-def estimate(
-    recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: DeviceIdentity, *, again: bool = False
-) -> Estimate:
+def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: DeviceIdentity) -> Estimate:
     """What a calibration will take, within a factor of about 1.5 on a GPU like those that were measured.
 
     Layers without full attention count by the products of their weights alone. What the journal has already is not left
@@ -169,9 +167,7 @@ def estimate(
         recipe: what is calibrated, on what.
         sizes, geometry: of the model.
         device: what it runs on.
-        again: whether proof and certificate are only measured again, so that nothing is revised or timed.
     """
-    proofs, attempts = (1.0, 1.0) if again else (PROOFS, ATTEMPTS)
     rates = rates_of(device)
     on_gpu = device.kind == "cuda"
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
@@ -193,8 +189,8 @@ def estimate(
         searching += KL_PASSES * recipe.held_out * sum(map(steps.both, recipe.lengths))
     searching += on_gpu * CROSSOVERS * steps.attention(CROSSOVER_LENGTH)
     timing = sum(layers * (rates.timing + on_gpu * TIMED_LAYERS * steps.attention(length)) for length in proven)
-    proving = read + timing * (not again) + proofs * recipe.held_out * sum(map(steps.both, proven))
-    certifying = read + attempts * recipe.num_certify * sum(map(steps.both, proven)) * (3 if recipe.per_prompt else 1)
+    proving = read + timing + PROOFS * recipe.held_out * sum(map(steps.both, proven))
+    certifying = read + ATTEMPTS * recipe.num_certify * sum(map(steps.both, proven)) * (3 if recipe.per_prompt else 1)
     certifying += on_gpu * sum(min(NOISE, recipe.num_certify) * 2 * steps.forward(length) for length in proven)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     seconds = {
@@ -205,14 +201,6 @@ def estimate(
         "certifying": certifying / shared if recipe.num_certify else 0.0,
     }
     return Estimate({name: value for name, value in seconds.items() if value}, _memory(recipe, sizes, geometry))
-
-
-def estimate_again(
-    recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: DeviceIdentity, phase: str
-) -> Estimate:
-    """What it will take to measure a proof (`phase` "proving") or a certificate ("certifying") again, as `estimate`."""
-    whole = estimate(recipe, sizes, geometry, device, again=True)
-    return replace(whole, seconds={name: whole.seconds[name] for name in ("loading the model", phase)})
 
 
 class _Steps:

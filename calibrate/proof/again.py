@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,23 +36,12 @@ from s2o_runtime.profile.device_fit import fitted
 from s2o_runtime.profile.record import CertifiedLength, CertifiedRetrieval
 
 
-class Prepared(NamedTuple):
-    """A profile that fits this machine and the sizes of a model, before its weights are loaded.
-
-    recipe: what made it, with this model and device. preflight: what is known of the model. path: the profile's file.
-    prompts: files and folders to draw prompts from instead of the recipe's text; None is what the recipe says.
-    """
-
-    profile: Profile
-    recipe: Recipe
-    preflight: Preflight
-    path: Path
-    prompts: tuple[Path, ...] | None
-
-
 @dataclass(frozen=True)
 class Opened:
-    """A profile that can be measured here, the recipe that made it, and its model; `prompts` as in `Prepared`."""
+    """A profile that can be measured here, the recipe that made it, and its model.
+
+    prompts: files and folders to draw prompts from instead of the recipe's text; None is what the recipe says.
+    """
 
     profile: Profile
     recipe: Recipe
@@ -60,7 +49,7 @@ class Opened:
     prompts: tuple[Path, ...] | None
 
 
-def prepared(
+def opened(
     model: str,
     path: Path,
     device: str,
@@ -70,8 +59,9 @@ def prepared(
     needs_certificate: bool = False,
     trust_remote_code: bool = False,
     tokenizer: str | None = None,
-) -> Prepared:
-    """Check that a profile can be measured here, before the weights of its model are loaded.
+    before_loading: Callable[[Recipe, Preflight], object] = lambda recipe, preflight: None,
+) -> Opened:
+    """Open a profile and the model it is of.
 
     Args:
         model: alias, local folder or hub id.
@@ -83,9 +73,10 @@ def prepared(
         trust_remote_code: whether code that comes with the model may run; what the recipe says does not count, because
             a profile may be another's.
         tokenizer: the folder or hub id of a tokenizer in place of the model's; the recipe's does not count.
+        before_loading: called with what is known of the model once its sizes fit, before its weights are loaded.
 
     Raises:
-        ModelError: The model cannot be found, or S2O does not serve it.
+        ModelError: The model cannot be loaded.
         ProfileError: The profile cannot be read.
         InputError: Its record does not say how it was made, it is of another model, this device cannot run it, or it
             has no certificate.
@@ -106,23 +97,11 @@ def prepared(
     config = load_config(model, random_weights=True, trust_remote_code=trust_remote_code)  # its sizes suffice
     if difference := geometry(config).difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
-    seen = preflight(model, config, device=device, lengths=recipe.lengths, random_weights=recipe.random_weights)
-    return Prepared(profile, recipe, seen, path, prompts)
-
-
-def opened(prepared: Prepared) -> Opened:
-    """Load the model of a profile.
-
-    Raises:
-        ModelError: It cannot be loaded.
-        InputError: The profile is of other weights.
-    """
-    profile, recipe, _, path, prompts = prepared
-    loaded = load(recipe.model, recipe.device, seed=recipe.seed, **recipe.loading)
-    if difference := loaded.geometry.difference(profile.geometry):
-        raise InputError(f"{path} is not of {recipe.model}, which has {difference}: calibrate this model")
+    random = recipe.random_weights
+    before_loading(recipe, preflight(model, config, device=device, lengths=recipe.lengths, random_weights=random))
+    loaded = load(model, device, seed=recipe.seed, **recipe.loading)
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
-        raise InputError(f"{path} is not of {recipe.model}: {mismatch} that were calibrated: calibrate this model")
+        raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
     return Opened(profile, recipe, loaded, prompts)
 
 

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 
-from calibrate.model.estimate import Estimate
-from calibrate.options import text
+from calibrate.model.preflight import Preflight
 from calibrate.progress import duration
-from calibrate.proof.again import Prepared, Recertified, Verified
+from calibrate.proof.again import Recertified, Verified
+from calibrate.recipe import Recipe
 from calibrate.tables import Table, kept_of
-from s2o_runtime.devices import DeviceIdentity
 
 
-def plan_lines(prepared: Prepared, estimate: Estimate, device: DeviceIdentity, seed: int | None) -> dict[str, str]:
-    """What is going to be measured again, and how long that takes, by the lines' names.
-
-    estimate: of that alone. seed: of the certificate's prompts; None where the proof is made again.
-    """
-    recipe = prepared.recipe
-    count = recipe.held_out if seed is None else recipe.num_certify
-    source = text(prepared.prompts, ", ") if prepared.prompts else recipe.prompt_source
-    phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in estimate.seconds.items())
+def plan_lines(recipe: Recipe, preflight: Preflight, seconds: Mapping[str, float], prompts: str) -> dict[str, str]:
+    """What is going to be measured again, and how long its phases take at most; prompts: how many of each length."""
+    phases = ", ".join(f"{name} {duration(taken)}" for name, taken in seconds.items())
     return {
-        "takes": f"about {duration(estimate.total)} ({phases})",
-        "runs on": str(device),
+        "takes": f"at most about {duration(sum(seconds.values()))} ({phases})",
         "model": recipe.model,
-        "layers": prepared.preflight.layers,
+        "layers": preflight.layers,
         "lengths": ", ".join(map(str, sorted(recipe.all_lengths))),
-        "prompts": f"{count} of each length, {source}" + ("" if seed is None else f", of seed {seed}"),
+        "prompts": prompts,
     }
 
 

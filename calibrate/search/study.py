@@ -92,9 +92,8 @@ def check_storage(url: str) -> None:
     try:
         make_url(url).get_dialect()
     except ArgumentError as error:  # also for a kind of database that SQLAlchemy does not know
-        raise ConfigError(
-            "--storage is no URL of a database that is known here: give one such as sqlite:///studies.db"
-        ) from error
+        what = "--storage is no URL of a database that is known here"
+        raise ConfigError(f"{what}: give one such as sqlite:///studies.db") from error
 
 
 def open_storage(url: str | None) -> optuna.storages.BaseStorage | None:

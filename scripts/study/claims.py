@@ -18,7 +18,7 @@ from pathlib import Path
 
 from calibrate import calibrate
 from calibrate.machine import named_device
-from calibrate.proof.again import opened, prepared, recertified
+from calibrate.proof.again import opened, recertified
 from calibrate.report.again import certificate_parts
 from calibrate.report.certified import sentences, statement
 from calibrate.report.sections import gain
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             certificate = result.profile.record.certificate
             print_lines([statement(certificate, None), *sentences(certificate)], console)
-            profile = opened(prepared(args.model, out, named_device(None)[0], needs_certificate=True))
+            profile = opened(args.model, out, named_device(None)[0], needs_certificate=True)
             asked = replace(profile, recipe=replace(profile.recipe, num_certify=args.fresh))
             check = recertified(asked, 1000 + seed)
             for part in certificate_parts(check):

@@ -13,7 +13,7 @@ from calibrate.pipeline import calibrate
 from calibrate.profiles.rebudget import rebudget
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import certify
-from calibrate.proof.again import opened, prepared, verified
+from calibrate.proof.again import opened, verified
 from calibrate.proof.state import Problem, ProblemKind
 from calibrate.recipe import Budget
 from calibrate.search.choice import HARMLESS
@@ -79,7 +79,7 @@ def test_drift_is_held_to_the_limits_of_the_layers(finished):
 
 def test_it_is_proven_again(finished):
     asked, _ = finished
-    again = verified(opened(prepared(asked.model, asked.out, "cpu")))
+    again = verified(opened(asked.model, asked.out, "cpu"))
     assert (again.problems, again.same_prompts) == ([], True)
 
 
