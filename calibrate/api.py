@@ -179,11 +179,11 @@ def _count_prompts(recipe: Recipe) -> str:
         if is_alias and not endless:
             load_config(recipe.model, random_weights=recipe.random_weights)  # fails at once without a way to the Hub
         tokenizer = None if is_alias and endless else load_tokenizer(recipe.model, **recipe.loading)
-    except (ModelError, ResourceError) as error:
+    except (ModelError, ResourceError):
         if not is_alias:
             raise
         read_documents(recipe.prompts or ())
-        return f"not read: {error}"
+        return f"not read: the tokenizer of {recipe.model} cannot be loaded here"
     sets = () if endless else load_prompts(recipe, tokenizer).by_purpose
     there = {length: sum(len(lengths.get(length, ())) for lengths in sets) for length in needed} if sets else needed
     text = ", ".join(f"{there[length]} of {needed[length]} needed at {length}" for length in sorted(needed))

@@ -234,7 +234,7 @@ def verify(flags: Flags) -> int:
         tokenizer=flags.get("tokenizer"),
         before_loading=announce,
     )
-    with PhaseClock(seconds).phase(phases[1]):
+    with PhaseClock(seconds).phase(phases[1], progress):
         if seed is None:
             proof = verified(profile, progress=progress)
             value, parts, problems = asdict(proof), proof_parts(proof), tuple(proof.problems)

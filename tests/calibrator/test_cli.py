@@ -316,7 +316,7 @@ def test_a_plan_without_a_tokenizer_says_so_and_reads_the_files_all_the_same(com
     outcome = command(*arguments, "mine.jsonl")
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
-    assert plan["prompts"].startswith("mine.jsonl; not read: model 'qwen2.5-7b' cannot be loaded from Qwen/Qwen2.5")
+    assert plan["prompts"].startswith("mine.jsonl; not read: the tokenizer of qwen2.5-7b cannot be loaded here")
     assert "nothing was asked" not in plan["sizes"]
     assert "prompt file bad.jsonl cannot be read" in refusal(
         command(*arguments, "bad.jsonl", "--quiet"), "s2o-calibrate"
