@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from calibrate.machine import draft, gpu_named, on_this_machine, writing
+from calibrate.machine import check_files, draft, gpu_named, on_this_machine, writing
 from calibrate.options import read_all
-from calibrate.progress import duration
+from calibrate.progress import PhaseClock, duration
 from calibrate.recipe import OPTIONS, Recipe, check_limit
-from s2o_runtime.errors import ConfigError
+from s2o_runtime.errors import ConfigError, ModelError, ResourceError, first_line
 
 if TYPE_CHECKING:
     from calibrate.model.estimate import Estimate
@@ -26,12 +26,16 @@ log = logging.getLogger("calibrate")
 
 
 class Planned(NamedTuple):
-    """A run whose options fit the model and the machine, and what is known of it before the model is loaded."""
+    """A run whose options fit the model and the machine, and what is known of it before the model is loaded.
+
+    prompts: of a rehearsal, how many there are of how many that are needed, in words.
+    """
 
     recipe: Recipe
     device: DeviceIdentity
     preflight: Preflight
     estimate: Estimate
+    prompts: str = ""
 
 
 def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
@@ -73,9 +77,9 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
             raise ConfigError(
                 f"calibrate() got a recipe and {', '.join(options)}: give a recipe or a model with options"
             )
-        return finished(model.validate(), progress=progress)
-    plan = planned(read_all(OPTIONS, {"model": model, **options}, "calibrate()"))
-    return finished(plan.recipe, progress=progress, estimate=plan.estimate)
+        return warned(finished(check_files(model.validate()), progress=progress))
+    plan = planned(read_all(OPTIONS, {"model": model, **options}, "calibrate()"), progress=progress)
+    return warned(finished(plan.recipe, progress=progress, estimate=plan.estimate))
 
 
 def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], progress: bool) -> Result:
@@ -92,19 +96,27 @@ def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], pr
     recipe, device = on_this_machine(given)
     check_limit(max(recipe.all_lengths), positions(loaded.model.config))
     expected = estimate(recipe, ModelSizes.of(loaded.model, recipe.device), loaded.geometry, device)
-    return finished(recipe, progress=progress, loaded=loaded, estimate=expected)
+    return warned(finished(recipe, progress=progress, loaded=loaded, estimate=expected))
 
 
-def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
+def warned(result: Result) -> Result:
+    """Return the result, after a warning if its report failed."""
+    if result.report_failure:
+        log.warning("%s", result.report_failure)
+    return result
+
+
+def planned(options: Mapping[str, Any], *, rehearsed: bool = False, progress: bool = True) -> Planned:
     """Check options against the model and this machine; what is cheap to get wrong is checked first.
 
     Args:
         options: those that were given, in the types of `Recipe`'s fields.
         rehearsed: whether nothing is going to run, so that the sizes of an alias suffice, which ship, and a GPU that is
-            named by target_gpu need not be here.
+            named by target_gpu need not be here; prompts are counted then.
+        progress: whether to say what is waited for.
 
     Raises:
-        ConfigError, ModelError, ResourceError: as `calibrate` does.
+        ConfigError, InputError, ModelError, ResourceError: as `calibrate` does.
     """
     gpu = gpu_named(options["target_gpu"]) if rehearsed and options.get("target_gpu") else None
     if gpu is not None and not {"gpus", "scheduler"} & options.keys():
@@ -122,20 +134,66 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False) -> Planned:
         load_tokenizer(recipe.model, **recipe.loading)
     recipe, device = on_this_machine(options, gpu)
     check_limit(max(recipe.all_lengths), positions(config))
+    if recipe.storage is not None:
+        from calibrate.search.study import check_storage
+
+        check_storage(recipe.storage)
+    if recipe.scheduler is not None:
+        from calibrate.work.cluster import CONNECT, connect
+
+        with PhaseClock().phase(f"waiting for scheduler {recipe.scheduler}, at most {CONNECT:g} s", progress):
+            connect(recipe.scheduler).close()
     seen = preflight(
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights,
         memory=device.memory_bytes if gpu else 0,
     )  # fmt: skip
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
-    if device.kind != "cuda" and seen.sizes.parameters > LARGE:
+    warn_without_gpu(recipe.model, seen, expected.total, device)
+    return Planned(recipe, device, seen, expected, _count_prompts(recipe) if rehearsed else "")
+
+
+def warn_without_gpu(model: str, preflight: Preflight, seconds: float, device: DeviceIdentity) -> None:
+    """Warn of a large model without a GPU."""
+    if device.kind != "cuda" and preflight.sizes.parameters > LARGE:
         log.warning(
             "%s has %.1f billion parameters and this run has no GPU: it takes about %s; take fewer and shorter prompts "
             "(--lengths, --num-certify), or calibrate on a GPU, for which the plan is --dry-run --target-gpu H100",
-            recipe.model,
-            seen.sizes.parameters / 1e9,
-            duration(expected.total),
+            model,
+            preflight.sizes.parameters / 1e9,
+            duration(seconds),
         )
-    return Planned(recipe, device, seen, expected)
+
+
+def _count_prompts(recipe: Recipe) -> str:
+    """How many prompts of each length there are of how many that are needed.
+
+    Raises:
+        InputError: a prompt file is bad, or they are too few for the run.
+    """
+    from calibrate.model.models import load_config, load_tokenizer, shipped_sizes
+    from calibrate.pipeline import check_certifiable
+    from calibrate.prompts.documents import FOUND
+    from calibrate.prompts.files import read_documents
+    from calibrate.prompts.prompts import load_prompts
+
+    others = recipe.held_out + recipe.num_certify
+    needed = {length: others + recipe.num_prompts * (length in recipe.lengths) for length in recipe.all_lengths}
+    is_alias, endless = shipped_sizes(recipe.model), set(recipe.used_domains) - set(FOUND)  # what is generated
+    try:
+        if is_alias and not endless:
+            load_config(recipe.model, random_weights=recipe.random_weights)  # fails at once without a way to the Hub
+        tokenizer = None if is_alias and endless else load_tokenizer(recipe.model, **recipe.loading)
+    except (ModelError, ResourceError):
+        if not is_alias:
+            raise
+        read_documents(recipe.prompts or ())
+        return f"not read: the tokenizer of {recipe.model} cannot be loaded here"
+    sets = () if endless else load_prompts(recipe, tokenizer).by_purpose
+    there = {length: sum(len(lengths.get(length, ())) for lengths in sets) for length in needed} if sets else needed
+    text = ", ".join(f"{there[length]} of {needed[length]} needed at {length}" for length in sorted(needed))
+    if sets:
+        check_certifiable(recipe, sets[-1], text)
+    return text
 
 
 def finished(
@@ -162,5 +220,9 @@ def finished(
     expected = estimate.seconds if estimate else {}
     with writing(recipe.out):
         result = pipeline.calibrate(recipe, progress=progress, loaded=loaded, expected=expected)
-        report = report_of(recipe, result, command=command)
-        return replace(result, report=report, report_files=tuple(write_report(report, recipe.out)))
+    try:
+        result = replace(result, report=report_of(recipe, result, command=command))
+        files, failure = write_report(result.report, recipe.out)
+        return replace(result, report_files=tuple(files), report_failure=failure)
+    except Exception as error:  # a report that fails, whatever of, takes no profile away
+        return replace(result, report_failure=f"the report cannot be written ({first_line(error)})")

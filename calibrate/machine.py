@@ -1,15 +1,16 @@
-"""What depends on the machine: its devices, the defaults that follow from them, and whether its disk can be written."""
+"""What depends on the machine: its devices, the defaults that follow from them, and which files may be written."""
 
 from __future__ import annotations
 
 import errno
+import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, default_out
+from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, default_out, report_paths
 from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.files import destination
@@ -22,6 +23,9 @@ GPUS = {  # that a plan may be for where they are not: torch's name, compute cap
     "NVIDIA GeForce RTX 4090": ((8, 9), 128, 24), "NVIDIA H100 80GB HBM3": ((9, 0), 132, 79),
     "NVIDIA H200": ((9, 0), 132, 140), "NVIDIA B200": ((10, 0), 148, 178),
 }  # fmt: skip
+MARK = "Written by S2O"  # near the beginning of every file that a command writes, but for profiles and journals
+_BEGINNING = 4096  # bytes of a file that tell what it is
+_PROFILE = b'{"__metadata__":{"s2o_profile":'  # after the header's size, at a profile's beginning
 # a disk that does not take a file; any other OSError of a path is a wrong path, or a bug
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
@@ -54,13 +58,32 @@ def draft(options: Mapping[str, Any]) -> Recipe:
 
 
 def on_this_machine(options: Mapping[str, Any], gpu: DeviceIdentity | None = None) -> tuple[Recipe, DeviceIdentity]:
-    """The recipe of these options with the defaults that depend on the device, here or the `gpu` of a plan; and it."""
+    """Return the recipe with the defaults that depend on the device, here or the `gpu` of a plan, and that device.
+
+    Raises what `check_files` and `named_device` do.
+    """
     name, identity = ("cuda", gpu) if gpu else _elsewhere(options) or named_device(options.get("device"))
     defaults = {
         "lengths": DEFAULT_LENGTHS[identity.kind],
         "out": default_out(options["model"], identity.name, Budget.of(options)),
     }
-    return Recipe.of(defaults | dict(options) | {"device": name}), identity
+    return check_files(Recipe.of(defaults | dict(options) | {"device": name})), identity
+
+
+def check_files(recipe: Recipe) -> Recipe:
+    """Return the recipe, once its profile, report and journal can be written (`check_output`).
+
+    Raises InputError too, if the journal's file is none.
+    """
+    from calibrate.journal import Journal
+
+    check_output("--out", recipe.out, recipe.prompts or (), is_profile=True)
+    for path in report_paths(recipe.out):
+        check_output("beside --out,", path, recipe.prompts or ())
+    check_writable("--journal", recipe.journal_path)
+    if recipe.journal_path.exists() and recipe.journal_path.stat().st_size:  # an empty file becomes a journal
+        Journal.read(recipe.journal_path).close()
+    return recipe
 
 
 def gpu_named(part: str) -> DeviceIdentity:
@@ -116,6 +139,39 @@ def check_writable(flag: str, path: Path) -> None:
     except OSError as error:
         kind = ResourceError if error.errno in CANNOT_WRITE else ConfigError
         raise kind(f"{flag} {path} cannot be written ({error.strerror}): choose another folder") from None
+
+
+def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_profile: bool = False) -> None:
+    """Fail before the work, not after it, if an output cannot be written or would replace what must stay.
+
+    An output never replaces an input, a profile by something else, or a file that this program did not write. An empty
+    file may be replaced.
+
+    Args:
+        option: what names the output, for messages.
+        inputs: the files that the command reads.
+        is_profile: whether the output is a profile, which replaces profiles only.
+
+    Raises ConfigError, or ResourceError as `check_writable` does.
+    """
+    check_writable(option, path)
+    if not path.exists():
+        return
+    if any(source.exists() and path.samefile(source) for source in inputs):
+        raise ConfigError(f"{option} {path} is an input, so it is not replaced: give another file name")
+    profile, report = "is an S2O profile", "is a report or a picture of S2O"
+    with path.open("rb") as file:
+        beginning = file.read(_BEGINNING)
+    content = profile if _PROFILE in beginning else report if MARK.encode() in beginning else "was not written by S2O"
+    if beginning and content != (profile if is_profile else report):
+        raise ConfigError(
+            f"{option} {path} exists and {content}, so it is not replaced: give another file name, or move it away"
+        )
+
+
+def json_file(document: Mapping[str, Any]) -> bytes:
+    """Return the content of a file of JSON, with who wrote it."""
+    return (json.dumps({"origin": MARK, **document}, indent=1) + "\n").encode()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ layers' sensitivities, and up to five to find what they may spend.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,7 +73,7 @@ class Result(Proven):
     profile: with its record. written: whether the profile was saved. seconds: what each phase took. journal_reused:
     How many measurements an earlier run had made. work: the measurements of this run by stage, and how long they took
     of all workers together. report, report_files: the `calibrate.report.contents.Report` and where it was written;
-    None and none where it was not.
+    None and none where it was not. report_failure: why it, or its pictures, were not; empty if they were.
     """
 
     profile: Profile
@@ -83,6 +83,7 @@ class Result(Proven):
     work: Mapping[str, StageWork] = field(default_factory=dict)
     report: Any = None
     report_files: tuple[Path, ...] = ()
+    report_failure: str = ""
 
 
 def calibrate(
@@ -115,7 +116,10 @@ def calibrate(
     clock = PhaseClock(expected)
     with compiling(_first_calls(recipe, loaded)) as compiled:
         with clock.phase("making prompts", progress):
-            prompts = _prompts(recipe, loaded)
+            tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
+            prompts = load_prompts(recipe, tokenizer)
+            open_storage(recipe.storage)
+            check_certifiable(recipe, prompts.certify)
         recipe.out.parent.mkdir(parents=True, exist_ok=True)
         with (
             _executor(recipe, loaded, prompts, clock, progress, compiled) as executor,
@@ -167,16 +171,16 @@ def _first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[]
     return [partial(tried, call) for call in (partial(tests, False), partial(tests, True), curves)]
 
 
-def _prompts(recipe: Recipe, loaded: LoadedModel | None) -> PromptSet:
-    """The run's prompts, after what is cheap to get wrong was tried, before the weights are loaded."""
-    tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
-    prompts = load_prompts(recipe, tokenizer)
-    open_storage(recipe.storage)
+def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], counts: str = "") -> None:
+    """Raise InputError, before the weights are loaded, if prompts are too few for the certificate that is asked for.
+
+    counts: of the prompts, for the message.
+    """
     if recipe.num_certify and not recipe.allow_regression:
         for length in recipe.all_lengths:
-            if problem := too_few(length, prompts.certify.get(length, ())):
-                raise InputError(f"{problem}: {problem.kind.value}, or say --allow-regression")
-    return prompts
+            if problem := too_few(length, certify.get(length, ())):
+                before = f"prompts: {counts}; " if counts else ""
+                raise InputError(f"{before}{problem}: {problem.kind.value}, or say --allow-regression")
 
 
 def _calibrated(run: _Run, clock: PhaseClock) -> Result:
@@ -251,8 +255,12 @@ def _executor(
 
 def _of_run(prompts: PromptSet) -> list[Prompt]:
     """All prompts of a run."""
-    sets = prompts.calibration, prompts.held_out, prompts.certify
-    return [prompt for by_length in sets for prompts_of_length in by_length.values() for prompt in prompts_of_length]
+    return [
+        prompt
+        for by_length in prompts.by_purpose
+        for prompts_of_length in by_length.values()
+        for prompt in prompts_of_length
+    ]
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,8 @@ from s2o_runtime.config import (
 )
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
-from s2o_runtime.lengths import far_apart
-from s2o_runtime.profile.record import (
-    BUDGET_KINDS,
-    BUDGET_SCOPES,
-    BudgetKind,
-    ErrorUnit,
-    RecordedBudget,
-    error_unit,
-)
+from s2o_runtime.lengths import MAX_LENGTH, far_apart
+from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit, RecordedBudget, error_unit
 
 SEGMENTS = (256, 512, 1024, 2048)
 SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves on a GPU
@@ -45,6 +38,14 @@ KINDS = BUDGET_KINDS
 DOMAINS = ("code", "prose", "chinese", "json", "chat", "tables", "logs", "encoded", "questions", "mixed")
 SCOPES = BUDGET_SCOPES
 MAX_YAML_BYTES = 1 << 16
+# bounds of what nobody means, so that a slip of the keyboard is found before hours of measuring, not after them
+MAX_COUNT = 1_000_000  # prompts or trials, which no run lives to see
+MAX_SEED = (1 << 63) - 1  # what a profile's record holds
+MAX_MSE = 1e6  # an error of 1000 in every number, where outputs of attention are hardly beyond 100
+MAX_KL = 10.0  # nats: the logarithm of a vocabulary of 22000, so of a prediction nothing is left
+MAX_ROW_ERROR = 1000.0  # norms of the row
+MAX_SECONDS = 366 * 86400.0  # a year
+MAX_GPUS = 128  # of one machine; without GPUs as many processes are started
 GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "what to calibrate",
     "what error is allowed, and how it is proven",
@@ -52,6 +53,7 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "output",
     "many GPUs",
 )
+REPORT = ("report.json", "density.png", "frontier.png", "time.png", "report.md", "report.html")
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
@@ -161,7 +163,7 @@ class Recipe:
     )
     budget: Budget = either(
         Option(
-            Rule(float, low=0, above=True),
+            Rule(float, 0, MAX_MSE, above=True),
             "mean squared error of its attention that a layer may have",
             PROOF,
             name="budget_mse",
@@ -191,7 +193,7 @@ class Recipe:
             plan_text=_budget_line,
         ),
         Option(
-            Rule(float, low=0, above=True),
+            Rule(float, 0, MAX_KL, above=True),
             "what the model's predictions may change by, in place of either: KL in nats per token, mean over the "
             "prompts that layers are adjusted on, at each calibrated length",
             PROOF,
@@ -202,18 +204,13 @@ class Recipe:
         ),
     )
     lengths: tuple[int, ...] = option(
-        Rule(int, low=1, unit=TOKENS, many=True),
+        Rule(int, 1, MAX_LENGTH, unit=TOKENS, many=True),
         "prompt lengths to calibrate",
         INPUT,
         default_text=f"{text(DEFAULT_LENGTHS['cuda'])}; on a CPU {text(DEFAULT_LENGTHS['cpu'])}",
         example="8192,32768",
     )
-    out: Path = option(
-        Rule(Path),
-        "the profile",
-        OUTPUT,
-        default_text="profiles/<model>/<gpu>/<budget>.safetensors",
-    )
+    out: Path = option(Rule(Path), "the profile", OUTPUT, default_text="profiles/<model>/<gpu>/<budget>.safetensors")
     prompts: tuple[Path, ...] | None = option(
         Rule(Path, optional=True, many=True),
         "your prompts: files of JSON lines (text, prompt or messages), text or Markdown, and folders of them",
@@ -235,16 +232,17 @@ class Recipe:
         plan_text=lambda recipe: "your prompts'" if recipe.prompts else text(recipe.used_domains, ", "),
     )
     hide_needles: bool = option(
-        Rule(bool),
-        "hide facts in the prompts and ask for them at their end",
-        INPUT,
-        default=True,
+        Rule(bool), "hide facts in the prompts and ask for them at their end", INPUT, default=True
     )
     num_prompts: int = option(
-        Rule(int, low=1), "prompts of each length to calibrate on", INPUT, default=5, plan_text="{} of each length"
+        Rule(int, 1, MAX_COUNT),
+        "prompts of each length to calibrate on",
+        INPUT,
+        default=5,
+        plan_text="{} of each length",
     )
     held_out: int = option(
-        Rule(int, low=1),
+        Rule(int, 1, MAX_COUNT),
         "other prompts of each length to adjust layers and prove the profile on",
         PROOF,
         default=10,
@@ -252,7 +250,7 @@ class Recipe:
         plan_text="{} of each length",
     )
     num_certify: int = option(
-        Rule(int, low=0),
+        Rule(int, 0, MAX_COUNT),
         "further prompts of each length that the finished profile is certified on; 0: no certificate",
         PROOF,
         default=20,
@@ -266,9 +264,9 @@ class Recipe:
         default=False,
         plan_text=lambda recipe: "within the limit" if recipe.per_prompt else "stated, not limited",
     )
-    seed: int = option(Rule(int, low=0), "seed of prompts and random weights", INPUT, default=0)
+    seed: int = option(Rule(int, 0, MAX_SEED), "seed of prompts and random weights", INPUT, default=0)
     trials: int = option(
-        Rule(int, low=1),
+        Rule(int, 1, MAX_COUNT),
         "most trials of the search for each group of like layers at each length",
         SPACE,
         default=16,
@@ -330,7 +328,7 @@ class Recipe:
         name="budget_scope",
     )
     check_lengths: tuple[int, ...] | None = option(
-        Rule(int, low=1, unit=TOKENS, optional=True, many=True, empty=True),
+        Rule(int, 1, MAX_LENGTH, unit=TOKENS, optional=True, many=True, empty=True),
         "lengths to prove without calibrating them, or none",
         PROOF,
         default=None,
@@ -339,7 +337,7 @@ class Recipe:
         plan_text=lambda recipe: text(recipe.checked_lengths, ", "),
     )
     chunk: int | None = option(
-        Rule(int, low=SEGMENT_STEP, unit=TOKENS, optional=True),
+        Rule(int, SEGMENT_STEP, MAX_LENGTH, unit=TOKENS, optional=True),
         "tokens that a server feeds at once (vLLM's max_num_batched_tokens): the proof feeds prompts so too",
         PROOF,
         default=None,
@@ -366,7 +364,7 @@ class Recipe:
         plan_text=lambda recipe: "; ".join(f"{recipe.last_rows_at(length)} at {length}" for length in recipe.lengths),
     )
     time_limit: float | None = option(
-        Rule(float, low=0, above=True, unit=DURATION, optional=True),
+        Rule(float, 0, MAX_SECONDS, above=True, unit=DURATION, optional=True),
         "time for the whole search",
         SPACE,
         default=None,
@@ -374,7 +372,7 @@ class Recipe:
         plan_text=lambda recipe: f"{recipe.time_limit:g} s" if recipe.time_limit else "none",
     )
     worst_rows: float | None = option(
-        Rule(float, low=0, optional=True),
+        Rule(float, 0, MAX_ROW_ERROR, optional=True),
         "largest error of a row, as a share of its norm, in 99 of 100 row tiles; 0: no limit",
         PROOF,
         default=0.7,
@@ -439,7 +437,7 @@ class Recipe:
         plan_text=lambda recipe: recipe.storage or "in memory",
     )
     gpus: int | None = option(
-        Rule(int, low=1, optional=True),
+        Rule(int, 1, MAX_GPUS, optional=True),
         "GPUs of this machine to work on, each with a process of its own; without GPUs so many processes on the CPU",
         WORKERS,
         default=None,
@@ -593,8 +591,9 @@ class Recipe:
         if len(set(self.used_domains)) < len(self.used_domains):
             raise ConfigError(f"domains {text(self.used_domains)} name one twice: leave one out")
         self._check_workers()
-        if self.journal_path == self.out:
-            raise ConfigError(f"{self.out} cannot be both the journal and the profile: give another --journal or --out")
+        for path in (self.out, *report_paths(self.out)):
+            if self.journal_path.resolve() == path.resolve():
+                raise ConfigError(f"{path} cannot be the journal too: give another --journal or --out")
         return self
 
     def _check_workers(self) -> None:
@@ -665,6 +664,11 @@ def check_limit(length: int, limit: int) -> None:
 def default_out(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:
     """profiles/<model>/<gpu>/<budget>.safetensors"""
     return root / slug(model) / slug(device_name) / f"{budget}.safetensors"
+
+
+def report_paths(profile: Path) -> list[Path]:
+    """The files of the report beside a profile; the page that holds all of it is the last."""
+    return [profile.parent / f"{profile.stem}.{name}" for name in REPORT]
 
 
 def slug(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+MAX_LENGTH = 1 << 24  # tokens of a prompt that a profile may have settings for
 STEPS_PER_OCTAVE = 8
 BOUNDS_PER_OCTAVE = 16
 LEAST_BOUND_STEP = 64

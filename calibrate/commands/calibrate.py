@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibrate.api import finished, planned
+from calibrate.api import finished, planned, warned
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.options import add_flags
 from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merged
@@ -95,7 +95,9 @@ def _run(flags: Flags) -> int:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
     options = merged(file, {name: value for name, value in flags.items() if name in OPTIONS})
-    recipe, device, preflight, estimate = planned(options, rehearsed="dry_run" in flags)
+    recipe, device, preflight, estimate, prompts = planned(
+        options, rehearsed="dry_run" in flags, progress="quiet" not in flags
+    )
     if "yaml" in flags:
         print(recipe.to_yaml(), end="")
         return OK
@@ -107,7 +109,9 @@ def _run(flags: Flags) -> int:
     from calibrate.tables import print_fields, print_lines, terminal
 
     console = terminal(stderr="json" in flags)
-    plan_lines = plan(recipe, preflight, estimate, device, frozenset(options), rehearsed="dry_run" in flags)
+    plan_lines = plan(
+        recipe, preflight, estimate, device, frozenset(options), rehearsed="dry_run" in flags, prompts=prompts
+    )
     if "dry_run" in flags and "json" in flags:
         return print_json(plan_lines)
     if "quiet" not in flags or "dry_run" in flags:
@@ -128,27 +132,31 @@ def _run(flags: Flags) -> int:
             "interrupted; run the same command to continue: everything measured so far is kept in "
             f"{recipe.journal_path}",
         )
-    if "json" in flags:
-        print_json(result.report.to_json())
-    else:
-        print_report(result.report, console)
-    if not result.written:
-        return failed(
-            PROGRAM,
-            NOT_PROVEN,
-            f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write "
-            "it all the same with --allow-regression",
+    if result.report is not None:
+        if "json" in flags:
+            print_json(result.report.to_json())
+        else:
+            print_report(result.report, console)
+    if result.written:
+        is_gain = result.report is None or is_worthwhile(result.report)
+        print_lines(
+            [
+                f"wrote {recipe.out} in {time.monotonic() - start:.0f} s",
+                *(f"wrote the report {path}" for path in result.report_files[-1:]),
+                f"look at it: s2o-profile show {shlex.quote(str(recipe.out))}",
+                *([f"deploy it: {patch_call(str(recipe.out))}"] if is_gain else []),
+            ],
+            console,
         )
-    print_lines(
-        [
-            f"wrote {recipe.out} in {time.monotonic() - start:.0f} s",
-            f"wrote the report {result.report_files[-1]}",
-            f"look at it: s2o-profile show {shlex.quote(str(recipe.out))}",
-            *([f"deploy it: {patch_call(str(recipe.out))}"] if is_worthwhile(result.report) else []),
-        ],
-        console,
+    warned(result)
+    if result.written:
+        return OK
+    return failed(
+        PROGRAM,
+        NOT_PROVEN,
+        f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write "
+        "it all the same with --allow-regression",
     )
-    return OK
 
 
 def advice(problems: Sequence[Problem]) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
-from calibrate.evaluation.plan import OPTIONS, OUTPUT, PROMPTS, TASKS, EvaluationPlan
-from calibrate.machine import check_writable, named_device, writing
+from calibrate.evaluation.plan import FILES, OPTIONS, OUTPUT, PROMPTS, TASKS, EvaluationPlan
+from calibrate.machine import check_output, named_device, writing
 from calibrate.options import add_flags
 from calibrate.recipe import DEFAULT_LENGTHS, check_limit
 from s2o_runtime.command_line import BAD_INPUT, INTERRUPTED, NO_RESOURCE, OK, Parser, add_information, exit_codes
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from calibrate.prompts.prompt import Prompt
 
 PROGRAM = "s2o-eval"
+log = logging.getLogger(PROGRAM)
 FIRST = ("--model", "--profile", "--setting", "--lengths", "--tasks", "--prompts", "--out-dir", "--dry-run")
 EXAMPLES = (
     ("compare a profile with dense attention", "--model demo --profile p.safetensors --out-dir results"),
@@ -98,12 +100,14 @@ def _run(flags: Flags) -> int:
         return OK
     outcome = _measured(plan, user_prompts, progress="quiet" not in flags)
     with writing(plan.out):
-        files = report.write_report(outcome, plan)
+        files, failure = report.write_report(outcome, plan)
     if "json" in flags:
         print_json(outcome)
     else:
         report.print_summary(outcome, console)
     print_lines([f"wrote {', '.join(files)} to {plan.out}"], console)
+    if failure:
+        log.warning("%s", failure)
     return OK
 
 
@@ -133,7 +137,8 @@ def _draft(flags: Flags) -> EvaluationPlan:
         raise ConfigError("--out-dir is missing: give a folder for results, report and pictures")
     if flags["out_dir"].exists() and not flags["out_dir"].is_dir():
         raise ConfigError(f"--out-dir {flags['out_dir']} is a file: give a folder")
-    check_writable("--out-dir", flags["out_dir"] / "report.md")
+    for name in FILES:
+        check_output("--out-dir", flags["out_dir"] / name, flags.get("prompts") or ())
     return _plan(flags, lengths=flags.get("lengths", DEFAULT_LENGTHS["cuda"]))
 
 

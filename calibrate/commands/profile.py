@@ -1,9 +1,8 @@
-"""s2o-profile: look into profiles, change, compare and prove them again, draw them and pass them on."""
+"""s2o-profile: look into profiles, change them, prove them again, draw and describe them."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
-from calibrate.machine import check_writable, named_device, writing
-from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, slug
+from calibrate.machine import check_output, json_file, named_device
+from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, Recipe, slug
 from s2o_runtime.command_line import (
     BAD_INPUT,
     INTERRUPTED,
@@ -27,8 +26,10 @@ from s2o_runtime.command_line import (
     failed,
 )
 from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.logs import say
 
 if TYPE_CHECKING:
+    from calibrate.model.preflight import Preflight
     from calibrate.tables import Table
 
 PROGRAM = "s2o-profile"
@@ -41,7 +42,7 @@ EXAMPLES = (
     ("prove a profile on this machine", "verify p.safetensors --model my/model"),
     ("check its certificate on other prompts", "verify p.safetensors --model my/model --seed 1"),
     ("draw every head's threshold", "plot p.safetensors"),
-    ("pass a profile on", "push p.safetensors hf://org/name"),
+    ("describe a profile to others, in Markdown and HTML", "card p.safetensors"),
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
@@ -68,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     """The commands and their flags. What is not given is left out of the namespace."""
     out = Parser(
         prog=PROGRAM,
-        description="Look into S2O profiles, change, compare and prove them again, draw them and pass them on.",
+        description="Look into S2O profiles, change them, prove them again, draw and describe them.",
         epilog=exit_codes(OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED),
         examples=EXAMPLES,
     )
@@ -80,8 +81,7 @@ def parser() -> argparse.ArgumentParser:
     ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
         for positional in positionals:
-            read = str if positional in ("to", "source") else _profile
-            added.add_argument(positional, metavar=positional.upper(), type=read)
+            added.add_argument(positional, metavar=positional.upper(), type=_profile)
         for option, default in options.items():
             replace(OPTIONS[option], default_text=default, required=not default).add_to(added)
         add_output_flags(added)
@@ -92,7 +92,6 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--journal", type=Path, metavar="FILE", help="the measurements (default beside the profile)")
     command("rebudget", "Another budget, from what was measured: no model, no GPU.", "profile", options=REBUDGET)
     command("retile", "The same thresholds with tiles for the GPU here.", "profile", options=RETILE)
-    command("diff", "What differs between two profiles.", "a", "b")
     export = command("export", "Everything in a profile as JSON.", "profile")
     export.add_argument("--out", type=Path, metavar="FILE.json", help="default standard output")
     verify = command(
@@ -106,9 +105,8 @@ def parser() -> argparse.ArgumentParser:
     ).add_to(verify)
     plot = command("plot", "A picture of every head's threshold.", "profile")
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
-    command("push", "Copy a profile, its card and its report to a folder or hf://org/name.", "profile", "to")
-    pull = command("pull", "Fetch a profile and its report from a folder, a file or hf://org/name.", "source")
-    pull.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
+    card = command("card", "A page about a profile, in Markdown and in HTML.", "profile")
+    card.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
     return out
 
 
@@ -179,12 +177,11 @@ def rebudget(flags: Flags) -> int:
     worst_rows = flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
     ceiling = f"-ceiling-{budget.ceiling or 0:g}" if "ceiling_rel_mse" in flags else ""
-    out = _out(flags, f"{budget}{ceiling}{guard}.safetensors")
+    out = _out(flags, f"{budget}{ceiling}{guard}.safetensors", is_profile=True)
 
     from calibrate.profiles.rebudget import rebudget
 
-    with writing(out):
-        rebudget(profile, budget, out, flags.get("journal"), worst_rows)
+    rebudget(profile, budget, out, flags.get("journal"), worst_rows)
     return _written(flags, out)
 
 
@@ -192,99 +189,114 @@ def retile(flags: Flags) -> int:
     """Tune a profile's tiles for the device here; its thresholds stay. flags: "profile" and some of `RETILE`."""
     profile = flags["profile"]
     name, device = named_device(flags.get("device"))
-    out = _out(flags, f"{profile.stem}-{slug(device.name)}.safetensors")
+    out = _out(flags, f"{profile.stem}-{slug(device.name)}.safetensors", is_profile=True)
 
     from calibrate.profiles.retile import retile
 
-    with writing(out):
-        retiled = retile(profile, name, out).record.retiled
+    retiled = retile(profile, name, out).record.retiled
     if device.kind == "cpu" and retiled is not None:
         log.warning("%s", retiled.note)
     return _written(flags, out)
 
 
-def diff(flags: Flags) -> int:
-    """What differs between two profiles."""
-    from calibrate.report.compare import difference_parts, differences
-    from s2o_runtime.profile import load_profile
-
-    changes = differences(load_profile(flags["a"]), load_profile(flags["b"]))
-    return _say(flags, changes, difference_parts(changes))
-
-
 def export(flags: Flags) -> int:
     """Everything in a profile as JSON."""
+    out = _out(flags, "") if "out" in flags else None
+
     from calibrate.report.shown import exported
     from s2o_runtime.profile import load_profile
 
     document = exported(load_profile(flags["profile"]))
-    if "out" not in flags:
-        return print_json(document)
-    return _written(flags, flags["out"], (json.dumps(document, indent=1) + "\n").encode())
+    return print_json(document) if out is None else _written(flags, out, json_file(document))
 
 
 def verify(flags: Flags) -> int:
     """Prove a profile on this machine: on its own prompts again, or its certificate on others."""
     if "model" not in flags:
         raise ConfigError("verify needs the profile's model: give --model MODEL")
-    name, _ = named_device(flags.get("device"))
+    name, device = named_device(flags.get("device"))
 
-    from calibrate.proof.again import opened, recertified, verified
-    from calibrate.report.again import certificate_parts, proof_parts
+    from calibrate.api import warn_without_gpu
+    from calibrate.model.estimate import estimate
+    from calibrate.progress import PhaseClock
+    from calibrate.proof.again import on_other_text, opened, recertified, verified
+    from calibrate.report.again import certificate_parts, plan_lines, proof_parts
+    from calibrate.tables import print_fields, terminal
+
+    seed, progress, prompts = flags.get("seed"), "quiet" not in flags, flags.get("prompts")
+    phases, seconds = ("loading the model", "proving" if seed is None else "certifying"), dict[str, float]()
+
+    def announce(recipe: Recipe, preflight: Preflight) -> None:
+        expected = estimate(recipe, preflight.sizes, preflight.geometry, device).seconds
+        seconds.update({phase: expected[phase] for phase in phases})
+        count = recipe.held_out if seed is None else recipe.num_certify
+        text = f"{count} of each length, {on_other_text(recipe, prompts).prompt_source}"
+        print_fields(plan_lines(recipe, preflight, seconds, text), terminal(stderr="json" in flags))
+        warn_without_gpu(recipe.model, preflight, sum(seconds.values()), device)
+        if progress:
+            say(PROGRAM, f"{phases[0]} ..")
 
     profile = opened(
         str(flags["model"]),
         flags["profile"],
         name,
-        flags.get("prompts"),
+        prompts,
         flags.get("chunk"),
-        needs_certificate="seed" in flags,
+        needs_certificate=seed is not None,
         trust_remote_code=flags.get("trust_remote_code", False),
         tokenizer=flags.get("tokenizer"),
+        before_loading=announce,
     )
-    if "seed" in flags:
-        check = recertified(profile, flags["seed"])
-        _say(flags, asdict(check), certificate_parts(check))
-        problems, failure = check.problems, "the certificate does not hold"
-    else:
-        proof = verified(profile)
-        _say(flags, asdict(proof), proof_parts(proof))
-        problems, failure = tuple(proof.problems), "the proof failed"
+    with PhaseClock(seconds).phase(phases[1], progress):
+        if seed is None:
+            proof = verified(profile, progress=progress)
+            value, parts, problems = asdict(proof), proof_parts(proof), tuple(proof.problems)
+        else:
+            check = recertified(profile, seed, progress=progress)
+            value, parts, problems = asdict(check), certificate_parts(check), check.problems
+    _say(flags, value, parts)
+    failure = "the proof failed" if seed is None else "the certificate does not hold"
     return failed(PROGRAM, NOT_PROVEN, f"{failure} ({'; '.join(problems)})") if problems else OK
 
 
 def plot(flags: Flags) -> int:
     """A heat map of every head's threshold at every length."""
+    out = _out(flags, f"{flags['profile'].stem}.tau.png")
+    if out.suffix.lower() != ".png":
+        raise ConfigError(f"--out {out} is not named as a picture: give a name that ends in .png")
+
     from calibrate.report.tau_plot import tau_picture
     from s2o_runtime.profile import load_profile
 
-    profile = load_profile(flags["profile"])
-    out = _out(flags, f"{flags['profile'].stem}.tau.png")
-    return _written(flags, out, tau_picture(profile))
+    return _written(flags, out, tau_picture(load_profile(flags["profile"])))
 
 
-def push(flags: Flags) -> int:
-    """Copy a profile, its card and the report beside it to a folder or a Hub repository."""
-    from calibrate.report.transfer import push
+def card(flags: Flags) -> int:
+    """A profile's card in Markdown, and in HTML with every layer's settings."""
+    profile, folder = flags["profile"], flags.get("out_dir", Path())
+    paths = [folder / f"{profile.stem}{suffix}" for suffix in (".md", ".html")]
+    for path in paths:
+        check_output("--out-dir", path, [profile])
 
-    files = push(flags["profile"], flags["to"])
-    return _say(flags, {"files": files}, [f"wrote {file}" for file in files])
+    from calibrate.report.card import card, html_card
+    from s2o_runtime.files import write_atomically
+    from s2o_runtime.profile import load_profile
+
+    loaded = load_profile(profile)
+    page, failure = html_card(loaded, profile.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in zip(paths, (card(loaded, profile.name), page), strict=True):
+        write_atomically(path, text.encode())
+    code = _say(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
+    if failure:
+        log.warning("%s", failure)
+    return code
 
 
-def pull(flags: Flags) -> int:
-    """Fetch a profile, its card and the report beside it."""
-    from calibrate.report.transfer import pull
-
-    files = pull(flags["source"], flags.get("out_dir", Path()))
-    return _say(flags, {"files": files}, [f"wrote {file}" for file in files])
-
-
-def _out(flags: Flags, name: str) -> Path:
-    """The file to write: `--out`, or one of this name in the current folder, which must not be the profile itself."""
+def _out(flags: Flags, name: str, *, is_profile: bool = False) -> Path:
+    """The file to write: `--out`, or one of this name in the current folder; it never replaces the profile itself."""
     out: Path = flags.get("out", Path(name))
-    check_writable("--out", out)
-    if "out" not in flags and out.exists() and out.samefile(flags["profile"]):
-        raise ConfigError(f"{out} is the profile that is read: give --out")
+    check_output("--out", out, [flags["profile"]], is_profile=is_profile)
     return out
 
 
@@ -312,7 +324,7 @@ def _say(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int:
     return OK
 
 
-COMMANDS = {command.__name__: command for command in (show, rebudget, retile, diff, export, verify, plot, push, pull)}
+COMMANDS = {command.__name__: command for command in (show, rebudget, retile, export, verify, plot, card)}
 
 if __name__ == "__main__":
     sys.exit(main())

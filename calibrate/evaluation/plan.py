@@ -10,15 +10,18 @@ from typing import Any
 from calibrate.evaluation.settings import EXAMPLE, named
 from calibrate.options import option, options_of, shared
 from calibrate.prompts.facts import FACTS, MOST
+from calibrate.recipe import MAX_COUNT
 from calibrate.recipe import OPTIONS as CALIBRATION
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import TOKENS, Rule
+from s2o_runtime.lengths import MAX_LENGTH
 
 PROMPTS = "prompts"  # the task of the user's own file
 RETRIEVAL = tuple(FACTS)
 TEXT = ("perplexity", "agreement", "greedy")  # tasks that one pass over one prompt answers
 TASKS = (*RETRIEVAL, *TEXT, "time")
 DENSE = "dense"
+FILES = ("report.md", "summary.json", "needles.png", "agreement.png", "time.png")  # of a report, in its folder
 SHORTEST = 64  # tokens
 GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
 
@@ -41,7 +44,10 @@ class EvaluationPlan:
         example="evaluations/demo",
     )
     lengths: tuple[int, ...] = shared(
-        CALIBRATION["lengths"], rule=Rule(int, SHORTEST, unit=TOKENS, many=True), help="prompt lengths", group=INPUT
+        CALIBRATION["lengths"],
+        rule=Rule(int, SHORTEST, MAX_LENGTH, unit=TOKENS, many=True),
+        help="prompt lengths",
+        group=INPUT,
     )
     tasks: tuple[str, ...] = option(
         Rule(str, allowed=(*TASKS, PROMPTS), many=True),
@@ -78,20 +84,12 @@ class EvaluationPlan:
         plan_text="",
     )
     samples: int = option(
-        Rule(int, low=1),
-        "prompts of each length, for each task",
-        INPUT,
-        default=4,
-        name="num_prompts",
+        Rule(int, 1, MAX_COUNT), "prompts of each length, for each task", INPUT, default=4, name="num_prompts"
     )
     needles: int = option(
-        Rule(int, 1, MOST),
-        "questions of each prompt that hides facts",
-        INPUT,
-        default=8,
-        name="num_needles",
+        Rule(int, 1, MOST), "questions of each prompt that hides facts", INPUT, default=8, name="num_needles"
     )
-    repeats: int = option(Rule(int, low=1), "timed prefills, after one that is not", INPUT, default=5)
+    repeats: int = option(Rule(int, 1, MAX_COUNT), "timed prefills, after one that is not", INPUT, default=5)
     seed: int = shared(CALIBRATION["seed"], default=0, help="seed of prompts and random weights", group=INPUT)
     device: str = shared(CALIBRATION["device"], default="cpu", group=COMPARED)
     random_weights: bool = shared(CALIBRATION["random_weights"], default=False, group=COMPARED)

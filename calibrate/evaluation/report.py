@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,10 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
-from calibrate.evaluation.plan import PROMPTS, EvaluationPlan
+from calibrate.evaluation.plan import FILES, PROMPTS, EvaluationPlan
 from calibrate.evaluation.quality_plots import pictures
 from calibrate.evaluation.results import DENSE_CAN, Row, Summary
+from calibrate.machine import MARK, json_file
 from calibrate.model.models import in_full
+from calibrate.report.figures import attempt
 from calibrate.report.shown import times
 from calibrate.tables import Table, bullets, escaped, formatted, markdown, print_fields, print_lines, print_table
 from s2o_runtime.fields import counted
@@ -76,20 +77,22 @@ def print_summary(summary: Summary, console: Console) -> None:
     print_lines(notes(summary), console)
 
 
-def write_report(summary: Summary, plan: EvaluationPlan) -> list[str]:
+def write_report(summary: Summary, plan: EvaluationPlan) -> tuple[list[str], str]:
     """Write summary.json, the pictures and report.md into the plan's folder, each whole or not at all.
 
     Returns:
-        The names of the files. Pictures of an earlier plan that this one has not are deleted.
+        The names of the files, and why there are no pictures, empty if there are. Pictures of an earlier plan that this
+        one has not are deleted.
     """
-    drawn = {f"{name}.png": picture for name, picture in pictures(summary).items()}
-    contents = {"summary.json": (json.dumps(summary, indent=1, allow_nan=False) + "\n").encode(), **drawn}
-    for name in (*(f"{name}.png" for name in CAPTIONS), "report.md"):
+    pictures_by_name, failure = attempt(lambda: pictures(summary))
+    drawn = {f"{name}.png": picture for name, picture in (pictures_by_name or {}).items()}
+    contents = {"summary.json": json_file(summary), **drawn}
+    for name in FILES:
         (plan.out / name).unlink(missing_ok=True)
     contents["report.md"] = _page(summary, list(drawn)).encode()
     for name, data in contents.items():
         write_atomically(plan.out / name, data)
-    return list(contents)
+    return list(contents), failure
 
 
 def tables(summary: Summary) -> list[Table]:
@@ -217,6 +220,7 @@ def _page(summary: Summary, files: Sequence[str]) -> str:
     plan = summary["plan"]
     parts = [
         f"# Evaluation of {escaped(summary['model'])}",
+        f"<!-- {MARK} -->",
         f"{escaped(summary['architecture'])}, on {escaped(summary['device'])}, "
         + ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
         + f"; seed {plan['seed']}, {plan['samples']} prompts of each task and length, {plan['needles']} questions each",

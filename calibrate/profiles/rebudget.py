@@ -128,13 +128,7 @@ def _scale(stored: StoredCurves, length: int, after: Recipe) -> float:
     return predicted.kl / proven.kl
 
 
-def _choice(
-    curves: Curves,
-    config: LayerConfig,
-    before: Recipe,
-    after: Recipe,
-    weights: ErrorWeights,
-) -> Choice:
+def _choice(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe, weights: ErrorWeights) -> Choice:
     """A layer as it was in segment, grain and tile, with its new budget spent."""
     budget = budget_mse(weights, after)
     choice = choice_at(SearchPoint(config.segment, config.grain, config.tile, config.scores), curves, after, weights)

@@ -48,11 +48,15 @@ class PromptSet:
     held_out: dict[int, list[Prompt]]
     certify: dict[int, list[Prompt]] = field(default_factory=dict)
 
+    @property
+    def by_purpose(self) -> tuple[dict[int, list[Prompt]], ...]:
+        """The three sets, in this order."""
+        return self.calibration, self.held_out, self.certify
+
     def record(self) -> PromptHashes:
         """The hashes, for the profile."""
-        return PromptHashes(
-            calibration=_hashes(self.calibration), held_out=_hashes(self.held_out), certify=_hashes(self.certify)
-        )
+        calibration, held_out, certify = map(_hashes, self.by_purpose)
+        return PromptHashes(calibration=calibration, held_out=held_out, certify=certify)
 
 
 def _hashes(by_length: Mapping[int, Sequence[Prompt]]) -> tuple[PromptHash, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 
 from calibrate.model.models import LoadedModel, load, load_config
+from calibrate.model.preflight import Preflight, preflight
 from calibrate.profiles.stored import check_sizes, recipe_of
+from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import kl_over_budget, lost_needles, over_limit
@@ -56,6 +59,7 @@ def opened(
     needs_certificate: bool = False,
     trust_remote_code: bool = False,
     tokenizer: str | None = None,
+    before_loading: Callable[[Recipe, Preflight], object] = lambda recipe, preflight: None,
 ) -> Opened:
     """Open a profile and the model it is of.
 
@@ -69,6 +73,7 @@ def opened(
         trust_remote_code: whether code that comes with the model may run; what the recipe says does not count, because
             a profile may be another's.
         tokenizer: the folder or hub id of a tokenizer in place of the model's; the recipe's does not count.
+        before_loading: called with what is known of the model once its sizes fit, before its weights are loaded.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -82,6 +87,8 @@ def opened(
     recipe = replace(recipe_of(profile, path), model=model, device=device)
     recipe = replace(recipe, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
+    if needs_certificate:
+        recipe = replace(recipe, num_certify=recipe.num_certify or OPTIONS["num_certify"].default)
     if recipe.scope == "model" and not profile.record.held_out:
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
     profile, rejected = fitted(profile, torch.device(device))
@@ -89,6 +96,8 @@ def opened(
         raise InputError(f"{path} cannot be proven here: {rejected}")
     config = load_config(model, random_weights=True, trust_remote_code=trust_remote_code)  # an alias's sizes ship
     check_sizes(profile, path, model, geometry(config))
+    random = recipe.random_weights
+    before_loading(recipe, preflight(model, config, device=device, lengths=recipe.lengths, random_weights=random))
     loaded = load(model, device, seed=recipe.seed, **recipe.loading)
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
         raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
@@ -115,11 +124,14 @@ class Verified:
     same_prompts: bool
 
 
-def verified(opened: Opened) -> Verified:
+def verified(opened: Opened, *, progress: bool = False) -> Verified:
     """Make the proof of a profile again, on the prompts that its recipe adjusted layers on, or on other text."""
     profile, recipe = opened.profile, on_other_text(opened.recipe, opened.prompts)
     data = load_prompts(recipe, opened.loaded.tokenizer)
-    _, proofs = prove(opened.loaded, data.held_out, profile, chunk=recipe.chunk)
+    with _bar("proving", opened, len(data.held_out), progress) as step:
+        _, proofs = prove(
+            opened.loaded, data.held_out, profile, progress=Progress(step), timed=False, chunk=recipe.chunk
+        )
     lengths = [_compared(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
     problems = [
         over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
@@ -131,6 +143,11 @@ def verified(opened: Opened) -> Verified:
     recorded = profile.record.data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
     return Verified(lengths, list(map(str, problems)), same_prompts)
+
+
+def _bar(title: str, opened: Opened, lengths: int, shown: bool) -> AbstractContextManager[Callable[..., None]]:
+    """A progress bar of every layer at so many lengths."""
+    return progress_bar(title, opened.loaded.geometry.layers * lengths, "layer", shown=shown)
 
 
 def on_other_text(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
@@ -198,7 +215,7 @@ class Recertified:
     problems: tuple[str, ...]
 
 
-def recertified(opened: Opened, seed: int) -> Recertified:
+def recertified(opened: Opened, seed: int, *, progress: bool = False) -> Recertified:
     """Check each claim of a profile's certificate on prompts drawn with another seed, or from other files.
 
     A claim is broken if fresh prompts contradict it beyond chance, at 5%: for the layers' means that is at all of them
@@ -207,25 +224,26 @@ def recertified(opened: Opened, seed: int) -> Recertified:
     Args:
         opened: a profile with a certificate.
         seed: what draws the prompts.
+        progress: whether to show a progress bar.
 
     Raises:
         InputError: There are too few fresh prompts.
     """
     profile, recipe = opened.profile, opened.recipe
     certified = certified_lengths(profile)
-    count = recipe.num_certify or OPTIONS["num_certify"].default
-    fresh = fresh_prompts(opened, replace(recipe, seed=seed, num_certify=count))
+    fresh = fresh_prompts(opened, replace(recipe, seed=seed))
     for length in certified:
         if len(groups := Groups.of(fresh.get(length, ()))) < FEWEST:
             raise InputError(
                 f"there are fresh prompts of {counted(len(groups), 'group')} of text of {length} tokens, expected at "
                 f"least {FEWEST}: give another --seed, or --prompts with more text"
             )
-    seen, progress = {}, Progress(stage="certifying")
-    for length in certified:
-        prompts = {length: fresh[length]}
-        _, proofs = prove(opened.loaded, prompts, profile, progress=progress, timed=False, chunk=recipe.chunk)
-        seen[length] = proofs[length]
+    seen = {}
+    with _bar("certifying", opened, len(certified), progress) as step:
+        for length in certified:
+            prompts, each = {length: fresh[length]}, Progress(step, "certifying")
+            _, proofs = prove(opened.loaded, prompts, profile, progress=each, timed=False, chunk=recipe.chunk)
+            seen[length] = proofs[length]
     return compared(profile, recipe, certified, seen)
 
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 
+from calibrate.model.preflight import Preflight
+from calibrate.progress import duration
 from calibrate.proof.again import Recertified, Verified
+from calibrate.recipe import Recipe
 from calibrate.tables import Table, kept_of
+
+
+def plan_lines(recipe: Recipe, preflight: Preflight, seconds: Mapping[str, float], prompts: str) -> dict[str, str]:
+    """What is going to be measured again, and how long its phases take at most; prompts: how many of each length."""
+    phases = ", ".join(f"{name} {duration(taken)}" for name, taken in seconds.items())
+    return {
+        "takes": f"at most about {duration(sum(seconds.values()))} ({phases})",
+        "model": recipe.model,
+        "layers": preflight.layers,
+        "lengths": ", ".join(map(str, sorted(recipe.all_lengths))),
+        "prompts": prompts,
+    }
 
 
 def proof_parts(proof: Verified) -> Iterator[Table | str]:

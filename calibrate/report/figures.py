@@ -11,13 +11,17 @@ import re
 from collections.abc import Callable, Sequence
 from html import escape
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from calibrate.machine import MARK
+from s2o_runtime.errors import first_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+T = TypeVar("T")
 DPI = 120
 COLOURS = "viridis"  # even in lightness, and told apart with every kind of colour vision
 BAR: dict[str, Any] = {"fraction": 0.06, "aspect": 30, "pad": 0.015}  # a colour bar beside its axes
@@ -31,7 +35,7 @@ def png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
         title: a line above the picture.
         pad: inches left free beside the axes.
     """
-    return _saved(draw, title, pad, format="png", dpi=DPI)
+    return _saved(draw, title, pad, format="png", dpi=DPI, metadata={"Software": MARK})
 
 
 def svg(draw: Callable[[Figure], None], title: str, name: str, description: str) -> str:
@@ -52,6 +56,14 @@ def svg(draw: Callable[[Figure], None], title: str, name: str, description: str)
     for reference in ('id="', 'href="#', "url(#"):
         text = text.replace(reference, f"{reference}{name}-")
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1)
+
+
+def attempt(draw: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what a function draws, or None and why it cannot: pictures that fail never fail a run."""
+    try:
+        return draw(), ""
+    except Exception as error:  # whatever matplotlib raises
+        return None, f"the pictures cannot be drawn ({type(error).__name__}: {first_line(error)})"
 
 
 def _saved(draw: Callable[[Figure], None], title: str, pad: float = 0.04, **options: Any) -> bytes:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 
+from calibrate.machine import json_file
+from calibrate.recipe import report_paths
 from calibrate.report.certified import sentences, statement, tables
 from calibrate.report.contents import Report
+from calibrate.report.figures import attempt
 from calibrate.report.page import html_page, markdown_page
 from calibrate.report.plots import elements, pictures
 from calibrate.report.sections import closing_notes, gain, layer_table, length_notes, overview_table
@@ -32,7 +34,7 @@ def print_report(report: Report, console: Console) -> None:
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)
 
 
-def write_report(report: Report, profile_path: Path) -> list[Path]:
+def write_report(report: Report, profile_path: Path) -> tuple[list[Path], str]:
     """Write the report beside a profile, or where one would be.
 
     Args:
@@ -42,18 +44,22 @@ def write_report(report: Report, profile_path: Path) -> list[Path]:
     Returns:
         `<stem>.report.json`, the report as it is; `<stem>.density.png`, `<stem>.frontier.png` and `<stem>.time.png`;
         `<stem>.report.md`, the page that shows them; `<stem>.report.html`, the same with all pictures inside, which
-        is written last.
+        is written last. And why there are no pictures, empty if there are.
     """
     profile_path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = {name: (f"{profile_path.stem}.{name}.png", picture) for name, picture in pictures(report).items()}
-    in_markdown = markdown_page(report, profile_path, {name: file for name, (file, _) in drawn.items()})
+    both, failure = attempt(lambda: (pictures(report), elements(report)))
+    drawn, svgs = both or ({}, {})
+    as_json, *picture_paths, as_markdown, as_html = report_paths(profile_path)
+    named = dict(zip(drawn, picture_paths, strict=False))
+    page = markdown_page(report, profile_path, {name: path.name for name, path in named.items()})
     files = {
-        f"{profile_path.stem}.report.json": (json.dumps(report.to_json(), indent=1) + "\n").encode(),
-        **dict(drawn.values()),
-        f"{profile_path.stem}.report.md": in_markdown.encode(),
-        f"{profile_path.stem}.report.html": html_page(report, profile_path, elements(report)).encode(),
+        as_json: json_file(report.to_json()),
+        **{named[name]: picture for name, picture in drawn.items()},
+        as_markdown: page.encode(),
+        as_html: html_page(report, profile_path, svgs).encode(),
     }
-    paths = [profile_path.with_name(name) for name in files]
-    for path, data in zip(paths, files.values(), strict=True):
+    for path in set(picture_paths) - set(files):
+        path.unlink(missing_ok=True)  # of an earlier run
+    for path, data in files.items():
         write_atomically(path, data)
-    return paths
+    return list(files), failure

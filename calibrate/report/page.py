@@ -14,6 +14,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from calibrate.machine import MARK
 from calibrate.report import certified, sections
 from calibrate.report.contents import Report
 from calibrate.report.head_maps import colours, head_maps
@@ -37,17 +38,21 @@ def markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str
 
 def html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
     """The page in HTML, in which all text is escaped; `pictures` are SVG elements, all else as in `markdown_page`."""
+    return in_html("page.j2", **_said(report, profile_path), pictures=pictures, maps=head_maps(report), wide=WIDE)
+
+
+def in_html(body: str, **names: Any) -> str:
+    """Return the text of a template as a page of HTML, in which all text is escaped; `title` is one of its names."""
     templates = environment(autoescape=True)
     templates.filters |= {"text": printable, "anchor": _anchor, "nested": _nested, "sorted_by": _sorted_by}
     templates.filters |= {"whole_words": _whole_words, "with_options": _with_options}
     return templates.get_template("page.html.j2").render(
-        _said(report, profile_path),
+        names,
+        body=body,
         form="form.html.j2",
-        pictures=pictures,
+        mark=MARK,
         headings=[],
-        maps=head_maps(report),
         levels=colours(),
-        wide=WIDE,
         style=(FOLDER / "page.css").read_text("utf-8"),
         script=(FOLDER / "page.js").read_text("utf-8"),
     )

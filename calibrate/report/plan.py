@@ -35,6 +35,7 @@ def plan(
     given: frozenset[str],
     *,
     rehearsed: bool = False,
+    prompts: str = "",
 ) -> dict[str, str]:
     """What a run is going to do: a line for each option, and what follows from the model and the device.
 
@@ -45,12 +46,14 @@ def plan(
         device: that the recipe names.
         given: the options that the user gave, which are marked.
         rehearsed: whether nothing is going to run, so that an alias has the sizes that ship.
+        prompts: how many prompts there are, if they were counted.
 
     Returns:
         The lines' texts by their names, those of `FIRST` before the others.
     """
     given_labels = {OPTIONS[name].label for name in given}
     lines = option_lines(recipe) | {"model": in_full(recipe.model)}
+    lines["prompts"] += f"; {prompts}" if prompts else ""
     lines = {label: line + (" (given)" if label in given_labels else "") for label, line in lines.items()}
     derived = {
         "architecture": str(preflight.geometry),
@@ -64,7 +67,8 @@ def plan(
         "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
     }
     if (rehearsed or recipe.random_weights) and shipped_sizes(recipe.model):
-        derived = {"sizes": "sizes of the alias, as they ship; nothing was asked of the Hub"} | derived
+        asked = "" if recipe.prompts else "; nothing was asked of the Hub"
+        derived = {"sizes": f"sizes of the alias, as they ship{asked}"} | derived
     lines = derived | lines
     return {name: lines[name] for name in dict.fromkeys((*FIRST, *lines)) if name in lines}
 

@@ -6,11 +6,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from calibrate.curves.curves import TAUS
-from calibrate.report.figures import BAR, COLOURS, panels, png, whole_numbers
+from calibrate.report.figures import BAR, COLOURS, panels, png, svg, whole_numbers
 from s2o_runtime.profile import Profile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+CAPTION = "The threshold of every head at every length: the larger, the more a head skips; a cross is a dense head."
 
 
 def tau_picture(profile: Profile) -> bytes:
@@ -19,6 +22,11 @@ def tau_picture(profile: Profile) -> bytes:
     A dense head has a cross, another one without a threshold a ring.
     """
     return png(lambda figure: _draw(figure, profile), f"{profile.model_name} on {profile.device}")
+
+
+def tau_element(profile: Profile) -> str:
+    """The same as an SVG element."""
+    return svg(lambda figure: _draw(figure, profile), f"{profile.model_name} on {profile.device}", "tau", CAPTION)
 
 
 def _draw(figure: Figure, profile: Profile) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from calibrate.machine import MARK
 from calibrate.tables import Table, bullets, escaped, markdown
 
 FOLDER = Path(__file__).parent
@@ -22,7 +23,10 @@ def environment(*, autoescape: bool) -> Environment:
 
 
 def in_markdown(template: str, **names: Any) -> str:
-    """A template's text in Markdown, with one blank line between blocks. The filter `text` escapes foreign text."""
+    """A template's text in Markdown, with one blank line between blocks, below a comment that says who wrote it.
+
+    The filter `text` escapes foreign text.
+    """
     templates = environment(autoescape=False)
     templates.filters |= {
         "text": escaped,
@@ -30,4 +34,5 @@ def in_markdown(template: str, **names: Any) -> str:
         "markdown": markdown,
         "facts_table": partial(Table, ("", ""), align="l"),
     }
-    return re.sub(r"\n{3,}", "\n\n", templates.get_template(template).render(names)).strip() + "\n"
+    title, _, text = re.sub(r"\n{3,}", "\n\n", templates.get_template(template).render(names)).strip().partition("\n")
+    return f"{title}\n\n<!-- {MARK} -->\n{text}\n"

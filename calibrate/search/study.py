@@ -28,7 +28,7 @@ from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choice import Choice, ChosenDense, SearchPoint, choice_at, default_segment
 from calibrate.timing import FAILURES, Timing, reason
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.errors import ResourceError
+from s2o_runtime.errors import ConfigError, ResourceError
 
 log = logging.getLogger("calibrate")
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # failed trials are logged here, in one line each
@@ -84,14 +84,28 @@ def _one_sentence() -> Iterator[None]:
         ) from error
 
 
+def check_storage(url: str) -> None:
+    """Raise ConfigError for what is no URL of a database that Optuna can use; nothing is opened or made."""
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        make_url(url).get_dialect()
+    except ArgumentError as error:  # also for a kind of database that SQLAlchemy does not know
+        what = "--storage is no URL of a database that is known here"
+        raise ConfigError(f"{what}: give one such as sqlite:///studies.db") from error
+
+
 def open_storage(url: str | None) -> optuna.storages.BaseStorage | None:
     """The Optuna storage behind a URL such as sqlite:///studies.db; None for None.
 
     Raises:
-        ResourceError: it cannot be opened. The text does not repeat the URL, which may hold a password.
+        ConfigError: it is no such URL.
+        ResourceError: it cannot be opened. No text repeats the URL, which may hold a password.
     """
     if url is None:
         return None
+    check_storage(url)
     try:
         return optuna.storages.get_storage(url)
     except Exception as error:  # whatever SQLAlchemy and a database's driver raise

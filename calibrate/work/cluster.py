@@ -435,20 +435,29 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[Clus
         ResourceError: The scheduler or its workers cannot be reached.
     """
     with ExitStack() as stack:
-        if recipe.gpus is not None:
-            address = stack.enter_context(_local_cluster(recipe, recipe.gpus))
+        if recipe.scheduler is None:
+            address = stack.enter_context(_local_cluster(recipe, recipe.gpus or 1))
         else:
             address = recipe.scheduler
-        try:
-            client = stack.enter_context(Client(address, set_as_default=False, timeout=CONNECT))
-        except OSError as error:
-            raise ResourceError(
-                f"scheduler {recipe.scheduler} does not answer ({first_line(error)}): check it"
-            ) from error
+        client = stack.enter_context(connect(address))
         executor = ClusterExecutor(client, recipe, prompts)
         stack.callback(executor.close)
         stack.enter_context(showing(lambda: executor.status))
         yield executor
+
+
+def connect(scheduler: Any) -> Any:
+    """Return a client of a scheduler, by its address or of a cluster here, to be closed by a `with` statement.
+
+    Raises:
+        ResourceError: The scheduler does not answer.
+    """
+    try:
+        return Client(scheduler, set_as_default=False, timeout=CONNECT)
+    except OSError as error:
+        raise ResourceError(
+            f"scheduler {scheduler} does not answer within {CONNECT:g} s ({first_line(error)}): check that it runs"
+        ) from error
 
 
 @contextmanager

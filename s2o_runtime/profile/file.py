@@ -41,8 +41,8 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry, tensor_bytes
-from s2o_runtime.lengths import length_step
-from s2o_runtime.profile.profile import MAX_LENGTH, Profile
+from s2o_runtime.lengths import MAX_LENGTH, length_step
+from s2o_runtime.profile.profile import Profile
 from s2o_runtime.profile.record import Record
 from s2o_runtime.version import __version__
 

@@ -10,10 +10,8 @@ from s2o_runtime.config import HeadConfig, KvCacheDtype, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import RANDOM, Geometry
-from s2o_runtime.lengths import STEPS_PER_OCTAVE, far_apart, length_step
+from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, far_apart, length_step
 from s2o_runtime.profile.record import Record
-
-MAX_LENGTH = 1 << 24  # tokens
 
 
 @dataclass(frozen=True)

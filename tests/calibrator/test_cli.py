@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -17,9 +18,11 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 from calibrate import pipeline
 from calibrate.commands import calibrate as commands
 from calibrate.commands.calibrate import main
+from calibrate.evaluation.plan import OPTIONS as EVALUATION
 from calibrate.model.models import ALIASES
 from calibrate.proof import verify
 from calibrate.proof.verify import prove
+from calibrate.recipe import OPTIONS
 from calibrate.report import output, sections
 from s2o_runtime import load_profile
 from support.models import SIZES
@@ -134,7 +137,9 @@ def test_a_quiet_run_prints_no_plan(command, monkeypatch):
 
 @pytest.mark.parametrize("worthwhile", [True, False])
 def test_only_what_gains_something_is_said_to_be_deployed(worthwhile, command, monkeypatch):
-    finished = SimpleNamespace(report="the report", written=True, report_files=[Path("p.report.html")])
+    finished = SimpleNamespace(
+        report="the report", written=True, report_files=[Path("p.report.html")], report_failure=""
+    )
     monkeypatch.setattr(commands, "finished", lambda *_, **__: finished)
     monkeypatch.setattr(output, "print_report", lambda report, console: None)
     monkeypatch.setattr(sections, "is_worthwhile", lambda report: (report, worthwhile) == ("the report", True))
@@ -264,21 +269,35 @@ BAD_INPUT = [
     ("--prompts", "none.jsonl", "prompt file none.jsonl does not exist"),
     ("--prompts", "bad.jsonl", "bad.jsonl:2: "),
     ("--prompts", "short.jsonl", "0 prompts to calibrate on of 512 tokens or more"),
-    ("--budget-mse", "0", "budget_mse is 0.0: expected a number above 0, such as 1e-4"),
+    ("--budget-mse", "0", "budget_mse is 0.0: expected a number above 0 and at most 1000000, such as 1e-4"),
     ("--ceiling-rel-mse", "-1", "ceiling_rel_mse is -1.0: expected a number from 0 to 1 or none, such as 1e-2"),
     ("--ceiling-rel-mse", "nan", "ceiling_rel_mse is nan: expected a number from 0 to 1 or none, such as 1e-2"),
-    ("--budget-mse", "little", "argument --budget-mse: 'little': expected a number above 0, such as 1e-4"),
+    ("--budget-mse", "little", "argument --budget-mse: 'little': expected a number above 0 and at most 1000000, such"),
     ("--budget-mse", "-1e-4", "budget_mse is -0.0001: expected a number above 0"),
     ("--lengths", "256k", "length 262144 is beyond the model's limit of 131072: use a shorter one, or a folder whose"),
     ("--lengths", "8m", "'8m': expected a list, each a whole number of tokens"),
     ("--target-gpu", "H100", "target_gpu is for many workers, or for a plan: give gpus, scheduler or --dry-run too"),
     ("--check-lengths", "262144", "length 262144 is beyond the model's limit of 131072"),
     ("--tails", "maybe", "'maybe': expected a list, each true or false, such as off,on"),
-    ("--time-limit", "soon", "'soon': expected a number of seconds above 0 or none, such as 90, 5m or 1h"),
+    (
+        "--time-limit",
+        "soon",
+        "'soon': expected a number of seconds above 0 and at most 31622400 or none, such as 90, 5m",
+    ),
     ("--out", "bad.jsonl/p.safetensors", "--out bad.jsonl/p.safetensors cannot be written"),
     ("--out", "/proc/p.safetensors", "--out /proc/p.safetensors cannot be written"),
     ("--out", ".", "--out . is a folder"),
     ("--out", "", "'': expected a file name"),
+    ("--out", "bad.jsonl", "--out bad.jsonl exists and was not written by S2O, so it is not replaced"),
+    ("--out", "foreign.safetensors", "beside --out, foreign.report.md exists and was not written by S2O"),
+    ("--journal", "bad.jsonl", "bad.jsonl is not a journal of S2O (found no database): give another --journal"),
+    (
+        "--journal",
+        "profiles/demo/cpu/mse-0.0001.report.md",
+        "cannot be the journal too: give another --journal or --out",
+    ),
+    ("--storage", "foo", "--storage is no URL of a database that is known here: give one such as sqlite:///studies.db"),
+    ("--storage", "nosql://user:secret@host/x", "--storage is no URL of a database that is known here"),
     ("--out", "pipe", "--out pipe is a pipe, a socket or a device, and no regular file: give another file name"),
     ("--journal", ".", "--journal . is a folder"),
     ("--recipe", "bad.jsonl", "recipe bad.jsonl is not YAML"),
@@ -287,17 +306,134 @@ BAD_INPUT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), BAD_INPUT, ids=lambda value: str(value)[:20])
+FOR_A_PLAN = "--target-gpu"  # says nothing wrong in a plan
+PLANNED = [
+    (rehearsed, *case)
+    for rehearsed in (False, True)
+    for case in BAD_INPUT
+    if not rehearsed or (case[1] and case[0] != FOR_A_PLAN)
+]
+
+
+@pytest.mark.parametrize(("rehearsed", "name", "value", "message"), PLANNED, ids=lambda value: str(value)[:20])
 @pytest.mark.usefixtures("offline")
-def test_bad_input_is_one_sentence_and_exit_code_2(name, value, message, unfit, command, tmp_path):
+def test_bad_input_is_one_sentence_and_exit_code_2(rehearsed, name, value, message, unfit, command, tmp_path):
+    """A plan finds what a run would."""
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "foreign.report.md").write_text("notes")
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')
     os.mkfifo(tmp_path / "pipe")
     before = sorted(tmp_path.iterdir())
     flags = dict(zip(GOOD[::2], GOOD[1::2], strict=True)) | {name: unfit.get(value, value)}
-    outcome = command(*[part for flag in flags.items() for part in flag if part is not None], "--quiet")
+    outcome = command(
+        *[part for flag in flags.items() for part in flag if part is not None], "--quiet", *(["--dry-run"] * rehearsed)
+    )
     assert message in refusal(outcome, "s2o-calibrate")
     assert sorted(tmp_path.iterdir()) == before
+
+
+# one beyond what an option's rule has, in every option that has numbers
+BEYOND = {
+    "--budget-mse": "1e300", "--budget-rel-mse": "2", "--budget-kl": "1e9", "--ceiling-rel-mse": "2",
+    "--seed": str(1 << 63), "--lengths": str((1 << 24) + 1), "--check-lengths": str(1 << 70), "--chunk": str(1 << 70),
+    "--num-prompts": "9999999", "--num-held-out": "9999999", "--num-certify": "9999999", "--trials": "9999999",
+    "--margin": "1.5", "--segments": "131072", "--time-limit": "9e5h", "--worst-rows": "1e9", "--keep-needles": "2",
+    "--gpus": "9999999", "--representatives": "3", "--grains": "3", "--last-rows": "3",
+}  # fmt: skip
+
+
+def test_every_number_has_an_end(command, tmp_path):
+    """The plan refuses it: what a record cannot hold, or nobody lives to see, is not found after hours of measuring."""
+    numbers = [option for option in (*OPTIONS.values(), *EVALUATION.values()) if option.rule.type in (int, float)]
+    assert {option.flag for option in numbers} == {*BEYOND, "--num-needles", "--repeats"}
+    assert all(option.rule.allowed or math.isfinite(option.rule.high) for option in numbers)
+    for flag, value in BEYOND.items():
+        outcome = command("--model", "demo", "--device", "cpu", flag, value, "--dry-run")
+        name = flag.removeprefix("--").replace("-", "_")
+        assert re.search(rf"{name} is .*: expected|argument {flag}: ", refusal(outcome, "s2o-calibrate")), (
+            outcome.stderr
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def lines_of(count, words):
+    return "".join(json.dumps({"text": f"{number} " + "word " * words}) + "\n" for number in range(count))
+
+
+def test_a_plan_counts_the_prompts(command, tmp_path):
+    """Of each length, of those that the run needs; where the run would be refused, so is the plan, below its lines."""
+    (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100) + lines_of(20, 600))
+    mine = ["--model", "demo", "--device", "cpu", "--prompts", "mine.jsonl", "--dry-run"]
+    outcome = command(*mine, "--lengths", "512", "--num-prompts", 1, "--num-held-out", 1, "--num-certify", 9, "--json")
+    assert (outcome.returncode, json.loads(outcome.stdout)["prompts"]) == (
+        0,
+        "mine.jsonl; 11 of 11 needed at 512 (given)",
+    )
+    (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100))
+    outcome = command(*mine, "--lengths", "1024", "--quiet")
+    assert "prompts: 3 of 35 needed at 1024; at 1024 tokens not proven: 0 groups" in refusal(outcome, "s2o-calibrate")
+    outcome = command(*mine, "--lengths", "1024", "--allow-regression")
+    assert re.search(r"^prompts +mine.jsonl; 3 of 35 needed at 1024 \(given\)$", outcome.stdout, re.M)
+    plan = json.loads(command("--model", "demo", "--device", "cpu", "--dry-run", "--json").stdout)
+    assert plan["prompts"].startswith("built-in text; 35 of 35 needed at 1024, 30 of 30 needed at 1536, 35 of 35")
+    outcome = command(
+        "--model", "demo", "--device", "cpu", "--domains", "chinese", "--lengths", "32768", "--dry-run", "--json"
+    )
+    assert re.search(r"built-in text; \d+ of 35 needed at 32768", outcome.stdout)
+    assert not list(tmp_path.glob("profiles"))
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_plan_without_a_tokenizer_says_so_and_reads_the_files_all_the_same(command, tmp_path):
+    (tmp_path / "mine.jsonl").write_text(lines_of(3, 10))
+    (tmp_path / "bad.jsonl").write_bytes(b"\x80random")
+    arguments = ["--model", "qwen2.5-7b", "--device", "cpu", "--dry-run", "--json", "--prompts"]
+    outcome = command(*arguments, "mine.jsonl")
+    assert outcome.returncode == 0, outcome.stderr
+    plan = json.loads(outcome.stdout)
+    assert plan["prompts"].startswith("mine.jsonl; not read: the tokenizer of qwen2.5-7b cannot be loaded here")
+    assert "nothing was asked" not in plan["sizes"]
+    assert "prompt file bad.jsonl cannot be read" in refusal(
+        command(*arguments, "bad.jsonl", "--quiet"), "s2o-calibrate"
+    )
+
+
+def test_a_scheduler_that_does_not_answer_is_named_while_it_is_waited_for(command, monkeypatch):
+    from calibrate.work import cluster
+
+    monkeypatch.setattr(cluster, "CONNECT", 1.0)
+    outcome = command(*GOOD, "--scheduler", "tcp://127.0.0.1:9", "--dry-run")
+    waiting, sentence = (line for line in outcome.stderr.splitlines() if "127.0.0.1" in line)
+    assert (outcome.returncode, waiting) == (4, "waiting for scheduler tcp://127.0.0.1:9, at most 1 s ..")
+    assert sentence.startswith("s2o-calibrate: scheduler tcp://127.0.0.1:9 does not answer within 1 s (")
+
+
+@pytest.mark.slow(reason="calibrates the demo model at one short length")
+def test_a_report_that_fails_fails_no_run(command, tmp_path, monkeypatch, caplog):
+    """Pictures, then the whole report: the profile is written, said to be, and a warning follows."""
+    from calibrate.report import contents, figures
+
+    flags = (
+        "--model demo --device cpu --lengths 512 --num-prompts 1 --num-held-out 1 --num-certify 0 --trials 1 --quiet"
+    )
+
+    def broken(*arguments, **options):
+        raise OverflowError("cannot convert float infinity to integer")
+
+    for module, name, said, files in (
+        (figures, "_saved", "the pictures cannot be drawn (OverflowError: cannot convert", ["json", "md", "html"]),
+        (contents, "report_of", "the report cannot be written (cannot convert float infinity", []),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, broken)
+            outcome = command(*flags.split(), "--out", f"{name}.safetensors", "--journal", "j")
+        assert outcome.returncode == 0, outcome.stderr
+        assert f"wrote {name}.safetensors in" in outcome.stdout
+        assert caplog.messages[-1].startswith(said)
+        assert {path.name for path in tmp_path.glob(f"{name}.*")} == {
+            f"{name}.safetensors", *(f"{name}.report.{suffix}" for suffix in files)
+        }  # fmt: skip
+        assert load_profile(tmp_path / f"{name}.safetensors").record.proof == "held out"
 
 
 @pytest.mark.usefixtures("offline")
@@ -333,7 +469,10 @@ def test_the_plan_of_an_alias_needs_no_hub(command, caplog):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")
-def test_a_host_without_gpus_plans_for_those_that_have_some(command):
+def test_a_host_without_gpus_plans_for_those_that_have_some(command, monkeypatch):
+    from calibrate.work import cluster
+
+    monkeypatch.setattr(cluster, "connect", lambda scheduler: SimpleNamespace(close=lambda: None))
     workers = ["--scheduler", "tcp://head:8786", "--target-gpu", "H200", "--device", "cuda"]
     outcome = command("--model", "qwen2.5-7b", *workers, "--dry-run", "--json")
     assert outcome.returncode == 0, outcome.stderr

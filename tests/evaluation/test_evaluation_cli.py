@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from calibrate.commands.evaluate import main
+from calibrate.machine import MARK
 from calibrate.model.models import load
 from support.pages import ROOT
 from support.processes import called, refusal
@@ -43,7 +44,7 @@ def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
     printed = json.loads(outcome.stdout)
     names = ["agreement.png", "needles.png", "report.md", "results.sqlite", "summary.json", "time.png"]
     assert sorted(path.name for path in (folder / "out").iterdir()) == names
-    assert json.loads((folder / "out" / "summary.json").read_text()) == printed
+    assert json.loads((folder / "out" / "summary.json").read_text()) == {"origin": MARK} | printed
     assert abs(datetime.fromisoformat(printed["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
     assert printed["plan"]["lengths"] == [512, 640]
     assert printed["plan"]["tasks"] == ["needles", "counting", "perplexity", "agreement", "greedy", "time", "prompts"]
@@ -124,6 +125,9 @@ BAD_INPUT = [
     ("--prompts", "bad.jsonl", 'bad.jsonl:2: expected an object with "prompt" (or chat "messages") and "answer"'),
     ("--prompts", "empty.jsonl", "prompt file empty.jsonl holds no prompts: expected an object with"),
     ("--out-dir", "bad.jsonl", "--out-dir bad.jsonl is a file: give a folder"),
+    ("--out-dir", ".", "--out-dir report.md exists and was not written by S2O, so it is not replaced"),
+    ("--seed", str(1 << 63), "seed is 9223372036854775808: expected a whole number from 0 to"),
+    ("--repeats", "9999999", "repeats is 9999999: expected a whole number from 1 to 1000000"),
     ("--out-dir", "/proc/eval", "--out-dir /proc/eval/report.md cannot be written"),
     ("--out-dir", "", "--out-dir is missing: give a folder"),
 ]
@@ -133,6 +137,7 @@ BAD_INPUT = [
 def test_bad_input_is_one_sentence_and_exit_code_2(name, value, message, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "report.md").write_text("# My notes\n")
     before = sorted(tmp_path.iterdir())
     flags = {"--model": "demo", "--lengths": "512", "--num-needles": "4", "--out-dir": "out", "--device": "cpu"}
     flags |= {name: value}

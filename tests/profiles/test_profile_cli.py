@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,11 @@ import pytest
 
 from calibrate.commands import calibrate as cli
 from calibrate.commands import profile as profile_cli
+from calibrate.machine import MARK
 from calibrate.profiles.rebudget import rebudget
 from calibrate.profiles.retile import retile
 from calibrate.recipe import Budget
+from calibrate.report import figures
 from calibrate.report.card import card
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.profile import Record, load_profile, save_profile
@@ -48,6 +49,7 @@ def run(capsys):
         capsys.readouterr()
         code = profile_cli.main(list(map(str, arguments)))
         printed = capsys.readouterr()
+        run.stderr = printed.err
         if code != 0:
             assert printed.err.startswith("s2o-profile: ")
             assert printed.err.count("\n") == 1
@@ -137,33 +139,6 @@ def test_a_head_is_explained_by_its_curve(calibrated, run):
     assert text.startswith("512 tokens: ")
 
 
-@SLOW
-def test_diff_counts_what_differs(calibrated, run, tmp_path):
-    assert run("diff", calibrated, calibrated) == (0, "the profiles are the same\n")
-    profile = load_profile(calibrated)
-    first = profile.layers[0][0]
-    heads = (dataclasses.replace(first.heads[0], tau=9.0), dataclasses.replace(first.heads[1], tau=9.0, far="mean"))
-    changed = dataclasses.replace(first, heads=heads + first.heads[2:])
-    record = json.loads(json.dumps(profile.record.to_json()))
-    record["recipe"]["seed"] = 7
-    record["held_out"][0]["layers"][1]["density"] = 0.25
-    other = dataclasses.replace(profile, layers=((changed, *profile.layers[0][1:]),))
-    other = dataclasses.replace(other, record=Record.from_json(record))
-    save_profile(other, tmp_path / "other.safetensors")
-    _, changes = run("diff", calibrated, tmp_path / "other.safetensors", "--json")
-    assert changes["fields"] == {"recipe.seed": [0, 7]}
-    assert changes["lengths"] == {}
-    first_row, second_row = changes["layers"]
-    assert first_row["heads"] == 2
-    assert first_row["changed"] == {"tau": 2, "far": 1}
-    assert (second_row["layer"], second_row["heads"], second_row["densities"][1]) == (1, 0, 0.25)
-    code, text = run("diff", calibrated, tmp_path / "other.safetensors")
-    assert code == 0
-    assert "tau 2, far 1" in text
-    _, changes = run("diff", calibrated, FULL, "--json")
-    assert changes["lengths"] == {"only_a": [512], "only_b": [1024, 8192, 131072]}
-
-
 def test_export_holds_everything(run, tmp_path):
     profile = load_profile(FULL)
     _, document = run("export", FULL)
@@ -176,7 +151,7 @@ def test_export_holds_everything(run, tmp_path):
             head["stop_rule"] = str(StopRule(head["stop_rule"]))  # the name, not the file's number
         assert bucket["layers"] == expected
     assert run("export", FULL, "--out", tmp_path / "p.json") == (0, f"wrote {tmp_path}/p.json\n")
-    assert json.loads((tmp_path / "p.json").read_text()) == document
+    assert json.loads((tmp_path / "p.json").read_text()) == {"origin": MARK} | document
 
 
 @pytest.mark.parametrize(
@@ -226,6 +201,12 @@ def test_verify_makes_the_proof_again(calibrated, run):
     assert code == 0
     assert proof["problems"] == []
     assert proof["same_prompts"]
+    plan = dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", run.stderr, re.M))
+    assert re.fullmatch(r"at most about \d+ s \(loading the model \d+ s, proving \d+ s\)", plan["takes"])
+    assert (plan["layers"], plan["lengths"]) == ("all 6 run S2O", "512")
+    assert plan["prompts"].startswith("1 of each length, built-in code, ")
+    assert "loading the model ..\n" in run.stderr
+    assert re.search(r"^proving: 100% \(6 of 6 layers\), took ", run.stderr, re.M)
     (length,), (recorded,) = proof["lengths"], load_profile(calibrated).record.held_out
     for layer, expected in zip(length["layers"], recorded.layers, strict=True):
         assert layer["error"] == pytest.approx(expected.rel_mse, rel=1e-2)
@@ -260,7 +241,7 @@ def of_the_model(profile):
 )
 def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, code, said, calibrated, run, tmp_path):
     save_profile(change(load_profile(calibrated)), tmp_path / "p.safetensors")
-    ended, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu")
+    ended, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--quiet")
     assert (ended, bool(re.search(said, sentence))) == (code, True), sentence
 
 
@@ -278,7 +259,9 @@ def test_verify_checks_the_certificate_on_other_prompts(calibrated, run, tmp_pat
     save_profile(
         dataclasses.replace(broken, record=dataclasses.replace(broken.record, recipe=more)), tmp_path / "p.safetensors"
     )
-    code, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5")
+    code, sentence = run(
+        "verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5", "--quiet"
+    )
     assert code == 3
     assert re.search(
         r"the certificate does not hold \(layer \d at 512 tokens: its mean error is .*, its limit 1.00e-03", sentence
@@ -315,64 +298,92 @@ def test_a_card_is_of_its_profile_alone(calibrated):
     assert f"Its weights: fingerprint {minimal().fingerprint[:16]}.\n" in text
 
 
-def test_what_is_no_profile_is_neither_pushed_nor_pulled(run, tmp_path):
-    (tmp_path / "bad.safetensors").write_bytes(b"no")
-    for command in (
-        ("push", tmp_path / "bad.safetensors", tmp_path / "to"),
-        ("pull", tmp_path / "bad.safetensors", "--out-dir", tmp_path / "to"),
-        ("pull", tmp_path, "--out-dir", tmp_path / "to"),
-    ):
-        code, sentence = run(*command)
-        assert (code, "is not a readable safetensors file" in sentence) == (2, True)
-    assert not (tmp_path / "to").exists()
-
-
-class Hub:
-    """What huggingface_hub does, with a folder in its place."""
-
-    def __init__(self, folder):
-        self.folder, self.commits = folder, []
-        self.HfApi = lambda: self
-        self.CommitOperationAdd = SimpleNamespace
-
-    def create_repo(self, repository, exist_ok):
-        assert exist_ok
-        (self.folder / repository).mkdir(parents=True, exist_ok=True)
-
-    def create_commit(self, repository, operations, commit_message):
-        self.commits.append(commit_message)
-        for each in operations:
-            (self.folder / repository / each.path_in_repo).write_bytes(each.path_or_fileobj)
-
-    def snapshot_download(self, repository, local_dir, allow_patterns):
-        if not (self.folder / repository).is_dir():
-            raise OSError("404 Client Error\nmore")
-        for pattern in allow_patterns:
-            for file in (self.folder / repository).glob(pattern):
-                shutil.copy(file, local_dir)
-
-
 @SLOW
-def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
-    hub = Hub(tmp_path / "hub")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    code, pushed = run("push", calibrated, "hf://org/name", "--json")
-    assert code == 0
-    assert pushed["files"][-1] == "hf://org/name/demo.safetensors"
-    assert hub.commits == ["Add demo.safetensors"]  # one, so that nobody sees a part of it
-    for address in ("hf://org/name", "hf://org/name/demo.safetensors"):
-        shutil.rmtree(tmp_path / "here", ignore_errors=True)
-        assert run("pull", address, "--out-dir", tmp_path / "here")[0] == 0
-        assert (tmp_path / "here" / "demo.safetensors").read_bytes() == calibrated.read_bytes()
-        assert (tmp_path / "here" / "demo.report.md").exists()
-        assert (tmp_path / "here" / "demo.md").exists()
-    code, sentence = run("pull", "hf://org/other", "--out-dir", tmp_path)
-    said = "cannot be reached (404 Client Error): check the name and the network, or give a folder"
-    assert (code, sentence) == (4, f"s2o-profile: hf://org/other {said}\n")
-    assert run("push", calibrated, "hf://name")[0] == 2
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    code, sentence = run("push", calibrated, "hf://org/name")
-    assert (code, "hf:// needs huggingface_hub: pip install huggingface_hub" in sentence) == (4, True)
+def test_a_card_can_be_made_of_every_profile(calibrated, run, tmp_path):
+    """Of a calibration and after rebudget: in Markdown and in HTML, with what the record has of each layer."""
+    rebudget(calibrated, Budget("rel_mse", 1e-2), calibrated.with_name("card.safetensors"))
+    for profile in (calibrated, calibrated.with_name("card.safetensors")):
+        for _ in range(2):  # the second one replaces the first
+            code, written = run("card", profile, "--out-dir", tmp_path / "to", "--json")
+            assert (code, len(written["files"])) == (0, 2)
+        text, page = (Path(file).read_text() for file in written["files"])
+        assert text == card(load_profile(profile), profile.name)
+        assert f'<h1 id="s2o-profile-of-demo">{"S2O profile of demo"}</h1>' in page
+        assert page.count("<svg") == 1
+        assert page.count('<th scope="col" class="r">tile</th>') == 1  # the layers at one length
+        not_proven = "**Not proven** (" in text, "<strong>Not proven</strong> (" in page
+        assert not_proven == (profile != calibrated,) * 2
+        assert ("densities held out" in page) == (profile == calibrated)
+        assert "made from the profile alone" in page
+    run("card", FULL, "--out-dir", tmp_path)
+    assert "<h2" in (tmp_path / f"{FULL.stem}.html").read_text()
+
+
+def test_a_picture_that_cannot_be_drawn_takes_no_card_away(run, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(figures, "_saved", broken)
+    assert run("card", FULL, "--out-dir", tmp_path)[0] == 0
+    assert "<svg" not in (tmp_path / f"{FULL.stem}.html").read_text()
+    assert "the pictures cannot be drawn (OverflowError: cannot convert float infinity to integer)" in caplog.text
+
+
+def broken(*arguments, **options):
+    raise OverflowError("cannot convert float infinity to integer")
+
+
+FOREIGN = "exists and was not written by S2O, so it is not replaced: give another file name, or move it away"
+IS_PROFILE = "exists and is an S2O profile, so it is not replaced"
+IS_REPORT = "exists and is a report or a picture of S2O, so it is not replaced"
+IS_INPUT = "is an input, so it is not replaced: give another file name"
+REBUDGET = "rebudget p.safetensors --budget-mse 1e-3 --out"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "target", "sentence"),
+    [
+        *((f"{command} {file}", file, said)
+          for command in (REBUDGET, "retile p.safetensors --device cpu --out")
+          for file, said in (
+              ("p.safetensors", IS_INPUT), ("link", IS_INPUT), ("mine.txt", FOREIGN), ("p.json", IS_REPORT))),
+        *((f"{command} {file}", file, said)
+          for command in ("export p.safetensors --out", "plot p.safetensors --out")
+          for file, said in (("p.safetensors", IS_INPUT), ("other.safetensors", IS_PROFILE), ("mine.png", FOREIGN))),
+        ("card p.safetensors", "p.md", FOREIGN),
+        ("card p.safetensors --out-dir to", "to/p.html", FOREIGN),
+        ("plot p.safetensors", "p.tau.png", FOREIGN),
+        ("plot p.safetensors --out p.xyz", "", "--out p.xyz is not named as a picture: give a name that ends in .png"),
+        ("plot p.safetensors --out picture", "", "is not named as a picture"),
+    ],
+)  # fmt: skip
+def test_an_output_replaces_nothing_that_must_stay(arguments, target, sentence, run, tmp_path, monkeypatch):
+    """An input, a profile by something else, or a file that another program wrote; nothing is computed before."""
+    monkeypatch.chdir(tmp_path)
+    Path("to").mkdir()
+    for name in ("p", "other"):
+        save_profile(minimal(), f"{name}.safetensors")
+    Path("link").symlink_to("p.safetensors")
+    assert run("export", "other.safetensors", "--out", "p.json")[0] == 0
+    for name in ("mine.txt", "mine.png", "p.md", "to/p.html", "p.tau.png"):
+        Path(name).write_text("mine, about S2O")
+    monkeypatch.setitem(sys.modules, "s2o_runtime.profile.file", None)  # nothing is read before
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    code, said = run(*arguments.split())
+    assert (code, sentence in said, target in said) == (2, True, True), said
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_what_it_wrote_itself_is_replaced(run, tmp_path, monkeypatch):
+    """Also an empty file, which holds nothing, and a file at the end of a link, which stays one."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.png").touch()
+    Path("link.json").symlink_to("p.json")
+    for _ in range(2):
+        for out in ("p.tau.png", "empty.png"):
+            assert run("plot", FULL, "--out", out)[0] == 0
+        for out in ("p.json", "link.json"):
+            assert run("export", FULL, "--out", out)[0] == 0
+        assert run("retile", FULL, "--device", "cpu", "--out", "new.safetensors")[0] == 0
+        assert run("card", FULL)[0] == 0
+    assert Path("link.json").is_symlink()
 
 
 @pytest.mark.parametrize(
@@ -390,18 +401,24 @@ def test_push_and_pull_a_hub_repository(calibrated, run, tmp_path, monkeypatch):
         (["show", "~/none.safetensors"], f"{Path.home()}/none.safetensors cannot be read"),
         (["shw", FULL], "did you mean show?"),
         (["rebudget", FULL], "needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl"),
-        (["rebudget", "mse-1.safetensors", "--budget-mse", "1"], "is the profile that is read: give --out"),
+        (["rebudget", "mse-1.safetensors", "--budget-mse", "1"], "--out mse-1.safetensors is an input, so it is not"),
         (["verify", "mse-1.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5"], "is not certified"),
         (["plot", FULL, "--out", "none/p.png"], "cannot be written or read (No such file or directory)"),
         (["rebudget", "none", "--budget-mse", "2"], "none cannot be read (No such file or directory)"),
         (["retile", "none", "--device", "tpu"], "device 'tpu' is not known"),
         (["retile", FULL, "--device", "cpu", "--out", "."], "--out . is a folder"),
-        (["push", FULL, "folder", "--shelf"], "unrecognized arguments: --shelf"),
+        (["card", FULL, "--shelf"], "unrecognized arguments: --shelf"),
+        (["push", FULL, "hf://org/name"], "invalid choice: 'push'"),
+        (["pull", "hf://org/name"], "invalid choice: 'pull'"),
+        (["diff", FULL, FULL], "invalid choice: 'diff'"),
         (
             ["rebudget", FULL, "--budget-rel-mse", "1e-2", "--ceiling-rel-mse", "1e-3"],
             "ceiling_rel_mse 0.001 goes with budget_mse only, but the budget is rel_mse 0.01: leave it out",
         ),
-        (["rebudget", FULL, "--budget-mse", "little"], "'little': expected a number above 0, such as 1e-4"),
+        (
+            ["rebudget", FULL, "--budget-mse", "little"],
+            "'little': expected a number above 0 and at most 1000000, such as 1e-4",
+        ),
         ([], "the following arguments are required: COMMAND"),
     ],
     ids=lambda case: "-".join(map(str, case[:1])) if isinstance(case, list) else "",

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from calibrate.machine import MARK
 from calibrate.report import contents, figures, output, plots, sections
 from s2o_runtime.profile.record import Certificate, Part
 from support.profiles import CERTIFICATE
@@ -101,7 +102,10 @@ def typed(value, cls=contents.Report):
 
 
 def write(summary, profile_path):
-    return output.write_report(typed(summary), profile_path)
+    """The files of a report, all of whose pictures can be drawn."""
+    paths, failure = output.write_report(typed(summary), profile_path)
+    assert failure == ""
+    return paths
 
 
 def printed(summary, width=120):
@@ -262,7 +266,7 @@ def test_what_is_certified_comes_first_and_what_is_not_proven_last(tmp_path):
     )
     assert f"{statement} {following}" in text
     files = {path.name: path for path in write(summary, tmp_path / "p.safetensors")}
-    assert json.loads(files["p.report.json"].read_text()) == summary
+    assert json.loads(files["p.report.json"].read_text()) == {"origin": MARK} | summary
     page = files["p.report.md"].read_text()
     assert page.index(f"**{statement}**") < page.index("## Certified") < page.index("## Target against achieved")
     assert "| 8192 | 19 | 17 | 2 | 50% | 80% | 83.8% | 1.75 | 2.0e-03 | 1.0e-04 | 98.50% | 30 of 32 |" in page
@@ -276,7 +280,7 @@ def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files)
     pages = [f"rel-mse-0.001.report.{suffix}" for suffix in ("json", "md", "html")]
     assert sorted(files) == sorted([*plots, *pages])
     assert re.findall(r"!\[\w+\]\((.*)\)", card) == plots
-    assert json.loads(files["rel-mse-0.001.report.json"].read_text()) == summary
+    assert json.loads(files["rel-mse-0.001.report.json"].read_text()) == {"origin": MARK} | summary
     for plot in plots:
         with Image.open(files[plot]) as picture:
             assert np.asarray(picture.convert("RGB")).astype(float).var() > 100, plot

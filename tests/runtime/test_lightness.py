@@ -68,7 +68,7 @@ def test_importing_what_patches_a_model():
 @pytest.mark.parametrize(
     ("command", "flags", "said"),
     [
-        ("calibrate", "--lengths 8192 --trials 0", "s2o-calibrate: trials is 0: expected a whole number of at least 1"),
+        ("calibrate", "--lengths 8192 --trials 0", "s2o-calibrate: trials is 0: expected a whole number from 1"),
         ("evaluate", "--out-dir out --tasks none", "s2o-eval: tasks is ('none',): expected a list"),
     ],
 )

@@ -20,7 +20,7 @@ from calibrate.search.choice import SearchPoint, choice_at, search_constraints
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import Timing
 from s2o_runtime.config import TileConfig
-from s2o_runtime.errors import ResourceError
+from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.marks import all_but_first
@@ -277,9 +277,16 @@ def test_a_storage_keeps_every_trial_with_its_heads(in_storage, curves, tmp_path
     assert run(in_memory)[0].config == choice.config  # that it is kept changes nothing
 
 
-@pytest.mark.parametrize("url", ["nonsense", "sqlite:////proc/none/studies.db", "none://user:secret@host/db"])
-def test_a_storage_that_cannot_be_opened_is_one_sentence(url):
-    with pytest.raises(ResourceError, match=r"--storage cannot be opened \(.*\): give the URL of an Optuna") as raised:
+@pytest.mark.parametrize(
+    ("url", "error", "said"),
+    [
+        ("nonsense", ConfigError, "--storage is no URL of a database that is known here: give one such as sqlite:///"),
+        ("none://user:secret@host/db", ConfigError, "--storage is no URL of a database that is known here"),
+        ("sqlite:////proc/none/studies.db", ResourceError, r"--storage cannot be opened \(.*\): give the URL of an"),
+    ],
+)
+def test_a_storage_that_cannot_be_opened_is_one_sentence(url, error, said):
+    with pytest.raises(error, match=said) as raised:
         Studies(recipe(storage=url), "demo", "cpu")
     assert "\n" not in str(raised.value)
     assert "secret" not in str(raised.value)
