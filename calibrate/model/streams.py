@@ -19,7 +19,7 @@ from calibrate.model.forwards import replaced_forwards
 from calibrate.model.models import LoadedModel
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
-from s2o_runtime.huggingface.hf import implementations
+from s2o_runtime.huggingface.hf import implementations, set_implementations
 from s2o_runtime.identity import device_of, geometry, numbered_modules
 
 ROWS = 16384
@@ -155,17 +155,17 @@ def layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Mod
 @contextmanager
 def attention_implementation(model: Any, name: str) -> Iterator[None]:
     """Inside the block the model computes attention by the function that transformers knows by this name."""
-    previous = implementations(model.config)
+    previous = implementations(model)
     model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(previous)
+        set_implementations(previous)
 
 
 def use_attention(model: Any, name: str) -> None:
     """Let the model compute attention by this function from now on; nothing is done where it does already."""
-    if set(implementations(model.config).values()) != {name}:
+    if {implementation for _, implementation in implementations(model)} != {name}:
         model.set_attn_implementation(name)
 
 

@@ -37,9 +37,9 @@ from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, available, weig
 from s2o_runtime.huggingface.layers import (
     STATE,
     Beyond,
+    Implementations,
     check_beyond,
     check_model,
-    is_model,
     other_attention,
     state_of_key,
     states_of,
@@ -52,13 +52,7 @@ from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.huggingface.paged import per_request
 from s2o_runtime.huggingface.ranks import heads_here
-from s2o_runtime.identity import (
-    attention_modules,
-    device_of,
-    geometry,
-    not_finite,
-    offloaded,
-)
+from s2o_runtime.identity import attention_modules, device_of, geometry, not_finite, offloaded
 from s2o_runtime.layer_kinds import chunk, positions, sees_window, window
 from s2o_runtime.monitor.dense_watch import DenseWatch
 from s2o_runtime.monitor.drift import Drift, check_of
@@ -125,7 +119,7 @@ def patch(
         ModelError: the architecture is not supported.
         ConfigError: `strict`, `drift` or `beyond` is not known or illegal, or S2O_PROFILES names no folder.
     """
-    _check_model(model, profile)
+    check_model(model, profile)
     strict = Rule(bool).checked(strict, "strict")
     if not isinstance(profile, Profile | str | PathLike | None):
         raise ProfileError(f"the profile is a {type(profile).__name__}, expected a Profile or the path of its file")
@@ -155,21 +149,11 @@ def patch(
     for module, state in zip(modules, states, strict=True):
         state.heads = heads_here(module, profile.geometry.query_heads)
     unpatch(model)
-    states[0].previous = _implementations_by_config(model)
+    states[0].previous = implementations(model)
     _attach_all([*zip(modules, states, strict=True), *others])
     _register()
     model.set_attn_implementation(NAME)
     return model
-
-
-def _check_model(model: Any, profile: object) -> None:
-    """Raises ModelError for what is no transformers model; `profile` is what `patch` was given besides."""
-    if is_model(profile) and not is_model(model):
-        raise ModelError(
-            f"the model is a {type(model).__name__} and the profile a {type(profile).__name__}: swap them, "
-            "patch(model, profile)"
-        )
-    check_model(model)
 
 
 def _attach_all(layers: Iterable[tuple[nn.Module, LayerState]]) -> None:
@@ -197,7 +181,7 @@ def unpatch(model: Any) -> Any:
     for module in model.modules():
         state: LayerState | None = module.__dict__.get(STATE)
         if state is not None:
-            _set_implementations(state.previous)
+            set_implementations(state.previous)
         detach(module)
     return model
 
@@ -222,39 +206,33 @@ def patched(
     ...     model.config._attn_implementation
     's2o'
     """
-    _check_model(model, profile)
+    check_model(model, profile)
     layers = [(module, module.__dict__[STATE]) for module in model.modules() if STATE in module.__dict__]
-    implementations_before = _implementations_by_config(model)
+    previous = implementations(model)
     try:
         yield patch(model, profile, strict=strict, drift=drift, beyond=beyond)
     finally:
         unpatch(model)
         _attach_all(layers)
-        _set_implementations(implementations_before)
+        set_implementations(previous)
 
 
-def implementations(config: Any) -> dict[str, str]:
-    """The attention implementation of a model and of its parts, as `set_attn_implementation` takes them."""
-    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
-    named = {"": config} | {name: part for name, part in parts.items() if part is not None}
-    return {name: part._attn_implementation for name, part in named.items()}
+def implementations(model: Any) -> Implementations:
+    """The attention implementation in each configuration of a model and of its parts, outer ones first.
 
-
-def _implementations_by_config(model: nn.Module) -> list[tuple[Any, str]]:
-    """The configurations of a model and of its parts, outer ones first, each with its attention implementation.
-
-    All handles of a model share them: its inner model, its PEFT wrapper, what `torch.compile` returned.
+    All handles of a model share these: its inner model, its PEFT wrapper, what `torch.compile` returned.
     """
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    for config in configs:  # which grows: some parts have no module that holds their configuration
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    for config in configs:  # which grows: the configurations of some parts are no module's
         configs += [getattr(config, name) for name in getattr(config, "sub_configs", {}) if hasattr(config, name)]
     known = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
     return [(config, config._attn_implementation) for config in known.values()]
 
 
-def _set_implementations(implementations_by_config: list[tuple[Any, str]]) -> None:
-    for config, implementation in implementations_by_config:
-        config._attn_implementation = implementation  # and those of its parts, which follow in the list
+def set_implementations(previous: Implementations) -> None:
+    """Give configurations back the attention implementations that they had."""
+    for config, name in previous:
+        config._attn_implementation = name  # which sets it in its parts too; they follow in the list
 
 
 def register() -> None:
@@ -313,12 +291,9 @@ def s2o_mask(**call: Any) -> Tensor | None:
 
 
 def prefill_mask(
-    batch: int,
-    q_offset: int | Tensor,
-    device: torch.device | str = "cpu",
-    starts: Tensor | None = None,
+    batch: int, q_offset: int | Tensor, device: torch.device | str = "cpu", starts: Tensor | None = None,
     window: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The tensor that stands for a plain causal prefill: int64 [B, 1, 1, 4].
 
     Its entries are the position of query 0, the first key that counts, the keys of a window (0 if a query sees all
@@ -335,9 +310,9 @@ def prefill_mask(
 
 def _seen_keys(mask: Tensor, queries: int, keys: int) -> Tensor:
     """Which keys each query sees by a `prefill_mask`: bool [B, 1, queries, keys]."""
-    first_row, start, window = mask[..., :3].split(1, 3)
-    row = torch.arange(queries, device=mask.device)[:, None] + first_row
+    row = torch.arange(queries, device=mask.device)[:, None] + mask[..., :1]
     key = torch.arange(keys, device=mask.device)
+    start, window = mask[..., 1:2], mask[..., 2:3]
     return (key <= row) & (key >= start) & ((window == 0) | (key > row - window))
 
 
@@ -446,15 +421,10 @@ def s2o_attention_forward(
 
 
 def _causal_attention(
-    state: LayerState | None,
-    obstacle: str | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scoring: Scoring,
+    state: LayerState | None, obstacle: str | None, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring,
     call: PrefillCall,
-) -> Tensor:
-    """A causal prefill of a layer, in windows or not, patched or not: [B, Hq, Lq, Dv]."""
+) -> Tensor:  # fmt: skip
+    """A causal prefill of a layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, Dv]."""
     kv_len = call.q_offset + query.shape[2]
     key, value = key[:, :, :kv_len], value[:, :, :kv_len]
     if call.window is not None:
@@ -463,52 +433,13 @@ def _causal_attention(
         return window_attention(query, key, value, window=call.window, scoring=scoring, kv_start=call.kv_start)
     if state is None:
         return fastest_dense_attention(query, key, value, scoring, call.kv_start)
-    return _prefill(state, obstacle, query, key, value, scoring, call)
-
-
-def _request_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """The attention of one request of a server batch, whose queries are the last of its keys: [1, Lq, Hq, D]."""
-    queries, keys = query.shape[2], key.shape[2]
-    mask = None  # one query sees all keys; a window's cache holds no more than one may see
-    if queries > 1:
-        windowed = window is not None and keys > window
-        mask = prefill_mask(1, keys - queries, query.device, window=window if windowed else None)
-        seen = partial(_seen_keys, mask, queries, keys)
-        if windowed:
-            mask = seen()
-        else:
-            setattr(mask, CALL, PrefillCall(keys - queries, None, seen))
-    return s2o_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
-
-
-s2o_paged_forward = per_request(_request_attention)
-
-
-def _prefill(
-    state: LayerState,
-    obstacle: str | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scoring: Scoring,
-    call: PrefillCall,
-) -> Tensor:
-    """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
     if state.chunk is not None and query.shape[2] > state.chunk:
         from s2o_runtime.huggingface.chunks import prefill_in_chunks
 
         def compute(rows: slice, keys: int) -> Tensor:
             part = replace(call, q_offset=call.q_offset + rows.start)
             tensors = query[:, :, rows], key[:, :, :keys], value[:, :, :keys]
-            return _prefill(state, obstacle, *tensors, scoring, part)
+            return _causal_attention(state, obstacle, *tensors, scoring, part)
 
         whole = prefill_in_chunks(state, query, key, call.q_offset, compute)
         if state.observer is not None and call.kv_start is None:
@@ -544,6 +475,28 @@ def _prefill(
     return out
 
 
+def _request_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """The attention of one request of a server batch, whose queries are the last of its keys: [1, Lq, Hq, D]."""
+    queries, keys = query.shape[2], key.shape[2]
+    mask = None  # one query sees all keys; a window's cache holds no more than one may see
+    if queries > 1:
+        window = None if window is None or keys <= window else window
+        mask = prefill_mask(1, keys - queries, query.device, window=window)
+        setattr(mask, CALL, PrefillCall(keys - queries, None, partial(_seen_keys, mask, queries, keys), window))
+    return s2o_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
+
+
+s2o_paged_forward = per_request(_request_attention)
+
+
 def scoring_of(scale: float, kwargs: Mapping[str, Any]) -> Scoring:
     """What a layer makes of the products of its queries and keys, from what it passes to transformers' attention."""
     return Scoring(scale, kwargs.get("softcap"), without_gradients(kwargs.get("s_aux")))
@@ -564,8 +517,7 @@ def _eager(
     if eager is None:
         raise ModelError(f"{type(module).__name__} has scores that SDPA cannot do and no eager code: unpatch the model")
     if mask is None and query.shape[2] > 1:  # SDPA's way to say causal
-        queries, keys = query.shape[2], key.shape[2]
-        mask = _seen_keys(prefill_mask(1, keys - queries, query.device), queries, keys)
+        mask = _seen_keys(prefill_mask(1, key.shape[2] - query.shape[2], query.device), query.shape[2], key.shape[2])
     if mask is not None and mask.dtype == torch.bool:  # a caller's own; eager attention adds its mask to the scores
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
             ~mask, torch.finfo(query.dtype).min
@@ -614,9 +566,8 @@ def _recovered(mask: Tensor | None, queries: int, keys: int) -> PrefillCall | No
     if mark != MARK:
         return None
     starts = mask[:, 0, 0, 1]
-    return PrefillCall(
-        q_offset, starts if bool(starts.any()) else None, partial(_seen_keys, mask, queries, keys), window or None
-    )
+    kv_start = starts if bool(starts.any()) else None
+    return PrefillCall(q_offset, kv_start, partial(_seen_keys, mask, queries, keys), window or None)
 
 
 def _restored_state(values: dict[str, Any]) -> LayerState:
@@ -629,7 +580,7 @@ def _reduced_state(state: LayerState) -> tuple[Callable[..., LayerState], tuple[
     return _restored_state, ({field.name: getattr(state, field.name) for field in fields(state) if field.init},)
 
 
-copyreg.pickle(LayerState, _reduced_state)  # of `copy` and of `pickle`
+copyreg.pickle(LayerState, _reduced_state)  # of `copy` too
 
 
 def _dense_reason(state: LayerState, query: Tensor, key: Tensor, value: Tensor) -> str | None:

@@ -31,6 +31,7 @@ from s2o_runtime.serving.layer import ServedLayer, longest_trusted
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 Beyond = Literal["dense", "warn", "s2o"]
+Implementations = list[tuple[Any, str]]  # configurations of transformers, each with its attention implementation
 
 log = logging.getLogger("s2o_runtime")
 
@@ -65,7 +66,7 @@ class LayerState(ServedLayer):
     last_density: float | None = None
     hook: RemovableHandle | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
-    previous: list[tuple[Any, str]] = field(default_factory=list)
+    previous: Implementations = field(default_factory=list)
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,14 +126,18 @@ _states: weakref.WeakValueDictionary[str, LayerState] = weakref.WeakValueDiction
 _detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def is_model(thing: object) -> bool:
+def check_model(model: object, profile: object = None) -> None:
+    """Raises ModelError for what is no transformers model; `profile` is what `patch` was given besides."""
+    if _is_model(model):
+        return
+    name, other = type(model).__name__, type(profile).__name__
+    if _is_model(profile):
+        raise ModelError(f"the model is a {name} and the profile a {other}: swap them, patch(model, profile)")
+    raise ModelError(f"{name} is not a transformers model: load it with AutoModelForCausalLM")
+
+
+def _is_model(thing: object) -> bool:
     return hasattr(thing, "config") and hasattr(thing, "set_attn_implementation")
-
-
-def check_model(model: object) -> None:
-    """Raise ModelError for what is no transformers model."""
-    if not is_model(model):
-        raise ModelError(f"{type(model).__name__} is not a transformers model: load it with AutoModelForCausalLM")
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:
