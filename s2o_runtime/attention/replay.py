@@ -97,7 +97,8 @@ def repeated_call(
         is_decode: whether such calls go dense whatever the config.
         any_length: so many of the inputs, the first ones, may have any first size, which no launch depends on.
     """
-    key: list[object] = [check_config(config).num_heads if is_decode else config.identity, options]
+    checked = check_config(config)
+    key: list[object] = [checked.num_heads if is_decode else checked.identity, options]
     gradients = torch.is_grad_enabled()
     for tensor in inputs:
         if tensor is None:

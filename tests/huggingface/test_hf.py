@@ -9,6 +9,7 @@ import math
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -26,7 +27,7 @@ import s2o_runtime.huggingface.hf as hf
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.identity import fingerprint
@@ -196,8 +197,11 @@ def test_arguments_of_another_kind_are_named(eager):
         pass
     with pytest.raises(ProfileError, match="the profile is a int, expected a Profile or the path of its file"):
         patch(model, 5)
-    with pytest.raises(ModelError, match="NoneType is not a transformers model"):
-        unpatch(None)
+    for call in (unpatch, explain):
+        with pytest.raises(ModelError, match="NoneType is not a transformers model"):
+            call(None)
+    with pytest.raises(ConfigError, match="strict is 'no': expected true or false"):
+        patch(model, make_profile(model, 0.0), strict="no")
 
 
 def test_the_fingerprint_is_the_weights_and_not_their_type(eager):
@@ -373,7 +377,7 @@ def test_training_mode_is_dense_without_gradients_too_and_said_once(eager, ids, 
     close(*outputs)
     assert paths(model) == {("dense", "the model is in training mode")}
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "S2O does not run: the model is in training mode for a prompt of 200 keys although gradients are disabled: "
+        "S2O does not run: the model is in training mode for a prompt of 200 keys: "
         "call model.eval() unless it is trained"
     ]
 
@@ -392,6 +396,64 @@ def test_a_mask_shorter_than_the_keys_hides_those_that_it_lacks(eager, patched, 
     assert {row["reason"]: row["calls"] for row in explain(patched) if row["path"] == "dense"} == {
         "the attention mask has fewer entries than there are keys": 2
     }
+
+
+def masks_of_callers():
+    seen, row = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), torch.arange(LENGTH)
+    packed = {"position_ids": (row % 120)[None], "use_cache": False}
+    yield "packed, a mask of ones", packed | {"attention_mask": torch.ones(1, LENGTH, dtype=torch.int64)}
+    yield "numbered", {"attention_mask": (row // 70 + 1)[None]}
+    yield "4D", {"attention_mask": seen[None, None]}
+    yield "4D, a prefix seen by all", {"attention_mask": (seen | (row < 50))[None, None]}
+    yield "a row of padding alone", {"attention_mask": torch.tensor([[1], [0]]).repeat(1, LENGTH)}
+    for width in (161, 193):  # one more than a multiple of 32
+        for pad in (1, 31, 64, width - 2):
+            yield (
+                f"{pad} of {width} padded",
+                {"attention_mask": (torch.arange(width) >= torch.tensor([[0], [pad]])).long()},
+            )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "inputs"), list(masks_of_callers()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_masks_of_callers_give_what_the_stock_model_gives(eager, patched, name, inputs):
+    mask = inputs["attention_mask"]
+    ids, real = prompt(mask.shape[-1], len(mask)), slice(None)
+    if "padd" in name:
+        real = mask == 1
+    ours, theirs = (model(ids, **inputs).logits[real] for model in (patched, twin(eager)))
+    assert ours.isfinite().all()
+    close(ours, theirs)
+
+
+@torch.no_grad()
+def test_prompts_are_their_own_in_a_batch_and_beside_threads(eager):
+    """While another thread reads the counters of all."""
+    model, batch = patch(twin(eager), make_profile(eager, 2.0), drift=None), prompt(LENGTH, 3)
+    alone = [model(row[None], use_cache=False).logits[0] for row in batch]
+    close(model(batch, use_cache=False).logits, torch.stack(alone))
+
+    def serve(number):
+        with torch.no_grad():
+            return [
+                torch.equal(
+                    model(batch[(number + turn) % 3][None], use_cache=False).logits[0], alone[(number + turn) % 3]
+                )
+                for turn in range(6)
+            ]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            served = [pool.submit(serve, number) for number in range(3)]
+            while not all(future.done() for future in served):
+                assert "s2o" in str(explain(model))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(all(future.result()) for future in served)
 
 
 @torch.no_grad()
