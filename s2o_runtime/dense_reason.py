@@ -11,7 +11,9 @@ class DenseReason(str, Enum):
 
     DECODE = "decode"
     MASK = "the mask is not a plain causal one"
+    SHORT_MASK = "the attention mask has fewer entries than there are keys"
     GRADIENTS = "gradients are enabled"
+    TRAINING = "the model is in training mode"
     NO_S2O_HEAD = "every head of the layer is dense"
     ONE_SEGMENT = "the whole prompt fits one segment"
     TOO_SHORT = "shorter than the shortest calibrated length, {}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.shapes import CallShape, check_tensor
 
 
 class ScoringOptions(TypedDict, total=False):
@@ -49,6 +49,8 @@ class Scoring(NamedTuple):
         scale, softcap, sinks = checked_scale(self.scale, shape.head_dim), self.softcap, self.sinks
         if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
             raise InputError(f"softcap is {softcap}: expected a positive number, or None for scores without a cap")
+        if sinks is not None:
+            check_tensor("sinks", sinks)
         if sinks is not None and (sinks.shape != (shape.query_heads,) or not sinks.dtype.is_floating_point):
             raise InputError(
                 f"sinks have shape {tuple(sinks.shape)} and type {sinks.dtype}: expected a floating point number for "
@@ -75,7 +77,7 @@ PLAIN = Scoring()
 
 def without_gradients(sinks: Tensor | None) -> Tensor | None:
     """Sinks as a plain tensor where no gradients are wanted: a model's are parameters, whose calls have no plan."""
-    return sinks if sinks is None or torch.is_grad_enabled() else sinks.detach()
+    return sinks.detach() if isinstance(sinks, Tensor) and not torch.is_grad_enabled() else sinks
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
@@ -94,10 +96,10 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
     """The factor of the scores: `scale`, or `head_dim ** -0.5` for None.
 
     Raises:
-        InputError: the scale is not positive.
+        InputError: the scale is not positive, or infinite.
     """
     if scale is None:
         return float(head_dim**-0.5)
-    if not scale > 0:
+    if not 0 < scale < math.inf:
         raise InputError(f"scale is {scale}: expected a positive number")
     return scale

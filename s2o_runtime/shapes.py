@@ -71,11 +71,18 @@ class CallShape:
         return -(-self.q_len // segment)
 
 
+def check_tensor(name: str, tensor: object) -> None:
+    """Raise InputError, which names the argument, for what is no tensor or one without numbers."""
+    if not isinstance(tensor, Tensor) or tensor.is_meta:
+        what = "tensor on meta" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise InputError(f"{name} is a {what}: expected a torch tensor that holds numbers")
+
+
 def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) -> CallShape:
     """Check the tensors of a call against each other and return their sizes.
 
     Args:
-        q: [B, Hq, Lq, D], any floating type.
+        q: [B, Hq, Lq, D], any floating type of at least 16 bits.
         k: [B, Hkv, Lk, D], the type and device of q; Hkv divides Hq, Lq <= Lk.
         v: [B, Hkv, Lk, Dv], the type and device of q; Dv may differ from D.
         kv_start: int32 or int64 [B] on the device of q, the first key of each sequence that counts; None for 0.
@@ -84,10 +91,11 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
         InputError: a tensor does not fit; the sentence names it.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
         if tensor.ndim != 4:
             raise InputError(f"{name} has {tensor.ndim} dimensions: expected [batch, heads, length, head_dim]")
-        if not tensor.dtype.is_floating_point:
-            raise InputError(f"{name} is {tensor.dtype}: expected a floating point type")
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise InputError(f"{name} is {tensor.dtype}: expected a floating point type of at least 16 bits")
         if tensor.dtype != q.dtype:
             raise InputError(f"{name} is {tensor.dtype} but q is {q.dtype}: convert them to one type")
         if tensor.device != q.device:
@@ -107,12 +115,15 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
     if q_len > kv_len:
         raise InputError(f"q has {q_len} rows but there are {kv_len} keys: q_len may not exceed kv_len")
     if kv_start is not None:
+        check_tensor("kv_start", kv_start)
         if kv_start.shape != (batch,) or kv_start.dtype not in (torch.int32, torch.int64):
             raise InputError(
                 f"kv_start has shape {tuple(kv_start.shape)} and type {kv_start.dtype}: expected {batch} integers"
             )
         if kv_start.device != q.device:
             raise InputError(f"kv_start is on {kv_start.device} but q on {q.device}: move it")
+        if q.device.type == "cpu" and (kv_start < 0).any():  # a GPU is not waited for
+            raise InputError(f"kv_start is {kv_start.tolist()}: expected numbers of at least 0")
     return CallShape(batch, query_heads, kv_heads, q_len, kv_len, head_dim, v.shape[3])
 
 
@@ -144,9 +155,11 @@ def packed_shape(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> CallShape:
     """
     cu_q, cu_k, max_q, max_k = packed
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
         if tensor.ndim != 3:
             raise InputError(f"{name} has {tensor.ndim} dimensions: expected [total length, heads, head_dim]")
     for name, edges in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        check_tensor(name, edges)
         if edges.ndim != 1 or len(edges) < 2 or edges.dtype != torch.int32 or edges.device != q.device:
             raise InputError(
                 f"{name} is {edges.dtype} {tuple(edges.shape)} on {edges.device}: expected int32 [sequences + 1] on "
@@ -163,6 +176,13 @@ def packed_shape(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> CallShape:
     if k.shape[0] != v.shape[0]:
         raise InputError(f"v has length {v.shape[0]} but k {k.shape[0]}: they must be equal")
     return replace(shape_of_one, batch=len(cu_q) - 1, q_len=max_q, kv_len=max_k)
+
+
+def check_config(config: LayerConfig) -> LayerConfig:
+    """Return the config itself. Raises InputError for what is none, and ConfigError for one that is illegal."""
+    if not isinstance(config, LayerConfig):
+        raise InputError(f"config is a {type(config).__name__}: expected a LayerConfig")
+    return config.validate()
 
 
 def check_heads(config: LayerConfig, shape: CallShape) -> None:

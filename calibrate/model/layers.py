@@ -19,7 +19,7 @@ from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
-from s2o_runtime.huggingface.hf import implementations, s2o_attention_forward, s2o_mask, scoring_of
+from s2o_runtime.huggingface.hf import implementations, s2o_attention_forward, s2o_mask, scoring_of, set_implementations
 from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.identity import device_of, geometry, numbered_modules
 from s2o_runtime.quantisation import as_cached
@@ -221,17 +221,17 @@ def layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Mod
 @contextmanager
 def attention_implementation(model: Any, name: str) -> Iterator[None]:
     """Inside the block the model computes attention by the function that transformers knows by this name."""
-    previous = implementations(model.config)
+    previous = implementations(model)
     model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(previous)
+        set_implementations(previous)
 
 
 def use_attention(model: Any, name: str) -> None:
     """Let the model compute attention by this function from now on; nothing is done where it does already."""
-    if set(implementations(model.config).values()) != {name}:
+    if {implementation for _, implementation in implementations(model)} != {name}:
         model.set_attn_implementation(name)
 
 

@@ -15,7 +15,8 @@ from calibrate.model.layers import use_attention
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.devices import DeviceIdentity, identify
-from s2o_runtime.huggingface.hf import implementations
+from s2o_runtime.huggingface.hf import implementations, set_implementations
+from s2o_runtime.huggingface.layers import Implementations
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ class WorkerState:
     prompts: dict[str, Prompt] = field(default_factory=dict)
     kept: dict[Hashable, Any] = field(default_factory=dict)
     _stage: str = ""
-    _attention: Mapping[str, str] | None = None  # the model's own implementations, while another is used
+    _attention: Implementations | None = None  # the model's own, while another is used
 
     @property
     def device(self) -> DeviceIdentity:
@@ -84,7 +85,7 @@ class WorkerState:
     def attend_with(self, name: str) -> None:
         """Let the model compute attention by the function that transformers knows by this name, until `close`."""
         if self._attention is None:
-            self._attention = implementations(self.loaded.model.config)
+            self._attention = implementations(self.loaded.model)
         use_attention(self.loaded.model, name)
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class WorkerState:
         self.kept.clear()
         self.loaded.weights.release()
         if self._attention is not None:
-            self.loaded.model.set_attn_implementation(self._attention)
+            set_implementations(self._attention)
             self._attention = None
 
     @contextmanager

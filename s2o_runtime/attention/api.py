@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from operator import index
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_
 from s2o_runtime.attention.result import Attention, AttentionStats
 from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.errors import InputError
 from s2o_runtime.scoring import Scoring, ScoringOptions, without_gradients
 from s2o_runtime.shapes import Packed
 
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from s2o_runtime.kernels.plan import Recorder
-
-
-class ResultOptions(TypedDict, total=False):
-    """The optional arguments that change the type of a result."""
-
-    return_stats: bool
-    return_lse: bool
 
 
 class PackedOptions(ScoringOptions, total=False):
@@ -44,14 +38,6 @@ class Options(PackedOptions, total=False):
     kv_start: Tensor | None
 
 
-class AllOptions(Options, ResultOptions, total=False):
-    """All optional arguments of `s2o_attention`."""
-
-
-class AllPackedOptions(PackedOptions, ResultOptions, total=False):
-    """All optional arguments of `s2o_attention_varlen`."""
-
-
 @overload
 def s2o_attention(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, **options: Unpack[Options]) -> Tensor: ...
 @overload
@@ -64,14 +50,17 @@ def s2o_attention(
     q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> Attention: ...
 def s2o_attention(
-    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, **options: Unpack[AllOptions]
-) -> Tensor | Attention:
+    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig,
+    *, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    kv_start: Tensor | None = None, backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
+    **unknown: object,
+) -> Tensor | Attention:  # fmt: skip
     """Causal attention that computes only the part of the prefix that counts.
 
     Query i stands at position Lk - Lq + i, and query head h reads KV head h // (Hq / Hkv).
 
     Args:
-        q: [B, Hq, Lq, D], any floating type.
+        q: [B, Hq, Lq, D], any floating type of at least 16 bits.
         k: [B, Hkv, Lk, D] in the type and on the device of q; Lq <= Lk, and Hkv divides Hq.
         v: [B, Hkv, Lk, Dv], like k; Dv may differ from D.
         config: one `HeadConfig` for each query head; with tau = 0 the result is dense attention.
@@ -92,7 +81,8 @@ def s2o_attention(
         field not asked for is None.
 
     Raises:
-        InputError: the tensors do not fit one another or the config, or the backend asked for cannot do the call.
+        InputError: the arguments do not fit one another or the config, or the backend asked for cannot do the call.
+            What `kv_start` holds is checked on a CPU alone: a GPU would have to be waited for.
         ConfigError: the config is illegal.
 
     Source: S2O, Algorithms 1 to 3, made definite in DESIGN.md.
@@ -104,19 +94,12 @@ def s2o_attention(
     >>> s2o_attention(q, k, v, config, return_stats=True).stats.backend
     'reference'
     """
-    return _attention(q, k, v, config, **options)
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig,
-    *, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    kv_start: Tensor | None = None, backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
-) -> Tensor | Attention:  # fmt: skip
-    """`s2o_attention` with its defaults."""
+    refuse(unknown, "s2o_attention")
     sinks = without_gradients(sinks)
     repeated, inputs = None, (q, k, v, kv_start, sinks)
     if not torch.compiler.is_compiling():
-        options = (*numbers(scale, softcap), backend, return_stats, return_lse)
+        scale, softcap = numbers(scale, softcap)
+        options = (scale, softcap, backend, return_stats, return_lse)
         plain = backend == "auto" and softcap is None and not (return_stats or return_lse)
         repeated = repeated_call(inputs, config, options, plain and is_decode(q, k))
     elif not (return_stats or return_lse):
@@ -150,14 +133,16 @@ def s2o_attention_varlen(
 ) -> Attention: ...  # fmt: skip
 def s2o_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    config: LayerConfig, **options: Unpack[AllPackedOptions],
+    config: LayerConfig,
+    *, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False, **unknown: object,
 ) -> Tensor | Attention:  # fmt: skip
     """`s2o_attention` for sequences of different lengths, packed one behind another.
 
     A sequence has at most as many queries as keys, its queries stand at its last positions, and it may be empty.
 
     Args:
-        q: [Tq, Hq, D], any floating type.
+        q: [Tq, Hq, D], any floating type of at least 16 bits.
         k: [Tk, Hkv, D] in the type and on the device of q; Hkv divides Hq.
         v: [Tk, Hkv, Dv], like k; Dv may differ from D.
         cu_seqlens_q: int32 [N + 1] on the device of q, where the queries of each sequence begin, from 0 to Tq.
@@ -176,8 +161,9 @@ def s2o_attention_varlen(
         that each row computed and of its sink; a field not asked for is None.
 
     Raises:
-        InputError: the tensors do not fit one another or the config, or the backend asked for cannot do the call. What
-            `cu_seqlens_q` and `cu_seqlens_k` hold is not checked: that would wait for the device.
+        InputError: the arguments do not fit one another or the config, or the backend asked for cannot do the call.
+            What `cu_seqlens_q` and `cu_seqlens_k` hold is checked where the sequences run one by one: all else would
+            have to wait for the device.
         ConfigError: the config is illegal.
 
     >>> q, k, v = (torch.randn(500, heads, 64) for heads in (4, 2, 2))
@@ -186,22 +172,14 @@ def s2o_attention_varlen(
     >>> s2o_attention_varlen(q, k, v, starts, starts, 300, 300, config).shape
     torch.Size([500, 4, 64])
     """
-    return _varlen(q, k, v, Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), config, **options)
-
-
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, config: LayerConfig,
-    *, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
-) -> Tensor | Attention:  # fmt: skip
-    """`s2o_attention_varlen` with its defaults."""
+    refuse(unknown, "s2o_attention_varlen")
     sinks = without_gradients(sinks)
     repeated = None
-    cu_q, cu_k, max_q, max_k = packed
-    inputs = (q, k, v, cu_q, None if cu_k is cu_q else cu_k, sinks)
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    inputs = (q, k, v, packed.cu_q, None if packed.cu_k is packed.cu_q else packed.cu_k, sinks)
     if not torch.compiler.is_compiling():
-        lengths = index(max_q), index(max_k)
-        options = (*numbers(scale, softcap), backend, return_stats, return_lse, *lengths)
+        scale, softcap = numbers(scale, softcap)
+        options = (scale, softcap, backend, return_stats, return_lse, *whole_numbers(max_seqlen_q, max_seqlen_k))
         repeated = repeated_call(inputs, config, options)
     if repeated is None or (answer := repeated.replay(inputs)) is None:
         scoring = Scoring(scale, softcap, sinks)
@@ -212,13 +190,34 @@ def _varlen(
         return out
     stats = None
     if return_stats:
-        stats = AttentionStats(*choice, config, shape, None, visited, cu_q, cu_k)
+        stats = AttentionStats(*choice, config, shape, None, visited, packed.cu_q, packed.cu_k)
     return Attention(out, lse, stats)
 
 
 def numbers(scale: float | None, softcap: float | None) -> tuple[float | None, float | None]:
-    """The scale and the cap, as a key of plans: given as an integer or a tensor they are the same numbers."""
-    return None if scale is None else float(scale), None if softcap is None else float(softcap)
+    """The scale and the cap as a key of plans: given as an integer or a tensor they are the same numbers.
+
+    Raises:
+        InputError: one is no number.
+    """
+    try:  # the products refuse texts, which float() would read
+        return None if scale is None else float(scale * 1.0), None if softcap is None else float(softcap * 1.0)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"scale is {scale!r} and softcap {softcap!r}: expected numbers or None") from None
+
+
+def whole_numbers(*values: int) -> tuple[int, ...]:
+    """Counts of tokens as integers. Raises InputError for what is none."""
+    try:
+        return tuple(map(index, values))
+    except TypeError:
+        raise InputError(f"the lengths are {', '.join(map(repr, values))}: expected whole numbers") from None
+
+
+def refuse(unknown: dict[str, object], function: str) -> None:
+    """Raise InputError if there are arguments that a function of the package does not have."""
+    if unknown:
+        raise InputError(f"{function}() has no argument {', '.join(unknown)}: help({function}) lists those that it has")
 
 
 def recording(repeated: RepeatedCall | None, inputs: Inputs) -> Recorder | None:

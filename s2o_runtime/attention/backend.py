@@ -96,7 +96,7 @@ def is_decode(q: Tensor, k: Tensor) -> bool:
     Args:
         q, k: [B, Hq, Lq, D] and [B, Hkv, Lk, D], not checked yet.
     """
-    return q.dim() == k.dim() == 4 and q.shape[2] < DECODE <= k.shape[2]
+    return getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4 and q.shape[2] < DECODE <= k.shape[2]
 
 
 def _kernel_obstacle(call: Call) -> str | None:

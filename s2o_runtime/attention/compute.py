@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS
 from s2o_runtime.devices import launching_on
+from s2o_runtime.errors import InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import dense_attention, log_sum_exp
 from s2o_runtime.shapes import laid_out, packed_sequences
@@ -107,6 +109,12 @@ def _one_by_one(call: Call, backend: str) -> Outputs:
     if backend == "reference":
         row_tiles = shape.row_tiles(call.config.tile.block_m)
         visited = torch.zeros(shape.batch, shape.query_heads, row_tiles, dtype=torch.int32, device=q.device)
+    for name, edges, total, longest in (
+        ("cu_seqlens_q", call.cu_q.tolist(), q.shape[2], shape.q_len),
+        ("cu_seqlens_k", call.cu_k.tolist(), call.k.shape[2], shape.kv_len),
+    ):
+        if not all(0 <= begin <= end <= min(total, begin + longest) for begin, end in pairwise(edges)):
+            raise InputError(f"{name} is {edges}: expected to ascend from 0 to {total} by at most {longest} at a time")
     for b, (rows, keys) in enumerate(packed_sequences(call.cu_q, call.cu_k)):
         if not len(rows):
             continue

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from operator import index
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.api import ResultOptions, computed, numbers, recording
+from s2o_runtime.attention.api import computed, numbers, recording, refuse, whole_numbers
 from s2o_runtime.attention.backend import Backend, choose_backend
 from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.replay import repeated_call
@@ -49,10 +48,6 @@ class PagedOptions(TypedDict, total=False):
     out: Tensor | None
 
 
-class AllPagedOptions(PagedOptions, ResultOptions, total=False):
-    """All arguments by name of `s2o_attention_paged`."""
-
-
 @overload
 def s2o_attention_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig, **options: Unpack[PagedOptions]
@@ -68,8 +63,12 @@ def s2o_attention_paged(
     *, return_lse: Literal[True], **options: Unpack[PagedOptions],
 ) -> Attention: ...  # fmt: skip
 def s2o_attention_paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig, **options: Unpack[AllPagedOptions]
-) -> Tensor | Attention:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig,
+    *, cu_q: Tensor, seq_lens: Tensor, block_table: Tensor, max_q: int, max_k: int, total_k: int | None = None,
+    cu_k: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    scale: float | None = None, backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
+    out: Tensor | None = None, **unknown: object,
+) -> Tensor | Attention:  # fmt: skip
     """`s2o_attention_varlen` for keys and values in the pages of a cache.
 
     A sequence has at most as many queries as keys, and its queries stand at its last positions: a prompt fed in chunks,
@@ -77,7 +76,7 @@ def s2o_attention_paged(
     cannot); everything else attends to a copy of them.
 
     Args:
-        q: [Tq, Hq, D], any floating type, the sequences one behind another.
+        q: [Tq, Hq, D], any floating type of at least 16 bits, the sequences one behind another.
         k_cache, v_cache: [pages, page size, Hkv, D], any strides with the last dimension contiguous, such as views of
             vLLM's cache (`s2o_runtime.vllm.batch`). The type of q, or an fp8 type, which is multiplied by its scale.
         config: one `HeadConfig` for each query head.
@@ -110,17 +109,7 @@ def s2o_attention_paged(
     ... ).shape
     torch.Size([128, 4, 64])
     """
-    return _paged(q, k_cache, v_cache, config, **options)
-
-
-def _paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig,
-    *, cu_q: Tensor, seq_lens: Tensor, block_table: Tensor, max_q: int, max_k: int, total_k: int | None = None,
-    cu_k: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    scale: float | None = None, backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
-    out: Tensor | None = None,
-) -> Tensor | Attention:  # fmt: skip
-    """`s2o_attention_paged` with its defaults."""
+    refuse(unknown, "s2o_attention_paged")
     sequences = cu_q.shape[0] - 1  # `len` of a tensor takes longer
     if seq_lens.dtype != torch.int32 or seq_lens.shape != (sequences,):  # not in a plan's key
         raise InputError(
@@ -137,8 +126,8 @@ def _paged(
     repeated = None
     inputs = (q, written, k_cache, v_cache, block_table, cu_q, None if cu_k is cu_q else cu_k, k_scale, v_scale)
     if eager:
-        lengths = index(max_q), index(max_k), index(total_k)
         any_length = 2 if written is not None and not return_lse and q.shape[0] else 0
+        lengths = whole_numbers(max_q, max_k, total_k)
         options = (*numbers(scale, None), backend, return_stats, return_lse, "paged", *lengths)
         repeated = repeated_call(inputs, config, options, any_length=any_length)
     if repeated is None or (answer := repeated.replay(inputs)) is None:

@@ -21,7 +21,7 @@ from s2o_runtime.attention.backend import BackendChoice
 from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import unchecked_attention
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.shapes import CallShape, check_config
 
 if TYPE_CHECKING:
     from s2o_runtime.kernels.plan import LaunchPlan, Recorder
@@ -97,7 +97,8 @@ def repeated_call(
         is_decode: whether such calls go dense whatever the config.
         any_length: so many of the inputs, the first ones, may have any first size, which no launch depends on.
     """
-    key: list[object] = [config.validate().num_heads if is_decode else config.identity, options]
+    checked = check_config(config)
+    key: list[object] = [checked.num_heads if is_decode else checked.identity, options]
     gradients = torch.is_grad_enabled()
     for tensor in inputs:
         if tensor is None:

@@ -22,7 +22,7 @@ Op = Literal["attention", "layer_attention"]
 _OPS = {
     "attention": "(Tensor q, Tensor k, Tensor v, Tensor? kv_start, Tensor? sinks, str config, str backend, "
     "float scale, float? softcap) -> Tensor",
-    "layer_attention": "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? sinks, int layer, "
+    "layer_attention": "(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor? sinks, str layer, "
     "float scale, float? softcap) -> Tensor",
 }
 _library = torch.library.Library("s2o", "DEF")  # type: ignore[no-untyped-call]
@@ -32,8 +32,7 @@ def node(op: Op, *arguments: object) -> Tensor:
     """Call an op, which is one node of a graph: its arguments in the order of its schema, its output [B, Hq, Lq, Dv].
 
     The output is laid out [B, Lq, Hq, Dv]. `scale` is filled in; `config` is as `LayerConfig.as_text` writes it; `mask`
-    is int64 [B, 1, 1, 2], where the queries stand and where each sequence starts; `layer` is the number of the layer's
-    module in this process.
+    is what `huggingface.hf.prefill_mask` makes; `layer` is the key of the layer's state.
     """
     out: Tensor = getattr(torch.ops.s2o, op)(*arguments)
     return out

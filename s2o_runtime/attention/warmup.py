@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
-
 import torch
 
-from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.api import refuse, s2o_attention
 from s2o_runtime.config import LayerConfig
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from s2o_runtime.errors import InputError, first_line
+from s2o_runtime.shapes import check_config
 
 # segments in a call, one number for each form of the ranking kernels (`scores.segments_at_once`, `tail.tail_segments`)
 SEGMENTS = (2, 20, 64)
 THREADS = 8  # that compile: about a tenth of the work is Python's own, and no two threads run Python at once
 SPLIT_CALL = (16, 8192)  # queries and keys of a call whose dense heads are split over keys (kernels/shares.py)
-
-
-class Features(TypedDict, total=False):
-    """What only some calls have.
-
-    padded: compile for left-padded batches (`kv_start`) as well; softcap: of their scores, None for none; sinks: the
-    type of their learned sinks, None for none; value_dim: the head dimension of their values, None for that of keys.
-    """
-
-    padded: bool
-    softcap: float | None
-    sinks: torch.dtype | None
-    value_dim: int | None
 
 
 def warmup(
@@ -38,7 +22,11 @@ def warmup(
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
-    **features: Unpack[Features],
+    padded: bool = False,
+    softcap: float | None = None,
+    sinks: torch.dtype | None = None,
+    value_dim: int | None = None,
+    **unknown: object,
 ) -> None:
     """Run small prefills, so that no later call with this config's tile compiles anything.
 
@@ -52,18 +40,25 @@ def warmup(
         head_dim: their head dimension.
         dtype: the type of their q, k and v.
         device: the GPU.
-        features: what few models have, as in `Features`.
+        padded: compile for left-padded batches (`kv_start`) as well.
+        softcap: of their scores, None for none.
+        sinks: the type of their learned sinks, None for none.
+        value_dim: the head dimension of their values, None for that of keys.
 
     Raises:
-        InputError: the kernels cannot run such calls here.
+        InputError: the kernels cannot run such calls here, or there is no such device.
         ConfigError: the config is illegal.
 
     >>> warmup(LayerConfig.uniform(8, mode="dense"), kv_heads=2, head_dim=64)  # no S2O head, nothing to compile
     """
-    segments = [head.segment for head in config.validate().heads if head.mode == "s2o"]
+    refuse(unknown, "warmup")
+    segments = [head.segment for head in check_config(config).heads if head.mode == "s2o"]
     if not segments:
         return
-    sinks = features.get("sinks")
+    try:
+        torch.zeros(kv_heads, head_dim, dtype=dtype, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise InputError(f"warmup cannot run on {device} ({first_line(error)}): give the GPU of the calls") from error
     sink_values = None if sinks is None else torch.zeros(config.num_heads, dtype=sinks, device=device)
     calls = [(count * min(segments),) * 2 for count in SEGMENTS]
     for queries, keys in calls + split_calls(config):
@@ -72,13 +67,13 @@ def warmup(
             for length, heads, dim in (
                 (queries, config.num_heads, head_dim),
                 (keys, kv_heads, head_dim),
-                (keys, kv_heads, features.get("value_dim") or head_dim),
+                (keys, kv_heads, value_dim or head_dim),
             )
         )
-        for kv_start in (None, torch.zeros(1, dtype=torch.int64, device=device))[: 1 + features.get("padded", False)]:
+        for kv_start in (None, torch.zeros(1, dtype=torch.int64, device=device))[: 1 + padded]:
             s2o_attention(
                 q, k, v, config,
-                kv_start=kv_start, softcap=features.get("softcap"), sinks=sink_values, backend="triton",
+                kv_start=kv_start, softcap=softcap, sinks=sink_values, backend="triton",
             )  # fmt: skip
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from s2o_runtime.huggingface.layers import LayerState, all_states
+from s2o_runtime.huggingface.layers import LayerState, all_states, check_model
 from s2o_runtime.identity import geometry
 
 COLUMNS = ("layer", "path", "calls", "density", "ms", "error", "last", "high", "reason")
@@ -64,6 +64,7 @@ def explain(model: nn.Module) -> Explanation:
     ...     [(row["layer"], row["path"], row["calls"]) for row in explain(model)][:2]
     [(0, 's2o', 1), (1, 's2o', 1)]
     """
+    check_model(model)
     rows = explained(all_states(model))
     rows.others = geometry(model.config).other_layers
     return rows

@@ -10,11 +10,12 @@ rows at a time.
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from os import PathLike
 from typing import Any, TypeGuard
@@ -30,9 +31,19 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.errors import InputError, ModelError, ProfileError
+from s2o_runtime.fields import Rule
 from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, available, weights_mismatch
-from s2o_runtime.huggingface.layers import NUMBER, STATE, Beyond, check_beyond, numbered, other_attention, states_of
+from s2o_runtime.huggingface.layers import (
+    STATE,
+    Beyond,
+    Implementations,
+    check_beyond,
+    check_model,
+    other_attention,
+    state_of_key,
+    states_of,
+)
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
 from s2o_runtime.huggingface.layers import attach as attach
@@ -41,13 +52,7 @@ from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.huggingface.paged import per_request
 from s2o_runtime.huggingface.ranks import heads_here
-from s2o_runtime.identity import (
-    attention_modules,
-    device_of,
-    geometry,
-    not_finite,
-    offloaded,
-)
+from s2o_runtime.identity import attention_modules, device_of, geometry, not_finite, offloaded
 from s2o_runtime.layer_kinds import chunk, positions, sees_window, window
 from s2o_runtime.monitor.dense_watch import DenseWatch
 from s2o_runtime.monitor.drift import Drift, check_of
@@ -55,12 +60,14 @@ from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import find_profile
 from s2o_runtime.quantisation import as_cached
 from s2o_runtime.scoring import Scoring, without_gradients
+from s2o_runtime.shapes import needs_gradients
 
 NAME = "s2o"
 PAGED = f"paged|{NAME}"  # what transformers' continuous batching calls it
 CALL = "s2o_call"  # attribute of a mask that stands for a plain causal prefill
+REASON = "s2o_reason"  # attribute of a mask that is not plain causal for a reason of its own
+MARK = 0x53324F  # the last entry of a prefill mask: a caller's own mask of that shape and type is another
 SMALL_MASK = 1 << 22  # entries; a mask of windows that has more is not made
-PREVIOUS = "s2o_previous_implementation"
 
 log = logging.getLogger("s2o_runtime")
 
@@ -110,9 +117,10 @@ def patch(
         ProfileError: the profile does not fit the model's geometry, was made on random weights, or names no budget for
             a drift check that was asked for; or no profile is given, and none is found that fits the model and its GPU.
         ModelError: the architecture is not supported.
-        ConfigError: `drift` or `beyond` is not known or illegal, or S2O_PROFILES names no folder.
+        ConfigError: `strict`, `drift` or `beyond` is not known or illegal, or S2O_PROFILES names no folder.
     """
-    _check_model(model, profile)
+    check_model(model, profile)
+    strict = Rule(bool).checked(strict, "strict")
     if not isinstance(profile, Profile | str | PathLike | None):
         raise ProfileError(f"the profile is a {type(profile).__name__}, expected a Profile or the path of its file")
     check_of(drift)
@@ -141,27 +149,11 @@ def patch(
     for module, state in zip(modules, states, strict=True):
         state.heads = heads_here(module, profile.geometry.query_heads)
     unpatch(model)
+    states[0].previous = implementations(model)
     _attach_all([*zip(modules, states, strict=True), *others])
     _register()
-    setattr(model, PREVIOUS, implementations(model.config))
     model.set_attn_implementation(NAME)
     return model
-
-
-def _check_model(model: Any, profile: object = None) -> None:
-    """Raises ModelError for what is no transformers model; `profile` is what `patch` was given besides."""
-    if _is_model(model):
-        return
-    found = type(model).__name__
-    if _is_model(profile):
-        raise ModelError(
-            f"the model is a {found} and the profile a {type(profile).__name__}: swap them, patch(model, profile)"
-        )
-    raise ModelError(f"{found} is not a transformers model: load it with AutoModelForCausalLM")
-
-
-def _is_model(thing: object) -> bool:
-    return hasattr(thing, "config") and hasattr(thing, "set_attn_implementation")
 
 
 def _attach_all(layers: Iterable[tuple[nn.Module, LayerState]]) -> None:
@@ -185,10 +177,11 @@ def unpatch(model: Any) -> Any:
     >>> unpatch(patch(model, "profiles/demo/cpu/mse-0.0001.safetensors")).config._attn_implementation
     'sdpa'
     """
-    _check_model(model)
-    if PREVIOUS in model.__dict__:
-        model.set_attn_implementation(model.__dict__.pop(PREVIOUS))
+    check_model(model)
     for module in model.modules():
+        state: LayerState | None = module.__dict__.get(STATE)
+        if state is not None:
+            set_implementations(state.previous)
         detach(module)
     return model
 
@@ -213,24 +206,33 @@ def patched(
     ...     model.config._attn_implementation
     's2o'
     """
-    _check_model(model, profile)
+    check_model(model, profile)
     layers = [(module, module.__dict__[STATE]) for module in model.modules() if STATE in module.__dict__]
-    previous, named = model.__dict__.get(PREVIOUS), implementations(model.config)
+    previous = implementations(model)
     try:
         yield patch(model, profile, strict=strict, drift=drift, beyond=beyond)
     finally:
         unpatch(model)
         _attach_all(layers)
-        if previous is not None:
-            setattr(model, PREVIOUS, previous)
-            model.set_attn_implementation(named)
+        set_implementations(previous)
 
 
-def implementations(config: Any) -> dict[str, str]:
-    """The attention implementation of a model and of its parts, as `set_attn_implementation` takes them."""
-    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
-    named = {"": config} | {name: part for name, part in parts.items() if part is not None}
-    return {name: part._attn_implementation for name, part in named.items()}
+def implementations(model: Any) -> Implementations:
+    """The attention implementation in each configuration of a model and of its parts, outer ones first.
+
+    All handles of a model share these: its inner model, its PEFT wrapper, what `torch.compile` returned.
+    """
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    for config in configs:  # which grows: the configurations of some parts are no module's
+        configs += [getattr(config, name) for name in getattr(config, "sub_configs", {}) if hasattr(config, name)]
+    known = {id(config): config for config in configs if hasattr(config, "_attn_implementation")}
+    return [(config, config._attn_implementation) for config in known.values()]
+
+
+def set_implementations(previous: Implementations) -> None:
+    """Give configurations back the attention implementations that they had."""
+    for config, name in previous:
+        config._attn_implementation = name  # which sets it in its parts too; they follow in the list
 
 
 def register() -> None:
@@ -255,13 +257,11 @@ def _register() -> None:
 
 
 def s2o_mask(**call: Any) -> Tensor | None:
-    """The mask function: a plain causal prefill becomes an integer tensor, all else SDPA's own mask.
+    """The mask function: a plain causal prefill becomes an integer tensor (`prefill_mask`), all else SDPA's own mask.
 
-    The tensor is int64 [B, 1, 1, 2] (position of query 0, first key that counts); four dimensions because
-    models pass such a mask on untouched. Its `s2o_call` attribute holds the same on the host.
-    Where scores are soft-capped, which SDPA cannot do, every other mask is eager attention's own.
-    A mask of windows that would have more than `SMALL_MASK` entries becomes such a tensor too, int64 [B, 1, 1, 3] with
-    the window as its last number.
+    Its `s2o_call` attribute holds the same on the host. Where scores are soft-capped, which SDPA cannot do, every other
+    mask is eager attention's own. A mask of windows that would have more than `SMALL_MASK` entries becomes such a
+    tensor too.
     """
     other_mask: Callable[..., Tensor | None]
     other_mask = sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else eager_mask
@@ -273,21 +273,47 @@ def s2o_mask(**call: Any) -> Tensor | None:
     padding = call.get("attention_mask")
     starts = None
     if padding is not None:
+        if padding.shape[1] < int(q_offset) + q_length:  # transformers hides the keys that it has no entry for
+            short = other_mask(**call)
+            if short is not None and not torch.compiler.is_compiling():
+                setattr(short, REASON, DenseReason.SHORT_MASK)
+            return short
         starts, regular = _starts(padding[:, : int(q_offset) + q_length])
         if not regular:
             return other_mask(**call)
     device = call.get("device", "cpu") if padding is None else padding.device
-    mask = torch.zeros(call["batch_size"], 1, 1, 3 if keys else 2, dtype=torch.int64, device=device)
-    mask[..., 0] = q_offset
-    if keys:
-        mask[..., 2] = keys
-    if starts is not None:
-        mask[:, 0, 0, 1] = starts
+    mask = prefill_mask(call["batch_size"], q_offset, device, starts, keys)
     if not torch.compiler.is_compiling():
         if "q_offset" in call:  # a static cache counts on in the tensor that it gave
             call = call | {"q_offset": int(q_offset)}
         setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(other_mask, **call)), keys))
     return mask
+
+
+def prefill_mask(
+    batch: int, q_offset: int | Tensor, device: torch.device | str = "cpu", starts: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The tensor that stands for a plain causal prefill: int64 [B, 1, 1, 4].
+
+    Its entries are the position of query 0, the first key that counts, the keys of a window (0 if a query sees all
+    before it) and `MARK`. It has four dimensions because models pass such a mask on untouched.
+    """
+    mask = torch.zeros(batch, 1, 1, 4, dtype=torch.int64, device=device)
+    mask[..., 0] = q_offset
+    if starts is not None:
+        mask[:, 0, 0, 1] = starts
+    mask[..., 2] = window or 0
+    mask[..., 3] = MARK
+    return mask
+
+
+def _seen_keys(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """Which keys each query sees by a `prefill_mask`: bool [B, 1, queries, keys]."""
+    row = torch.arange(queries, device=mask.device)[:, None] + mask[..., :1]
+    key = torch.arange(keys, device=mask.device)
+    start, window = mask[..., 1:2], mask[..., 2:3]
+    return (key <= row) & (key >= start) & ((window == 0) | (key > row - window))
 
 
 def _large_window(call: dict[str, Any]) -> int | None:
@@ -348,112 +374,78 @@ def s2o_attention_forward(
     """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
     if kwargs.get("output_attentions") and not torch.compiler.is_compiling():
         _warn_attentions()
-    number: int | None = getattr(module, NUMBER, None)
     unserved = layer_obstacle(query, key, value, kwargs)
     seen = kwargs.get("sliding_window")
     obstacle = unserved or (None if seen is None or key.shape[2] <= seen else sees_window(seen))
     scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
-    compiling = torch.compiler.is_compiling() and obstacle is None
-    if compiling and number is not None and is_prefill_mask(attention_mask) and not dropout:
-        scale, softcap, sinks = scoring
-        out = torch_op.node("layer_attention", query, key, value, attention_mask, sinks, number, scale, softcap)
-        return out.transpose(1, 2), None
     state: LayerState | None = module.__dict__.get(STATE)
-    if state is None and not torch.compiler.is_compiling():
-        state = adopt(module, query.device)
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
-    if call is None and attention_mask is not None and not attention_mask.dtype.is_floating_point:
-        call = _recovered(attention_mask)
-    windowed = call is not None and call.window is not None
-    if windowed and not dropout and kwargs.get("position_bias") is None:
-        assert call is not None
-        assert call.window is not None
-        if state is not None:
-            state.count("dense", state.other_kind or sees_window(call.window), query.shape[2], key.shape[2])
+    reason = DenseReason.DECODE if query.shape[2] == 1 else getattr(attention_mask, REASON, DenseReason.MASK)
+    training = module.training or dropout > 0
+    if not torch.compiler.is_compiling():
+        state = adopt(module, query.device) if state is None else state
+        call = call or _recovered(attention_mask, query.shape[2], key.shape[2])
+    elif is_prefill_mask(attention_mask):
+        gradients = needs_gradients(query, key, value)  # the op has no backward pass
+        if state is not None and obstacle is None and not training and not gradients:
+            inputs = query, key, value, attention_mask, scoring.sinks
+            out = torch_op.node("layer_attention", *inputs, state.key, scoring.scale, scoring.softcap)
+            return out.transpose(1, 2), None
+        reason = DenseReason.TRAINING if training else DenseReason.GRADIENTS if gradients else reason
+        attention_mask, call = _seen_keys(attention_mask, query.shape[2], key.shape[2]), None
+    if call is None or call.window is None:
+        by_sdpa = unserved is not None or training
+    else:
+        by_sdpa = dropout > 0 or kwargs.get("position_bias") is not None
+    if call is not None and by_sdpa:
         kv_len = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
-        key, value = key[:, :, :kv_len], value[:, :, :kv_len]
-        out = window_attention(query, key, value, window=call.window, scoring=scoring, kv_start=call.kv_start)
-        return out.transpose(1, 2).contiguous(), None
-    if call is not None and (windowed or unserved is not None):
-        kv_len = call.q_offset + query.shape[2]
         key, value, attention_mask = key[:, :, :kv_len], value[:, :, :kv_len], call.sdpa_mask()
         attention_mask, call = None if attention_mask is None else attention_mask[..., :kv_len], None
+        if training:  # a checkpoint's forward pass may be without gradients, and its backward pass computes it again
+            reason = DenseReason.TRAINING
+            if state is not None and state.watch is not None and state.why_dense_at(kv_len) is None:
+                state.watch.see_mode(reason, kv_len)
     if call is None:
         if state is not None:
-            other = DenseReason.DECODE if query.shape[2] == 1 else DenseReason.MASK
-            state.count("dense", state.other_kind or obstacle or other, query.shape[2], key.shape[2])
+            state.count("dense", state.other_kind or obstacle or reason, query.shape[2], key.shape[2])
         if scoring.beyond_sdpa is not None:
             return _eager(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return out, None
-    if dropout:
-        raise ModelError(f"attention dropout {dropout} is not supported by S2O: call model.eval() or unpatch it")
-    kv_len = call.q_offset + query.shape[2]
-    key, value = key[:, :, :kv_len], value[:, :, :kv_len]
-    if state is None:
+    if state is None and call.window is None:
         _say_unpatched(type(module).__name__)
-        out = fastest_dense_attention(query, key, value, scoring, call.kv_start)
-    else:
-        out = _prefill(state, obstacle, query, key, value, scoring, call, module.training)
+    out = _causal_attention(state, obstacle, query, key, value, scoring, call)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _request_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """The attention of one request of a server batch, whose queries are the last of its keys: [1, Lq, Hq, D]."""
-    queries, keys = query.shape[2], key.shape[2]
-    mask = None  # one query sees all keys; a window's cache holds no more than one may see
-    if window is not None and keys > window and queries > 1:
-        mask = _causal(queries, keys, query.device).triu(keys - queries - window + 1)
-    elif queries > 1:
-        mask = torch.zeros(1, 1, 1, 2, dtype=torch.int64, device=query.device)
-        mask[..., 0] = keys - queries
-        setattr(mask, CALL, PrefillCall(keys - queries, None, partial(_causal, queries, keys, query.device)))
-    return s2o_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
-
-
-s2o_paged_forward = per_request(_request_attention)
-
-
-def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Which keys the last `queries` of as many rows see: bool [1, 1, queries, keys]."""
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    return seen.tril(keys - queries)[None, None]
-
-
-def _prefill(
-    state: LayerState,
-    obstacle: str | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scoring: Scoring,
+def _causal_attention(
+    state: LayerState | None, obstacle: str | None, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring,
     call: PrefillCall,
-    training: bool,
-) -> Tensor:
-    """A plain causal prefill of a patched layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, D]."""
+) -> Tensor:  # fmt: skip
+    """A causal prefill of a layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, Dv]."""
+    kv_len = call.q_offset + query.shape[2]
+    key, value = key[:, :, :kv_len], value[:, :, :kv_len]
+    if call.window is not None:
+        if state is not None:
+            state.count("dense", state.other_kind or sees_window(call.window), query.shape[2], kv_len)
+        return window_attention(query, key, value, window=call.window, scoring=scoring, kv_start=call.kv_start)
+    if state is None:
+        return fastest_dense_attention(query, key, value, scoring, call.kv_start)
     if state.chunk is not None and query.shape[2] > state.chunk:
         from s2o_runtime.huggingface.chunks import prefill_in_chunks
 
         def compute(rows: slice, keys: int) -> Tensor:
             part = replace(call, q_offset=call.q_offset + rows.start)
             tensors = query[:, :, rows], key[:, :, :keys], value[:, :, :keys]
-            return _prefill(state, obstacle, *tensors, scoring, part, training)
+            return _causal_attention(state, obstacle, *tensors, scoring, part)
 
         whole = prefill_in_chunks(state, query, key, call.q_offset, compute)
         if state.observer is not None and call.kv_start is None:
             state.observer(state.layer, query, key, value, scoring, whole)
         return whole
-    reason = state.other_kind or obstacle or _dense_reason(state, query, key, training)
+    reason = state.other_kind or obstacle or _dense_reason(state, query, key, value)
     config = state.config(key.shape[2]) if reason is None else None
     if config is not None and config.num_heads != query.shape[1]:
         reason = f"the profile is of {config.num_heads} query heads, the layer has {query.shape[1]} here"
@@ -483,6 +475,28 @@ def _prefill(
     return out
 
 
+def _request_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """The attention of one request of a server batch, whose queries are the last of its keys: [1, Lq, Hq, D]."""
+    queries, keys = query.shape[2], key.shape[2]
+    mask = None  # one query sees all keys; a window's cache holds no more than one may see
+    if queries > 1:
+        window = None if window is None or keys <= window else window
+        mask = prefill_mask(1, keys - queries, query.device, window=window)
+        setattr(mask, CALL, PrefillCall(keys - queries, None, partial(_seen_keys, mask, queries, keys), window))
+    return s2o_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
+
+
+s2o_paged_forward = per_request(_request_attention)
+
+
 def scoring_of(scale: float, kwargs: Mapping[str, Any]) -> Scoring:
     """What a layer makes of the products of its queries and keys, from what it passes to transformers' attention."""
     return Scoring(scale, kwargs.get("softcap"), without_gradients(kwargs.get("s_aux")))
@@ -503,7 +517,7 @@ def _eager(
     if eager is None:
         raise ModelError(f"{type(module).__name__} has scores that SDPA cannot do and no eager code: unpatch the model")
     if mask is None and query.shape[2] > 1:  # SDPA's way to say causal
-        mask = _causal(query.shape[2], key.shape[2], query.device)
+        mask = _seen_keys(prefill_mask(1, key.shape[2] - query.shape[2], query.device), query.shape[2], key.shape[2])
     if mask is not None and mask.dtype == torch.bool:  # a caller's own; eager attention adds its mask to the scores
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
             ~mask, torch.finfo(query.dtype).min
@@ -526,42 +540,55 @@ def _warn_attentions() -> None:
 
 
 def is_prefill_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether a mask is the integer tensor that stands for a plain causal prefill, in windows or not."""
-    return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] in ((1, 1, 2), (1, 1, 3))
+    """Whether a mask has the type and shape of a `prefill_mask`; only its entries tell a caller's own such mask."""
+    return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 4)
 
 
 def _compiled_layer(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, layer: int, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, key: str, scale: float, softcap: float | None
 ) -> Tensor:
     """What a layer's node in a compiled graph does: the same function, run eagerly inside the op."""
-    return s2o_attention_forward(
-        numbered(layer), q, k, v, mask, scaling=scale, softcap=softcap, s_aux=sinks
-    )[0].transpose(1, 2)  # fmt: skip
+    call: PrefillCall | None = getattr(mask, CALL, None) or _recovered(mask, q.shape[2], k.shape[2])
+    if call is None:
+        raise InputError(f"the attention mask is {mask.dtype} {tuple(mask.shape)}: give a boolean one")
+    scoring = Scoring(scale, softcap, without_gradients(sinks))
+    return _causal_attention(state_of_key(key), None, q, k, v, scoring, call)
 
 
 torch_op.implement("layer_attention", _compiled_layer)
 
 
-def _recovered(mask: Tensor) -> PrefillCall | None:
+def _recovered(mask: Tensor | None, queries: int, keys: int) -> PrefillCall | None:
     """The call behind a mask that lost its attribute (moved to another device): costs a synchronisation."""
     if not is_prefill_mask(mask):
         return None
+    q_offset, _, window, mark = mask[0, 0, 0].tolist()
+    if mark != MARK:
+        return None
     starts = mask[:, 0, 0, 1]
-    keys = int(mask[0, 0, 0, 2]) if mask.shape[3] == 3 else None
-    sdpa_mask = (lambda: None) if keys is None else _lost_mask
-    return PrefillCall(int(mask[0, 0, 0, 0]), starts if bool(starts.any()) else None, sdpa_mask, keys)
+    kv_start = starts if bool(starts.any()) else None
+    return PrefillCall(q_offset, kv_start, partial(_seen_keys, mask, queries, keys), window or None)
 
 
-def _lost_mask() -> Tensor | None:
-    raise ModelError("attention dropout in a sliding window over several devices is not supported: call model.eval()")
+def _restored_state(values: dict[str, Any]) -> LayerState:
+    """A layer's state that was copied or unpickled, with a key of its own; the model's configurations name S2O."""
+    _register()
+    return LayerState(**values)
 
 
-def _dense_reason(state: LayerState, query: Tensor, key: Tensor, training: bool) -> str | None:
+def _reduced_state(state: LayerState) -> tuple[Callable[..., LayerState], tuple[dict[str, Any]]]:
+    return _restored_state, ({field.name: getattr(state, field.name) for field in fields(state) if field.init},)
+
+
+copyreg.pickle(LayerState, _reduced_state)  # of `copy` too
+
+
+def _dense_reason(state: LayerState, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why a prefill of a layer is dense, whatever S2O could do with it; None if it is not."""
     if reason := state.why_dense_at(key.shape[2]):
         return reason
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
-        if state.watch is not None and not training:
-            state.watch.see_gradients(key.shape[2])
+    if needs_gradients(query, key, value):
+        if state.watch is not None:
+            state.watch.see_mode(DenseReason.GRADIENTS, key.shape[2])
         return DenseReason.GRADIENTS
     return None

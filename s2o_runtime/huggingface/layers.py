@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections import Counter
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, cast, get_args
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,7 @@ from s2o_runtime.serving.layer import ServedLayer, longest_trusted
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 Beyond = Literal["dense", "warn", "s2o"]
-
-NUMBER = "s2o_number"  # attribute of a patched attention module: what stands for it in a compiled graph
+Implementations = list[tuple[Any, str]]  # configurations of transformers, each with its attention implementation
 
 log = logging.getLogger("s2o_runtime")
 
@@ -52,7 +51,9 @@ class LayerState(ServedLayer):
     chunk: queries that a prefill is fed at once, as a server does; None for all. last_density: of the last prefill that
     was fed so, as a whole, where `last` is of its last chunk. hook: of its module, removed when it is detached.
     kv_cache_dtype: "fp8" rounds keys and values before S2O reads them, as a server's cache would; the observer sees
-    them as they were.
+    them as they were. previous: of the first layer that `patch` attached, the attention implementation that each of the
+    model's configurations had before. key: what stands for the state in a compiled graph; no other state has it, in no
+    process, so that a copy and a saved graph never run another model's profile.
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -65,6 +66,12 @@ class LayerState(ServedLayer):
     last_density: float | None = None
     hook: RemovableHandle | None = None
     kv_cache_dtype: KvCacheDtype = "auto"
+    previous: Implementations = field(default_factory=list)
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = uuid4().hex
+        _states[self.key] = self
 
     @property
     def density(self) -> float:
@@ -92,8 +99,6 @@ def _say_once(path: str, reason: str) -> None:
 def attach(module: nn.Module, state: LayerState) -> None:
     """Give one attention module its state, whatever the model. For the calibrator; models are patched by `patch`."""
     setattr(module, STATE, state)
-    setattr(module, NUMBER, next(_numbers))
-    _numbered[getattr(module, NUMBER)] = module
 
 
 def detach(module: nn.Module) -> None:
@@ -103,24 +108,36 @@ def detach(module: nn.Module) -> None:
         _detached.add(module)
         if state.hook is not None:
             state.hook.remove()
-    module.__dict__.pop(NUMBER, None)
 
 
 def was_detached(module: nn.Module) -> bool:
     return module in _detached
 
 
-def numbered(number: int) -> nn.Module:
-    """The module that a compiled graph means. Raises ModelError if it is gone."""
-    module = _numbered.get(number)
-    if module is None:
+def state_of_key(key: str) -> LayerState:
+    """The state that a compiled graph means. Raises ModelError if it is gone."""
+    state = _states.get(key)
+    if state is None:
         raise ModelError("the model of this compiled graph is gone: compile the new one")
-    return module
+    return state
 
 
-_numbered: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_states: weakref.WeakValueDictionary[str, LayerState] = weakref.WeakValueDictionary()
 _detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def check_model(model: object, profile: object = None) -> None:
+    """Raises ModelError for what is no transformers model; `profile` is what `patch` was given besides."""
+    if _is_model(model):
+        return
+    name, other = type(model).__name__, type(profile).__name__
+    if _is_model(profile):
+        raise ModelError(f"the model is a {name} and the profile a {other}: swap them, patch(model, profile)")
+    raise ModelError(f"{name} is not a transformers model: load it with AutoModelForCausalLM")
+
+
+def _is_model(thing: object) -> bool:
+    return hasattr(thing, "config") and hasattr(thing, "set_attn_implementation")
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:

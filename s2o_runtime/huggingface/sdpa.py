@@ -101,12 +101,11 @@ def attention_or_s2o(
     if state is None and ours and not torch.compiler.is_compiling():
         state = environment.adopt(module, query.device)
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
-    plain = state is None or dropout > 0 or not _is_causal(module, kwargs)
+    plain = state is None or not _is_causal(module, kwargs)
     if plain and (call is not None or not ours):
         mask = attention_mask if call is None else call.sdpa_mask()
         if state is not None:
-            reason = "attention dropout" if dropout > 0 else "the layer is not causal"
-            state.count("dense", reason, query.shape[2], key.shape[2])
+            state.count("dense", "the layer is not causal", query.shape[2], key.shape[2])
         out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, **kwargs)
         return out, None
     return s2o_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **kwargs)

@@ -17,7 +17,8 @@ MOST = 0.9  # of the calls: if more than this share is dense, it is said
 REMEDIES: dict[DenseReason | None, str] = {  # what to do about a dense call
     DenseReason.TOO_LONG: 'calibrate with longer --lengths, or patch with beyond="warn"',
     DenseReason.MASK: "send prompts that are padded at one end only, and not packed",
-    DenseReason.GRADIENTS: "run the model under torch.no_grad()",
+    DenseReason.GRADIENTS: "call the model under torch.no_grad() or torch.inference_mode()",
+    DenseReason.TRAINING: "call model.eval() unless it is trained",
     DenseReason.NO_S2O_HEAD: "calibrate with a larger budget or longer --lengths",
 }
 OTHERWISE = "s2o_runtime.explain(model) lists the calls of every layer"
@@ -28,10 +29,11 @@ log = logging.getLogger("s2o_runtime")
 class DenseWatch:
     """Counts the calls of one model's layers that have more than one query, which leaves out decode.
 
-    A call is long if it has at least as many keys as the shortest calibrated length. Said once is that a long call of a
-    model in eval mode is dense because gradients are enabled; that a long call does not reach S2O because the model has
-    another attention implementation; and the first of these that is true: after `CALLS` calls of every layer, nearly
-    all of them were too short; after `CALLS` long calls of every layer, nearly all of these were dense.
+    A call is long if it has at least as many keys as the shortest calibrated length. Said once is that a long call is
+    dense because of the model's mode or of autograd's if the two do not agree; that a long call does not
+    reach S2O because the model has another attention implementation; and the first of these that is true: after `CALLS`
+    calls of every layer, nearly all of them were too short; after `CALLS` long calls of every layer, nearly all of
+    these were dense. Calls of training are not counted.
 
     Args:
         layers: of the model.
@@ -44,11 +46,12 @@ class DenseWatch:
         self.short = 0
         self.long = 0
         self.dense: Counter[str] = Counter()  # of the long calls, by reason
-        self.done = self.said_gradients = self.said_bypassed = False
+        self.done = self.said_bypassed = False
+        self.modes: set[DenseReason] = set()  # that were warned about
 
     def see(self, path: str, reason: str, keys: int) -> None:
         """One call of one layer; only counts, until there are enough of them."""
-        if self.done:
+        if self.done or reason is DenseReason.TRAINING:
             return
         if keys < self.min_length:
             self.short += 1
@@ -61,15 +64,12 @@ class DenseWatch:
         elif self.long == self.calls:
             self._judge_long()
 
-    def see_gradients(self, keys: int) -> None:
-        """A long call of a model in eval mode that is dense because its gradients may be needed."""
-        if not self.said_gradients:
-            self.said_gradients = True
-            log.warning(
-                "S2O does not run: gradients are enabled for a prompt of %d keys although the model is in eval mode: "
-                "call it under torch.no_grad() or torch.inference_mode()",
-                keys,
-            )
+    def see_mode(self, mode: DenseReason, keys: int) -> None:
+        """A long call that is dense for the model's or autograd's mode. Training with gradients needs no warning."""
+        if mode in self.modes or (mode is DenseReason.TRAINING and torch.is_grad_enabled()):
+            return
+        self.modes.add(mode)
+        log.warning("S2O does not run: %s for a prompt of %d keys: %s", mode, keys, REMEDIES[mode])
 
     def see_forward(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """A forward pre-hook of one attention layer, which sees calls that other attention functions compute.

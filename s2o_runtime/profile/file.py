@@ -38,7 +38,7 @@ from s2o_runtime.config import (
     TileConfig,
 )
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ProfileError
+from s2o_runtime.errors import InputError, ProfileError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry, tensor_bytes
 from s2o_runtime.lengths import MAX_LENGTH, length_step
@@ -93,6 +93,7 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
 
     Raises:
         ProfileError: `load_profile` would refuse the file, and why. Nothing is written.
+        InputError: the arguments are of another type, or there is no folder for the file.
         OSError: the file cannot be written.
 
     >>> import tempfile
@@ -102,6 +103,11 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     ...     load_profile(f"{folder}/p.safetensors") == load_profile(path)
     True
     """
+    if not isinstance(profile, Profile) or not isinstance(path, str | os.PathLike):
+        names = f"a {type(profile).__name__} and a {type(path).__name__}"
+        raise InputError(f"save_profile has {names}: expected a Profile and the path of its file, in this order")
+    if not Path(path).parent.is_dir():
+        raise InputError(f"{path} cannot be written, {Path(path).parent} is no folder: make it first")
     write_atomically(Path(path), serialize(profile.validate()))
 
 
@@ -110,10 +116,13 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
     Raises:
         ProfileError: naming the file and what is wrong with it.
+        InputError: the path is none.
 
     >>> load_profile("profiles/demo/cpu/mse-0.0001.safetensors").lengths  # in a clone of the repository
     (1024, 1536, 2048)
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"load_profile has a {type(path).__name__}: expected the path of a profile's file")
     path = Path(path)
     data = _bytes(path)
     try:

@@ -1,11 +1,15 @@
 import logging
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.backend import _log_once
+from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.warmup import warmup
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import ConfigError, InputError
@@ -159,7 +163,29 @@ Q, K, V = inputs()
         ({"softcap": float("inf")}, "softcap is inf: expected a positive number"),
         ({"sinks": torch.zeros(3)}, r"sinks have shape \(3,\) and type torch.float32: expected .* 2 query heads"),
         ({"sinks": torch.zeros(2, dtype=torch.int64)}, "type torch.int64: expected a floating point number"),
-        ({"sinks": torch.zeros(2, device="meta")}, "sinks are on meta but q on cpu"),
+        ({"sinks": torch.zeros(2, device="meta")}, "sinks is a tensor on meta: expected a torch tensor that holds num"),
+        (
+            {"q": Q.to(torch.float8_e4m3fn)},
+            "q is torch.float8_e4m3fn: expected a floating point type of at least 16 bits",
+        ),
+        ({name: tensor.to("meta") for name, tensor in zip("qkv", (Q, K, V), strict=True)}, "q is a tensor on meta"),
+        (
+            {name: tensor.numpy() for name, tensor in zip("qkv", (Q, K, V), strict=True)},
+            "q is a ndarray: expected a torch",
+        ),
+        ({"q": [1.0]}, "q is a list: expected a torch tensor"),
+        ({"v": None}, "v is a NoneType: expected a torch tensor"),
+        ({"kv_start": [3]}, "kv_start is a list: expected a torch tensor"),
+        ({"kv_start": torch.tensor([-5])}, r"kv_start is \[-5\]: expected numbers of at least 0"),
+        ({"sinks": [0.0, 0.0]}, "sinks is a list: expected a torch tensor"),
+        ({"scale": math.inf}, "scale is inf: expected a positive number"),
+        ({"scale": math.nan}, "scale is nan: expected a positive number"),
+        ({"scale": "0.1"}, "scale is '0.1' and softcap None: expected numbers or None"),
+        ({"softcap": [1.0]}, r"scale is None and softcap \[1.0\]: expected numbers or None"),
+        ({"config": None}, "config is a NoneType: expected a LayerConfig"),
+        ({"config": {"tau": 0.1}}, "config is a dict: expected a LayerConfig"),
+        ({"is_causal": True}, r"^s2o_attention\(\) has no argument is_causal: help\(s2o_attention\) lists"),
+        ({"attn_mask": None, "dropout_p": 0.1}, r"^s2o_attention\(\) has no argument attn_mask, dropout_p"),
         # what the kernel cannot do is refused where it is asked for
         (
             dict(zip("qkv", inputs(head_dim=264), strict=True), backend="triton"),
@@ -170,8 +196,76 @@ Q, K, V = inputs()
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_input_is_one_sentence_that_names_it(change, message):
-    with pytest.raises(ConfigError if "tau" in message else InputError, match=message):
-        s2o_attention(**{"q": Q, "k": K, "v": V, "config": config()} | change)
+    for mode in (torch.enable_grad, torch.no_grad)[: 1 if "backward" in message else 2]:
+        with mode(), pytest.raises(ConfigError if "tau" in message else InputError, match=message):
+            s2o_attention(**{"q": Q, "k": K, "v": V, "config": config()} | change)
+
+
+@pytest.mark.parametrize("scale", [1, torch.tensor(1.0), np.float32(1.0)])
+def test_a_scale_may_be_any_number(scale):
+    assert torch.equal(s2o_attention(Q, K, V, config(), scale=scale), s2o_attention(Q, K, V, config(), scale=1.0))
+
+
+PACKED = {name: tensor[0].transpose(0, 1) for name, tensor in zip("qkv", (Q, K, V), strict=True)}
+
+
+def edges(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", ["reference", "dense"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens_q": edges(0, 600, 512)}, r"cu_seqlens_q is \[0, 600, 512\]: expected to ascend from 0 to 150"),
+        ({"cu_seqlens_q": edges(0, 100, 90)}, "expected to ascend from 0 to 150 by at most 100 at a time"),
+        ({"cu_seqlens_k": edges(0, 100, 151)}, r"cu_seqlens_k is \[0, 100, 151\]: expected to ascend from 0 to 150"),
+        ({"cu_seqlens_k": edges(-1, 100, 150)}, r"cu_seqlens_k is \[-1, 100, 150\]: expected to ascend from 0 to 150"),
+        ({"max_seqlen_q": 70}, "cu_seqlens_q is .* by at most 70 at a time"),
+        ({"cu_seqlens_k": edges(0, 40, 140)}, "q has 100 rows but there are 40 keys"),
+        ({"cu_seqlens_q": [0, 100, 150]}, "cu_seqlens_q is a list: expected a torch tensor"),
+        ({"max_seqlen_k": 100.0}, r"the lengths are 100, 100.0: expected whole numbers"),
+        ({"kv_start": None}, r"^s2o_attention_varlen\(\) has no argument kv_start"),
+        ({"config": None}, "config is a NoneType"),
+        ({"q": Q.numpy()}, "q is a ndarray"),
+    ],
+    ids=str,
+)
+def test_bad_edges_of_packed_sequences_are_named_where_they_are_read(change, message, backend):
+    call = PACKED | {"cu_seqlens_q": edges(0, 100, 150), "cu_seqlens_k": edges(0, 100, 150), "config": config()}
+    call |= {"max_seqlen_q": 100, "max_seqlen_k": 100, "backend": backend}
+    assert s2o_attention_varlen(**call).isfinite().all()
+    with pytest.raises(InputError, match=message):
+        s2o_attention_varlen(**call | change)
+
+
+def test_paged_calls_name_what_they_do_not_have():
+    with pytest.raises(InputError, match=r"^s2o_attention_paged\(\) has no argument is_causal"):
+        s2o_attention_paged(
+            Q, K, V, config(), cu_q=edges(0), seq_lens=edges(0), block_table=edges(0), max_q=1, max_k=1, is_causal=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"device": "cuda:99"}, r"warmup cannot run on cuda:99 \(.*\): give the GPU of the calls"),
+        ({"device": "nonsense"}, r"warmup cannot run on nonsense \(.*\): give the GPU of the calls"),
+        ({"device": "meta"}, "q is a tensor on meta"),
+        ({"kv_heads": "2"}, "warmup cannot run on cpu"),
+        ({"kv_heads": 3}, "2 query heads cannot share 3 KV heads"),
+        (
+            {"dtype": torch.float8_e4m3fn},
+            "q is torch.float8_e4m3fn: expected a floating point type of at least 16 bits",
+        ),
+        ({"config": {}}, "config is a dict: expected a LayerConfig"),
+        ({"paded": True}, r"warmup\(\) has no argument paded"),
+    ],
+    ids=str,
+)
+def test_warmup_says_what_it_cannot_do(change, message):
+    with pytest.raises(InputError, match=message):
+        warmup(**{"config": config(), "kv_heads": 1, "head_dim": 64, "device": "cpu"} | change)
 
 
 def test_a_parameter_as_sinks_is_no_gradient_where_none_is_wanted():

@@ -12,9 +12,10 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.scoring import Scoring
@@ -78,6 +79,29 @@ def test_in_plain_torch(path, where, bad, position):
     else:
         out = {"dense": dense_attention, "exact": exact_attention}[path](q, k, v, kv_start=start)
     check(out, nan_rows(q, k, v, start, window) & (softcap is None or not math.isinf(bad)), start)
+
+
+@pytest.mark.parametrize("bad", [math.nan, 6e4])
+@pytest.mark.parametrize(("backend", "head"), [*pairwise(["reference", "triton"], list(OF_HEADS)), ("dense", "plain")])
+def test_what_lies_in_padding_or_in_a_neighbour_reaches_no_other_row(backend, head, bad):
+    if backend == "triton" and not interpreted():
+        pytest.skip("a GPU is here, so kernels are compiled")
+    config, pad = LayerConfig((OF_HEADS[head],) * HEADS, TILE), 40
+    q, k, v = (torch.randn(1, heads, LENGTH, HEAD_DIM) for heads in (HEADS, 1, 1))
+    edges, longest = torch.tensor([0, pad, LENGTH], dtype=torch.int32), LENGTH - pad
+
+    def rows(*tensors):
+        padded = s2o_attention(*tensors, config, kv_start=torch.tensor([pad]), backend=backend)
+        packed = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors)
+        neighbour = s2o_attention_varlen(*packed, edges, edges, longest, longest, config, backend=backend)
+        return padded[0, :, pad:].transpose(0, 1), neighbour[pad:]
+
+    dirty = [tensor.clone() for tensor in (q, k, v)]
+    for tensor in dirty:
+        tensor[:, :, :pad] = bad
+    for clean, other in zip(rows(q, k, v), rows(*dirty), strict=True):
+        assert clean.isfinite().all()
+        torch.testing.assert_close(other, clean, rtol=1e-5, atol=1e-5)
 
 
 def seen_by(heads, expected, where, position):

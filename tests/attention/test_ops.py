@@ -8,8 +8,9 @@ import torch
 from s2o_runtime import ConfigError, LayerConfig, TileConfig, s2o_attention
 from s2o_runtime.attention.torch_op import config_from_text
 from s2o_runtime.config import HeadConfig
-from s2o_runtime.huggingface.hf import s2o_attention_forward
-from s2o_runtime.huggingface.layers import NUMBER, LayerState, attach
+from s2o_runtime.errors import InputError, ModelError
+from s2o_runtime.huggingface.hf import prefill_mask, s2o_attention_forward
+from s2o_runtime.huggingface.layers import LayerState, attach
 
 CONFIG = LayerConfig.uniform(4, tau=0.5, segment=128)
 TAU_ZERO = LayerConfig.uniform(4, segment=128)
@@ -57,14 +58,19 @@ def test_the_fake_implementation_of_a_call_is_the_real_one():
 
 
 def test_the_fake_implementation_of_a_layer_is_the_real_one():
-    module = torch.nn.Module()
-    attach(module, LayerState(0, lambda length: CONFIG, 0))
-    mask = torch.zeros(2, 1, 1, 2, dtype=torch.int64)
+    module = torch.nn.Module().eval()
+    state = LayerState(0, lambda length: CONFIG, 0)
+    attach(module, state)
+    mask = prefill_mask(2, 0)
     q, k, v = inputs()
-    arguments = (q, k, v, mask, None, getattr(module, NUMBER), 0.125, None)
+    arguments = (q, k, v, mask, None, state.key, 0.125, None)
     torch.library.opcheck(torch.ops.s2o.layer_attention.default, arguments)
     out = torch.ops.s2o.layer_attention(*arguments)
     torch.testing.assert_close(out.transpose(1, 2), s2o_attention_forward(module, q, k, v, mask, 0.125)[0])
+    with pytest.raises(InputError, match=r"the attention mask is torch.int64 \(2, 1, 1, 4\): give a boolean one"):
+        torch.ops.s2o.layer_attention(q, k, v, torch.zeros_like(mask), *arguments[4:])
+    with pytest.raises(ModelError, match="the model of this compiled graph is gone"):
+        torch.ops.s2o.layer_attention(q, k, v, mask, None, "0" * 32, 0.125, None)
 
 
 INT8 = LayerConfig.uniform(2, segment=128, scores="int8")

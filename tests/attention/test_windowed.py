@@ -11,7 +11,6 @@ from s2o_runtime.attention import windowed
 from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
@@ -134,9 +133,9 @@ def test_a_window_that_lost_its_attribute_is_recovered(monkeypatch):
     close(model(tokens(1, LENGTH)).logits, eager(tokens(1, LENGTH)).logits)
     module = model.model.layers[0].self_attn
     q, k, v = (torch.randn(1, heads, LENGTH, 32) for heads in (4, 2, 2))
-    mask = torch.tensor([0, 0, WINDOW]).reshape(1, 1, 1, 3)
-    with pytest.raises(ModelError, match="attention dropout in a sliding window"):
-        hf.s2o_attention_forward(module, q, k, v, mask, dropout=0.1)
+    mask = hf.prefill_mask(1, 0, window=WINDOW)
+    dropped = hf.s2o_attention_forward(module, q, k, v, mask, scaling=0.2, dropout=1e-7)[0].transpose(1, 2)
+    torch.testing.assert_close(dropped, window_attention(q, k, v, WINDOW, Scoring(0.2)), rtol=1e-4, atol=1e-5)
 
 
 def test_short_prompts_and_other_masks_stay_what_they_are():

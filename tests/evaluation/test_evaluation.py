@@ -274,7 +274,7 @@ def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
     variant, module = Variant("pbs", "pbs", baseline=parse("pbs")), torch.nn.Module()
     module.layer_idx = 0
     setattr(module, BASELINE, variant)
-    q, mask = torch.randn(1, 2, 300, head_dim), torch.zeros(1, 1, 1, 2, dtype=torch.int64)
+    q, mask = torch.randn(1, 2, 300, head_dim), hf.prefill_mask(1, 0)
     setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
     with pytest.raises(InputError, match=f"pbs cannot compute {obstacle}: leave this setting out"):
         _baseline_forward(module, q, q, q, mask, **options)

@@ -393,7 +393,9 @@ def test_the_text_part_of_a_model_with_images():
     with patched(model, profile_of(model), strict=True):
         close(model(ids, **image).logits, expected)
         assert {row["reason"] for row in explain(model)} == {SLIDING, "the mask is not a plain causal one"}
-    assert model.config.text_config._attn_implementation == "eager"
+    patch(model, profile_of(model))
+    unpatch(model.model.language_model)  # takes it from the whole model
+    assert model.config._attn_implementation == model.config.text_config._attn_implementation == "eager"
     assert model.config.vision_config._attn_implementation == "sdpa"
 
 

@@ -233,7 +233,7 @@ def test_calls_that_s2o_is_not_for_are_sdpas(how, model, named):
     with under_s2o_run():
         assert torch.equal(once(), expected)
         if how == "dropout":
-            assert paths(model) == {("dense", "attention dropout")}
+            assert paths(model) == {("dense", "the model is in training mode")}
         if how == "not-causal":
             assert paths(model) == {("dense", "the layer is not causal")}
 

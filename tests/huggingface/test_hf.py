@@ -1,18 +1,33 @@
 """What patching does to a transformers model; that outputs are eager's is in test_architectures.py."""
 
+import copy
 import dataclasses
+import gc
+import io
+import logging
 import math
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GptOssConfig, MistralConfig
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoXConfig,
+    GptOssConfig,
+    MistralConfig,
+)
 
 import s2o_runtime.huggingface.hf as hf
-from s2o_runtime import patch, unpatch
+from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ModelError, ProfileError
+from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.identity import fingerprint
@@ -182,8 +197,11 @@ def test_arguments_of_another_kind_are_named(eager):
         pass
     with pytest.raises(ProfileError, match="the profile is a int, expected a Profile or the path of its file"):
         patch(model, 5)
-    with pytest.raises(ModelError, match="NoneType is not a transformers model"):
-        unpatch(None)
+    for call in (unpatch, explain):
+        with pytest.raises(ModelError, match="NoneType is not a transformers model"):
+            call(None)
+    with pytest.raises(ConfigError, match="strict is 'no': expected true or false"):
+        patch(model, make_profile(model, 0.0), strict="no")
 
 
 def test_the_fingerprint_is_the_weights_and_not_their_type(eager):
@@ -194,6 +212,270 @@ def test_the_fingerprint_is_the_weights_and_not_their_type(eager):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1.0
     assert fingerprint(model) != first
+
+
+def compiled_logits(model, ids):
+    torch.compiler.reset()
+    return torch.compile(model, backend="eager", fullgraph=True)(
+        ids, past_key_values=DynamicCache(config=model.config)
+    ).logits
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("original", ["patched anew", "unpatched", "gone"])
+def test_a_copy_runs_its_own_profile_compiled_too(eager, ids, duplicate, original):
+    model = patch(twin(eager), make_profile(eager, 1e6), drift=None)
+    other = duplicate(model)
+    expected = model(ids).logits
+    if original == "patched anew":
+        patch(model, make_profile(eager, 0.0), drift=None)
+    else:
+        unpatch(model)
+    if original == "gone":
+        del model
+        gc.collect()
+    assert torch.equal(other(ids).logits, expected)
+    close(compiled_logits(other, ids), expected)
+    assert [row["calls"] for row in explain(other)] == [2, 2]
+    if original == "patched anew":
+        assert explain(model) == []
+    assert unpatch(other).config._attn_implementation == "sdpa"
+    close(other(ids).logits, eager(ids).logits)
+
+
+@torch.no_grad()
+def test_a_loaded_model_has_keys_that_no_other_has(patched):
+    """In no process: what is saved has none, and what stands in a graph means a state of the process that made it."""
+    saved = pickle.dumps(patched)
+    keys = [state.key for model in (patched, *map(pickle.loads, (saved, saved))) for state in layer_states(model)]
+    assert len(set(keys)) == 6
+    assert not any(key.encode() in saved for key in keys)
+
+
+@pytest.mark.slow(reason="starts a process that loads a model")
+def test_a_process_that_knows_nothing_of_s2o_runs_a_saved_model(eager, ids, tmp_path):
+    model = patch(twin(eager), make_profile(eager, 1e6), drift=None)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(ids, tmp_path / "ids.pt")
+    program = """if True:
+        import sys, torch
+        model, ids = (torch.load(f"{sys.argv[1]}/{name}.pt", weights_only=False) for name in ("model", "ids"))
+        with torch.no_grad():
+            torch.save(model(ids).logits, f"{sys.argv[1]}/logits.pt")
+    """
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    with torch.no_grad():
+        close(torch.load(tmp_path / "logits.pt"), model(ids).logits)
+
+
+def with_adapter(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("patched_by", "unpatched_by"),
+    [
+        (lambda model: model, lambda model: model.model),
+        (lambda model: model.model, lambda model: model),
+        (lambda model: model, torch.compile),
+        (torch.compile, lambda model: model),
+        (lambda model: model, with_adapter),
+        (with_adapter, lambda model: model),
+    ],
+    ids=["inner", "outer", "compiled", "base-of-compiled", "adapter", "base-of-adapter"],
+)
+def test_any_handle_of_a_model_takes_the_profile_away(eager, patched_by, unpatched_by):
+    model = twin(eager)
+    model.config.attention_dropout = 0.1
+    first = patched_by(model)
+    patch(first, make_profile(model, 2.0), drift=None)
+    with torch.no_grad():
+        model(prompt())
+    assert [dict(row) for row in explain(model.model)] == [dict(row) for row in explain(model)] != []
+    second = unpatched_by(model)
+    patch(second, make_profile(model, 2.0), drift=None)
+    assert model.config._attn_implementation == "s2o"
+    assert unpatch(second).config._attn_implementation == "sdpa"
+    assert unpatch(first).config._attn_implementation == model.config._attn_implementation == "sdpa"
+    model.train()(prompt(), labels=prompt()).loss.backward()
+
+
+def test_merging_an_adapter_keeps_the_way_back(eager):
+    wrapped = with_adapter(twin(eager))
+    patch(wrapped, make_profile(eager, 2.0), drift=None)
+    assert unpatch(wrapped.merge_and_unload()).config._attn_implementation == "sdpa"
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """A checkpoint as training libraries have them: the forward pass runs without gradients."""
+
+    @staticmethod
+    def forward(ctx, run, hidden):
+        ctx.run = run
+        ctx.save_for_backward(hidden)
+        with torch.no_grad():
+            return run(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.run(hidden).backward(gradient)
+        return None, hidden.grad
+
+
+TRAINING = {
+    "plain": lambda run, hidden: run(hidden),
+    "reentrant": lambda run, hidden: checkpoint(run, hidden, use_reentrant=True),
+    "not-reentrant": lambda run, hidden: checkpoint(run, hidden, use_reentrant=False),
+    "own": OwnCheckpoint.apply,
+    "compiled": torch.compile(lambda run, hidden: run(hidden), backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [("train", how) for how in TRAINING] + [("eval", how) for how in ("plain", "not-reentrant", "compiled")],
+)
+def test_the_gradient_is_of_the_function_that_ran(eager, ids, how, mode):
+    """In training mode that is the dense one; in eval mode too, where the forward pass has gradients."""
+    torch.compiler.reset()
+    results = []
+    for model in (patch(twin(eager), make_profile(eager, 1e6), drift=None), twin(eager)):
+        getattr(model, mode)()
+        hidden = model.get_input_embeddings()(ids).detach().requires_grad_()
+        out = TRAINING[how](lambda hidden, model=model: model(inputs_embeds=hidden, use_cache=False).logits, hidden)
+        out.square().mean().backward()
+        results.append((out.detach(), hidden.grad, model.model.layers[0].self_attn.q_proj.weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        close(ours, theirs)
+        assert theirs.abs().max() > 0
+
+
+@torch.no_grad()
+def test_training_mode_is_dense_without_gradients_too_and_said_once(eager, ids, caplog):
+    """As a policy's old log-probabilities are computed; with the model's dropout."""
+    model, dense = patch(twin(eager), make_profile(eager, 1e6), drift=None).train(), twin(eager).train()
+    for _ in range(2):
+        close(model(ids).logits, dense(ids).logits)
+    for each in (model, dense):
+        for layer in each.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+    outputs = []
+    for each in (model, dense):
+        torch.manual_seed(3)
+        outputs.append(each(ids).logits)
+    close(*outputs)
+    assert paths(model) == {("dense", "the model is in training mode")}
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "S2O does not run: the model is in training mode for a prompt of 200 keys: "
+        "call model.eval() unless it is trained"
+    ]
+
+
+@torch.no_grad()
+def test_a_mask_shorter_than_the_keys_hides_those_that_it_lacks(eager, patched, ids):
+    """Of a whole prompt, and of the new tokens alone behind a cache."""
+    ones = torch.ones_like(ids)
+    cut = {"attention_mask": ones[:, :120]}
+    close(patched(ids, **cut).logits, eager(ids, **cut).logits)
+    outputs = []
+    for model in (patched, eager):
+        cache = model(ids[:, :150], use_cache=True).past_key_values
+        outputs.append(model(ids[:, 150:], attention_mask=ones[:, 150:], past_key_values=cache).logits)
+    close(*outputs)
+    assert {row["reason"]: row["calls"] for row in explain(patched) if row["path"] == "dense"} == {
+        "the attention mask has fewer entries than there are keys": 2
+    }
+
+
+def masks_of_callers():
+    seen, row = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), torch.arange(LENGTH)
+    packed = {"position_ids": (row % 120)[None], "use_cache": False}
+    yield "packed, a mask of ones", packed | {"attention_mask": torch.ones(1, LENGTH, dtype=torch.int64)}
+    yield "numbered", {"attention_mask": (row // 70 + 1)[None]}
+    yield "4D", {"attention_mask": seen[None, None]}
+    yield "4D, a prefix seen by all", {"attention_mask": (seen | (row < 50))[None, None]}
+    yield "a row of padding alone", {"attention_mask": torch.tensor([[1], [0]]).repeat(1, LENGTH)}
+    for width in (161, 193):  # one more than a multiple of 32
+        for pad in (1, 31, 64, width - 2):
+            yield (
+                f"{pad} of {width} padded",
+                {"attention_mask": (torch.arange(width) >= torch.tensor([[0], [pad]])).long()},
+            )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "inputs"), list(masks_of_callers()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_masks_of_callers_give_what_the_stock_model_gives(eager, patched, name, inputs):
+    mask = inputs["attention_mask"]
+    ids, real = prompt(mask.shape[-1], len(mask)), slice(None)
+    if "padd" in name:
+        real = mask == 1
+    ours, theirs = (model(ids, **inputs).logits[real] for model in (patched, twin(eager)))
+    assert ours.isfinite().all()
+    close(ours, theirs)
+
+
+@torch.no_grad()
+def test_prompts_are_their_own_in_a_batch_and_beside_threads(eager):
+    """While another thread reads the counters of all."""
+    model, batch = patch(twin(eager), make_profile(eager, 2.0), drift=None), prompt(LENGTH, 3)
+    alone = [model(row[None], use_cache=False).logits[0] for row in batch]
+    close(model(batch, use_cache=False).logits, torch.stack(alone))
+
+    def serve(number):
+        with torch.no_grad():
+            return [
+                torch.equal(
+                    model(batch[(number + turn) % 3][None], use_cache=False).logits[0], alone[(number + turn) % 3]
+                )
+                for turn in range(6)
+            ]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            served = [pool.submit(serve, number) for number in range(3)]
+            while not all(future.done() for future in served):
+                assert "s2o" in str(explain(model))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(all(future.result()) for future in served)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 1, 1, 4)])
+def test_a_mask_of_integers_that_a_caller_made_is_not_taken_for_one_of_s2o(patched, shape):
+    cache = patched(prompt(shape[-1] - 1), use_cache=True).past_key_values
+    for mask in (torch.ones(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)):
+        with pytest.raises(RuntimeError, match="attn_mask"):
+            patched(prompt(1), attention_mask=mask, past_key_values=copy.deepcopy(cache))
+
+
+@torch.no_grad()
+def test_assisted_text_is_greedy_text_where_last_rows_are_exact(eager):
+    """The rows that answer do not depend on the drafts behind them."""
+    model, profile = twin(eager), make_profile(eager, 1e6)
+    layers = tuple(tuple(dataclasses.replace(layer, last_rows=256) for layer in bucket) for bucket in profile.layers)
+    patch(model, dataclasses.replace(profile, layers=layers), drift=None)
+    ids, options = prompt(150).repeat(1, 3), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    greedy = model.generate(ids, **options)
+    for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": new_model()}, {"cache_implementation": "static"}):
+        assert torch.equal(model.generate(ids, **options, **how), greedy)
+    assert used_s2o(model)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +527,7 @@ def test_learned_sinks_reach_the_op(with_sinks, ids):
 def test_compiled_layers_keep_their_sinks(with_sinks, ids):
     attention = attached(with_sinks)[0].model.layers[1].self_attn
     q, k, v = (torch.randn(1, heads, 150, 64) for heads in (4, 2, 2))
-    mask = torch.zeros(1, 1, 1, 2, dtype=torch.int64)
+    mask = hf.prefill_mask(1, 0)
 
     def call(q, k, v):
         return hf.s2o_attention_forward(attention, q, k, v, mask, scaling=0.3, s_aux=attention.sinks)[0]

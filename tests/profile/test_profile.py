@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.errors import ConfigError, InputError, ProfileError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
@@ -110,6 +110,26 @@ def test_round_trip(tmp_path):
     save_profile(profile(), path)
     assert load_profile(path) == profile()
     assert os.stat(path).st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda folder: load_profile(None), "load_profile has a NoneType: expected the path of a profile's file"),
+        (lambda folder: load_profile(profile()), "load_profile has a Profile: expected the path"),
+        (
+            lambda folder: save_profile(folder / "p", profile()),
+            "save_profile has a .*Path and a Profile: .* in this order",
+        ),
+        (lambda folder: save_profile({}, folder / "p"), "save_profile has a dict and a .*Path: expected a Profile"),
+        (lambda folder: save_profile(profile(), None), "save_profile has a Profile and a NoneType"),
+        (lambda folder: save_profile(profile(), folder / "no" / "p"), "no is no folder: make it first"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(call, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        call(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def in_mixed(**changes):
