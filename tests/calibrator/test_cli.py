@@ -138,8 +138,6 @@ def test_a_quiet_run_prints_no_plan(command, monkeypatch):
 @pytest.mark.parametrize("worthwhile", [True, False])
 def test_only_what_gains_something_is_said_to_be_deployed(worthwhile, command, monkeypatch):
     finished = SimpleNamespace(report="the report", written=True, report_files=[Path("p.html")], report_failure="")
-        report="the report", written=True, report_files=[Path("p.report.html")], report_failure=""
-    )
     monkeypatch.setattr(commands, "finished", lambda *_, **__: finished)
     monkeypatch.setattr(output, "print_report", lambda report, console: None)
     monkeypatch.setattr(sections, "is_worthwhile", lambda report: (report, worthwhile) == ("the report", True))
