@@ -177,7 +177,7 @@ def test_options_that_do_not_fit_are_named(tmp_path):
     for options, message in [
         ({"gpus": 2, "scheduler": "tcp://a:1"}, "leave one out"),
         ({"scheduler": "head-node"}, "is no address"),
-        ({"target_gpu": "H200"}, "give gpus or scheduler"),
+        ({"target_gpu": "H200"}, "give gpus, scheduler or --dry-run too"),
     ]:
         with pytest.raises(ConfigError, match=message):
             Recipe.of(base | options)
