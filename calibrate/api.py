@@ -215,7 +215,7 @@ def finished(
     """
     from calibrate import pipeline
     from calibrate.report.contents import report_of
-    from calibrate.report.output import write_report
+    from calibrate.report.page import write_report
 
     expected = estimate.seconds if estimate else {}
     with writing(recipe.out):

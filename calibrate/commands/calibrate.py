@@ -102,8 +102,7 @@ def _run(flags: Flags) -> int:
         print(recipe.to_yaml(), end="")
         return OK
 
-    from calibrate.report.output import print_report
-    from calibrate.report.page import patch_call
+    from calibrate.report.page import patch_call, print_report
     from calibrate.report.plan import busy_line, in_short, plan
     from calibrate.report.sections import is_worthwhile
     from calibrate.tables import print_fields, print_lines, terminal

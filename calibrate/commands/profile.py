@@ -147,7 +147,7 @@ def _head(text: str) -> tuple[int, int]:
 def show(flags: Flags) -> int:
     """The summary of a profile, or one head of it."""
     from calibrate.report.explain import explain_head, head_lines
-    from calibrate.report.shown import summary_parts
+    from calibrate.report.sections import summary_parts
     from calibrate.report.summary import summary
     from s2o_runtime.profile import load_profile
 
@@ -203,7 +203,7 @@ def export(flags: Flags) -> int:
     """Everything in a profile as JSON."""
     out = _out(flags, "") if "out" in flags else None
 
-    from calibrate.report.shown import exported
+    from calibrate.report.sections import exported
     from s2o_runtime.profile import load_profile
 
     document = exported(load_profile(flags["profile"]))
@@ -220,7 +220,7 @@ def verify(flags: Flags) -> int:
     from calibrate.model.estimate import estimate
     from calibrate.progress import PhaseClock
     from calibrate.proof.again import on_other_text, opened, recertified, verified
-    from calibrate.report.again import certificate_parts, plan_lines, proof_parts
+    from calibrate.report.sections import certificate_parts, plan_lines, proof_parts
     from calibrate.tables import print_fields, terminal
 
     seed, progress, prompts = flags.get("seed"), "quiet" not in flags, flags.get("prompts")
@@ -265,7 +265,7 @@ def plot(flags: Flags) -> int:
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out} is not named as a picture: give a name that ends in .png")
 
-    from calibrate.report.tau_plot import tau_picture
+    from calibrate.report.figures import tau_picture
     from s2o_runtime.profile import load_profile
 
     return _written(flags, out, tau_picture(load_profile(flags["profile"])))
@@ -278,7 +278,7 @@ def card(flags: Flags) -> int:
     for path in paths:
         check_output("--out-dir", path, [profile])
 
-    from calibrate.report.card import card, html_card
+    from calibrate.report.page import card, html_card
     from s2o_runtime.files import write_atomically
     from s2o_runtime.profile import load_profile
 

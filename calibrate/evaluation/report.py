@@ -15,7 +15,7 @@ from calibrate.evaluation.results import DENSE_CAN, Row, Summary
 from calibrate.machine import MARK, json_file
 from calibrate.model.models import in_full
 from calibrate.report.figures import attempt
-from calibrate.report.shown import times
+from calibrate.report.sections import times
 from calibrate.tables import Table, bullets, escaped, formatted, markdown, print_fields, print_lines, print_table
 from s2o_runtime.fields import counted
 from s2o_runtime.files import write_atomically

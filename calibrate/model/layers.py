@@ -20,7 +20,7 @@ from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.huggingface.hf import implementations, s2o_attention_forward, s2o_mask, scoring_of, set_implementations
-from s2o_runtime.huggingface.obstacles import layer_obstacle
+from s2o_runtime.huggingface.layers import layer_obstacle
 from s2o_runtime.identity import device_of, geometry, numbered_modules
 from s2o_runtime.quantisation import as_cached
 from s2o_runtime.reference.dense import dense_attention

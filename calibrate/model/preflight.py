@@ -16,7 +16,7 @@ from calibrate.model.layers import decoder_layers
 from calibrate.model.models import is_gguf, resolve
 from calibrate.model.weights import INDEX, SINGLE, Checkpoint, quantisation, skeleton, streaming_obstacle
 from s2o_runtime.errors import ModelError
-from s2o_runtime.huggingface.obstacles import foreseen_obstacle
+from s2o_runtime.huggingface.layers import foreseen_obstacle
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import CHUNKED, layer_kinds, visible_keys
 

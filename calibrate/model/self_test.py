@@ -34,8 +34,7 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
-from s2o_runtime.huggingface.layers import STATE
-from s2o_runtime.huggingface.obstacles import layer_obstacle
+from s2o_runtime.huggingface.layers import STATE, layer_obstacle
 from s2o_runtime.identity import Geometry, not_finite
 from s2o_runtime.layer_kinds import positions, text_config
 from s2o_runtime.tiles import DECODE, candidate_tiles

@@ -1,20 +1,23 @@
-"""What all pictures share: sizes, colours, panels, and the way to a PNG file or an SVG element.
-
-matplotlib is imported inside the functions, because it takes most of a second that a command which draws nothing
-should not wait for.
-"""
+"""Pictures of a calibration and of a profile."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from html import escape
 from io import BytesIO
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from calibrate.curves.curves import TAUS
 from calibrate.machine import MARK
+from calibrate.report.contents import HeadReport, Report
+from calibrate.report.sections import two_digits
 from s2o_runtime.errors import first_line
+from s2o_runtime.profile import Profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,3 +129,221 @@ def whole_numbers(axis: Axis, numbers: Sequence[int] | None = None) -> None:
     axis.set_major_locator(MaxNLocator(integer=True))
     if numbers is not None:
         axis.set_major_formatter(lambda place, _: str(dict(enumerate(numbers)).get(round(place), "")))
+
+
+LEVELS = 64  # colours of a map
+EQUAL_CONTRAST = math.sqrt(0.05 * 1.05) - 0.05  # the luminance on which black and white are as easy to read
+DECADES = 4  # below the largest error, where the colours of errors end
+
+
+@dataclass(frozen=True)
+class HeadMap:
+    """One quantity of heads, and its scale of colours, which is the same at every length.
+
+    Attributes:
+        name: what the map is called.
+        value: the quantity; None where a head has none.
+        text: how a value is shown.
+        low: the value with the first colour; smaller ones have it too.
+        high: the value with the last colour.
+        logarithmic: whether the colours are even in the value's logarithm.
+    """
+
+    name: str
+    value: Callable[[HeadReport], float | None]
+    text: Callable[[float], str]
+    low: float
+    high: float
+    logarithmic: bool = True
+
+    def level(self, value: float) -> int:
+        """The number of a value's colour, from 0 to `LEVELS` - 1."""
+        clipped = min(max(value, self.low), self.high)
+        scale = math.log if self.logarithmic else float
+        low, high = scale(self.low), scale(self.high)
+        share = (scale(clipped) - low) / (high - low) if high > low else 0.0
+        return round(share * (LEVELS - 1))
+
+
+def head_maps(report: Report) -> list[HeadMap]:
+    """The maps of tau, density and error; the last one ends at the largest error of any head of the report."""
+    errors = [head.error for length in report.lengths for layer in length.layers for head in layer.heads]
+    highest = max(errors, default=0.0) or report.budget.value
+    return [
+        HeadMap("tau", _threshold, two_digits, TAUS[0], TAUS[-1]),
+        HeadMap("density", lambda head: head.density, lambda value: f"{value:.2f}", 0.0, 1.0, logarithmic=False),
+        HeadMap(report.budget.unit, lambda head: head.error, _short, highest / 10**DECADES, highest),
+    ]
+
+
+def _threshold(head: HeadReport) -> float | None:
+    return None if head.mode == "dense" or head.far == "linear" else head.tau
+
+
+def colours() -> list[tuple[str, str]]:
+    """For each level its colour, and black or white, whichever is easier to read on it."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    backgrounds = [colormaps[COLOURS](level / (LEVELS - 1))[:3] for level in range(LEVELS)]
+    return [(to_hex(rgb), "#000000" if _luminance(rgb) > EQUAL_CONTRAST else "#ffffff") for rgb in backgrounds]
+
+
+def _luminance(colour: tuple[float, ...]) -> float:
+    """The relative luminance of an sRGB colour, as the Web Content Accessibility Guidelines define it."""
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def _short(error: float) -> str:
+    """3e-4, as narrow as it can be; 0 for a head without an error."""
+    return f"{error:.0e}".replace("e-0", "e-").replace("e+0", "e+") if error else "0"
+
+
+CAPTION = "The threshold of every head at every length: the larger, the more a head skips; a cross is a dense head."
+
+
+def tau_picture(profile: Profile) -> bytes:
+    """A PNG: for each length a map of layers and heads, coloured by tau.
+
+    A dense head has a cross, another one without a threshold a ring.
+    """
+    return png(lambda figure: _draw(figure, profile), f"{profile.model_name} on {profile.device}")
+
+
+def tau_element(profile: Profile) -> str:
+    """The same as an SVG element."""
+    return svg(lambda figure: _draw(figure, profile), f"{profile.model_name} on {profile.device}", "tau", CAPTION)
+
+
+def _draw(figure: Figure, profile: Profile) -> None:
+    from matplotlib.colors import LogNorm
+
+    norm = LogNorm(TAUS[0], TAUS[-1], clip=True)  # a tau of 0 has the colour of the smallest
+    titles = [f"{length} tokens" for length in profile.lengths]
+    all_axes = panels(figure, titles, (5.0, 4.0), x="head", y="layer")
+    for axes, layers in zip(all_axes, profile.layers, strict=True):
+        taus = [
+            [max(head.tau, TAUS[0]) if head.has_threshold else math.nan for head in layer.heads] for layer in layers
+        ]
+        image = axes.imshow(taus, norm=norm, cmap=COLOURS, aspect="auto", interpolation="nearest")
+        heads = [(head, x, y) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads)]
+        for is_dense, marker in ((True, "x"), (False, "o")):
+            marked = [(x, y) for head, x, y in heads if not head.has_threshold and (head.mode == "dense") == is_dense]
+            look: dict[str, Any] = {"color": "black"} if is_dense else {"edgecolors": "black", "facecolors": "none"}
+            axes.scatter([x for x, _ in marked], [y for _, y in marked], marker=marker, lw=0.8, s=12, **look)
+        whole_numbers(axes.xaxis)
+        whole_numbers(axes.yaxis, [profile.geometry.layer_number(index) for index in range(len(layers))])
+    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head; ring: linear tail)", **BAR)
+
+
+CELL = 0.14  # inches of a cell of the heat map where there are many
+DARK = 0.88  # the share of the colours that thin lines use: the last ones are too light for them
+CAPTIONS = {
+    "density": "The share of query-key pairs that every head computes, as calibrated; a cross marks dense heads.",
+    "frontier": "Error against density of every layer: curves are predicted for other budgets, circles are what was "
+    "chosen, on the prompts that layers were adjusted on.",
+    "time": "The time of each layer's attention in front of dense attention's; predicted where there was no GPU.",
+}
+LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors, as of a dense layer, lie on its edge
+
+
+def pictures(report: Report) -> dict[str, bytes]:
+    """PNG files by the names "density", "frontier" and "time"."""
+    draws = {"density": draw_density, "frontier": draw_frontier, "time": draw_time}
+    return {name: png(partial(draw, report=report), _title(report)) for name, draw in draws.items()}
+
+
+def elements(report: Report) -> dict[str, str]:
+    """SVG elements by the names "frontier" and "time"; instead of "density" a page of HTML has maps of its own."""
+    draws = {"frontier": draw_frontier, "time": draw_time}
+    return {
+        name: svg(partial(draw, report=report), _title(report), name, CAPTIONS[name]) for name, draw in draws.items()
+    }
+
+
+def _title(report: Report) -> str:
+    return f"{report.model} on {report.device}"
+
+
+def draw_density(figure: Figure, report: Report) -> None:
+    """A map of layers and heads for each length whose heads are known, with a cross on every dense head."""
+    lengths = [length for length in report.lengths if length.has_heads]
+    layers, heads = len(lengths[0].layers), len(lengths[0].layers[0].heads)
+    widest = 9.0 if len(lengths) == 1 else 5.0
+    wide, high = (min(max(CELL * count, 2.4), most) for count, most in ((heads, widest), (layers, 9.0)))
+    all_axes = panels(figure, [length.label for length in lengths], (wide, high), x="head", y="layer")
+    cross = (30 * min(wide / heads, high / layers)) ** 2
+    for axes, length in zip(all_axes, lengths, strict=True):
+        densities = [[head.density for head in layer.heads] for layer in length.layers]
+        image = axes.imshow(densities, vmin=0, vmax=1, cmap=COLOURS, aspect="auto", interpolation="nearest")
+        dense = [
+            (x, y)
+            for y, layer in enumerate(length.layers)
+            for x, head in enumerate(layer.heads)
+            if head.mode == "dense"
+        ]
+        axes.scatter([x for x, _ in dense], [y for _, y in dense], marker="x", color="black", lw=0.8, s=cross)
+        whole_numbers(axes.xaxis)
+        whole_numbers(axes.yaxis, report.layer_numbers)
+    figure.colorbar(image, ax=all_axes, label="density (cross: dense head)", **BAR)
+
+
+def draw_frontier(figure: Figure, report: Report) -> None:
+    """Error against density of each layer: what was predicted for other budgets, and what was chosen."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+    from matplotlib.ticker import LogLocator
+
+    budget, last = report.budget, len(report.lengths[0].layers) - 1
+    layer_colours = ScalarMappable(Normalize(0, max(1, last) / DARK), COLOURS)
+    circle: dict[str, Any] = {"ls": "", "marker": "o", "ms": 5 if last < 12 else 3.5, "mec": "black", "mew": 0.6}
+    circle |= {"zorder": 3, "clip_on": False, "in_layout": False}  # a circle at the edge is drawn whole
+    errors = [layer.error for length in report.lengths for layer in length.layers if layer.error > 0]
+    bottom = max(min([*errors, budget.value]) / 3, LOWEST * budget.value)  # curves fall towards density 1
+    size = (5.5, 4.2) if len(report.lengths) == 1 else (4.2, 3.6)
+    titles = [length.label for length in report.lengths]
+    all_axes = panels(figure, titles, size, x="density", y=budget.kind, sharey=True)
+    for axes, length in zip(all_axes, report.lengths, strict=True):
+        axes.axhline(budget.value, color="black", lw=1, ls="--", label="budget")
+        for number, layer in enumerate(length.layers):
+            colour = layer_colours.cmap(number / max(1, last) * DARK)
+            curve = [point for point in layer.frontier or () if min(point) > 0]  # as the budget rises
+            axes.plot([x for x, _ in curve], [y for _, y in curve], color=colour, lw=0.8, alpha=0.8)
+            axes.plot(layer.density, max(layer.error, bottom), color=colour, **circle)
+        axes.grid(alpha=0.3)
+    first = all_axes[0]
+    first.set(xscale="log", yscale="log")
+    first.set_ylim(bottom=bottom)
+    first.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    first.xaxis.set_major_formatter("{x:g}")
+    first.xaxis.set_minor_formatter("")
+    first.plot([], [], color="grey", lw=0.8, label="a layer's choices, predicted")
+    first.plot([], [], color="lightgrey", label="chosen, held out", **circle)
+    figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    bar = figure.colorbar(layer_colours, ax=all_axes, label="layer", **BAR)
+    bar.ax.set_ylim(0, max(1, last))
+    whole_numbers(bar.ax.yaxis, report.layer_numbers)
+
+
+def draw_time(figure: Figure, report: Report) -> None:
+    """Bars of each layer's attention before those of dense attention; predicted shares where nothing was timed."""
+    wide = min(max(0.2 * len(report.lengths[0].layers), 5.0), 12.0)
+    lengths = [length for length in report.lengths if length.attention_seconds is not None or length.has_heads]
+    all_axes = panels(figure, [length.label for length in lengths], (wide, 1.7), x="layer", y="", columns=1)
+    for axes, length in zip(all_axes, lengths, strict=True):
+        layers = length.layers
+        if length.attention_seconds is not None:  # so it is known of every layer
+            dense = [1e3 * (layer.dense_seconds or 0.0) for layer in layers]
+            sparse = [1e3 * (layer.seconds or 0.0) for layer in layers]
+            axes.set_ylabel("attention [ms]")
+        else:
+            dense = [1.0] * len(layers)
+            sparse = [fmean(head.cost for head in layer.heads) for layer in layers]
+            axes.set_ylabel("attention time,\npredicted, over dense")
+        axes.bar(range(len(layers)), dense, width=0.85, color="lightgrey", label="dense")
+        axes.bar(range(len(layers)), sparse, width=0.5, color="C0", label="S2O")
+        axes.set_xlim(-0.7, len(layers) - 0.3)
+        whole_numbers(axes.xaxis, report.layer_numbers)
+    first = all_axes[0]
+    figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

@@ -1,17 +1,343 @@
-"""The tables of a report and the sentences below them, the same on the terminal and in the Markdown file."""
+"""The tables and sentences of a report."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from textwrap import shorten
+from typing import Any
 
+from calibrate.model.preflight import Preflight
+from calibrate.progress import duration
+from calibrate.proof.again import Recertified, Verified
+from calibrate.recipe import Recipe
 from calibrate.report.contents import LayerReport, LengthReport, Report
-from calibrate.report.shown import tail_counts, tau_range, times, two_digits
-from calibrate.report.summary import ratio
+from calibrate.report.summary import ratio, summary
 from calibrate.tables import Number, Table, formatted, integer, kept_of
+from s2o_runtime.config import plain
 from s2o_runtime.fields import counted
+from s2o_runtime.profile import Profile, described
+from s2o_runtime.profile.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, Record
+
+
+def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
+    """In one sentence what was shown of means, of all layers at all lengths together.
+
+    Args:
+        certificate: of the profile; None if it has none.
+        adjusted_on: how many prompts of each length layers were adjusted on; None if that is not recorded.
+    """
+    lengths = _lengths(certificate)
+    if not lengths:
+        same = "the same prompts" if adjusted_on is None else f"the same {adjusted_on} prompts of each length"
+        return f"Adjusted and checked on {same}; not certified."
+    confidence = (certificate and certificate.confidence) or 0.0
+    domains = [domain for length in lengths for domain in length.domains or () if domain.domain]
+    worst = max(domains, key=lambda domain: domain.error_over_limit or 0.0, default=CertifiedDomain())
+    number = f"{worst.error_over_limit or 0.0:.0%} of it, estimated from {counted(worst.prompts or 0, 'prompt')}"
+    alone = f"; over {worst.domain} alone the largest is {number}" * bool(worst.domain)
+    return (
+        f"Certified on {_range(length.prompts for length in lengths)} prompts of each length, of "
+        f"{_range(length.groups for length in lengths)} groups of text ({_kinds(domains)}): with {confidence:.0%} "
+        "confidence, if errors of a kind vary about normally, the mean error of every layer over prompts like these, "
+        f"at each of these lengths, is within its limit{alone}."
+    )
+
+
+def in_short(certificate: Certificate | None) -> str:
+    """A few words for a table of profiles; "-" without a certificate."""
+    lengths = _lengths(certificate)
+    if not lengths:
+        return "-"
+    shares = [length.share for length in lengths if length.share is not None]
+    kls = [length.kl for length in lengths if length.kl is not None]
+    retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
+    found, kept = (sum(getattr(one, name) or 0 for one in retrievals) for name in ("found", "kept"))
+    parts = [
+        f"{_range(length.prompts for length in lengths)} prompts",
+        "means within limits",
+        f"KL within {max(kls):.1e} of {_at_least(min(shares))}" if kls and shares else "",
+        f"needles {kept} of {found}" if found else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def adjusted_on(record: Record) -> int | None:
+    """How many prompts of each length a profile's layers were adjusted on; None if that is not recorded."""
+    lengths = [prompt.length for prompt in (record.data and record.data.held_out) or ()]
+    return min((lengths.count(length) for length in set(lengths)), default=None)
+
+
+def sentences(certificate: Certificate | None) -> list[str]:
+    """What is certified of prompts at each length, and how."""
+    confidence = (certificate and certificate.confidence) or 0.0
+    method = [f"how: {certificate.method}"] if certificate and certificate.method else []
+    layers = [layer for length in _lengths(certificate) for layer in length.layers or ()]
+    dense = sum(layer.spent == 0 for layer in layers)
+    less = sum(layer.spent is not None for layer in layers) - dense
+    changed = f"{counted(less, 'layer')} got less of the budget than was adjusted, and {dense} became dense"
+    of_lengths = [_of_length(length, confidence) for length in _lengths(certificate)]
+    return of_lengths + [changed] * bool(less + dense) + method
+
+
+def _of_length(length: CertifiedLength, confidence: float) -> str:
+    """The joint claim about prompts, and what these prompts had."""
+    if length.share is None:
+        text = "every layer is dense"
+    else:
+        times = "" if length.error_over_limit == 1 else f"{formatted(length.error_over_limit, '.2f')} times "
+        text = (
+            f"with {confidence:.0%} confidence at this length at least {_at_least(length.share)} of prompts like these "
+            f"keep every layer within {times}its limit, over all rows and over those that answer, "
+            f"and the KL within {formatted(length.kl, '.1e')} nats, together"
+        )
+    noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
+    bound = "" if length.mean_kl_bound is None else f", for all prompts like these at most {length.mean_kl_bound:.1e}"
+    text += f"; these had a mean KL of {formatted(length.mean_kl, '.1e')}{noise}{bound}"
+    retrieval = length.retrieval
+    if retrieval is None or not retrieval.found:
+        return f"{length.length} tokens: {text}; retrieval not proven"
+    return (
+        f"{length.length} tokens: {text}; {retrieval.kept} of {retrieval.found} needles kept "
+        f"({_at_least(retrieval.low or 0)} shown, {retrieval.high or 0:.0%} not refuted)"
+    )
+
+
+def _at_least(share: float) -> str:
+    """A lower bound in percent, which no rounding makes larger."""
+    return f"{math.floor(1000 * share + 1e-9) / 10:.3g}%"
+
+
+def tables(certificate: Certificate | None) -> list[Table]:
+    """What is certified of each length, both units of a budget in mse, and each kind of text; none without a
+    certificate."""
+    lengths = _lengths(certificate)
+    if not lengths:
+        return []
+    units = [_units_table(lengths)] if any(layer.rel_mse is not None for layer in lengths[0].layers or ()) else []
+    return [_bounds_table(lengths), *units, _domain_table(lengths)]
+
+
+def _bounds_table(lengths: Sequence[CertifiedLength]) -> Table:
+    """One row a length: the layer whose bound is nearest to its limit, and what prompts keep together."""
+    columns: dict[str, Callable[[CertifiedLength], str]] = {
+        "length": lambda length: formatted(length.length, "d"),
+        "prompts": lambda length: formatted(length.prompts, "d"),
+        "groups": lambda length: formatted(length.groups, "d"),
+        "less": lambda length: formatted(sum(one.spent is not None for one in length.layers or ()), "d"),
+        "mean /\nlimit": lambda length: _share(_over_limit(one, one.mean) for one in _sparse(length)),
+        "bound /\nlimit": lambda length: _share(_over_limit(one, one.bound) for one in _sparse(length)),
+        "of prompts": lambda length: "-" if length.share is None else _at_least(length.share),
+        "error /\nlimit": lambda length: formatted(length.error_over_limit, ".2f"),
+        "KL": lambda length: formatted(length.kl, ".1e"),
+        "noise": lambda length: formatted(length.noise_floor, ".1e"),
+        "least\ntop-1": lambda length: formatted(length.top1, ".2%"),
+        "kept": lambda length: (
+            "-" if length.retrieval is None else kept_of(length.retrieval.kept or 0, length.retrieval.found or 0)
+        ),
+    }
+    return Table.of(lengths, columns, "certified")
+
+
+def _sparse(length: CertifiedLength) -> list[CertifiedLayer]:
+    """The layers that are not dense."""
+    return [layer for layer in length.layers or () if layer.density != 1.0]
+
+
+def _units_table(lengths: Sequence[CertifiedLength]) -> Table:
+    """One row a length: the largest bounds of its layers in both units, and how many limits the ceiling is."""
+
+    def largest(bounds: Iterable[float | None]) -> str:
+        return formatted(max((bound for bound in bounds if bound is not None), default=None), ".2e")
+
+    def by_ceiling(length: CertifiedLength) -> str:
+        limits = [layer.binds for layer in length.layers or ()]
+        return f"{limits.count('rel_mse')} of {len(limits)} layers" if any(limits) else "-"
+
+    columns: dict[str, Callable[[CertifiedLength], str]] = {
+        "length": lambda length: formatted(length.length, "d"),
+        "largest bound, mse": lambda length: largest(layer.bound for layer in length.layers or ()),
+        "as rel_mse": lambda length: largest(layer.rel_bound for layer in length.layers or ()),
+        "the ceiling binds in": by_ceiling,
+    }
+    return Table.of(lengths, columns, "in both units")
+
+
+def _domain_table(lengths: Sequence[CertifiedLength]) -> Table:
+    """One row for each kind of text: its mean error over the limit at each length, and the largest of all else."""
+    texts: dict[str, dict[int | None, CertifiedDomain]] = {}
+    for length in lengths:
+        for domain in length.domains or ():
+            texts.setdefault(domain.domain or "-", {})[length.length] = domain
+
+    def largest(text: str, name: str, style: str) -> str:
+        numbers = [getattr(domain, name) for domain in texts[text].values()]
+        return formatted(max((number for number in numbers if number is not None), default=None), style)
+
+    def error_at(length: int | None) -> Callable[[str], str]:
+        return lambda text: formatted(getattr(texts[text].get(length), "error_over_limit", None), ".0%")
+
+    columns: dict[str, Callable[[str], str]] = {
+        "text": str,
+        "prompts": lambda text: _range(domain.prompts for domain in texts[text].values()),
+        "groups": lambda text: _range(domain.groups for domain in texts[text].values()),
+        **{f"error / limit\nat {length.length}": error_at(length.length) for length in lengths},
+        "rows that\nanswer": lambda text: largest(text, "answer_over_limit", ".0%"),
+        "mean KL": lambda text: largest(text, "kl", ".1e"),
+    }
+    return Table.of(sorted(texts), columns, "by kind of text", align="lr")
+
+
+def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
+    return (certificate and certificate.lengths) or ()
+
+
+def _kinds(domains: Sequence[CertifiedDomain]) -> str:
+    """The kinds of text, or in how many equal parts, where each has the two groups that `bounds.mean_bound` wants."""
+    names = sorted({domain.domain or "" for domain in domains})
+    equal = len(names) > 1 and all((domain.groups or 0) > 1 for domain in domains)
+    return f"{len(names)} kinds in equal parts" if equal else ", ".join(names)
+
+
+def _over_limit(layer: CertifiedLayer, bound: float | None) -> float | None:
+    return None if bound is None or not layer.limit else bound / layer.limit
+
+
+def _share(shares: Iterable[float | None]) -> str:
+    largest = max((share for share in shares if share is not None), default=None)
+    return "-" if largest is None else Number(f"{largest:.0%}", largest)
+
+
+def _range(counts: Iterable[int | None]) -> str:
+    measured = sorted({count for count in counts if count})
+    return "-" if not measured else str(measured[0]) if len(measured) == 1 else f"{measured[0]} to {measured[-1]}"
+
+
+COLUMNS = (
+    "length", "tau", "dense\nheads", "tails", "density", "of", "error /\nlimit", "worst\nrow", "needles", "KL"
+)  # fmt: skip
+
+
+def summary_parts(profile: Profile) -> Iterator[Table | str]:
+    """The summary in lines and a table, with what was proven."""
+    contents = summary(profile)
+    for name in ("model", "architecture", "device", "budget", "objective", "proof"):
+        yield f"{name:<12}  {contents[name] or 'not recorded'}"
+    if (contents["proof"] or "").startswith("held out"):
+        yield statement(profile.record.certificate, adjusted_on(profile.record))
+    yield from (f"not proven: {sentence}" for sentence in (*contents["problems"], *contents["not_proven"]))
+    if contents["retiled"]:
+        yield contents["retiled"]
+    yield Table(COLUMNS, [length_cells(row) for row in contents["lengths"]])
+    yield "tau: a head stops visiting keys once the rest would add less than this to its denominator; more skips more"
+    yield f"prompts below {profile.min_length} tokens stay dense"
+
+
+def exported(profile: Profile) -> dict[str, Any]:
+    """A profile as JSON: the fields of the file's document, and `buckets` with every layer in place of the tensors."""
+    buckets = [
+        {"length": length, "layers": [plain(layer) for layer in bucket]}
+        for length, bucket in zip(profile.lengths, profile.layers, strict=True)
+    ]
+    document = described(profile)
+    record = document.pop("record")
+    return document | {"buckets": buckets, "record": record}
+
+
+def length_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of `COLUMNS` for one of `summary`'s lengths."""
+    return (
+        str(row["length"]),
+        tau_range(row["tau_min"], row["tau_max"]),
+        f"{row['dense_heads']} of {row['heads']}",
+        tail_counts(row["tails"], row["linear_tails"]),
+        formatted(row["density"], ".3f"),
+        row["density_is"] or "-",
+        formatted(row["error_over_limit"], ".0%"),
+        formatted(row["worst"], ".2g"),
+        "-" if row["needles"] is None else kept_of(*row["needles"]),
+        formatted(row["kl"], ".1e"),
+    )
+
+
+def tau_range(smallest: float | None, largest: float | None) -> str:
+    """Both thresholds, of which the smallest is what tables are sorted by; "-" without thresholds."""
+    if smallest is None or largest is None:
+        return "-"
+    return Number(f"{two_digits(smallest)} .. {two_digits(largest)}", smallest)
+
+
+def two_digits(tau: float) -> str:
+    """A threshold as it is shown."""
+    return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02
+
+
+def tail_counts(tails: int, linear_tails: int) -> Number:
+    """The heads with a tail, and beside them those with a linear one: "6+2 lin."."""
+    return Number(f"{tails}+{linear_tails} lin." if linear_tails else str(tails), tails + linear_tails)
+
+
+def times(ratio: float | None) -> str:
+    """2.0 -> "2.00x"; "-" for None."""
+    return "-" if ratio is None else Number(f"{ratio:.2f}x", ratio)
+
+
+def plan_lines(recipe: Recipe, preflight: Preflight, seconds: Mapping[str, float], prompts: str) -> dict[str, str]:
+    """What is going to be measured again, and how long its phases take at most; prompts: how many of each length."""
+    phases = ", ".join(f"{name} {duration(taken)}" for name, taken in seconds.items())
+    return {
+        "takes": f"at most about {duration(sum(seconds.values()))} ({phases})",
+        "model": recipe.model,
+        "layers": preflight.layers,
+        "lengths": ", ".join(map(str, sorted(recipe.all_lengths))),
+        "prompts": prompts,
+    }
+
+
+def proof_parts(proof: Verified) -> Iterator[Table | str]:
+    """What the prompts that layers were adjusted on say here: a row for each length."""
+    names = ("length", "largest error", "rel_mse", "error / limit", "density", "needles", "KL")
+    rows = [
+        (
+            str(length["length"]),
+            f"{max(layer['error'] for layer in length['layers']):.2e}",
+            f"{max(layer['rel_mse'] for layer in length['layers']):.2e}",
+            f"{max(layer['error'] / layer['limit'] if layer['limit'] else 0.0 for layer in length['layers']):.0%}",
+            f"{fmean(layer['density'] for layer in length['layers']):.3f}",
+            "-" if length["needles"] is None else kept_of(*length["needles"]),
+            f"{length['kl']:.1e}",
+        )
+        for length in proof.lengths
+    ]
+    yield Table(names, rows, "proven here")
+    if not proof.same_prompts:
+        yield "the prompts are not those the profile was proven on"
+
+
+def certificate_parts(check: Recertified) -> Iterator[Table | str]:
+    """What fresh prompts say of a certificate: a row for each length."""
+    names = ("length", "prompts", "groups", "mean / limit", "broken", "outside", "mean KL", "kept")
+    rows = [
+        (
+            str(length.length),
+            str(length.prompts),
+            str(length.groups),
+            f"{length.means:.0%}",
+            str(length.broken),
+            f"{length.above} of {length.groups}",
+            f"{length.mean_kl:.1e}",
+            "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}",
+        )
+        for length in check.lengths
+    ]
+    yield Table(names, rows, "the certificate on fresh prompts")
+    yield (
+        "mean / limit: of the layer that is nearest to its limit; broken: layers whose mean is over it by more than "
+        "chance explains, at 5% for all together; outside: groups of text with a prompt outside the joint limit"
+    )
+
 
 DETAILS = ("tails", "repr.", "grain", "tile", "binds")  # columns that the terminal leaves to the report
 BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one

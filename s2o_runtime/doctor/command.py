@@ -21,8 +21,7 @@ from s2o_runtime.command_line import (
 )
 from s2o_runtime.command_line import exit_code as run_command
 from s2o_runtime.doctor import findings
-from s2o_runtime.doctor.environment import environment, variables
-from s2o_runtime.doctor.findings import Finding, Section
+from s2o_runtime.doctor.findings import Finding, Section, environment, variables
 from s2o_runtime.errors import S2OError
 from s2o_runtime.logs import set_up
 
@@ -103,7 +102,7 @@ def examine(
     sections = [Section("environment", [*installed, *variables()])]
 
     from s2o_runtime.devices import named_device
-    from s2o_runtime.doctor.devices import device_findings
+    from s2o_runtime.doctor.profile_check import device_findings
     from s2o_runtime.doctor.self_test import self_test
 
     try:

@@ -1,4 +1,4 @@
-"""What a profile would run on a device, layer by layer and length by length, and whether a model is the profile's."""
+"""The doctor's checks of the devices and of what a profile would run on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
-from s2o_runtime.devices import fit, identify
+from s2o_runtime.devices import fit, identify, interpreted
 from s2o_runtime.doctor.findings import Finding, Section
 from s2o_runtime.errors import ModelError, ProfileError, ResourceError
 from s2o_runtime.identity import geometry
@@ -18,6 +18,31 @@ from s2o_runtime.layer_kinds import positions
 from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.serving.fit import COMPARED, ProfileFit, Rank, check_model
+
+GIB = 1 << 30
+
+
+def device_findings(device: torch.device) -> list[Finding]:
+    """The device, its memory, and whether the kernels are made for it."""
+    here = identify(device)
+    if here.kind == "cpu":
+        advice = (
+            "the kernels need an NVIDIA GPU; S2O runs in plain torch here, which shows what is skipped, not how fast"
+        )
+        return [Finding("device", "cpu", advice)]
+    verdict = fit(here, here)
+    is_served = verdict.tiles is not None
+    findings = [Finding("device", f"{device}: {here}", *(() if is_served else (verdict.reason, NO_RESOURCE)))]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        findings.append(Finding("memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"))
+    if interpreted():
+        findings.append(
+            Finding(
+                "interpreter", "on", "TRITON_INTERPRET=1 runs kernels in Python, thousands of times slower: unset it"
+            )
+        )
+    return findings
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,14 @@ from s2o_runtime.attention.windowed import window_attention
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import InputError, ModelError, ProfileError
 from s2o_runtime.fields import Rule
-from s2o_runtime.huggingface.environment import SOFT_CAP, adopt, available, weights_mismatch
 from s2o_runtime.huggingface.layers import (
     STATE,
     Beyond,
     Implementations,
     check_beyond,
     check_model,
+    heads_here,
+    layer_obstacle,
     other_attention,
     state_of_key,
     states_of,
@@ -49,12 +50,11 @@ from s2o_runtime.huggingface.layers import Observer as Observer
 from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
-from s2o_runtime.huggingface.obstacles import layer_obstacle
 from s2o_runtime.huggingface.paged import per_request
-from s2o_runtime.huggingface.ranks import heads_here
+from s2o_runtime.huggingface.run import SOFT_CAP, adopt, available, weights_mismatch
 from s2o_runtime.identity import attention_modules, device_of, geometry, not_finite, offloaded
 from s2o_runtime.layer_kinds import chunk, positions, sees_window, window
-from s2o_runtime.monitor.dense_watch import DenseWatch
+from s2o_runtime.monitor.counters import DenseWatch
 from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import find_profile
@@ -434,7 +434,7 @@ def _causal_attention(
     if state is None:
         return fastest_dense_attention(query, key, value, scoring, call.kv_start)
     if state.chunk is not None and query.shape[2] > state.chunk:
-        from s2o_runtime.huggingface.chunks import prefill_in_chunks
+        from s2o_runtime.huggingface.layers import prefill_in_chunks
 
         def compute(rows: slice, keys: int) -> Tensor:
             part = replace(call, q_offset=call.q_offset + rows.start)

@@ -1,11 +1,11 @@
-"""A patched attention layer: what it was told, what it has done, and how that is kept at its module."""
+"""One layer of a model that transformers runs: its state, and what S2O cannot do there."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, cast, get_args
@@ -16,18 +16,104 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from s2o_runtime.attention.result import AttentionStats
-from s2o_runtime.config import KvCacheDtype, LayerConfig
+from s2o_runtime.config import HEAD_DIMS, KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.fields import Rule
 from s2o_runtime.identity import attention_modules, decoder_attention
 from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
-from s2o_runtime.monitor.dense_watch import DenseWatch
+from s2o_runtime.monitor.counters import DenseWatch, Meter
 from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
-from s2o_runtime.monitor.meter import Meter
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.device_fit import fitted
 from s2o_runtime.scoring import Scoring
+from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.layer import ServedLayer, longest_trusted
+from s2o_runtime.shapes import CallShape
+
+
+def heads_here(attention: nn.Module, query_heads: int) -> range | None:
+    """The query heads that an attention module computes in this process; None if all of them.
+
+    Torch cuts the rows of the projections into equal parts, in the order of the ranks, so a rank holds neighbouring
+    heads. A module whose parameters are whole computes all heads.
+
+    Args:
+        attention: the module; its split parameters are torch's DTensors.
+        query_heads: of the whole model.
+
+    Raises:
+        ProfileError: the ranks cannot share so many heads.
+    """
+    for parameter in attention.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        for dimension, placement in enumerate(getattr(parameter, "placements", ())):
+            if mesh is None or not placement.is_shard() or mesh.size(dimension) == 1:
+                continue
+            return Rank(mesh.get_local_rank(dimension), mesh.size(dimension)).heads(query_heads)
+    return None
+
+
+def layer_obstacle(query: Tensor, key: Tensor, value: Tensor, call: Mapping[str, Any]) -> str | None:
+    """Why S2O cannot do the attention of a layer, whatever the prompt; None if it can.
+
+    Args:
+        query: [B, Hq, Lq, D]; key: [B, Hkv, Lk, D]; value: [B, Hkv, Lk, Dv].
+        call: what the layer passes to transformers' attention function besides, by name.
+    """
+    return _obstacle(query.shape[3], value.shape[3])
+
+
+def _obstacle(query_dim: int, value_dim: int) -> str | None:
+    widest = max(query_dim, value_dim)
+    if widest > HEAD_DIMS[-1]:
+        return f"head_dim {widest} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
+    return None
+
+
+def foreseen_obstacle(module: nn.Module, config: Any) -> str | None:
+    """What `layer_obstacle` will say of a layer, as far as its attention module and the configuration tell.
+
+    Args:
+        module: the attention module; its parameters need not be in memory.
+        config: the model's transformers configuration.
+    """
+    query_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or 0
+    value_dim = getattr(module, "v_head_dim", None) or query_dim
+    return _obstacle(query_dim, value_dim)
+
+
+def prefill_in_chunks(
+    state: LayerState, query: Tensor, key: Tensor, offset: int, compute: Callable[[slice, int], Tensor]
+) -> Tensor:
+    """Compute a prefill chunk by chunk, and let the layer's observer see it as one.
+
+    Args:
+        state: of the layer; its `chunk` is the queries of all calls but the last. Its `last_density` is that of the
+            whole prefill afterwards.
+        query: [B, Hq, Lq, D].
+        key: [B, Hkv, Lk, D].
+        offset: the position of the first query.
+        compute: computes some of the queries behind so many keys, and leaves what it did in `state.last`.
+
+    Returns:
+        [B, Hq, Lq, D].
+    """
+    assert state.chunk is not None
+    q_len, chunk, observer = query.shape[2], state.chunk, state.observer
+    outputs, computed, causal = [], 0.0, 0
+    state.observer, state.last_density = None, None
+    try:
+        for begin in range(0, q_len, chunk):
+            end = min(begin + chunk, q_len)
+            outputs.append(compute(slice(begin, end), offset + end))
+            pairs = CallShape(1, 1, 1, end - begin, offset + end, 1, 1).causal_pairs
+            computed += pairs * state.density
+            causal += pairs
+    finally:
+        state.observer = observer
+    state.last_density = computed / causal
+    return torch.cat(outputs, 2)
+
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 Beyond = Literal["dense", "warn", "s2o"]

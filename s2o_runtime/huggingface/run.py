@@ -1,15 +1,255 @@
-"""s2o-run: start a program whose transformers models run S2O, without editing it."""
+"""Run programs that cannot be edited: s2o-run, S2O_PROFILE and what else the environment says."""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple, cast, get_args
+
+import torch
+from torch import nn
 
 from s2o_runtime.command_line import BAD_INPUT, Parser, add_information, exit_code, exit_codes
-from s2o_runtime.errors import InputError, ProfileError
+from s2o_runtime.errors import InputError, ModelError, ProfileError
+from s2o_runtime.fields import Rule
+from s2o_runtime.huggingface.layers import (
+    STATE,
+    Beyond,
+    LayerState,
+    attach,
+    check_beyond,
+    heads_here,
+    no_config,
+    other_state,
+    states_of,
+    was_detached,
+)
+from s2o_runtime.identity import (
+    attention_modules,
+    decoder_attention,
+    fingerprint,
+    fingerprint_mismatch,
+    geometry,
+    offloaded,
+)
+from s2o_runtime.monitor.drift import DriftChoice, error_limits
+from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.find import Found, fitting_profile, none_like, profiles
+
+VARIABLE = "S2O_PROFILE"
+BEYOND = "S2O_BEYOND"
+DRIFT = "S2O_DRIFT"
+STARTED = "S2O_STARTED"  # the id of the process that `s2o-run` became
+NO_MODEL = "the model that the layers belong to was not found"
+SOFT_CAP = "attn_logit_softcapping"  # what transformers calls a model's bound on its attention scores
+
+log = logging.getLogger("s2o_runtime")
+
+adopted: list[LayerState] = []  # all layers that a profile was meant for, kept for a table at the very end
+refused: dict[str, None] = {}  # why models stayed dense, in the order in which it was said
+
+
+class Available(NamedTuple):
+    """What the models of this process may get.
+
+    named: the profile that S2O_PROFILE names. found: without one, in a program that `s2o-run` started, the profiles in
+    the folders where `s2o_runtime.profile.find` looks; None in other programs.
+    """
+
+    named: Profile | None = None
+    found: tuple[Found, ...] | None = None
+
+
+_read: list[Available] = []  # what `available` returns; torch.compile can look at a list
+
+
+def available() -> Available:
+    """What the models of this process may get, read once.
+
+    Raises:
+        ProfileError: the named profile cannot be read, was made on random weights, or names no budget for the drift
+            check that S2O_DRIFT asks for.
+        ConfigError: S2O_BEYOND or S2O_DRIFT has a value that is not known, or S2O_PROFILES names no folder.
+    """
+    if not _read:
+        beyond()
+        drift()
+        if path := os.environ.get(VARIABLE):
+            try:
+                profile = load_profile(path).check_trained()
+                if drift() in ("warn", "dense"):
+                    error_limits(profile)
+            except ProfileError as error:
+                raise ProfileError(f"{VARIABLE}: {error}") from error
+            _read.append(Available(named=profile))
+        else:
+            _read.append(Available(found=tuple(profiles()) if STARTED in os.environ else None))
+    return _read[0]
+
+
+def beyond() -> Beyond:
+    """What S2O_BEYOND says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
+    return check_beyond(os.environ.get(BEYOND) or "dense", BEYOND)
+
+
+def drift() -> DriftChoice:
+    """What S2O_DRIFT says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
+    rule = Rule(str, allowed=get_args(DriftChoice))
+    return cast(DriftChoice, rule.checked(os.environ.get(DRIFT) or "auto", DRIFT))
+
+
+def mismatch(config: Any) -> str | None:
+    """Why a model with this transformers configuration gets no profile, as far as its sizes say; None if it may."""
+    named, found = available()
+    try:
+        return none_like(found or (), config) if named is None else named.misfit(geometry(config))
+    except (ModelError, ValueError, AttributeError) as error:  # anybody's configuration
+        return str(error)
+
+
+def obstacle(config: Any) -> str | None:
+    """Why a model with this configuration, which could as well run SDPA, is not one for a profile; None if it is.
+
+    SDPA does not cap scores, and a model that caps them is left as it is.
+    """
+    if available() == (None, None):
+        return f"{VARIABLE} is not set"
+    if getattr(config, SOFT_CAP, None) is not None:
+        return "the model caps its attention scores"
+    return mismatch(config)
+
+
+def say_dense(reason: str) -> None:
+    """Warn once that a model stays as it is."""
+    refused[reason] = None
+    speaker = "" if available().named is None else f"{VARIABLE}: "
+    _warn_once(f"{speaker}{reason}; it stays dense")
+
+
+def adopt(module: nn.Module, device: torch.device) -> LayerState | None:
+    """The state of an attention module that has none: with it all of its model gets a profile.
+
+    None if there is no profile, the module is no decoder's attention, or it was unpatched.
+    """
+    is_attention = hasattr(module, "layer_idx") and hasattr(module, "config")
+    if available() == (None, None) or was_detached(module) or not is_attention:
+        return None
+    modules, states, query_heads = [module], dict[int, LayerState](), 0
+    reason = mismatch(module.config)
+    if reason is None:
+        modules, models = _siblings(module)
+        try:
+            profile, rejected = _profile_of(models, module.config, device)
+            states = {state.layer: state for state in states_of(profile, device, drift(), beyond(), rejected)}
+            query_heads = profile.geometry.query_heads
+        except ProfileError as error:
+            reason = str(error)
+    if reason is not None:
+        say_dense(reason)
+        states = {number: LayerState(number, no_config, 0, reason) for number in map(_number, modules)}
+    for member in modules:
+        number = _number(member)
+        if number not in states:
+            states[number] = other_state(number, module.config)
+        elif reason is None:
+            states[number].heads = heads_here(member, query_heads)
+        attach(member, states[number])
+        adopted.append(states[number])
+    state: LayerState = module.__dict__[STATE]
+    return state
+
+
+def _number(module: nn.Module) -> int:
+    return int(module.layer_idx)  # type: ignore[arg-type]
+
+
+def _siblings(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
+    """All attention modules of the model that holds this one, and the models that hold them.
+
+    These are the one that was loaded, and what it consists of or is a part of. If none is found, it is only this
+    module, and no model.
+
+    A module does not know its model, but the garbage collector knows both. It is asked once for each model.
+    """
+    from transformers import PreTrainedModel
+
+    if id(module.config) in _searched:
+        return [module], []
+    models: list[Any] = [
+        model
+        for model in gc.get_objects()
+        if issubclass(type(model), PreTrainedModel) and any(attention is module for attention in model.modules())
+    ]
+    models.sort(key=lambda model: sum(1 for _ in model.modules()), reverse=True)
+    for model in models:
+        try:
+            attention_modules(model)
+        except (ModelError, ValueError, AttributeError):
+            continue
+        modules = [attention for layer_modules in decoder_attention(model).values() for attention in layer_modules]
+        if any(attention is module for attention in modules):
+            return [attention for attention in modules if STATE not in attention.__dict__], models
+    _searched.add(id(module.config))
+    return [module], []
+
+
+_searched: set[int] = set()  # configurations (their ids) whose model was not found
+
+
+def _profile_of(models: list[Any], config: Any, device: torch.device) -> tuple[Profile, str | None]:
+    """The profile that a model of a fitting geometry gets, and why it must stay dense with it, if so.
+
+    A profile that was found is of the model's weights, and one line of the log says which it is; of the one that
+    S2O_PROFILE names, other weights are a warning.
+
+    Args:
+        models: as `_siblings` gives them.
+        config: the transformers configuration of the model.
+        device: where its attention runs.
+
+    Raises:
+        ProfileError: no profile that was found fits.
+    """
+    profile, profiles_found = available()
+    if profile is None:
+        found = fitting_profile(profiles_found or (), config, device, lambda one: weights_mismatch(models, one))
+        log.info("S2O takes the profile %s", found)
+        return found.profile, None
+    rejected = next(filter(None, map(offloaded, models)), None)
+    if rejected is not None:
+        say_dense(rejected)
+    elif not models:
+        _warn_once(f"{VARIABLE}: {NO_MODEL}: its weights are not checked")
+    elif mismatch := weights_mismatch(models, profile):
+        _warn_once(f"{VARIABLE}: {mismatch} that the profile was calibrated on: errors and densities may differ")
+    return profile, rejected
+
+
+def weights_mismatch(models: list[Any], profile: Profile) -> str | None:
+    """How a model's weights or RoPE parameters differ from a profile's, or why that is not known; None if they do not.
+
+    Args:
+        models: the one that was loaded, and what it consists of or is a part of; empty if they are not known.
+        profile: the profile.
+    """
+    if not models:
+        return NO_MODEL
+    if rejected := next(filter(None, map(offloaded, models)), None):
+        return rejected
+    mismatches = [fingerprint_mismatch(fingerprint(model), profile.fingerprint) for model in models]
+    return None if None in mismatches else f"{mismatches[0]} of {profile.model_name}"
+
+
+@lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
+
 
 PROGRAM = "s2o-run"
 SITE = Path(__file__).parent / "site"
@@ -60,7 +300,6 @@ def parser() -> Parser:
 def _become(args: argparse.Namespace) -> int:
     flags = {"S2O_PROFILE": args.profile, "S2O_BEYOND": args.beyond, "S2O_DRIFT": args.drift}
     os.environ.update({variable: value for variable, value in flags.items() if value is not None})
-    from s2o_runtime.huggingface.environment import STARTED, VARIABLE, available  # imports torch
     from s2o_runtime.profile.find import VARIABLE as FOLDERS
     from s2o_runtime.profile.find import folders
 

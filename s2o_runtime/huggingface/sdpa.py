@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.huggingface import environment
+from s2o_runtime.huggingface import run
 from s2o_runtime.huggingface.explanation import explained
 from s2o_runtime.huggingface.hf import (
     CALL,
@@ -72,11 +72,11 @@ def mask_or_s2o(**call: Any) -> Tensor | None:
     A model that is compiled before any ran eagerly has no profile yet, and stays as it is.
     """
     tracing = torch.compiler.is_compiling()
-    reason = environment.obstacle(call.get("config"))
-    if reason is None and (environment.adopted or not tracing):
+    reason = run.obstacle(call.get("config"))
+    if reason is None and (run.adopted or not tracing):
         return s2o_mask(**call)
     if reason is not None and not tracing and call.get("mask_function", causal_mask_function) is causal_mask_function:
-        environment.say_dense(reason)
+        run.say_dense(reason)
     mask: Tensor | None = sdpa_mask(**call)
     return mask
 
@@ -99,7 +99,7 @@ def attention_or_s2o(
     state = module.__dict__.get(STATE)
     ours = is_prefill_mask(attention_mask)
     if state is None and ours and not torch.compiler.is_compiling():
-        state = environment.adopt(module, query.device)
+        state = run.adopt(module, query.device)
     call: PrefillCall | None = getattr(attention_mask, CALL, None)
     plain = state is None or not _is_causal(module, kwargs)
     if plain and (call is not None or not ours):
@@ -119,7 +119,7 @@ def paged_or_s2o(module: nn.Module, *tensors: Tensor, **kwargs: Any) -> tuple[Te
 def _paged(
     other: Callable[..., tuple[Tensor, None]], module: nn.Module, query: Tensor, *tensors: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    state = module.__dict__.get(STATE) or environment.adopt(module, query.device)
+    state = module.__dict__.get(STATE) or run.adopt(module, query.device)
     if state is None or state.rejected is not None or not is_batch(kwargs):
         return other(module, query, *tensors, **kwargs)
     return s2o_paged_forward(module, query, *tensors, **kwargs)
@@ -132,7 +132,7 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def _explain() -> None:
-    print(explained(environment.adopted), file=sys.stderr)
+    print(explained(run.adopted), file=sys.stderr)
 
 
 def _say_if_none() -> None:
@@ -146,12 +146,12 @@ def why_none_ran() -> str | None:
     if "s2o" in paths_taken:
         return None
     prefills: Counter[str] = Counter()
-    for state in environment.adopted:
+    for state in run.adopted:
         prefills.update({reason: calls for (_, reason), calls in state.counts.items() if reason != DenseReason.DECODE})
-    if environment.refused:
-        return next(iter(environment.refused))
+    if run.refused:
+        return next(iter(run.refused))
     if prefills:
         return prefills.most_common(1)[0][0]
-    if os.environ.get(environment.STARTED) != str(os.getpid()):
+    if os.environ.get(run.STARTED) != str(os.getpid()):
         return None
     return "no transformers model with SDPA attention had a plain causal prefill outside torch.compile"

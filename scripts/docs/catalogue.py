@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.recipe import Budget, default_out
-from calibrate.report.card import card
-from calibrate.report.certified import in_short
-from calibrate.report.shown import times
+from calibrate.report.page import card
+from calibrate.report.sections import in_short, times
 from calibrate.report.summary import summary
 from calibrate.tables import Markup, Table, escaped, markdown
 from s2o_runtime.command_line import OK, failed, failure_code

@@ -23,7 +23,7 @@ from calibrate.model.models import ALIASES
 from calibrate.proof import verify
 from calibrate.proof.verify import prove
 from calibrate.recipe import OPTIONS
-from calibrate.report import output, sections
+from calibrate.report import page, sections
 from s2o_runtime import load_profile
 from support.models import SIZES
 from support.pages import ROOT
@@ -139,7 +139,7 @@ def test_a_quiet_run_prints_no_plan(command, monkeypatch):
 def test_only_what_gains_something_is_said_to_be_deployed(worthwhile, command, monkeypatch):
     finished = SimpleNamespace(report="the report", written=True, report_files=[Path("p.html")], report_failure="")
     monkeypatch.setattr(commands, "finished", lambda *_, **__: finished)
-    monkeypatch.setattr(output, "print_report", lambda report, console: None)
+    monkeypatch.setattr(page, "print_report", lambda report, console: None)
     monkeypatch.setattr(sections, "is_worthwhile", lambda report: (report, worthwhile) == ("the report", True))
     printed = command(*GOOD, "--out", "p.safetensors").stdout
     assert "wrote p.safetensors in " in printed

@@ -20,7 +20,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.doctor import environment, profile_check, self_test
+from s2o_runtime.doctor import findings, profile_check, self_test
 from s2o_runtime.doctor.command import examine, main
 from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit_code
 from s2o_runtime.reference import attention
@@ -114,7 +114,7 @@ def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
 
 
 def test_without_torch_nothing_else_is_looked_at(monkeypatch):
-    monkeypatch.setattr(environment, "installed", lambda package: None)
+    monkeypatch.setattr(findings, "installed", lambda package: None)
     (section,) = examine(DEMO_PROFILE)
     assert by_name(section.findings)["torch"].code == NO_RESOURCE
     assert exit_code([section]) == NO_RESOURCE
@@ -122,35 +122,35 @@ def test_without_torch_nothing_else_is_looked_at(monkeypatch):
 
 def test_a_torch_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    finding = environment.installation("torch")
+    finding = findings.installation("torch")
     assert finding.code == NO_RESOURCE
     assert "it cannot be imported (ModuleNotFoundError: " in finding.advice
-    assert {"torch", "vllm", "sglang"} <= set(by_name(environment.environment()))
+    assert {"torch", "vllm", "sglang"} <= set(by_name(findings.environment()))
 
 
 @pytest.mark.parametrize(("text", "version"), [(OPEN_DRIVER, "570.86.15"), (CLOSED_DRIVER, "535.161.08")])
 def test_a_driver_that_torch_cannot_use_is_a_problem(text, version, tmp_path, monkeypatch):
     (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(environment, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(findings, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (finding,) = environment.driver()
+    (finding,) = findings.driver()
     assert finding == Finding(
         "driver", f"NVIDIA {version}", "this torch is built without CUDA: install a CUDA build of it", NO_RESOURCE
     )
-    assert next(environment.driver(wants_gpu=False)).verdict == "note"
+    assert next(findings.driver(wants_gpu=False)).verdict == "note"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert "driver must be one for CUDA 12.8 or newer" in next(environment.driver()).advice
+    assert "driver must be one for CUDA 12.8 or newer" in next(findings.driver()).advice
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES is ''" in next(environment.driver()).advice
+    assert "CUDA_VISIBLE_DEVICES is ''" in next(findings.driver()).advice
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert next(environment.driver()) == Finding("driver", f"NVIDIA {version}")
+    assert next(findings.driver()) == Finding("driver", f"NVIDIA {version}")
 
 
 def test_no_driver_is_no_problem(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "DRIVER", tmp_path / "version")
-    assert list(environment.driver()) == [Finding("driver", "no NVIDIA driver is loaded")]
+    monkeypatch.setattr(findings, "DRIVER", tmp_path / "version")
+    assert list(findings.driver()) == [Finding("driver", "no NVIDIA driver is loaded")]
 
 
 def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
@@ -159,28 +159,28 @@ def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
         'triton>=3.6,<3.10; platform_system == "Linux"',
         'transformers>=5.0; extra == "calibrate"',
     ]
-    monkeypatch.setattr(environment.metadata, "requires", lambda package: requires)
+    monkeypatch.setattr(findings.metadata, "requires", lambda package: requires)
     versions = {"triton": "3.5.1", "transformers": "5.1.0"}
-    monkeypatch.setattr(environment, "installed", versions.get)
-    assert environment.installation("transformers") == Finding("transformers", "5.1.0")
-    assert environment.installation("triton").advice == (
+    monkeypatch.setattr(findings, "installed", versions.get)
+    assert findings.installation("transformers") == Finding("transformers", "5.1.0")
+    assert findings.installation("triton").advice == (
         "S2O is made for triton>=3.6,<3.10: install one of these versions"
     )
-    assert environment.required("torch") == ">=2.6"
-    assert environment.required("numpy") is None
+    assert findings.required("torch") == ">=2.6"
+    assert findings.required("numpy") is None
 
 
 def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
-    monkeypatch.setattr(environment.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
-    monkeypatch.setattr(environment.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(findings.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(findings.shutil, "which", lambda name: None)
+    monkeypatch.setattr(findings.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.delenv("CC", raising=False)
-    assert [(one.name, one.verdict) for one in environment.compiler()] == [("C compiler", "note"), ("headers", "note")]
+    assert [(one.name, one.verdict) for one in findings.compiler()] == [("C compiler", "note"), ("headers", "note")]
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
-    assert list(environment.compiler()) == []
+    monkeypatch.setattr(findings.shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    assert list(findings.compiler()) == []
     monkeypatch.setenv("CC", "mycc")
-    assert "CC names mycc" in next(environment.compiler()).advice
+    assert "CC names mycc" in next(findings.compiler()).advice
 
 
 @pytest.fixture
@@ -191,9 +191,9 @@ def installation_of(tmp_path, monkeypatch):
     def make(name, version):
         spec = SimpleNamespace(origin=str(tmp_path / name / "__init__.py"))
         monkeypatch.setattr(importlib.util, "find_spec", lambda package: spec if package == name else real(package))
-        monkeypatch.setattr(environment, "installed", {name: version}.get)
-        (server,) = (server for server in environment.SERVERS if server.package == name)
-        return partial(environment.server_installation, server)
+        monkeypatch.setattr(findings, "installed", {name: version}.get)
+        (server,) = (server for server in findings.SERVERS if server.package == name)
+        return partial(findings.server_installation, server)
 
     return make
 
@@ -220,9 +220,9 @@ def test_a_server_is_known_by_its_sources_alone(
     assert unknown.advice.endswith(f"use one of {', '.join(versions)}")
 
     looked_at, plugins = [], []
-    monkeypatch.setattr(environment, "interface_obstacle", lambda *arguments: looked_at.append(arguments))
+    monkeypatch.setattr(findings, "interface_obstacle", lambda *arguments: looked_at.append(arguments))
     entry_points = {group: plugins}
-    monkeypatch.setattr(environment.metadata, "entry_points", lambda group: entry_points.get(group, []))
+    monkeypatch.setattr(findings.metadata, "entry_points", lambda group: entry_points.get(group, []))
     assert "does not find S2O's plugin" in installation().advice
     plugins.append(SimpleNamespace(name="s2o"))
     assert installation() == Finding(name, "0.33.0, its interface is known and S2O is its plugin")
@@ -233,8 +233,8 @@ def test_a_server_is_known_by_its_sources_alone(
 
 
 def test_the_servers_are_named_whether_or_not_they_are_here(monkeypatch):
-    findings = environment.environment(wants_gpu=False)
-    assert {"vllm", "sglang"} <= set(by_name(findings))
+    shown = by_name(findings.environment(wants_gpu=False))
+    assert {"vllm", "sglang"} <= set(shown)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from s2o_runtime import DriftCheck, LayerConfig, TileConfig, s2o_attention
 from s2o_runtime.huggingface import hf
 from s2o_runtime.huggingface.explanation import explained
 from s2o_runtime.huggingface.layers import LayerState, attach
+from s2o_runtime.monitor.counters import SAMPLES, Meter
 from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, sampled_errors
-from s2o_runtime.monitor.meter import SAMPLES, Meter
 from s2o_runtime.reference.dense import exact_attention
 from support.gpu import laid_out
 

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from s2o_runtime import patch, patched, unpatch
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.monitor import dense_watch
-from s2o_runtime.monitor.dense_watch import OTHERWISE, REMEDIES, DenseWatch
+from s2o_runtime.monitor import counters
+from s2o_runtime.monitor.counters import OTHERWISE, REMEDIES, DenseWatch
 from support.models import LENGTH, make_profile, new_model, prompt
 
 HOLES = DenseReason.MASK
@@ -20,7 +20,7 @@ HOLES = DenseReason.MASK
 @pytest.fixture
 def model(monkeypatch):
     """Two layers; judged after five calls of each."""
-    monkeypatch.setattr(dense_watch, "CALLS", 5)
+    monkeypatch.setattr(counters, "CALLS", 5)
     plain = new_model()
     return patch(plain, make_profile(plain, 0.5), drift="off")
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
-from s2o_runtime.huggingface import environment, hf, run, sdpa
+from s2o_runtime.huggingface import hf, run, sdpa
 from s2o_runtime.profile import save_profile
 from s2o_runtime.profile.record import RecordedBudget
 from support.architectures import CASES
@@ -157,7 +157,7 @@ def test_taken_over_the_default_runs_s2o(model, profile, taken_over):
     ids, mask = padded_batch()
     logits = model(ids, attention_mask=mask).logits, model(ids[:1]).logits
     assert paths(model) == {("s2o", RUNS)}
-    assert environment.adopted == hf.layer_states(model)
+    assert run.adopted == hf.layer_states(model)
     patch(model, profile)
     assert torch.equal(logits[0], model(ids, attention_mask=mask).logits)
     assert torch.equal(logits[1], model(ids[:1]).logits)
@@ -192,7 +192,7 @@ def test_other_models_are_untouched(name, named, caplog):
     expected = list(outputs())
     with under_s2o_run():
         assert all(map(torch.equal, outputs(), expected))
-    assert not environment.adopted
+    assert not run.adopted
     reasons = {
         "encoder-decoder": "a model of type 't5' is an encoder with a decoder",
         "another-architecture": "it has architecture qwen2 where the profile has llama",
@@ -330,7 +330,7 @@ def test_why_no_model_ran(model, profile, taken_over, monkeypatch):
     for length in (50, 50, 1):
         model(prompt(length))
     assert sdpa.why_none_ran() == "shorter than the shortest calibrated length, 100"
-    environment.say_dense("it does not fit")
+    run.say_dense("it does not fit")
     assert sdpa.why_none_ran() == "it does not fit"
     model(prompt())
     assert sdpa.why_none_ran() is None

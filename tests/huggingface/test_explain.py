@@ -10,7 +10,7 @@ import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import Explanation, LayerConfig, TileConfig, explain, patch, s2o_attention
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.monitor.meter import SAMPLES, WARM, Meter
+from s2o_runtime.monitor.counters import SAMPLES, WARM, Meter
 from support.models import LENGTH, RUNS, make_profile, new_model, padded_batch, prompt
 
 SHORT = "shorter than the shortest calibrated length, 100"

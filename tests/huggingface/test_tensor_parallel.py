@@ -14,7 +14,7 @@ from s2o_runtime import patch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.huggingface.ranks import heads_here
+from s2o_runtime.huggingface.layers import heads_here
 from s2o_runtime.profile import save_profile
 from support.models import make_profile, save
 

@@ -16,7 +16,7 @@ from calibrate.profiles.rebudget import rebudget
 from calibrate.profiles.retile import retile
 from calibrate.recipe import Budget
 from calibrate.report import figures
-from calibrate.report.card import card
+from calibrate.report.page import card
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.profile import Record, load_profile, save_profile
 from support.artefacts import shared

@@ -33,7 +33,7 @@ from calibrate.proof.layers import PromptAgreement
 from calibrate.proof.state import ProblemKind
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Budget
-from calibrate.report.certified import sentences, statement, tables
+from calibrate.report.sections import sentences, statement, tables
 from calibrate.search.choice import ChosenDense
 from s2o_runtime.profile.record import Certificate, CertifiedLength
 from support.candidates import LENGTHS, RECIPE, candidate, proof_of, proofs_of

@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 from calibrate.machine import MARK
-from calibrate.report import contents, figures, output, plots, sections
+from calibrate.report import contents, figures, page, sections
 from s2o_runtime.profile.record import Certificate, Part
 from support.profiles import CERTIFICATE
 
@@ -103,7 +103,7 @@ def typed(value, cls=contents.Report):
 
 def write(summary, profile_path):
     """The files of a report, all of whose pictures can be drawn."""
-    paths, failure = output.write_report(typed(summary), profile_path)
+    paths, failure = page.write_report(typed(summary), profile_path)
     assert failure == ""
     return paths
 
@@ -111,7 +111,7 @@ def write(summary, profile_path):
 def printed(summary, width=120):
     """What the terminal shows."""
     console = Console(file=StringIO(), width=width)
-    output.print_report(typed(summary), console)
+    page.print_report(typed(summary), console)
     return console.file.getvalue()
 
 
@@ -311,7 +311,7 @@ def drawn(draw, summary):
 
 
 def test_the_heat_map_shows_densities_and_crosses_dense_heads(summary):
-    panels = drawn(plots.draw_density, summary)[:2]
+    panels = drawn(figures.draw_density, summary)[:2]
     assert [axes.get_title() for axes in panels] == ["8192 tokens", "32768 tokens"]
     for axes, length in zip(panels, summary["lengths"][::2], strict=True):  # nothing is known of a checked one's heads
         heads = [layer["heads"] for layer in length["layers"]]
@@ -322,7 +322,7 @@ def test_the_heat_map_shows_densities_and_crosses_dense_heads(summary):
 
 
 def test_the_frontier_shows_curves_chosen_points_and_the_budget(summary):
-    panels = drawn(plots.draw_frontier, summary)[:3]
+    panels = drawn(figures.draw_frontier, summary)[:3]
     for axes, length in zip(panels, summary["lengths"], strict=True):
         lines = [line.get_xydata() for line in axes.lines if len(line.get_xdata())]
         assert lines[0][:, 1].tolist() == [BUDGET, BUDGET]
@@ -339,18 +339,18 @@ def test_layers_have_their_own_numbers_and_different_colours():
     summary = made(layers=3, lengths=(8192,), checked=())
     for layer, number in zip(summary["lengths"][0]["layers"], (5, 11, 17), strict=True):
         layer["layer"] = number
-    frontier, bar = drawn(plots.draw_frontier, summary)
+    frontier, bar = drawn(figures.draw_frontier, summary)
     circles = [line.get_color() for line in frontier.lines if line.get_marker() == "o" and len(line.get_xdata())]
     mappable = bar._colorbar.mappable
     assert circles == [mappable.to_rgba(place) for place in range(3)]
     assert len(set(circles)) == 3
-    density, time = drawn(plots.draw_density, summary)[0], drawn(plots.draw_time, summary)[0]
+    density, time = drawn(figures.draw_density, summary)[0], drawn(figures.draw_time, summary)[0]
     for axis in (bar.yaxis, density.yaxis, time.xaxis):
         assert axis.get_major_formatter().format_ticks([-1, 0, 1, 2, 3]) == ["", "5", "11", "17", ""]
 
 
 def test_bars_are_times_and_on_a_cpu_predicted_costs(summary):
-    axes = drawn(plots.draw_time, summary)[0]
+    axes = drawn(figures.draw_time, summary)[0]
     layers = summary["lengths"][0]["layers"]
     heights = [bar.get_height() for bar in axes.patches]
     assert heights == [1e3 * layer[name] for name in ("dense_seconds", "seconds") for layer in layers]
@@ -359,7 +359,7 @@ def test_bars_are_times_and_on_a_cpu_predicted_costs(summary):
     on_cpu = made(on_gpu=False, lengths=(512, 1024, 2048), checked=(512,))
     assert re.search(r"512 checked .* - +2\.00x", printed(on_cpu))
     assert re.search(r" 1024 .* 2\.50x predicted +2\.00x", printed(on_cpu))
-    panels = drawn(plots.draw_time, on_cpu)
+    panels = drawn(figures.draw_time, on_cpu)
     assert [axes.get_title() for axes in panels] == ["1024 tokens", "2048 tokens"]
     axes = panels[0]
     assert "predicted" in axes.get_ylabel()
@@ -401,12 +401,12 @@ def undrawn(monkeypatch):
 @pytest.mark.usefixtures("undrawn")
 def test_every_file_is_written_atomically(tmp_path, monkeypatch):
     taken = {}
-    monkeypatch.setattr(output, "write_atomically", taken.__setitem__)
+    monkeypatch.setattr(page, "write_atomically", taken.__setitem__)
     written = write(made(2, 2, (8192,), checked=()), tmp_path / "a b.safetensors")
     assert list(tmp_path.iterdir()) == []
     assert sorted(taken) == sorted(written)
-    *_, card, page = taken
-    assert (card.name, page.name) == ("a b.report.md", "a b.report.html")  # the card comes after what it refers to
+    *_, card, html = taken
+    assert (card.name, html.name) == ("a b.report.md", "a b.report.html")  # the card comes after what it refers to
     assert "(a%20b.time.png)" in taken[card].decode()
 
 

@@ -2,15 +2,15 @@
 
 from contextlib import contextmanager
 
-from s2o_runtime.huggingface import environment, layers, sdpa
+from s2o_runtime.huggingface import layers, run, sdpa
 
 
 def forget():
     """What this process knows of S2O_PROFILE and of the models that got it."""
-    environment._warn_once.cache_clear()
-    environment._read.clear()
-    environment.adopted.clear()
-    environment.refused.clear()
+    run._warn_once.cache_clear()
+    run._read.clear()
+    run.adopted.clear()
+    run.refused.clear()
     layers.paths_taken.clear()
 
 
