@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibrate.machine import check_files, draft, gpu_named, on_this_machine, writing
-from calibrate.options import read_all
+from calibrate.options import read_options
 from calibrate.progress import PhaseClock, duration
 from calibrate.recipe import OPTIONS, Recipe, check_limit
 from s2o_runtime.errors import ConfigError, ModelError, ResourceError, first_line
@@ -78,7 +78,7 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
                 f"calibrate() got a recipe and {', '.join(options)}: give a recipe or a model with options"
             )
         return warned(finished(check_files(model.validate()), progress=progress))
-    plan = planned(read_all(OPTIONS, {"model": model, **options}, "calibrate()"), progress=progress)
+    plan = planned(read_options(OPTIONS, {"model": model, **options}, "calibrate()"), progress=progress)
     return warned(finished(plan.recipe, progress=progress, estimate=plan.estimate))
 
 
@@ -91,7 +91,7 @@ def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], pr
     if own:
         raise ConfigError(f"calibrate() got a model in memory and {own[0]}, which it has already: leave {own[0]} out")
     loaded = in_memory(model, tokenizer, options.get("model"))
-    given = read_all(OPTIONS, {**options, "model": loaded.name, "device": str(loaded.weights.device)}, "calibrate()")
+    given = read_options(OPTIONS, {**options, "model": loaded.name, "device": str(loaded.weights.device)}, "calibrate()")
     draft(given)
     recipe, device = on_this_machine(given)
     check_limit(max(recipe.all_lengths), positions(loaded.model.config))

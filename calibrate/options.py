@@ -21,10 +21,10 @@ _METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE", bool: "on|off"}
 
 @dataclass(frozen=True)
 class Option:
-    """One option: what its value may be, and what is said about it.
+    """One option: the rule of its value, and the words for it.
 
     Args:
-        rule: what the value may be.
+        rule: of the value.
         help: what it is, for --help and docs/options.md.
         group: the heading under which --help and docs/options.md list it.
         name: with underscores, as in a recipe file; the flag has dashes. By default the field's name.
@@ -34,6 +34,7 @@ class Option:
         label: the name of its line in the plan; by default its name with spaces.
         plan_text: its value in the plan: a format of the value, such as "{:.0%}", or a function of the whole dataclass;
             by default the value itself.
+        unset: in the plan in place of a value that is None, 0 or off.
         repeatable: the flag gives one of several values and may be given again.
         field, default, required: of the dataclass, filled in by `options_of`.
     """
@@ -47,6 +48,7 @@ class Option:
     example: str = ""
     label: str = ""
     plan_text: str | Callable[[Any], str] = ""
+    unset: str = ""
     repeatable: bool = False
     field: str = ""
     default: Any = None
@@ -57,13 +59,18 @@ class Option:
         return flag(self.name)
 
     @property
+    def is_switch(self) -> bool:
+        """Whether the flag takes no value, and has a second form that begins with --no-."""
+        return self.rule.type is bool and not self.rule.many
+
+    @property
     def shown_default(self) -> str:
         """The default in words, empty if a value must be given."""
-        return self.default_text or ("" if self.required else text(self.default))
+        return self.default_text or ("" if self.required else format_value(self.default))
 
     @property
     def placeholder(self) -> str:
-        """What stands for the value in --help."""
+        """The word that stands for the value in --help."""
         single = "|".join(map(str, self.rule.allowed)) if self.rule.type is str and self.rule.allowed else ""
         single = single or ("TIME" if self.rule.unit == DURATION else _METAVARS[self.rule.type])
         return self.metavar or (f"{single},{single}" if self.rule.many and not self.repeatable else single)
@@ -75,37 +82,42 @@ class Option:
         return f"{self.help} (default {default})" if default else self.help
 
     def read(self, value: object, where: str = "") -> Any:
-        """The value that a text or a plain value stands for; ConfigError if it stands for none of this type."""
+        """Convert a text or a plain value to the option's type, without checking its range.
+
+        Raises:
+            ConfigError: one sentence that begins with `where`, if the value stands for none of this type.
+        """
         try:
             return self.rule.read(value)
         except ValueError:
-            raise ConfigError(where + self.rule.complaint(value, self.name, self._example)) from None
+            raise ConfigError(where + self.rule.error_message(value, self.name, self._example)) from None
 
     def check(self, value: object) -> None:
-        """Raises ConfigError, one sentence, for a value out of the rule's range."""
-        if not self.rule.admits(value):
-            raise ConfigError(self.rule.complaint(value, self.name, self._example))
+        """Raise ConfigError, one sentence, for a value out of the rule's range."""
+        if not self.rule.accepts(value):
+            raise ConfigError(self.rule.error_message(value, self.name, self._example))
 
     def line(self, settings: Any) -> str:
-        """The value in the plan of a dataclass that holds it."""
+        """Return the value's line in the plan of a dataclass that holds it."""
         if callable(self.plan_text):
             return self.plan_text(settings)
         value = getattr(settings, self.field)
-        return self.plan_text.format(value) if self.plan_text else text(value, ", ")
+        if self.unset and not value:
+            return self.unset
+        return self.plan_text.format(value) if self.plan_text else format_value(value, ", ")
 
     def add_to(self, group: argparse._ActionsContainer) -> None:
         """Add the flag to a parser or a group of one."""
-        arguments: dict[str, Any] = {"dest": self.name}
-        if self.rule.type is bool and not self.rule.many:
-            arguments |= {"action": argparse.BooleanOptionalAction}
-        else:
-            arguments |= {"type": self._from_text, "metavar": self.placeholder}
+        arguments: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if not self.is_switch:
+            arguments = {"type": self._from_text, "metavar": self.placeholder}
             arguments |= {"action": "append"} if self.repeatable else {}
-        group.add_argument(self.flag, help=self.description.replace("%", "%%"), **arguments)
+        # argparse formats help with %
+        group.add_argument(self.flag, dest=self.name, help=self.description.replace("%", "%%"), **arguments)
 
     @property
     def _example(self) -> str:
-        return self.example or ("" if self.default in (None, ()) else text(self.default))
+        return self.example or ("" if self.default in (None, ()) else format_value(self.default))
 
     def _from_text(self, value: str) -> Any:
         rule = self.rule.single if self.repeatable else self.rule
@@ -117,27 +129,27 @@ class Option:
 
 
 def option(rule: Rule, help: str, group: str, *, default: Any = MISSING, **more: Any) -> Any:
-    """A dataclass field that one `Option` gives a value; without a default one must be given."""
+    """Return a dataclass field that one `Option` gives a value; without a default one must be given."""
     return field(default=default, metadata={_KEY: (Option(rule, help, group, **more),)})
 
 
 def shared(option: Option, *, default: Any = MISSING, **changes: Any) -> Any:
-    """A dataclass field with another dataclass's option, changed where the two differ."""
+    """Return a dataclass field with another dataclass's option, changed where the two differ."""
     return field(default=default, metadata={_KEY: (replace(option, **changes),)})
 
 
 def either(*options: Option) -> Any:
-    """A dataclass field without a default that one of several options gives a value."""
+    """Return a dataclass field without a default that one of several options gives a value."""
     return field(metadata={_KEY: options})
 
 
 def options_of(settings: type, groups: Iterable[str]) -> dict[str, Option]:
-    """The options of a dataclass by their names, in the order of the groups and, in a group, of the fields."""
+    """Return the options of a dataclass by name, in the order of the groups and, in a group, of the fields."""
     all_options = [
         replace(
             option,
-            name=option.name or holder.name,
-            label=option.label or (option.name or holder.name).replace("_", " "),
+            name=(name := option.name or holder.name),
+            label=option.label or name.replace("_", " "),
             field=holder.name,
             default=None if holder.default is MISSING else holder.default,
             required=holder.default is MISSING,
@@ -149,7 +161,7 @@ def options_of(settings: type, groups: Iterable[str]) -> dict[str, Option]:
 
 
 def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> dict[str, argparse._ArgumentGroup]:
-    """Add a flag for every option, under the headings of their groups; returns these by title."""
+    """Add a flag for every option, under the headings of their groups; return these by title."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in options:
         if option.group not in groups:
@@ -158,8 +170,8 @@ def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> dic
     return groups
 
 
-def read_all(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Values by the names of their options, in the types of their fields.
+def read_options(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Convert values, by the names of their options, to the types of their fields.
 
     Args:
         options: by name.
@@ -182,15 +194,14 @@ def check_names(options: Mapping[str, Option], names: Iterable[Any], where: str)
 
 
 def flag(name: str) -> str:
+    """Return the flag of an option's name."""
     return f"--{name.replace('_', '-')}"
 
 
-def text(value: Any, separator: str = ",") -> str:
-    """A value as it is written on a command line."""
+def format_value(value: Any, separator: str = ",") -> str:
+    """Format a value as it is written on a command line."""
     if isinstance(value, tuple):
-        return separator.join(map(text, value)) or NONE
-    if value is None:
-        return NONE
+        return separator.join(map(format_value, value)) or NONE
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return NONE if value is None else f"{value:g}" if isinstance(value, float) else str(value)

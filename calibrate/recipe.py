@@ -1,17 +1,17 @@
-"""What to calibrate, as one validated dataclass whose fields state every option of s2o-calibrate."""
+"""The recipe of a calibration: one validated dataclass whose fields state every option of s2o-calibrate."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from calibrate.options import Option, check_names, either, option, options_of, read_all, text
+from calibrate.options import Option, check_names, either, format_value, option, options_of, read_options
 from s2o_runtime.config import (
     GRAINS,
     LAST_ROWS,
@@ -38,21 +38,18 @@ KINDS = BUDGET_KINDS
 DOMAINS = ("code", "prose", "chinese", "json", "chat", "tables", "logs", "encoded", "questions", "mixed")
 SCOPES = BUDGET_SCOPES
 MAX_YAML_BYTES = 1 << 16
-# bounds of what nobody means, so that a slip of the keyboard is found before hours of measuring, not after them
-MAX_COUNT = 1_000_000  # prompts or trials, which no run lives to see
-MAX_SEED = (1 << 63) - 1  # what a profile's record holds
+# Bounds that no use needs: a slip of the keyboard is found before hours of measuring, not after them.
+MAX_COUNT = 1_000_000  # prompts or trials; no run finishes so many
+MAX_SEED = (1 << 63) - 1  # the largest that a profile's record holds
 MAX_MSE = 1e6  # an error of 1000 in every number, where outputs of attention are hardly beyond 100
 MAX_KL = 10.0  # nats: the logarithm of a vocabulary of 22000, so of a prediction nothing is left
 MAX_ROW_ERROR = 1000.0  # norms of the row
 MAX_SECONDS = 366 * 86400.0  # a year
 MAX_GPUS = 128  # of one machine; without GPUs as many processes are started
 GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
-    "what to calibrate",
-    "what error is allowed, and how it is proven",
-    "what to choose from, and for how long",
-    "output",
-    "many GPUs",
-)
+    "what to calibrate", "what error is allowed, and how it is proven", "what to choose from, and for how long",
+    "output", "many GPUs",
+)  # fmt: skip
 REPORT = ("report.json", "density.png", "frontier.png", "time.png", "report.md", "report.html")
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
@@ -78,21 +75,23 @@ class Budget:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Budget:
-        """From budget_mse with ceiling_rel_mse, budget_rel_mse or budget_kl; without any the default.
+        """Return the budget of budget_mse with ceiling_rel_mse, budget_rel_mse or budget_kl; without any the default.
 
         Raises:
             ConfigError: two budgets are given, or a ceiling beside another budget than an mse.
         """
-        kinds = [kind for kind in KINDS if f"budget_{kind}" in options]
+        kinds = [kind for kind in KINDS if f"budget_{kind}" in options] or [DEFAULT_BUDGET.kind]
         if len(kinds) > 1:
             raise ConfigError(f"budget_{kinds[0]} and budget_{kinds[1]} are both given: choose one")
-        kind = kinds[0] if kinds else DEFAULT_BUDGET.kind
-        ceiling = options.get("ceiling_rel_mse", DEFAULT_CEILING if kind == "mse" else None) or None
-        return cls(kind, options.get(f"budget_{kind}", DEFAULT_BUDGET.value), ceiling).validate()
+        ceiling = options.get("ceiling_rel_mse", DEFAULT_CEILING if kinds == ["mse"] else None) or None
+        return cls(kinds[0], options.get(f"budget_{kinds[0]}", DEFAULT_BUDGET.value), ceiling).validate()
 
     def validate(self) -> Budget:
-        """Returns itself. Raises ConfigError for an unknown kind, a value out of its range, or a ceiling that is none
-        of an mse."""
+        """Return the budget itself.
+
+        Raises:
+            ConfigError: the kind is unknown, a value is out of its range, or a ceiling is not of an mse.
+        """
         if self.kind not in KINDS:
             raise ConfigError(f"budget kind is {self.kind!r}: expected {' or '.join(KINDS)}")
         OPTIONS[f"budget_{self.kind}"].check(self.value)
@@ -114,15 +113,15 @@ class Budget:
         return self.kind == "kl"
 
     def error(self, mse: float, dense_power: float) -> float:
-        """A layer's error in the budget's `unit`, from a mean squared error and the dense output's mean square."""
-        return mse if self.unit == "mse" else mse / max(dense_power, 1e-30)
+        """Return a layer's error in the budget's `unit`, from its mse and the dense output's mean square."""
+        return mse if self.unit == "mse" else mse / max(dense_power, 1e-30)  # a layer may have no output at all
 
     def limit(self, dense_power: float) -> float:
-        """The error that a layer may have, in the budget's `unit`, by the mean square of its dense output."""
+        """Return a layer's error limit in the budget's `unit`, by the mean square of its dense output."""
         return min(self.value, self.ceiling * max(dense_power, 1e-30)) if self.ceiling else self.value
 
     def as_json(self) -> dict[str, Any]:
-        """What a profile says of it."""
+        """Return the budget as a profile holds it."""
         ceiling = {"ceiling_rel_mse": self.ceiling} if self.ceiling else {}
         return {"kind": self.kind, "value": self.value} | ceiling
 
@@ -134,7 +133,7 @@ DEFAULT_BUDGET = Budget("rel_mse", 1e-3)
 DEFAULT_CEILING = 1e-2
 
 
-def _budget_line(recipe: Recipe) -> str:
+def _format_budget(recipe: Recipe) -> str:
     budget = recipe.budget
     if budget.is_kl:
         return f"KL {budget.value:g} nats per token, of the whole model on the adjust prompts"
@@ -142,8 +141,8 @@ def _budget_line(recipe: Recipe) -> str:
     return f"{budget.kind} {budget.value:g}{ceiling}"
 
 
-def _segments_line(recipe: Recipe) -> str:
-    return "; ".join(f"{text(recipe.segments_for(length), ', ')} at {length}" for length in recipe.lengths)
+def _format_segments(recipe: Recipe) -> str:
+    return "; ".join(f"{format_value(recipe.segments_for(length), ', ')} at {length}" for length in recipe.lengths)
 
 
 @dataclass(frozen=True)
@@ -158,317 +157,155 @@ class Recipe:
     Budget(kind='rel_mse', value=0.001, ceiling=None)
     """
 
+    # fmt: off
     model: str = option(
-        Rule(str), "an alias such as demo or qwen2.5-7b, a local folder, or a hub id", INPUT, example="demo"
-    )
+        Rule(str), "an alias such as demo or qwen2.5-7b, a local folder, or a hub id", INPUT, example="demo")
     budget: Budget = either(
-        Option(
-            Rule(float, 0, MAX_MSE, above=True),
-            "mean squared error of its attention that a layer may have",
-            PROOF,
-            name="budget_mse",
-            example="1e-4",
-            label="budget",
-            plan_text=_budget_line,
-        ),
-        Option(
-            Rule(float, low=0, high=1, optional=True),
-            "with budget_mse, what a layer's error may be relative to the mean square of its dense output, so that a "
-            "layer of small outputs keeps them; 0: no ceiling",
-            PROOF,
-            name="ceiling_rel_mse",
-            default_text=f"{DEFAULT_CEILING:g}",
-            example="1e-2",
-            label="budget",
-            plan_text=_budget_line,
-        ),
-        Option(
-            Rule(float, low=0, high=1, above=True),
-            "the same relative to the mean square of the dense output",
-            PROOF,
-            name="budget_rel_mse",
-            default_text=f"{DEFAULT_BUDGET.value:g}",
-            example="1e-3",
-            label="budget",
-            plan_text=_budget_line,
-        ),
-        Option(
-            Rule(float, 0, MAX_KL, above=True),
-            "what the model's predictions may change by, in place of either: KL in nats per token, mean over the "
-            "prompts that layers are adjusted on, at each calibrated length",
-            PROOF,
-            name="budget_kl",
-            example="5e-3",
-            label="budget",
-            plan_text=_budget_line,
-        ),
+        Option(Rule(float, 0, MAX_MSE, above=True), "mean squared error of its attention that a layer may have", PROOF,
+            name="budget_mse", example="1e-4", label="budget", plan_text=_format_budget),
+        Option(Rule(float, 0, 1, optional=True), "with budget_mse, what a layer's error may be relative to the mean "
+            "square of its dense output, so that a layer of small outputs keeps them; 0: no ceiling", PROOF,
+            name="ceiling_rel_mse", default_text=f"{DEFAULT_CEILING:g}", example="1e-2", label="budget",
+            plan_text=_format_budget),
+        Option(Rule(float, 0, 1, above=True), "the same relative to the mean square of the dense output", PROOF,
+            name="budget_rel_mse", default_text=f"{DEFAULT_BUDGET.value:g}", example="1e-3", label="budget",
+            plan_text=_format_budget),
+        Option(Rule(float, 0, MAX_KL, above=True), "what the model's predictions may change by, in place of either: KL "
+            "in nats per token, mean over the prompts that layers are adjusted on, at each calibrated length", PROOF,
+            name="budget_kl", example="5e-3", label="budget", plan_text=_format_budget),
     )
     lengths: tuple[int, ...] = option(
-        Rule(int, 1, MAX_LENGTH, unit=TOKENS, many=True),
-        "prompt lengths to calibrate",
-        INPUT,
-        default_text=f"{text(DEFAULT_LENGTHS['cuda'])}; on a CPU {text(DEFAULT_LENGTHS['cpu'])}",
-        example="8192,32768",
-    )
-    out: Path = option(Rule(Path), "the profile", OUTPUT, default_text="profiles/<model>/<gpu>/<budget>.safetensors")
+        Rule(int, 1, MAX_LENGTH, unit=TOKENS, many=True), "prompt lengths to calibrate", INPUT, example="8192,32768",
+        default_text=f"{format_value(DEFAULT_LENGTHS['cuda'])}; on a CPU {format_value(DEFAULT_LENGTHS['cpu'])}")
+    out: Path = option(
+        Rule(Path), "the profile", OUTPUT, default_text="profiles/<model>/<gpu>/<budget>.safetensors")
     prompts: tuple[Path, ...] | None = option(
         Rule(Path, optional=True, many=True),
-        "your prompts: files of JSON lines (text, prompt or messages), text or Markdown, and folders of them",
-        INPUT,
-        default=None,
-        metavar="PATH,PATH",
-        default_text="the built-in text",
-        example="mine.jsonl",
-        plan_text=lambda recipe: recipe.prompt_source if recipe.prompts else "built-in text",
-    )
+        "your prompts: files of JSON lines (text, prompt or messages), text or Markdown, and folders of them", INPUT,
+        default=None, metavar="PATH,PATH", default_text="the built-in text", example="mine.jsonl",
+        plan_text=lambda recipe: recipe.prompt_source if recipe.prompts else "built-in text")
     domains: tuple[str, ...] | None = option(
-        Rule(str, allowed=DOMAINS, optional=True, many=True),
-        "kinds of built-in text to calibrate on, in turns",
-        INPUT,
-        default=None,
-        metavar="NAME,NAME",
-        default_text="all",
-        example="code,prose",
-        plan_text=lambda recipe: "your prompts'" if recipe.prompts else text(recipe.used_domains, ", "),
-    )
+        Rule(str, allowed=DOMAINS, optional=True, many=True), "kinds of built-in text to calibrate on, in turns", INPUT,
+        default=None, metavar="NAME,NAME", default_text="all", example="code,prose",
+        plan_text=lambda recipe: "your prompts'" if recipe.prompts else format_value(recipe.used_domains, ", "))
     hide_needles: bool = option(
-        Rule(bool), "hide facts in the prompts and ask for them at their end", INPUT, default=True
-    )
+        Rule(bool), "hide facts in the prompts and ask for them at their end", INPUT, default=True)
     num_prompts: int = option(
-        Rule(int, 1, MAX_COUNT),
-        "prompts of each length to calibrate on",
-        INPUT,
-        default=5,
-        plan_text="{} of each length",
-    )
+        Rule(int, 1, MAX_COUNT), "prompts of each length to calibrate on", INPUT, default=5,
+        plan_text="{} of each length")
     held_out: int = option(
-        Rule(int, 1, MAX_COUNT),
-        "other prompts of each length to adjust layers and prove the profile on",
-        PROOF,
-        default=10,
-        name="num_held_out",
-        plan_text="{} of each length",
-    )
+        Rule(int, 1, MAX_COUNT), "other prompts of each length to adjust layers and prove the profile on", PROOF,
+        default=10, name="num_held_out", plan_text="{} of each length")
     num_certify: int = option(
         Rule(int, 0, MAX_COUNT),
-        "further prompts of each length that the finished profile is certified on; 0: no certificate",
-        PROOF,
-        default=20,
-        plan_text=lambda recipe: f"{recipe.num_certify} of each length" if recipe.num_certify else "none",
-    )
+        "further prompts of each length that the finished profile is certified on; 0: no certificate", PROOF,
+        default=20, plan_text="{} of each length", unset="none")
     per_prompt: bool = option(
-        Rule(bool),
-        "hold every layer to its limit on single prompts, over all rows and over those that answer, not in the mean "
-        "over prompts: of at least 90% of prompts, or as large a share as the certify prompts can show",
-        PROOF,
-        default=False,
-        plan_text=lambda recipe: "within the limit" if recipe.per_prompt else "stated, not limited",
-    )
+        Rule(bool), "hold every layer to its limit on single prompts, over all rows and over those that answer, not in "
+        "the mean over prompts: of at least 90% of prompts, or as large a share as the certify prompts can show", PROOF,
+        default=False, plan_text="within the limit", unset="stated, not limited")
     seed: int = option(Rule(int, 0, MAX_SEED), "seed of prompts and random weights", INPUT, default=0)
     trials: int = option(
-        Rule(int, 1, MAX_COUNT),
-        "most trials of the search for each group of like layers at each length",
-        SPACE,
-        default=16,
-        plan_text="{} for each group of like layers at each length",
-    )
+        Rule(int, 1, MAX_COUNT), "most trials of the search for each group of like layers at each length", SPACE,
+        default=16, plan_text="{} for each group of like layers at each length")
     margin: float = option(
-        Rule(float, low=0, high=1, above=True, unit=SHARE),
-        "share of the budget that layers may spend on the adjust prompts; the rest is left for prompts not seen",
-        PROOF,
-        default=0.9,
-        plan_text="{:.0%} of the budget is spent",
-    )
-    device: str = option(Rule(str), "cuda, cuda:1 or cpu", INPUT, default="cpu", default_text="a GPU if there is one")
+        Rule(float, 0, 1, above=True, unit=SHARE),
+        "share of the budget that layers may spend on the adjust prompts; the rest is left for prompts not seen", PROOF,
+        default=0.9, plan_text="{:.0%} of the budget is spent")
+    device: str = option(
+        Rule(str), "cuda, cuda:1 or cpu", INPUT, default="cpu", default_text="a GPU if there is one")
     representatives: tuple[int, ...] = option(
-        Rule(int, allowed=REPRESENTATIVES, many=True),
-        "representatives of a segment that a head may be ranked by",
-        SPACE,
-        default=(1, 16),
-    )
+        Rule(int, allowed=REPRESENTATIVES, many=True), "representatives of a segment that a head may be ranked by",
+        SPACE, default=(1, 16))
     grains: tuple[int, ...] = option(
-        Rule(int, allowed=GRAINS, many=True),
-        "adjacent keys that a layer may rank and visit together",
-        SPACE,
-        default=(4,),
-    )
+        Rule(int, allowed=GRAINS, many=True), "adjacent keys that a layer may rank and visit together", SPACE,
+        default=(4,))
     scores: tuple[Scores, ...] = option(
         Rule(str, allowed=get_args(Scores), many=True),
-        "products of queries and keys that a layer may use: in the type of both, or of both rounded to 8 bits",
-        SPACE,
-        default=("input",),
-        metavar="input,int8",
-    )
+        "products of queries and keys that a layer may use: in the type of both, or of both rounded to 8 bits", SPACE,
+        default=("input",), metavar="input,int8")
     segments: tuple[int, ...] = option(
-        Rule(int, MIN_SEGMENT, MAX_SEGMENT, multiple=SEGMENT_STEP, many=True),
-        "queries that may share a ranking",
-        SPACE,
-        default=SEGMENTS,
-        plan_text=_segments_line,
-    )
+        Rule(int, MIN_SEGMENT, MAX_SEGMENT, multiple=SEGMENT_STEP, many=True), "queries that may share a ranking",
+        SPACE, default=SEGMENTS, plan_text=_format_segments)
     tails: tuple[bool, ...] = option(
-        Rule(bool, many=True),
-        "whether a head may, must or must not add an estimate of what it skips",
-        SPACE,
-        default=(False, True),
-        metavar="on,off",
-    )
+        Rule(bool, many=True), "whether a head may, must or must not add an estimate of what it skips", SPACE,
+        default=(False, True), metavar="on,off")
     linear_tails: bool = option(
-        Rule(bool),
-        "heads may also visit one chunk and estimate all else to first order in their queries (docs/how-it-works.md)",
-        SPACE,
-        default=True,
-    )
+        Rule(bool), "heads may also visit one chunk and estimate all else to first order in their queries "
+        "(docs/how-it-works.md)", SPACE, default=True)
     scope: str = option(
         Rule(str, allowed=SCOPES),
-        "the budget holds for every layer, or for the mean over the model's layers; a KL is of the model",
-        PROOF,
-        default="layer",
-        default_text="layer; model with budget_kl",
-        name="budget_scope",
-    )
+        "the budget holds for every layer, or for the mean over the model's layers; a KL is of the model", PROOF,
+        default="layer", default_text="layer; model with budget_kl", name="budget_scope")
     check_lengths: tuple[int, ...] | None = option(
         Rule(int, 1, MAX_LENGTH, unit=TOKENS, optional=True, many=True, empty=True),
-        "lengths to prove without calibrating them, or none",
-        PROOF,
-        default=None,
-        default_text="one between any two neighbours",
-        example="16384",
-        plan_text=lambda recipe: text(recipe.checked_lengths, ", "),
-    )
+        "lengths to prove without calibrating them, or none", PROOF,
+        default=None, default_text="one between any two neighbours", example="16384",
+        plan_text=lambda recipe: format_value(recipe.checked_lengths, ", "))
     chunk: int | None = option(
         Rule(int, SEGMENT_STEP, MAX_LENGTH, unit=TOKENS, optional=True),
-        "tokens that a server feeds at once (vLLM's max_num_batched_tokens): the proof feeds prompts so too",
-        PROOF,
-        default=None,
-        default_text="whole prompts",
-        example="8192",
-        plan_text=lambda recipe: f"{recipe.chunk} tokens" if recipe.chunk else "whole prompts",
-    )
+        "tokens that a server feeds at once (vLLM's max_num_batched_tokens): the proof feeds prompts so too", PROOF,
+        default=None, default_text="whole prompts", example="8192", plan_text="{} tokens", unset="whole prompts")
     kv_cache_dtype: KvCacheDtype = option(
-        Rule(str, allowed=get_args(KvCacheDtype)),
-        "the type of the server's KV cache; fp8 rounds keys and values to e4m3 with a scale of 1, which is a part of "
-        "each layer's error",
-        PROOF,
-        default="auto",
-        default_text="auto, the model's own",
-        plan_text=lambda recipe: "e4m3" if recipe.kv_cache_dtype == "fp8" else "the model's type",
-    )
+        Rule(str, allowed=get_args(KvCacheDtype)), "the type of the server's KV cache; fp8 rounds keys and values to "
+        "e4m3 with a scale of 1, which is a part of each layer's error", PROOF,
+        default="auto", default_text="auto, the model's own",
+        plan_text=lambda recipe: "e4m3" if recipe.kv_cache_dtype == "fp8" else "the model's type")
     last_rows: int | None = option(
-        Rule(int, allowed=LAST_ROWS, optional=True),
-        "queries at a prompt's end that run dense, because they answer",
-        PROOF,
-        default=None,
+        Rule(int, allowed=LAST_ROWS, optional=True), "queries at a prompt's end that run dense, because they answer",
+        PROOF, default=None, example="256",
         default_text=f"{DEFAULT_LAST_ROWS}, fewer where that is more than one in {LAST_PART} of a prompt",
-        example="256",
-        plan_text=lambda recipe: "; ".join(f"{recipe.last_rows_at(length)} at {length}" for length in recipe.lengths),
-    )
+        plan_text=lambda recipe: "; ".join(f"{recipe.last_rows_at(length)} at {length}" for length in recipe.lengths))
     time_limit: float | None = option(
-        Rule(float, 0, MAX_SECONDS, above=True, unit=DURATION, optional=True),
-        "time for the whole search",
-        SPACE,
-        default=None,
-        example="90, 5m or 1h",
-        plan_text=lambda recipe: f"{recipe.time_limit:g} s" if recipe.time_limit else "none",
-    )
+        Rule(float, 0, MAX_SECONDS, above=True, unit=DURATION, optional=True), "time for the whole search", SPACE,
+        default=None, example="90, 5m or 1h", plan_text="{:g} s", unset="none")
     worst_rows: float | None = option(
         Rule(float, 0, MAX_ROW_ERROR, optional=True),
-        "largest error of a row, as a share of its norm, in 99 of 100 row tiles; 0: no limit",
-        PROOF,
-        default=0.7,
-        plan_text=lambda recipe: f"{recipe.worst_rows:g}" if recipe.worst_rows else "off",
-    )
+        "largest error of a row, as a share of its norm, in 99 of 100 row tiles; 0: no limit", PROOF,
+        default=0.7, plan_text="{:g}", unset="off")
     needles: float = option(
         Rule(float, 0, 1, unit=SHARE),
         "share of the needles found by the dense model that the patched one must find too; below 1, one may be lost",
-        PROOF,
-        default=0.95,
-        name="keep_needles",
-        plan_text="{:.0%} of those that dense finds",
-    )
+        PROOF, default=0.95, name="keep_needles", plan_text="{:.0%} of those that dense finds")
     random_weights: bool = option(
-        Rule(bool),
-        "the model's architecture without its weights",
-        INPUT,
-        default=False,
-        label="weights",
-        plan_text=lambda recipe: "random" if recipe.random_weights else "the model's",
-    )
+        Rule(bool), "the model's architecture without its weights", INPUT,
+        default=False, label="weights", plan_text="random", unset="the model's")
     tokenizer: str | None = option(
         Rule(str, optional=True),
-        "a local folder or hub id with the tokenizer, such as that of the model that a GGUF file was made of",
-        INPUT,
-        default=None,
-        default_text="the model's",
-        plan_text=lambda recipe: recipe.tokenizer or "the model's",
-    )
+        "a local folder or hub id with the tokenizer, such as that of the model that a GGUF file was made of", INPUT,
+        default=None, default_text="the model's", unset="the model's")
     trust_remote_code: bool = option(
-        Rule(bool),
-        "run code that comes with the model; without this it never runs",
-        INPUT,
-        default=False,
-        plan_text=lambda recipe: "runs" if recipe.trust_remote_code else "does not run",
-        label="code of the model",
-    )
+        Rule(bool), "run code that comes with the model; without this it never runs", INPUT,
+        default=False, label="code of the model", plan_text="runs", unset="does not run")
     allow_regression: bool = option(
-        Rule(bool),
-        "write a profile even if its proof fails; the profile says so",
-        PROOF,
-        default=False,
-        label="if the proof fails",
-        plan_text=lambda recipe: "written" if recipe.allow_regression else "not written",
-    )
+        Rule(bool), "write a profile even if its proof fails; the profile says so", PROOF,
+        default=False, label="if the proof fails", plan_text="written", unset="not written")
     journal: Path | None = option(
-        Rule(Path, optional=True),
-        "the measurements, from which an interrupted run continues",
-        OUTPUT,
-        default=None,
-        default_text="<model>.journal.sqlite beside the profile",
-        plan_text=lambda recipe: str(recipe.journal_path),
-    )
+        Rule(Path, optional=True), "the measurements, from which an interrupted run continues", OUTPUT,
+        default=None, default_text="<model>.journal.sqlite beside the profile",
+        plan_text=lambda recipe: str(recipe.journal_path))
     storage: str | None = option(
-        Rule(str, optional=True),
-        "URL of an Optuna storage that keeps the trials, which optuna-dashboard opens",
-        OUTPUT,
-        default=None,
-        metavar="URL",
-        example="sqlite:///studies.db",
-        default_text="kept in memory",
-        plan_text=lambda recipe: recipe.storage or "in memory",
-    )
+        Rule(str, optional=True), "URL of an Optuna storage that keeps the trials, which optuna-dashboard opens",
+        OUTPUT, default=None, metavar="URL", example="sqlite:///studies.db", default_text="kept in memory",
+        unset="in memory")
     gpus: int | None = option(
         Rule(int, 1, MAX_GPUS, optional=True),
         "GPUs of this machine to work on, each with a process of its own; without GPUs so many processes on the CPU",
-        WORKERS,
-        default=None,
-        default_text="this process alone",
-        example="8",
-        plan_text=lambda recipe: f"{recipe.gpus} workers on this machine" if recipe.gpus else "not used",
-    )
+        WORKERS, default=None, default_text="this process alone", example="8",
+        plan_text="{} workers on this machine", unset="not used")
     scheduler: str | None = option(
-        Rule(str, optional=True),
-        "address of a Dask scheduler whose workers are used, each with one GPU",
-        WORKERS,
-        default=None,
-        metavar="ADDRESS",
-        default_text="none",
-        example="tcp://head-node:8786",
-        plan_text=lambda recipe: recipe.scheduler or "none",
-    )
+        Rule(str, optional=True), "address of a Dask scheduler whose workers are used, each with one GPU", WORKERS,
+        default=None, metavar="ADDRESS", default_text="none", example="tcp://head-node:8786", unset="none")
     target_gpu: str | None = option(
-        Rule(str, optional=True),
-        "the kind of GPU that the profile is for, by its name or a part of it: only workers that have it are used, and "
-        "--dry-run plans for it where it is not",
-        WORKERS,
-        default=None,
-        default_text="the kind here, or the only one; of several kinds one must be named",
-        example="H200",
-        plan_text=lambda recipe: recipe.target_gpu or "the kind here",
-    )
+        Rule(str, optional=True), "the kind of GPU that the profile is for, by its name or a part of it: only workers "
+        "that have it are used, and --dry-run plans for it where it is not", WORKERS,
+        default=None, default_text="the kind here, or the only one; of several kinds one must be named", example="H200",
+        unset="the kind here")
+    # fmt: on
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
-        """The validated recipe of `OPTIONS` in their fields' types; model, lengths and out must be among them."""
+        """Return the validated recipe of `OPTIONS` in their fields' types; model, lengths and out must be there."""
         check_names(OPTIONS, options, "the recipe")
         settings = {OPTIONS[name].field: value for name, value in options.items()}
         budget = Budget.of(options)
@@ -477,7 +314,7 @@ class Recipe:
 
     @classmethod
     def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
-        """The recipe that made this `record`. Raises what reading a foreign one does: KeyError, TypeError, ..."""
+        """Return the recipe that made this `record`. Raises what a foreign one leads to: KeyError, TypeError, ..."""
         settings = dict(settings)
         if (method := settings.pop("method", "s2o")) != "s2o":
             raise ValueError(f"heads could choose {method}, which only versions before this one let them")
@@ -485,25 +322,25 @@ class Recipe:
         if "domains" not in settings:
             raise ValueError("its prompts are built-in text of a version of S2O before 0.2, which this one has not")
         by_field = {entry.field: entry for entry in OPTIONS.values()}
-        allowed = settings["budget"]
+        allowed = settings.pop("budget")
         ceiling = OPTIONS["ceiling_rel_mse"].read(allowed.get("ceiling_rel_mse"))  # none before there was one
         budget = Budget(allowed["kind"], OPTIONS["budget_mse"].read(allowed["value"]), ceiling)
-        others = {name: by_field[name].read(value) for name, value in settings.items() if name != "budget"}
+        others = {name: by_field[name].read(value) for name, value in settings.items()}
         return cls(**others | {"budget": budget, "out": out}).validate()
 
     def with_budget(self, budget: Budget) -> Recipe:
-        """The recipe with another budget: the scope stays, unless one of the two is a KL, which is of the model."""
+        """Return the recipe with another budget; the scope stays, unless one of the two is a KL, of the model."""
         scope = "model" if budget.is_kl else "layer" if self.budget.is_kl else self.scope
         return replace(self, budget=budget, scope=scope)
 
     @property
     def recorded_budget(self) -> RecordedBudget:
-        """The budget as a profile records it, and what it holds for."""
+        """The budget and its scope as a profile records them."""
         return RecordedBudget.from_json(self.budget.as_json() | {"scope": self.scope})
 
     def binds(self, limit: float) -> ErrorUnit | None:
-        """Which of the two limits of an mse with a ceiling a layer's limit is; None where it is neither's."""
-        if not self.budget.ceiling or self.scope == "model":  # layers share what the model may spend
+        """Return the unit of the smaller limit, of an mse and its ceiling; None where a layer's limit is neither."""
+        if not self.budget.ceiling or self.scope == "model":  # layers share the model's budget
             return None
         return "mse" if limit >= self.budget.value else "rel_mse"
 
@@ -527,8 +364,9 @@ class Recipe:
 
     @property
     def prompt_source(self) -> str:
-        """Where the prompts come from, in words."""
-        return text(self.prompts, ", ") if self.prompts else f"built-in {text(self.used_domains, ', ')}"
+        """The prompts' files, or kinds of built-in text, in words."""
+        sources = format_value(self.prompts or self.used_domains, ", ")
+        return sources if self.prompts else f"built-in {sources}"
 
     @property
     def used_domains(self) -> tuple[str, ...]:
@@ -537,7 +375,7 @@ class Recipe:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """How the model and its tokenizer are read, as `model.models.load` and `load_tokenizer` take it."""
+        """The arguments that `model.models.load` and `load_tokenizer` take."""
         return {name: getattr(self, name) for name in ("random_weights", "trust_remote_code", "tokenizer")}
 
     @property
@@ -551,101 +389,97 @@ class Recipe:
         return self.journal or self.out.parent / f"{slug(self.model)}.journal.sqlite"
 
     def validate(self) -> Recipe:
-        """Returns itself. Raises ConfigError for an option out of its range, or for two that do not fit each other."""
+        """Return the recipe itself. Raises ConfigError for an option out of its range, or two that do not fit."""
         for entry in OPTIONS.values():
             if entry.field != "budget":
                 entry.check(getattr(self, entry.field))
         self.budget.validate()
+        for conflict in self._conflicts():
+            raise ConfigError(conflict)
+        return self
+
+    def _conflicts(self) -> Iterator[str]:
+        """Yield a sentence for each set of options that do not fit each other."""
         if self.budget.is_kl and self.scope != "model":
-            raise ConfigError(
+            yield (
                 f"budget_scope {self.scope} does not go with budget_kl, because a KL is of the whole model: leave "
                 "budget_scope out, or give a budget_rel_mse"
             )
         if self.budget.is_kl and self.kv_cache_dtype != "auto":
-            raise ConfigError(
+            yield (
                 f"kv_cache_dtype {self.kv_cache_dtype} does not go with budget_kl, whose search does not see the "
                 "rounding: give a budget_rel_mse"
             )
         if self.lengths[0] < self.segments[0]:
-            raise ConfigError(
-                f"length {self.lengths[0]} is shorter than one segment of {self.segments[0]}: use a longer one"
-            )
+            yield f"length {self.lengths[0]} is shorter than one segment of {self.segments[0]}: use a longer one"
         for length in self.check_lengths or ():
             if length in self.lengths:
-                raise ConfigError(f"check length {length} is calibrated: use one that is not among the lengths")
+                yield f"check length {length} is calibrated: use one that is not among the lengths"
             if length < self.lengths[0]:
-                raise ConfigError(
+                yield (
                     f"check length {length} is below {self.lengths[0]}, the shortest that is calibrated, where "
                     "prompts stay dense: use a longer one"
                 )
         for shorter, longer in pairwise(sorted(self.lengths + self.checked_lengths)):
             if not far_apart(shorter, longer):
-                raise ConfigError(
+                yield (
                     f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
                     "not tell apart: leave one out"
                 )
+        domains = format_value(self.domains)
         if self.prompts is not None and self.domains is not None:
-            raise ConfigError(
-                f"domains {text(self.domains)} are of the built-in text, but prompts are given: leave one out"
-            )
+            yield f"domains {domains} are of the built-in text, but prompts are given: leave one out"
         if len(set(self.used_domains)) < len(self.used_domains):
-            raise ConfigError(f"domains {text(self.used_domains)} name one twice: leave one out")
-        self._check_workers()
+            yield f"domains {domains} name one twice: leave one out"
+        if self.gpus is not None and self.scheduler is not None:
+            yield f"gpus {self.gpus} starts workers here, but scheduler {self.scheduler} has its own: leave one out"
+        if self.scheduler is not None and not SCHEDULER.fullmatch(self.scheduler):
+            yield f"scheduler {self.scheduler!r} is no address: expected one like tcp://head-node:8786"
+        if not self.is_distributed and self.target_gpu is not None:
+            remedy = "give gpus, scheduler or --dry-run too, or leave it out"
+            yield f"target_gpu is for many workers, or for a plan: {remedy}"
         for path in (self.out, *report_paths(self.out)):
             if self.journal_path.resolve() == path.resolve():
-                raise ConfigError(f"{path} cannot be the journal too: give another --journal or --out")
-        return self
-
-    def _check_workers(self) -> None:
-        if self.gpus is not None and self.scheduler is not None:
-            raise ConfigError(
-                f"gpus {self.gpus} starts workers here, but scheduler {self.scheduler} has its own: leave one out"
-            )
-        if self.scheduler is not None and not SCHEDULER.fullmatch(self.scheduler):
-            raise ConfigError(f"scheduler {self.scheduler!r} is no address: expected one like tcp://head-node:8786")
-        if not self.is_distributed and self.target_gpu is not None:
-            raise ConfigError(
-                "target_gpu is for many workers, or for a plan: give gpus, scheduler or --dry-run too, or leave it out"
-            )
+                yield f"{path} cannot be the journal too: give another --journal or --out"
 
     def segments_for(self, length: int) -> tuple[int, ...]:
-        """Segments worth trying at a length: at least half of a prompt must lie in some prefix."""
+        """Return the segments worth trying at a length: at least half of a prompt must lie in some prefix."""
         return tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))
 
     def linear_segments_for(self, length: int) -> tuple[int, ...]:
-        """Segments whose linear tails are worth measuring at a length: elsewhere their sums alone take too long."""
+        """Return the segments whose linear tails are measured at a length: elsewhere their sums alone take too long."""
         if not self.linear_tails or "input" not in self.scores or length < LINEAR_FROM:
             return ()
         return tuple(segment for segment in self.segments_for(length) if segment >= LINEAR_SEGMENT)
 
     def last_rows_at(self, length: int) -> int:
-        """How many queries at the end of a prompt of so many tokens run dense."""
+        """Return the number of queries at the end of a prompt of so many tokens that run dense."""
         if self.last_rows is not None:
             return self.last_rows
         return max(rows for rows in LAST_ROWS if rows <= min(DEFAULT_LAST_ROWS, length // LAST_PART))
 
     def record(self) -> dict[str, Any]:
-        """The settings that decide the result, for the profile; where files are written does not."""
+        """Return the settings that decide the result, for the profile; where files are written does not."""
         settings = asdict(self) | {"budget": self.budget.as_json()}
         for entry in OPTIONS.values():
-            if entry.group in (OUTPUT, WORKERS):  # where it is written and who measures it
+            if entry.group in (OUTPUT, WORKERS):  # the files, and who measures
                 settings.pop(entry.field, None)
         settings["prompts"] = tuple(path.name for path in self.prompts) if self.prompts else None
         settings["domains"] = self.used_domains or None
         settings["check_lengths"] = self.checked_lengths
-        if self.kv_cache_dtype == "auto":
+        if self.kv_cache_dtype == "auto":  # the profiles of versions before it have none
             del settings["kv_cache_dtype"]
-        return {name: _plain(value) for name, value in settings.items()}
+        return {name: _to_plain(value) for name, value in settings.items()}
 
     def to_yaml(self) -> str:
-        """Every option, as `load_yaml` reads it."""
+        """Return every option as a file that `load_yaml` reads."""
         import yaml
 
         options = {name: getattr(self, entry.field) for name, entry in OPTIONS.items() if entry.field != "budget"}
         options[f"budget_{self.budget.kind}"] = self.budget.value
         if self.budget.kind == "mse":
             options["ceiling_rel_mse"] = self.budget.ceiling
-        plain = {name: _plain(options[name]) for name in OPTIONS if name in options}
+        plain = {name: _to_plain(options[name]) for name in OPTIONS if name in options}
         return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None))
 
 
@@ -653,7 +487,7 @@ OPTIONS = options_of(Recipe, GROUPS)
 
 
 def check_limit(length: int, limit: int) -> None:
-    """Raises ConfigError if a prompt's length is beyond the tokens that a model can read."""
+    """Raise ConfigError if a prompt's length is beyond the tokens that a model can read."""
     if length > limit:
         raise ConfigError(
             f"length {length} is beyond the model's limit of {limit}: use a shorter one, or a folder whose config.json "
@@ -662,22 +496,22 @@ def check_limit(length: int, limit: int) -> None:
 
 
 def default_out(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:
-    """profiles/<model>/<gpu>/<budget>.safetensors"""
+    """Return profiles/<model>/<gpu>/<budget>.safetensors."""
     return root / slug(model) / slug(device_name) / f"{budget}.safetensors"
 
 
 def report_paths(profile: Path) -> list[Path]:
-    """The files of the report beside a profile; the page that holds all of it is the last."""
+    """Return the files of the report beside a profile; the page that holds all of it is the last."""
     return [profile.parent / f"{profile.stem}.{name}" for name in REPORT]
 
 
 def slug(name: str) -> str:
-    """A name as a part of a path: lower case, with dashes for what is no letter, digit or point."""
+    """Return a name as a part of a path: lower case, with dashes for all but letters, digits and points."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "model"
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """The options in a recipe file, in the types of `Recipe`; file names in it are relative to where the command runs.
+    """Read the options in a recipe file, in the types of `Recipe`; file names in it are relative to the working folder.
 
     Raises:
         ConfigError: one sentence that names the file, the option, what was found and what was expected.
@@ -692,30 +526,30 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if len(data) > MAX_YAML_BYTES:
         raise ConfigError(f"recipe {path} is larger than {MAX_YAML_BYTES} bytes: it is not a recipe")
     try:
-        document, root = yaml.safe_load(data), yaml.compose(data)
+        document, root = yaml.safe_load(data), yaml.compose(data)  # the second still has keys that are there twice
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"recipe {path} is not YAML ({reason}): correct it") from error
-    if root is None:
-        raise ConfigError(f"recipe {path} is empty: expected lines such as trials: 16")
-    if not isinstance(document, dict):
-        raise ConfigError(f"recipe {path} holds a {type(document).__name__}: expected lines such as trials: 16")
+        raise ConfigError(f"recipe {path} is not YAML ({' '.join(str(error).split())}): correct it") from error
+    if root is None or not isinstance(document, dict):
+        problem = "is empty" if root is None else f"holds a {type(document).__name__}"
+        raise ConfigError(f"recipe {path} {problem}: expected lines such as trials: 16")
     for key, count in Counter(key.value for key, _ in root.value).items():
         if count > 1:
             raise ConfigError(f"recipe {path} has {key} twice: give it once")
-    return read_all(OPTIONS, document, f"recipe {path}")
+    return read_options(OPTIONS, document, f"recipe {path}")
 
 
-def merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a recipe file, overridden by flags; a budget among the flags replaces one of either kind, and
-    takes a ceiling with it if it is no mse."""
+def merge_options(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a recipe file, overridden by flags.
+
+    A budget among the flags replaces one of any kind, and takes a ceiling with it if it is no mse.
+    """
     budgets = {f"budget_{kind}" for kind in KINDS}
-    replaced = budgets if budgets & set(flags) else set()
+    replaced = budgets if budgets & flags.keys() else set()
     if replaced and "budget_mse" not in flags:
         replaced = replaced | {"ceiling_rel_mse"}
     return {name: value for name, value in file.items() if name not in replaced} | dict(flags)
 
 
-def _plain(value: Any) -> Any:
-    """A field's value in the types of JSON and YAML."""
-    return list(map(_plain, value)) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+def _to_plain(value: Any) -> Any:
+    """Convert a field's value to the types of JSON and YAML."""
+    return list(map(_to_plain, value)) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value

@@ -1,7 +1,7 @@
-"""What the value of an option may be: one `Rule` per dataclass field, from which it is read, checked and described.
+"""Rules of option values: each is stated once, with the dataclass field that it is about.
 
-The settings of the baselines, the calibrator's recipe, the evaluation's plan and its settings for all heads state
-their fields with it, so that text, JSON, YAML and Python calls are read and refused alike.
+The calibrator's recipe, the evaluation's plan and its settings for all heads, and the servers' settings state their
+fields with a `Rule`, so that text, JSON, YAML and Python values are read and refused alike.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ NONE = "none"
 DURATION, SHARE, TOKENS = "seconds", "share", "tokens"  # units with a reading or a name of their own
 _PARTS = re.compile(r"[A-Za-z0-9.]+")  # of a name, between dashes
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel = 2
+_SHORT.maxlevel = 2  # a billion laughs in YAML would be printed in full otherwise
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a name", Path: "a file name"}
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value may be.
+    """The type and the range of a value.
 
     Args:
         type: bool, int, float, str or Path; of every value if there are several.
@@ -60,39 +60,37 @@ class Rule:
         return replace(self, many=False, empty=False, optional=False)
 
     def read(self, value: object) -> Any:
-        """The value that a text, a value of JSON or YAML, or a Python value stands for; its range is not checked.
+        """Convert a text, a value of JSON or YAML, or a Python value to the rule's type, without checking its range.
 
         Raises:
-            ValueError: it stands for none of this type.
+            ValueError: it stands for no value of this type.
         """
         if value is None and self.optional:
             return None
         if not self.many:
-            numeric = self.type not in (str, Path)  # whose texts are taken as they are
-            return None if self.optional and numeric and value == NONE else self._read_single(value)
+            return None if self.optional and self._is_ordered and value == NONE else self._read_single(value)
         if isinstance(value, Path):
             value = [value]
         if isinstance(value, str):
             value = [] if self.empty and value == NONE else [part.strip() for part in value.split(",")]
-            value = [part for part in value if part] if self.type in (str, Path) else value
+            # a number that is missing between two commas is a slip; a name that is missing is none
+            value = value if self._is_ordered else [part for part in value if part]
         if not isinstance(value, list | tuple):
             raise ValueError(f"{type(value).__name__} is not a list")
         values = [self._read_single(part) for part in value]
-        return tuple(sorted(set(values)) if self._ascends else values)
+        return tuple(sorted(set(values)) if self._is_ordered else values)
 
-    def admits(self, value: object) -> bool:
-        """Whether a value has the type and is in the range."""
-        if value is None:
-            return self.optional
-        if not self.many:
-            return self._admits_single(value)
+    def accepts(self, value: object) -> bool:
+        """Return whether a value has the type and is in the range."""
+        if value is None or not self.many:
+            return self.optional if value is None else self._accepts_single(value)
         if not isinstance(value, tuple) or not (value or self.empty):
             return False
-        ascending = not self._ascends or all(first < second for first, second in pairwise(value))
-        return all(self._admits_single(part) for part in value) and ascending
+        is_sorted = not self._is_ordered or all(first < second for first, second in pairwise(value))
+        return all(map(self._accepts_single, value)) and is_sorted
 
     def checked(self, value: object, name: str, example: str = "") -> Any:
-        """The value that `value` stands for, in the range.
+        """Read a value and check its range.
 
         Args:
             value: as `read` takes it.
@@ -103,57 +101,51 @@ class Rule:
             ConfigError: one sentence that names the value, the rule and the example.
         """
         try:
-            read = self.read(value)
+            value = self.read(value)
+            if self.accepts(value):
+                return value
         except ValueError:
-            raise ConfigError(self.complaint(value, name, example)) from None
-        if not self.admits(read):
-            raise ConfigError(self.complaint(read, name, example))
-        return read
+            pass
+        raise ConfigError(self.error_message(value, name, example))
 
-    def complaint(self, value: object, name: str, example: str = "") -> str:
-        """The sentence for a value that is not admitted."""
-        right = self.many and isinstance(value, tuple) and value and all(map(self._admits_single, value))
-        disorder = ", not ascending" if right else ""
-        return f"{name} is {'empty' if value == () else shown(value)}{disorder}: expected {self}" + (
-            f", such as {example}" if example else ""
-        )
+    def error_message(self, value: object, name: str, example: str = "") -> str:
+        """Return the sentence about a value that is not accepted."""
+        unsorted = self.many and isinstance(value, tuple) and value and all(map(self._accepts_single, value))
+        problem = "empty" if value == () else shown(value) + (", not ascending" if unsorted else "")
+        return f"{name} is {problem}: expected {self}" + (f", such as {example}" if example else "")
 
     def __str__(self) -> str:
         if self.many:
             return f"a list, each {self.single}" + (f", or {NONE}" if self.empty else "")
-        return self._described() + (f" or {NONE}" if self.optional else "")
+        noun = f"{_NOUNS[self.type]} of {self.unit}" if self.unit else _NOUNS[self.type]
+        noun = "a share" if self.unit == SHARE else f"a multiple of {self.multiple}" if self.multiple > 1 else noun
+        low, high = f"{self.low:.9g}", f"{self.high:.9g}"
+        if self.allowed:
+            noun = f"one of {', '.join(map(str, self.allowed))}"
+        elif self.high < math.inf:
+            noun += f" above {low} and at most {high}" if self.above else f" from {low} to {high}"
+        elif self.low > -math.inf:
+            noun += f" {'above' if self.above else 'of at least'} {low}"
+        return noun + (f" or {NONE}" if self.optional else "")
 
     @property
-    def _ascends(self) -> bool:
+    def _is_ordered(self) -> bool:
+        """Whether values are numbers or switches; the texts of others are taken as they are."""
         return self.type not in (str, Path)
-
-    def _described(self) -> str:
-        if self.allowed:
-            return f"one of {', '.join(map(str, self.allowed))}"
-        noun = _NOUNS[self.type]
-        if self.unit:
-            noun = "a share" if self.unit == SHARE else f"{noun} of {self.unit}"
-        if self.multiple > 1:
-            noun = f"a multiple of {self.multiple}"
-        low, high = f"{self.low:.9g}", f"{self.high:.9g}"
-        if self.low == -math.inf and self.high == math.inf:
-            return noun
-        if self.high == math.inf:
-            return f"{noun} {'above' if self.above else 'of at least'} {low}"
-        return f"{noun} above {low} and at most {high}" if self.above else f"{noun} from {low} to {high}"
 
     def _read_single(self, value: object) -> Any:
         if isinstance(value, str) and not value:
             raise ValueError("the text is empty")
-        if self.type is bool and isinstance(value, str):
-            value = SWITCHES.get(value.strip().lower())
-        elif self.type is Path and isinstance(value, str):
-            return Path(value).expanduser()
-        elif self.unit == TOKENS and isinstance(value, str) and value.strip()[-1:].lower() == "k":
-            value = 1024 * int(value.strip()[:-1])
-        elif self.type in (int, float) and isinstance(value, str):  # YAML takes 1e-4, without a point, for a text
-            value = duration(value) if self.unit == DURATION else self.type(value)
-        if self.type is float and isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, str) and self.type is not str:
+            if self.type is Path:
+                return Path(value).expanduser()
+            if self.type is bool:
+                value = SWITCHES.get(value.strip().lower())
+            elif self.unit == TOKENS and value.strip()[-1:].lower() == "k":
+                value = 1024 * int(value.strip()[:-1])
+            else:  # YAML takes 1e-4, without a point, for a text
+                value = parse_duration(value) if self.unit == DURATION else self.type(value)
+        if self.type is float and type(value) is int:
             try:
                 return float(value)
             except OverflowError:
@@ -162,38 +154,37 @@ class Rule:
             raise ValueError(f"expected {self}")
         return value
 
-    def _admits_single(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, (int, float) if self.type is float else self.type):
+    def _accepts_single(self, value: object) -> bool:
+        if isinstance(value, bool) or self.type is bool:  # a bool is an int to Python
             return isinstance(value, bool) and self.type is bool
-        if self.allowed:
-            return value in self.allowed
-        if not isinstance(value, int | float):
-            return True
-        if isinstance(value, float) and not math.isfinite(value):
+        if not isinstance(value, (int, float) if self.type is float else self.type):
             return False
+        if self.allowed or not isinstance(value, int | float):
+            return not self.allowed or value in self.allowed
         beyond = value <= self.low if self.above else value < self.low
-        return not beyond and value <= self.high and (self.multiple == 1 or value % self.multiple == 0)
+        is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be beyond all floats
+        return is_finite and not beyond and value <= self.high and (self.multiple == 1 or value % self.multiple == 0)
 
 
 def ruled(default: Any, rule: Rule) -> Any:
-    """A field of a dataclass: its default, and the rule of its values."""
+    """Return a dataclass field with a default and the rule of its values."""
     return field(default=default, metadata={"rule": rule})
 
 
 def rules_of(options: Any) -> dict[str, Rule]:
-    """The rules of a dataclass whose fields are `ruled`, by their names."""
-    return {one.name: one.metadata["rule"] for one in fields(options)}
+    """Return the rules of a dataclass whose fields are `ruled`, by their names."""
+    return {ruled_field.name: ruled_field.metadata["rule"] for ruled_field in fields(options)}
 
 
 def check_fields(options: Any, owner: str) -> None:
-    """Raise ConfigError, which names the owner, for a field of such a dataclass whose value its rule does not admit."""
+    """Raise ConfigError, which names the owner, for a field of such a dataclass that its rule does not accept."""
     for name, rule in rules_of(options).items():
-        if not rule.admits(value := getattr(options, name)):
-            raise ConfigError(rule.complaint(value, f"{name} of {owner}"))
+        if not rule.accepts(value := getattr(options, name)):
+            raise ConfigError(rule.error_message(value, f"{name} of {owner}"))
 
 
-def duration(text: str) -> float:
-    """A duration such as 90, 90s, 5m or 1.5h, in seconds. Raises ValueError for anything else."""
+def parse_duration(text: str) -> float:
+    """Convert a duration such as 90, 90s, 5m or 1.5h to seconds. Raises ValueError for anything else."""
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if not parts:
         raise ValueError(f"{text!r} is not a duration")
@@ -210,10 +201,10 @@ def did_you_mean(word: str, names: Iterable[str], otherwise: str) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number and its noun: "1 layer", "2 layers"."""
+    """Return a number and its noun: "1 layer", "2 layers"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def shown(value: object) -> str:
-    """A value for a message, short however long or deeply nested it is."""
+    """Return a value's repr for a message, short however long or deeply nested the value is."""
     return _SHORT.repr(value)

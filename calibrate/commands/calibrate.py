@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from calibrate.api import finished, planned, warned
 from calibrate.commands.common import Flags, add_output_flags, print_json, run
 from calibrate.options import add_flags
-from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merged
+from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merge_options
 from s2o_runtime.command_line import (
     BAD_INPUT,
     INTERRUPTED,
@@ -94,7 +94,7 @@ def _run(flags: Flags) -> int:
     if "yaml" in flags and "dry_run" not in flags:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
-    options = merged(file, {name: value for name, value in flags.items() if name in OPTIONS})
+    options = merge_options(file, {name: value for name, value in flags.items() if name in OPTIONS})
     recipe, device, preflight, estimate, prompts = planned(
         options, rehearsed="dry_run" in flags, progress="quiet" not in flags
     )

@@ -16,7 +16,7 @@ from calibrate.recipe import (
     Recipe,
     check_limit,
     load_yaml,
-    merged,
+    merge_options,
 )
 from s2o_runtime.errors import ConfigError
 
@@ -180,12 +180,12 @@ def test_what_may_be_null_in_a_file(tmp_path):
 
 def test_flags_override_a_file():
     file = {"model": "demo", "trials": 3, "budget_mse": 1.0, "seed": 2}
-    assert merged(file, {"trials": 9}) == file | {"trials": 9}
-    assert merged(file, {"budget_rel_mse": 0.1}) == {"model": "demo", "trials": 3, "seed": 2, "budget_rel_mse": 0.1}
-    assert merged(file, {}) == file
+    assert merge_options(file, {"trials": 9}) == file | {"trials": 9}
+    assert merge_options(file, {"budget_rel_mse": 0.1}) == {"model": "demo", "trials": 3, "seed": 2, "budget_rel_mse": 0.1}
+    assert merge_options(file, {}) == file
     ceiled = file | {"ceiling_rel_mse": 1e-3}
-    assert merged(ceiled, {"budget_mse": 2.0}) == ceiled | {"budget_mse": 2.0}
-    assert merged(ceiled, {"budget_kl": 0.1}) == {"model": "demo", "trials": 3, "seed": 2, "budget_kl": 0.1}
+    assert merge_options(ceiled, {"budget_mse": 2.0}) == ceiled | {"budget_mse": 2.0}
+    assert merge_options(ceiled, {"budget_kl": 0.1}) == {"model": "demo", "trials": 3, "seed": 2, "budget_kl": 0.1}
 
 
 def test_two_budgets_are_refused():

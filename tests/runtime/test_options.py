@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from calibrate.evaluation import plan
-from calibrate.options import add_flags, options_of, read_all, text
+from calibrate.options import add_flags, options_of, read_options, format_value
 from calibrate.recipe import GROUPS, OPTIONS, Recipe
 from s2o_runtime.command_line import Parser
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.fields import Rule, duration
+from s2o_runtime.fields import Rule, parse_duration
 from support.pages import ROOT
 
 LENGTHS = Rule(int, low=1, many=True)
@@ -44,7 +44,7 @@ LENGTHS = Rule(int, low=1, many=True)
 def test_what_a_value_stands_for(rule, value, expected):
     assert rule.read(value) == expected
     assert type(rule.read(value)) is type(expected)
-    assert rule.admits(expected)
+    assert rule.accepts(expected)
     assert rule.read(expected) == expected
 
 
@@ -82,7 +82,7 @@ def test_what_stands_for_no_value(rule, values):
     ids=str,
 )
 def test_what_is_out_of_range(rule, values):
-    assert not any(rule.admits(value) for value in values)
+    assert not any(rule.accepts(value) for value in values)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_a_rule_in_words(rule, words):
 
 @pytest.mark.parametrize(("given", "value"), [("90", 90), ("90s", 90), (" 5m", 300), ("1.5h", 5400), ("0", 0)])
 def test_durations(given, value):
-    assert duration(given) == value
+    assert parse_duration(given) == value
 
 
 @pytest.mark.parametrize("given", ["", "m", "-5", "5d", "1h30m", "nan", "1e3", "5 m", "s5"])
 def test_what_is_no_duration(given):
     with pytest.raises(ValueError, match="is not a duration"):
-        duration(given)
+        parse_duration(given)
 
 
 def test_every_field_of_a_command_is_an_option():
@@ -120,7 +120,7 @@ def test_every_field_of_a_command_is_an_option():
     assert {option.field for option in plan.OPTIONS.values()} == set(plan.EvaluationPlan.__dataclass_fields__)
     assert options_of(Recipe, GROUPS) == OPTIONS
     for option in (*OPTIONS.values(), *plan.OPTIONS.values()):
-        assert option.required or option.default is None or option.rule.admits(option.default)
+        assert option.required or option.default is None or option.rule.accepts(option.default)
 
 
 def test_an_option_means_the_same_in_both_commands():
@@ -140,14 +140,16 @@ def test_a_default_survives_the_command_line(options):
     for option in options.values():
         if option.default in (None, ()) or (option.rule.type is bool and not option.rule.many):
             continue
-        assert vars(parser.parse_args([option.flag, text(option.default)])) == {option.name: option.default}
-        assert read_all(options, {option.name: text(option.default)}, "test") == {option.name: option.default}
+        assert vars(parser.parse_args([option.flag, format_value(option.default)])) == {option.name: option.default}
+        assert read_options(options, {option.name: format_value(option.default)}, "test") == {
+            option.name: option.default
+        }
     assert vars(parser.parse_args([])) == {}
 
 
 def test_an_unknown_option_is_named_with_its_neighbour():
     with pytest.raises(ConfigError, match=r"calibrate\(\) has 'budget', which is no option: did you mean budget_"):
-        read_all(OPTIONS, {"budget": 1}, "calibrate()")
+        read_options(OPTIONS, {"budget": 1}, "calibrate()")
 
 
 @pytest.mark.parametrize("options", [OPTIONS, plan.OPTIONS], ids=["calibrate", "eval"])
