@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from calibrate.machine import check_files, draft, gpu_named, on_this_machine, writing
+from calibrate.machine import check_files, find_gpu, resolve_recipe, wrap_write_errors
 from calibrate.options import read_options
 from calibrate.progress import PhaseClock, duration
 from calibrate.recipe import OPTIONS, Recipe, check_limit
@@ -25,10 +25,10 @@ LARGE = 1e9  # parameters of a model for whose run a CPU is hardly enough
 log = logging.getLogger("calibrate")
 
 
-class Planned(NamedTuple):
+class Plan(NamedTuple):
     """A run whose options fit the model and the machine, and what is known of it before the model is loaded.
 
-    prompts: of a rehearsal, how many there are of how many that are needed, in words.
+    prompts: of a dry run, the number of prompts beside the number that is needed, in words.
     """
 
     recipe: Recipe
@@ -67,72 +67,68 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
         >>> calibrate("demo", budget_rel_mse=1e-3, lengths=(1024, 2048), out="p.safetensors").written  # doctest: +SKIP
         True
     """
+    loaded = expected = None
     if not isinstance(model, (str, Recipe)):
-        return _calibrate_loaded(model, tokenizer, options, progress)
-    if tokenizer is not None and not (isinstance(tokenizer, str) and isinstance(model, str)):
+        recipe, loaded, expected = _plan_loaded(model, tokenizer, options)
+    elif tokenizer is not None and not (isinstance(tokenizer, str) and isinstance(model, str)):
         raise ConfigError("calibrate() got a tokenizer and a model by name: give the tokenizer's folder or hub id")
-    options |= {"tokenizer": tokenizer} if tokenizer else {}
-    if isinstance(model, Recipe):
-        if options:
-            raise ConfigError(
-                f"calibrate() got a recipe and {', '.join(options)}: give a recipe or a model with options"
-            )
-        return warned(finished(check_files(model.validate()), progress=progress))
-    plan = planned(read_options(OPTIONS, {"model": model, **options}, "calibrate()"), progress=progress)
-    return warned(finished(plan.recipe, progress=progress, estimate=plan.estimate))
-
-
-def _calibrate_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any], progress: bool) -> Result:
-    from calibrate.model.estimate import ModelSizes, estimate
-    from calibrate.model.models import in_memory
-    from s2o_runtime.layer_kinds import positions
-
-    own = [name for name in ("device", "random_weights", "trust_remote_code") if name in options]
-    if own:
-        raise ConfigError(f"calibrate() got a model in memory and {own[0]}, which it has already: leave {own[0]} out")
-    loaded = in_memory(model, tokenizer, options.get("model"))
-    given = read_options(OPTIONS, {**options, "model": loaded.name, "device": str(loaded.weights.device)}, "calibrate()")
-    draft(given)
-    recipe, device = on_this_machine(given)
-    check_limit(max(recipe.all_lengths), positions(loaded.model.config))
-    expected = estimate(recipe, ModelSizes.of(loaded.model, recipe.device), loaded.geometry, device)
-    return warned(finished(recipe, progress=progress, loaded=loaded, estimate=expected))
-
-
-def warned(result: Result) -> Result:
-    """Return the result, after a warning if its report failed."""
+    elif isinstance(model, str):
+        options |= {"model": model} | ({"tokenizer": tokenizer} if tokenizer else {})
+        plan = make_plan(read_options(OPTIONS, options, "calibrate()"), progress=progress)
+        recipe, expected = plan.recipe, plan.estimate
+    elif options:
+        raise ConfigError(f"calibrate() got a recipe and {', '.join(options)}: give a recipe or a model with options")
+    else:
+        recipe = check_files(model.validate())
+    result = run(recipe, progress=progress, loaded=loaded, estimate=expected)
     if result.report_failure:
         log.warning("%s", result.report_failure)
     return result
 
 
-def planned(options: Mapping[str, Any], *, rehearsed: bool = False, progress: bool = True) -> Planned:
-    """Check options against the model and this machine; what is cheap to get wrong is checked first.
+def _plan_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> tuple[Recipe, LoadedModel, Estimate]:
+    from calibrate.model.estimate import ModelSizes, estimate
+    from calibrate.model.models import in_memory
+    from s2o_runtime.layer_kinds import positions
+
+    known = [name for name in ("device", "random_weights", "trust_remote_code") if name in options]
+    if known:
+        raise ConfigError(
+            f"calibrate() got a model in memory and {known[0]}, which it has already: leave {known[0]} out"
+        )
+    loaded = in_memory(model, tokenizer)
+    given = {**options, "model": loaded.name, "device": str(loaded.weights.device)}
+    recipe, device = resolve_recipe(read_options(OPTIONS, given, "calibrate()"))
+    check_limit(max(recipe.all_lengths), positions(loaded.model.config))
+    return recipe, loaded, estimate(recipe, ModelSizes.of(loaded.model, recipe.device), loaded.geometry, device)
+
+
+def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bool = True) -> Plan:
+    """Check options against the machine and the model, cheap checks first, and estimate the run.
 
     Args:
         options: those that were given, in the types of `Recipe`'s fields.
-        rehearsed: whether nothing is going to run, so that the sizes of an alias suffice, which ship, and a GPU that is
+        dry_run: whether nothing is going to run, so that the sizes of an alias suffice, which ship, and a GPU that is
             named by target_gpu need not be here; prompts are counted then.
-        progress: whether to say what is waited for.
+        progress: whether to tell on standard error that a scheduler is waited for.
 
     Raises:
         ConfigError, InputError, ModelError, ResourceError: as `calibrate` does.
     """
-    gpu = gpu_named(options["target_gpu"]) if rehearsed and options.get("target_gpu") else None
-    if gpu is not None and not {"gpus", "scheduler"} & options.keys():
+    gpu = find_gpu(options["target_gpu"]) if dry_run and options.get("target_gpu") else None
+    if gpu is not None and not {"gpus", "scheduler"} & options.keys():  # it is an option of many workers elsewhere
         options = {name: value for name, value in options.items() if name != "target_gpu"}
-    recipe = draft(options)
+    recipe, device = resolve_recipe(options, gpu)
 
     from calibrate.model.estimate import estimate
     from calibrate.model.models import is_gguf, load_config, load_tokenizer
     from calibrate.model.preflight import preflight
     from s2o_runtime.layer_kinds import positions
 
-    shipped = rehearsed or recipe.random_weights
+    shipped = dry_run or recipe.random_weights
     config = load_config(recipe.model, random_weights=shipped, trust_remote_code=recipe.trust_remote_code)
     if recipe.tokenizer is not None or is_gguf(recipe.model):
         load_tokenizer(recipe.model, **recipe.loading)
-    recipe, device = on_this_machine(options, gpu)
     check_limit(max(recipe.all_lengths), positions(config))
     if recipe.storage is not None:
         from calibrate.search.study import check_storage
@@ -143,13 +139,14 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False, progress: bo
 
         with PhaseClock().phase(f"waiting for scheduler {recipe.scheduler}, at most {CONNECT:g} s", progress):
             connect(recipe.scheduler).close()
+    memory = device.memory_bytes if gpu else 0
     seen = preflight(
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights,
-        memory=device.memory_bytes if gpu else 0,
+        memory=memory,
     )  # fmt: skip
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
     warn_without_gpu(recipe.model, seen, expected.total, device)
-    return Planned(recipe, device, seen, expected, _count_prompts(recipe) if rehearsed else "")
+    return Plan(recipe, device, seen, expected, _count_prompts(recipe) if dry_run else "")
 
 
 def warn_without_gpu(model: str, preflight: Preflight, seconds: float, device: DeviceIdentity) -> None:
@@ -165,7 +162,7 @@ def warn_without_gpu(model: str, preflight: Preflight, seconds: float, device: D
 
 
 def _count_prompts(recipe: Recipe) -> str:
-    """How many prompts of each length there are of how many that are needed.
+    """Return the number of prompts of each length beside the number that is needed, in words.
 
     Raises:
         InputError: a prompt file is bad, or they are too few for the run.
@@ -178,25 +175,25 @@ def _count_prompts(recipe: Recipe) -> str:
 
     others = recipe.held_out + recipe.num_certify
     needed = {length: others + recipe.num_prompts * (length in recipe.lengths) for length in recipe.all_lengths}
-    is_alias, endless = shipped_sizes(recipe.model), set(recipe.used_domains) - set(FOUND)  # what is generated
+    is_alias, is_endless = shipped_sizes(recipe.model), bool(set(recipe.used_domains) - set(FOUND))  # generated text
     try:
-        if is_alias and not endless:
+        if is_alias and not is_endless:
             load_config(recipe.model, random_weights=recipe.random_weights)  # fails at once without a way to the Hub
-        tokenizer = None if is_alias and endless else load_tokenizer(recipe.model, **recipe.loading)
+        tokenizer = None if is_alias and is_endless else load_tokenizer(recipe.model, **recipe.loading)
     except (ModelError, ResourceError):
         if not is_alias:
             raise
         read_documents(recipe.prompts or ())
         return f"not read: the tokenizer of {recipe.model} cannot be loaded here"
-    sets = () if endless else load_prompts(recipe, tokenizer).by_purpose
-    there = {length: sum(len(lengths.get(length, ())) for lengths in sets) for length in needed} if sets else needed
-    text = ", ".join(f"{there[length]} of {needed[length]} needed at {length}" for length in sorted(needed))
+    sets = () if is_endless else load_prompts(recipe, tokenizer).by_purpose
+    counts = {length: sum(len(lengths.get(length, ())) for lengths in sets) for length in needed} if sets else needed
+    text = ", ".join(f"{counts[length]} of {needed[length]} needed at {length}" for length in sorted(needed))
     if sets:
         check_certifiable(recipe, sets[-1], text)
     return text
 
 
-def finished(
+def run(
     recipe: Recipe,
     *,
     progress: bool,
@@ -209,20 +206,20 @@ def finished(
     Args:
         recipe: what to calibrate.
         progress: show progress bars on standard error.
-        command: the command line that the report says it was made with, if there was one.
+        command: the command line for the report, if there was one.
         loaded: the recipe's model, if it is loaded already.
-        estimate: what the run is expected to take, for progress.
+        estimate: the expected cost of the run, for progress.
     """
     from calibrate import pipeline
     from calibrate.report.contents import report_of
     from calibrate.report.page import write_report
 
     expected = estimate.seconds if estimate else {}
-    with writing(recipe.out):
+    with wrap_write_errors(recipe.out):
         result = pipeline.calibrate(recipe, progress=progress, loaded=loaded, expected=expected)
     try:
         result = replace(result, report=report_of(recipe, result, command=command))
         files, failure = write_report(result.report, recipe.out)
         return replace(result, report_files=tuple(files), report_failure=failure)
-    except Exception as error:  # a report that fails, whatever of, takes no profile away
+    except Exception as error:  # a report that fails, for whatever reason, takes no profile away
         return replace(result, report_failure=f"the report cannot be written ({first_line(error)})")

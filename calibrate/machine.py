@@ -1,4 +1,4 @@
-"""What depends on the machine: its devices, the defaults that follow from them, and which files may be written."""
+"""The machine of a run: its device, the defaults that follow from it, and the files that may be written."""
 
 from __future__ import annotations
 
@@ -30,53 +30,47 @@ _PROFILE = b'{"__metadata__":{"s2o_profile":'  # after the header's size, at a p
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
-def draft(options: Mapping[str, Any]) -> Recipe:
-    """The recipe as far as it is known without torch.
+def resolve_recipe(options: Mapping[str, Any], gpu: DeviceIdentity | None = None) -> tuple[Recipe, DeviceIdentity]:
+    """Return the recipe with the defaults that depend on the device, here or the `gpu` of a plan, and that device.
 
     Args:
         options: those that were given, in the types of their fields.
 
-    Returns:
-        A recipe that is validated and whose files are checked; its device, and lengths and output that were not given,
-        are placeholders for what `on_this_machine` takes.
-
-    Raises:
-        ConfigError: an option is missing, out of range, or names a file that is not there or cannot be written.
-        ResourceError: the disk does not take the output.
+    Raises what `check_files` and `named_device` do, and ConfigError for options that are missing or do not fit.
     """
     if "model" not in options:
         raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
-    out = default_out(options["model"], "gpu", Budget.of(options))
+    # A wrong option is refused before torch is imported, which takes seconds: until then placeholders stand for what
+    # depends on the device. This length is too short for no segment, and leaves check lengths aside.
     unknown = {} if "lengths" in options else {"lengths": (MAX_SEGMENT,), "check_lengths": None}
-    recipe = Recipe.of({"out": out} | dict(options) | unknown)
-    for path in recipe.prompts or ():
-        if not path.exists():
-            raise ConfigError(f"prompt file {path} does not exist: check the path")
-    check_writable("--out", recipe.out)
-    check_writable("--journal", recipe.journal_path)
-    return recipe
+    out = default_out(options["model"], "gpu", Budget.of(options))
+    check_files(Recipe.of({"out": out} | dict(options) | unknown))
 
+    import torch
 
-def on_this_machine(options: Mapping[str, Any], gpu: DeviceIdentity | None = None) -> tuple[Recipe, DeviceIdentity]:
-    """Return the recipe with the defaults that depend on the device, here or the `gpu` of a plan, and that device.
+    from s2o_runtime.devices import DeviceIdentity
 
-    Raises what `check_files` and `named_device` do.
-    """
-    name, identity = ("cuda", gpu) if gpu else _elsewhere(options) or named_device(options.get("device"))
-    defaults = {
-        "lengths": DEFAULT_LENGTHS[identity.kind],
-        "out": default_out(options["model"], identity.name, Budget.of(options)),
-    }
+    name = options.get("device") or ""
+    if gpu is None and "scheduler" in options and name.startswith("cuda") and not torch.cuda.is_available():
+        gpu = DeviceIdentity("cuda", options.get("target_gpu") or "gpu")  # the workers', whose host has none itself
+    name, identity = ("cuda", gpu) if gpu else named_device(options.get("device"))
+    out = default_out(options["model"], identity.name, Budget.of(options))
+    defaults = {"lengths": DEFAULT_LENGTHS[identity.kind], "out": out}
     return check_files(Recipe.of(defaults | dict(options) | {"device": name})), identity
 
 
 def check_files(recipe: Recipe) -> Recipe:
-    """Return the recipe, once its profile, report and journal can be written (`check_output`).
+    """Return the recipe, once its prompts are there and its profile, report and journal can be written.
 
-    Raises InputError too, if the journal's file is none.
+    Raises:
+        ConfigError, ResourceError: as `check_output` does.
+        InputError: the journal's file is none.
     """
     from calibrate.journal import Journal
 
+    for path in recipe.prompts or ():
+        if not path.exists():
+            raise ConfigError(f"prompt file {path} does not exist: check the path")
     check_output("--out", recipe.out, recipe.prompts or (), is_profile=True)
     for path in report_paths(recipe.out):
         check_output("beside --out,", path, recipe.prompts or ())
@@ -86,30 +80,18 @@ def check_files(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def gpu_named(part: str) -> DeviceIdentity:
-    """The first of `GPUS` whose name has this part. Raises ConfigError if none has."""
+def find_gpu(part: str) -> DeviceIdentity:
+    """Return the first of `GPUS` whose name has this part. Raises ConfigError if none has."""
     from s2o_runtime.devices import DeviceIdentity
 
-    name = next((name for name in GPUS if part.lower() in name.lower()), None)
-    if name is None:
-        raise ConfigError(f"a plan for target_gpu {part!r} is not known: name one of {', '.join(GPUS)}")
-    capability, sm_count, memory = GPUS[name]
-    return DeviceIdentity("cuda", name, capability, sm_count, memory << 30)
-
-
-def _elsewhere(options: Mapping[str, Any]) -> tuple[str, DeviceIdentity] | None:
-    """The GPU of a scheduler's workers, where a host without GPUs coordinates them; None if it has some itself."""
-    import torch
-
-    from s2o_runtime.devices import DeviceIdentity
-
-    if "scheduler" not in options or torch.cuda.is_available() or not options.get("device", "").startswith("cuda"):
-        return None
-    return "cuda", DeviceIdentity("cuda", options.get("target_gpu") or "gpu")
+    for name, (capability, sm_count, memory) in GPUS.items():
+        if part.lower() in name.lower():
+            return DeviceIdentity("cuda", name, capability, sm_count, memory << 30)
+    raise ConfigError(f"a plan for target_gpu {part!r} is not known: name one of {', '.join(GPUS)}")
 
 
 def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
-    """A device's name, by default a GPU's if there is one, and which it is.
+    """Return a device's name, by default a GPU's if there is one, and its identity.
 
     Raises:
         ConfigError: it is not known or not supported.
@@ -124,7 +106,7 @@ def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Fail before the work, not after it, if a file cannot be written at a path.
+    """Raise, before the work and not after it, if a file cannot be written at a path.
 
     Raises:
         ConfigError: the path cannot be a file's (`files.destination`).
@@ -142,7 +124,7 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_profile: bool = False) -> None:
-    """Fail before the work, not after it, if an output cannot be written or would replace what must stay.
+    """Raise, before the work and not after it, if an output cannot be written or would replace what must stay.
 
     An output never replaces an input, a profile by something else, or a file that this program did not write. An empty
     file may be replaced.
@@ -152,7 +134,8 @@ def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_pro
         inputs: the files that the command reads.
         is_profile: whether the output is a profile, which replaces profiles only.
 
-    Raises ConfigError, or ResourceError as `check_writable` does.
+    Raises:
+        ConfigError, ResourceError: as `check_writable` does.
     """
     check_writable(option, path)
     if not path.exists():
@@ -170,13 +153,13 @@ def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_pro
 
 
 def json_file(document: Mapping[str, Any]) -> bytes:
-    """Return the content of a file of JSON, with who wrote it."""
+    """Return the content of a file of JSON, with its origin."""
     return (json.dumps({"origin": MARK, **document}, indent=1) + "\n").encode()
 
 
 @contextmanager
-def writing(out: Path) -> Iterator[None]:
-    """Where `out` is written: raises ResourceError, one sentence, for a disk that does not take it."""
+def wrap_write_errors(out: Path) -> Iterator[None]:
+    """Raise ResourceError, one sentence, for a disk that does not take `out`, which is written inside the block."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""calibrate(): prompts -> curves -> choices -> proof -> certificate -> profile.
+"""The stages of a calibration: prompts -> curves -> choices -> proof -> certificate -> profile.
 
 Four passes over the model, each one layer at a time: curves of every layer, times of what the search tries, the proof
 of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own. Where
@@ -9,10 +9,11 @@ layers' sensitivities, and up to five to find what they may spend.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,13 +23,12 @@ from torch import Tensor
 
 from calibrate.compiling import compiling
 from calibrate.curves.curves import Shape
-from calibrate.curves.measure import LayersCurves, measure_model, of_prompt
+from calibrate.curves.measure import measure_model, of_prompt
 from calibrate.curves.sensitivities import measured_sensitivity
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel, load, load_config, load_tokenizer
 from calibrate.model.self_test import SEGMENTS, never_stops, self_test
-from calibrate.model.sensitivity import Sensitivity
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.prompts import load_prompts
@@ -63,17 +63,15 @@ from s2o_runtime.tiles import candidate_tiles
 
 log = logging.getLogger("calibrate")
 
-TilesByLength = Mapping[int, tuple[TileConfig, ...]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Proven):
-    """A finished calibration: what was proven, and what was made of it.
+    """A finished calibration: the proof with its profile and report.
 
-    profile: with its record. written: whether the profile was saved. seconds: what each phase took. journal_reused:
-    How many measurements an earlier run had made. work: the measurements of this run by stage, and how long they took
-    of all workers together. report, report_files: the `calibrate.report.contents.Report` and where it was written;
-    None and none where it was not. report_failure: why it, or its pictures, were not; empty if they were.
+    profile: with its record. written: whether the profile was saved. seconds: the time of each phase. journal_reused:
+    The number of measurements of earlier runs. work: the measurements of this run by stage, and their time, of all
+    workers together. report, report_files: the `calibrate.report.contents.Report` and its files; None and none if it
+    failed. report_failure: why it, or its pictures, failed; empty if they did not.
     """
 
     profile: Profile
@@ -93,18 +91,18 @@ def calibrate(
     loaded: LoadedModel | None = None,
     expected: Mapping[str, float] = MappingProxyType({}),
 ) -> Result:
-    """Run a recipe.
+    """Run a recipe: measure curves, search, prove, certify and write the profile.
 
-    The same recipe continues an interrupted run: what was measured is in the recipe's journal.
+    The same recipe continues an interrupted run: its journal keeps every measurement.
 
     Args:
-        recipe: what to calibrate, on what, and within which budget.
+        recipe: the model, the prompts, the budget and all other options.
         progress: whether to show progress bars.
         loaded: the recipe's model, if it is loaded already; on the recipe's device.
         expected: the seconds that phases are expected to take, for progress.
 
     Returns:
-        What was chosen and proven. The profile is saved as `recipe.out` only if the held-out proof holds or
+        The choices and their proof. The profile is saved as `recipe.out` only if the held-out proof holds or
         `recipe.allow_regression` is set.
 
     Raises:
@@ -114,23 +112,68 @@ def calibrate(
         ResourceError: Memory ran out, or another resource is missing.
     """
     clock = PhaseClock(expected)
-    with compiling(_first_calls(recipe, loaded)) as compiled:
+    with ExitStack() as stack:
+        wait_for_kernels = stack.enter_context(compiling(_list_first_calls(recipe, loaded)))
         with clock.phase("making prompts", progress):
             tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
             prompts = load_prompts(recipe, tokenizer)
             open_storage(recipe.storage)
             check_certifiable(recipe, prompts.certify)
         recipe.out.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            _executor(recipe, loaded, prompts, clock, progress, compiled) as executor,
-            Journal.open(recipe.journal_path, journal_identity(executor, executor.device)) as journal,
-        ):
-            log.info("calibrating for %s", executor.device)
-            return _calibrated(_Run(recipe, executor, prompts, journal, progress), clock)
+        executor = stack.enter_context(_open_executor(recipe, loaded, prompts, clock, progress, wait_for_kernels))
+        journal = stack.enter_context(Journal.open(recipe.journal_path, journal_identity(executor, executor.device)))
+        prover = Prover(executor, prompts.held_out, journal, progress)
+        log.info("calibrating for %s", executor.device)
+
+        with clock.phase("measuring"):
+            tiles = {
+                length: tiles_for(executor, length=length, segments=recipe.segments_for(length), journal=journal)
+                for length in recipe.lengths
+            }
+            steps = executor.geometry.layers * len(recipe.lengths)
+            with progress_bar("measuring curves", steps, "layer", shown=progress) as step:
+                curves = measure_model(executor, prompts.calibration, _list_shapes(tiles), recipe, journal, step)
+            if journal.reused:
+                log.info("resumed: %d measurements reused", journal.reused)
+            sensitivity = (
+                measured_sensitivity(executor, prompts.calibration, recipe, journal) if recipe.budget.is_kl else None
+            )
+        with clock.phase("searching"):
+            with progress_bar("searching", None, "trial", shown=progress) as step:
+                chosen = choose(
+                    executor, curves, tiles, prompts=prompts, recipe=recipe, journal=journal, on_trial=step,
+                    sensitivity=sensitivity,
+                )  # fmt: skip
+            if executor.device.kind == "cuda":
+                chosen = _with_crossovers(executor, chosen, journal)
+            model = executor.name, executor.geometry, executor.fingerprint, executor.device
+            candidate, kl_passes = Candidate(recipe, *model, chosen), dict[int, tuple[KlTrial, ...]]()
+            if recipe.budget.is_kl:
+                candidate, kl_passes = within_kl(prover, candidate)
+        with clock.phase("proving"):
+            texts = {length: len(Groups.of(texts_of_length)) for length, texts_of_length in prompts.certify.items()}
+            proven = without_slower_lengths(prover, prove_and_tighten(prover, candidate, texts))
+            proven = replace(proven, kl_passes=kl_passes)
+        if proven.met:
+            certified = without_slower_layers(proven)
+            if prompts.certify:
+                with clock.phase("certifying"):
+                    certified = certify(prover, prompts.certify, certified)
+                    proven = proven_again(prover, proven, certified)
+            elif certified.candidate is not proven.candidate:
+                with clock.phase("measuring again"):
+                    proven = proven_again(prover, proven, certified)
+
+        profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
+        written = proven.met or recipe.allow_regression
+        if written:
+            save_profile(profile, recipe.out)
+        outcome = {"seconds": clock.seconds, "journal_reused": journal.reused, "work": executor.work}
+        return Result(**vars(proven), profile=profile, written=written, **outcome)
 
 
-def _first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[], object]]:
-    """Calls that need the kernels of the model's test and of its curves, on random inputs of the model's sizes.
+def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[], object]]:
+    """Return calls that need the kernels of the model's test and of its curves, on random inputs of the model's sizes.
 
     None without a GPU of this process's. A model whose layers are called in another way compiles its own later.
     """
@@ -146,14 +189,14 @@ def _first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[]
     if tested is None:
         return []
 
-    def inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    def make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
         return random_inputs(shape, length, length, torch.bfloat16, device)
 
-    def tests(padded: bool) -> None:
+    def run_test(padded: bool) -> None:
         start = torch.zeros(1, dtype=torch.int64, device=device) if padded else None
-        s2o_attention(*inputs(SEGMENTS * tested.segment), tested, kv_start=start)
+        s2o_attention(*make_inputs(SEGMENTS * tested.segment), tested, kv_start=start)
 
-    def curves() -> None:
+    def run_curves() -> None:
         segments = recipe.segments_for(max(recipe.lengths))
         tiles = [
             tile
@@ -161,14 +204,14 @@ def _first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[]
             if not any(segment % tile.rows for segment in segments)
         ]
         shapes = {Shape.of(tile) for tile in tiles if tile.block_m == tiles[0].block_m}
-        prompt = Captured(*inputs(min(max(recipe.lengths), LONGEST)), shape.head_dim**-0.5)
+        prompt = Captured(*make_inputs(min(max(recipe.lengths), LONGEST)), shape.head_dim**-0.5)
         of_prompt(prompt, sorted(shapes, key=lambda shape: shape.stride), recipe)
 
-    def tried(call: Callable[[], None]) -> None:
-        with suppress(S2OError):  # what is wrong is said where the model itself is called
+    def try_call(call: Callable[[], None]) -> None:
+        with suppress(S2OError):  # the model's own call reports what is wrong
             call()
 
-    return [partial(tried, call) for call in (partial(tests, False), partial(tests, True), curves)]
+    return [partial(try_call, call) for call in (partial(run_test, False), partial(run_test, True), run_curves)]
 
 
 def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], counts: str = "") -> None:
@@ -183,176 +226,66 @@ def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], c
                 raise InputError(f"{before}{problem}: {problem.kind.value}, or say --allow-regression")
 
 
-def _calibrated(run: _Run, clock: PhaseClock) -> Result:
-    """From the tiles to the profile."""
-    recipe, executor, prompts, journal, progress = run.recipe, run.executor, run.prompts, run.journal, run.progress
-    prover = Prover(executor, prompts.held_out, journal, progress)
-    with clock.phase("measuring"):
-        tiles = _worthwhile_tiles(run)
-        curves = _curves(run, tiles)
-        sensitivity = (
-            measured_sensitivity(executor, prompts.calibration, recipe, journal) if recipe.budget.is_kl else None
-        )
-    with clock.phase("searching"):
-        candidate = _candidate(run, _choices(run, curves, tiles, sensitivity))
-        kl_passes: dict[int, tuple[KlTrial, ...]] = {}
-        if recipe.budget.is_kl:
-            candidate, kl_passes = within_kl(prover, candidate)
-    with clock.phase("proving"):
-        texts = {length: len(Groups.of(texts_of_length)) for length, texts_of_length in prompts.certify.items()}
-        proven = prove_and_tighten(prover, candidate, texts)
-        proven = without_slower_lengths(prover, proven)
-        proven = replace(proven, kl_passes=kl_passes)
-    if proven.met:
-        certified = without_slower_layers(proven)
-        if prompts.certify:
-            with clock.phase("certifying"):
-                certified = certify(prover, prompts.certify, certified)
-                proven = proven_again(prover, proven, certified)
-        elif certified.candidate is not proven.candidate:
-            with clock.phase("measuring again"):
-                proven = proven_again(prover, proven, certified)
-
-    profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
-    written = proven.met or recipe.allow_regression
-    if written:
-        save_profile(profile, recipe.out)
-    return Result(
-        **vars(proven),
-        profile=profile,
-        written=written,
-        seconds=clock.seconds,
-        journal_reused=journal.reused,
-        work=executor.work,
-    )
-
-
 @contextmanager
-def _executor(
+def _open_executor(
     recipe: Recipe,
     loaded: LoadedModel | None,
     prompts: PromptSet,
     clock: PhaseClock,
     progress: bool,
-    compiled: Callable[[], None],
+    wait_for_kernels: Callable[[], None],
 ) -> Iterator[Executor]:
-    """Who runs the recipe: the workers that it names, or this process, once the first kernels are compiled."""
+    """Yield the executor: Dask workers if the recipe names any, else this process, once the model's test passed."""
     if recipe.is_distributed:
         from calibrate.work.cluster import cluster_executor
 
-        with cluster_executor(recipe, _of_run(prompts)) as executor:
+        all_prompts = chain.from_iterable(chain.from_iterable(by_length.values()) for by_length in prompts.by_purpose)
+        with cluster_executor(recipe, list(all_prompts)) as executor:
             yield executor
         return
     if loaded is None:
         with clock.phase("loading the model", progress):
             loaded = load(recipe.model, recipe.device, seed=recipe.seed, **recipe.loading)
     with clock.phase("testing the model's attention", progress):
-        compiled()
+        wait_for_kernels()
         self_test(loaded)
     with local_executor(loaded) as executor:
         yield executor
 
 
-def _of_run(prompts: PromptSet) -> list[Prompt]:
-    """All prompts of a run."""
-    return [
-        prompt
-        for by_length in prompts.by_purpose
-        for prompts_of_length in by_length.values()
-        for prompt in prompts_of_length
-    ]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What every stage is given."""
-
-    recipe: Recipe
-    executor: Executor
-    prompts: PromptSet
-    journal: Journal
-    progress: bool
-
-
-def _worthwhile_tiles(run: _Run) -> TilesByLength:
-    """The tiles that get trials at each length."""
+def _list_shapes(tiles: Mapping[int, Sequence[TileConfig]]) -> dict[int, list[Shape]]:
+    """Return the shapes of the tiles of each length, for which curves are measured."""
     return {
-        length: tiles_for(run.executor, length=length, segments=run.recipe.segments_for(length), journal=run.journal)
-        for length in run.recipe.lengths
-    }
-
-
-def _curves(run: _Run, tiles: TilesByLength) -> LayersCurves:
-    """The curves of every layer at every length, for the shapes of the tiles."""
-    shapes = {
-        length: sorted(set(map(Shape.of, length_tiles)), key=lambda shape: (shape.block_m, shape.stride))
+        length: sorted({Shape.of(tile) for tile in length_tiles}, key=lambda shape: (shape.block_m, shape.stride))
         for length, length_tiles in tiles.items()
     }
-    steps = run.executor.geometry.layers * len(run.recipe.lengths)
-    with progress_bar("measuring curves", steps, "layer", shown=run.progress) as step:
-        curves = measure_model(run.executor, run.prompts.calibration, shapes, run.recipe, run.journal, step)
-    if run.journal.reused:
-        log.info("resumed: %d measurements reused", run.journal.reused)
-    return curves
 
 
-def _choices(
-    run: _Run, curves: LayersCurves, tiles: TilesByLength, sensitivity: Sensitivity | None
-) -> dict[int, Chosen]:
-    """What each layer shall do at every length; on a GPU with the length below which its tile is slower than dense."""
-    with progress_bar("searching", None, "trial", shown=run.progress) as step:
-        chosen = choose(
-            run.executor,
-            curves,
-            tiles,
-            prompts=run.prompts,
-            recipe=run.recipe,
-            journal=run.journal,
-            on_trial=step,
-            sensitivity=sensitivity,
-        )
-    if run.executor.device.kind != "cuda":
-        return chosen
-    crossed = crossovers(
-        run.executor,
-        {
-            (length, layer): crossing(choice, length)
-            for length, length_choices in chosen.items()
-            for layer, choice in enumerate(length_choices.choices)
-        },
-        run.journal,
-    )
-    return {
-        length: replace(
-            length_choices,
-            choices=[
-                replace(choice, point=choice.point._replace(tile=crossed[length, layer]))
-                for layer, choice in enumerate(length_choices.choices)
-            ],
-        )
-        for length, length_choices in chosen.items()
+def _with_crossovers(executor: Executor, chosen: Mapping[int, Chosen], journal: Journal) -> dict[int, Chosen]:
+    """Return the choices with the lengths below which their tiles are slower than dense attention on the GPU."""
+    layers: dict[Hashable, Layer] = {
+        (length, index): describe_crossing(choice, length)
+        for length, length_chosen in chosen.items()
+        for index, choice in enumerate(length_chosen.choices)
     }
+    tiles = crossovers(executor, layers, journal)
+    choices = {
+        length: [
+            replace(choice, point=choice.point._replace(tile=tiles[length, index]))
+            for index, choice in enumerate(length_chosen.choices)
+        ]
+        for length, length_chosen in chosen.items()
+    }
+    return {length: replace(chosen[length], choices=choices[length]) for length in chosen}
 
 
-def crossing(choice: Choice, length: int) -> Layer:
-    """What a layer's crossovers depend on; one that was faster than dense at its length does not go dense there."""
+def describe_crossing(choice: Choice, length: int) -> Layer:
+    """Return what a layer's crossovers depend on; one that was faster than dense at its length stays sparse there."""
     return Layer(choice.config, choice.allocation.density, None if choice.config.is_dense else length)
 
 
-def _candidate(run: _Run, chosen: dict[int, Chosen]) -> Candidate:
-    """The search's choices as the first candidate for a proof."""
-    return Candidate(
-        recipe=run.recipe,
-        model_name=run.executor.name,
-        geometry=run.executor.geometry,
-        fingerprint=run.executor.fingerprint,
-        device=run.executor.device,
-        chosen=chosen,
-    )
-
-
 def journal_identity(model: LoadedModel | Executor, device: DeviceIdentity) -> dict[str, Any]:
-    """What a journal's measurements hold for."""
+    """Return the model, the kind of device and the versions that a journal's measurements hold for."""
     return {
         "model": {"name": model.name, "fingerprint": model.fingerprint, **model.geometry.as_json()},
         "device": {"kind": device.kind},  # keys of times say which GPU

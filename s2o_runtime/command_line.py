@@ -1,4 +1,4 @@
-"""What all commands have in common: exit codes, help by task, and errors that are one sentence on standard error."""
+"""The parser, exit codes and errors of all commands: help by task, one sentence on standard error."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ EXIT_CODES = {
     " a package; or the self-test of s2o-doctor fails",
     INTERRUPTED: "interrupted",
 }
-
-
 ALL = "--help-all"
 
 
@@ -48,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(ALL, action=_HelpAll, nargs=0, help="show every option and stop")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(failed(self.prog, BAD_INPUT, message + self._remedy(message)))
+        self.exit(failed(self.prog, BAD_INPUT, message + self._suggest(message)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but read --flag false and --flag=false as --no-flag."""
@@ -67,8 +65,8 @@ class Parser(argparse.ArgumentParser):
     def _is_switch(self, flag: str) -> bool:
         return isinstance(self._option_string_actions.get(flag), argparse.BooleanOptionalAction)
 
-    def _remedy(self, message: str) -> str:
-        """What to do about an argument or a command that no parser knows; empty for other errors."""
+    def _suggest(self, message: str) -> str:
+        """Return the remedy for an argument or a command that no parser knows; empty for other errors."""
         otherwise = f"{ALL if self.first else '--help'} lists what there is"
         if choice := re.search(r"invalid choice: '(.*?)' \(", message):
             names = [str(name) for action in self._actions for name in action.choices or ()]
@@ -99,7 +97,7 @@ class Parser(argparse.ArgumentParser):
             action.help = text
 
     def format_help(self) -> str:
-        """The help with every flag, and one example for each task."""
+        """Return the help with every flag, and one example for each task."""
         lines = [f"  {task}:\n    {self.prog} {arguments}".rstrip() for task, arguments in self.examples]
         return super().format_help() + ("\nexamples:\n" + "\n".join(lines) + "\n" if lines else "")
 
@@ -118,20 +116,17 @@ def add_information(parser: argparse._ActionsContainer) -> None:
 
 
 def exit_codes(*codes: int) -> str:
-    """The sentence about exit codes at the end of a command's --help."""
-    return f"Exit codes: {'; '.join(f'{code} {EXIT_CODES[code]}' for code in codes)}."
+    """Return the sentence about exit codes at the end of a command's --help: about these, by default about all."""
+    return f"Exit codes: {'; '.join(f'{code} {EXIT_CODES[code]}' for code in codes or EXIT_CODES)}."
 
 
 def exit_code(program: str, command: Callable[[], int], if_interrupted: str = "") -> int:
-    """Run a command.
+    """Run a command and return its exit code.
 
     Args:
         program: its name, which its error begins with.
         command: returns the exit code; an `S2OError` that it raises is printed as one sentence.
-        if_interrupted: what is said after "interrupted".
-
-    Returns:
-        The exit code.
+        if_interrupted: the words after "interrupted".
     """
     try:
         return command()
@@ -142,7 +137,7 @@ def exit_code(program: str, command: Callable[[], int], if_interrupted: str = ""
 
 
 def failure_code(error: S2OError) -> int:
-    """The exit code of an error."""
+    """Return the exit code of an error."""
     return NO_RESOURCE if isinstance(error, ResourceError) else BAD_INPUT
 
 

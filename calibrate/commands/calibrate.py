@@ -10,21 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from calibrate.api import finished, planned, warned
-from calibrate.commands.common import Flags, add_output_flags, print_json, run
+from calibrate.api import log, make_plan, run
+from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.options import add_flags
 from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merge_options
-from s2o_runtime.command_line import (
-    BAD_INPUT,
-    INTERRUPTED,
-    NO_RESOURCE,
-    NOT_PROVEN,
-    OK,
-    Parser,
-    add_information,
-    exit_codes,
-    failed,
-)
+from s2o_runtime.command_line import INTERRUPTED, NOT_PROVEN, OK, Parser, add_information, exit_codes, failed
 from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,12 +38,12 @@ EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The flags. What is not given is left out of the namespace; the defaults are those of `Recipe`."""
+    """Build the parser. Flags that are not given are left out of the namespace; the defaults are those of `Recipe`."""
     out = Parser(
         prog=PROGRAM,
         argument_default=argparse.SUPPRESS,
         description="Calibrate S2O sparse attention for a model on this machine and write a profile.",
-        epilog=f"{exit_codes(OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED)} A run that was interrupted "
+        epilog=f"{exit_codes()} A run that was interrupted "
         "continues when the same command is run again. For another budget or another GPU, a profile is changed with "
         f"s2o-profile rebudget or retile. {PROGRAM} {DOCTOR} says whether this machine is ready.",
         examples=EXAMPLES,
@@ -73,13 +63,13 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == [DOCTOR]:
         from calibrate.commands import doctor
 
         return doctor.main(arguments[1:], f"{PROGRAM} {DOCTOR}")
-    return run(PROGRAM, vars(parser().parse_args(arguments)), _run, "nothing was written")
+    return run_command(PROGRAM, vars(parser().parse_args(arguments)), _run, "nothing was written")
 
 
 def _run(flags: Flags) -> int:
@@ -95,9 +85,8 @@ def _run(flags: Flags) -> int:
         raise ConfigError("--yaml prints what --dry-run would run: give both")
     file = load_yaml(flags["recipe"]) if "recipe" in flags else {}
     options = merge_options(file, {name: value for name, value in flags.items() if name in OPTIONS})
-    recipe, device, preflight, estimate, prompts = planned(
-        options, rehearsed="dry_run" in flags, progress="quiet" not in flags
-    )
+    dry_run, progress = "dry_run" in flags, "quiet" not in flags
+    recipe, device, preflight, estimate, prompts = make_plan(options, dry_run=dry_run, progress=progress)
     if "yaml" in flags:
         print(recipe.to_yaml(), end="")
         return OK
@@ -108,34 +97,25 @@ def _run(flags: Flags) -> int:
     from calibrate.tables import print_fields, print_lines, terminal
 
     console = terminal(stderr="json" in flags)
-    plan_lines = plan(
-        recipe, preflight, estimate, device, frozenset(options), rehearsed="dry_run" in flags, prompts=prompts
-    )
-    if "dry_run" in flags and "json" in flags:
-        return print_json(plan_lines)
-    if "quiet" not in flags or "dry_run" in flags:
-        shown = plan_lines if "verbose" in flags else in_short(plan_lines, options)
-        print_fields(shown | busy_line(device), console)
-    if "dry_run" in flags:
+    lines = plan(recipe, preflight, estimate, device, frozenset(options), rehearsed=dry_run, prompts=prompts)
+    if dry_run and "json" in flags:
+        return print_json(lines)
+    if progress or dry_run:
+        print_fields((lines if "verbose" in flags else in_short(lines, options)) | busy_line(device), console)
+    if dry_run:
         return OK
+    command = shlex.join([PROGRAM, *sys.argv[1:]])
     try:
-        result = finished(
-            recipe, progress="quiet" not in flags, command=shlex.join([PROGRAM, *sys.argv[1:]]), estimate=estimate
-        )
+        result = run(recipe, progress=progress, command=command, estimate=estimate)
     except KeyboardInterrupt:
         if not recipe.journal_path.exists():
             raise
-        return failed(
-            PROGRAM,
-            INTERRUPTED,
-            "interrupted; run the same command to continue: everything measured so far is kept in "
-            f"{recipe.journal_path}",
-        )
-    if result.report is not None:
-        if "json" in flags:
-            print_json(result.report.to_json())
-        else:
-            print_report(result.report, console)
+        remedy = "run the same command to continue: everything measured so far is kept in"
+        return failed(PROGRAM, INTERRUPTED, f"interrupted; {remedy} {recipe.journal_path}")
+    if result.report is not None and "json" in flags:
+        print_json(result.report.to_json())
+    elif result.report is not None:
+        print_report(result.report, console)
     if result.written:
         is_gain = result.report is None or is_worthwhile(result.report)
         print_lines(
@@ -147,27 +127,20 @@ def _run(flags: Flags) -> int:
             ],
             console,
         )
-    warned(result)
+    if result.report_failure:
+        log.warning("%s", result.report_failure)
     if result.written:
         return OK
-    return failed(
-        PROGRAM,
-        NOT_PROVEN,
-        f"the proof failed, so no profile was written ({result.problems[0]}): {advice(result.problems)}, or write "
-        "it all the same with --allow-regression",
-    )
+    remedy = f"{give_advice(result.problems)}, or write it all the same with --allow-regression"
+    return failed(PROGRAM, NOT_PROVEN, f"the proof failed, so no profile was written ({result.problems[0]}): {remedy}")
 
 
-def advice(problems: Sequence[Problem]) -> str:
-    """What to change after a failed proof.
+def give_advice(problems: Sequence[Problem]) -> str:
+    """Return the remedy for each kind of problem of a failed proof, once.
 
-    Args:
-        problems: `Result.problems`.
-
-    Returns:
-        What helps against each kind of problem, once. Where layers are over their limit and needles are lost too, only
-        the advice about needles is given: less error is no help for the limit, and more error would lose more needles.
-        The advice about a KL over its budget is given where there is no other.
+    Where layers are over their limit and needles are lost too, only the advice about needles is given: less error is no
+    help for the limit, and more error would lose more needles. The advice about a KL over its budget is given where
+    there is no other.
     """
     from calibrate.proof.state import ProblemKind
 

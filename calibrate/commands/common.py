@@ -1,4 +1,4 @@
-"""What s2o-calibrate, s2o-profile and s2o-eval share: how they run, and the flags that mean the same in all of them."""
+"""Running a command, and the flags that mean the same in s2o-calibrate, s2o-profile and s2o-eval."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flags = Mapping[str, Any]  # the flags that were given, by their names with unde
 
 
 def add_output_flags(parser: argparse._ActionsContainer) -> None:
-    """--json, --quiet, --verbose and --log-json, which every command that writes or measures has."""
+    """Add --json, --quiet, --verbose and --log-json, which every command that writes or measures has."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--quiet", action="store_true", help="no plan and no progress")
     parser.add_argument("--verbose", action="store_true", help="log decisions to standard error, print the whole plan")
@@ -28,22 +28,22 @@ def add_output_flags(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def run(program: str, flags: Flags, command: Callable[[Flags], int], if_interrupted: str = "") -> int:
-    """The exit code of `command(flags)`; logs as the flags say.
+def run_command(program: str, flags: Flags, command: Callable[[Flags], int], if_interrupted: str = "") -> int:
+    """Run `command(flags)` with logs as the flags say, and return its exit code.
 
     Args:
         program: the name that errors begin with.
         flags: those that were given.
-        command: returns an exit code; what it raises on purpose is printed as one sentence.
-        if_interrupted: what is said after "interrupted".
+        command: returns an exit code; an error of this project is printed as one sentence.
+        if_interrupted: the words after "interrupted".
     """
     level = logging.INFO if "verbose" in flags else logging.WARNING
-    logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # which path each layer takes is of no interest here
+    logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # the path of each layer is of no interest here
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # every retry without a network would be two lines
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is ended stops as with Ctrl-C
 
-    def within_resources() -> int:
+    def report_disk_errors() -> int:
         set_up(level, as_json="log_json" in flags, program=program)
         try:
             return command(flags)
@@ -55,9 +55,10 @@ def run(program: str, flags: Flags, command: Callable[[Flags], int], if_interrup
                 "its permissions"
             ) from error
 
-    return exit_code(program, within_resources, if_interrupted)
+    return exit_code(program, report_disk_errors, if_interrupted)
 
 
 def print_json(value: Any) -> int:
+    """Print a value as JSON and return the exit code OK."""
     print(json.dumps(value, indent=1))
     return OK

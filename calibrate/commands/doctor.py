@@ -1,4 +1,4 @@
-"""s2o-doctor where the calibrator is: it knows aliases and GGUF files, and how a model would be calibrated."""
+"""s2o-doctor with the calibrator: it knows aliases and GGUF files, and how a model would be calibrated."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    """Run the command under its name; returns its exit code."""
-    return doctor(arguments, program, model_view)
+    """Run the command under its name and return its exit code."""
+    return doctor(arguments, program, view_model)
 
 
-def model_view(name: str, profile: Path | None) -> ModelView:
-    """A model by its alias, folder, GGUF file or hub id, with what a calibration would find.
+def view_model(name: str, profile: Path | None) -> ModelView:
+    """Return a model by its alias, folder, GGUF file or hub id, with the facts that a calibration would start from.
 
     Args:
         name: as the user gave it.
-        profile: whose lengths are looked at; None for the default lengths.
+        profile: for its lengths; None for the default lengths.
 
     Raises:
         ModelError: its configuration cannot be loaded, or S2O can serve none of its layers.
@@ -34,7 +34,7 @@ def model_view(name: str, profile: Path | None) -> ModelView:
     if find_spec("transformers") is None:
         from s2o_runtime.doctor import profile_check
 
-        return profile_check.model_view(name)  # which says so
+        return profile_check.model_view(name)  # it reports the missing package
 
     from calibrate.machine import named_device
     from calibrate.model.models import load_config, resolve
@@ -42,7 +42,7 @@ def model_view(name: str, profile: Path | None) -> ModelView:
     from s2o_runtime.doctor.profile_check import ModelView
     from s2o_runtime.profile import load_profile
 
-    config = load_config(name, random_weights=True)  # the sizes of an alias ship
+    config = load_config(name, random_weights=True)  # without the Hub: the sizes of an alias ship
     device, identity = named_device(None)
     lengths = DEFAULT_LENGTHS[identity.kind] if profile is None else load_profile(profile).lengths
     seen = preflight(name, config, device=device, lengths=lengths, random_weights=False)

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from calibrate.commands.common import Flags, add_output_flags, print_json, run
+from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.evaluation.plan import FILES, OPTIONS, OUTPUT, PROMPTS, TASKS, EvaluationPlan
-from calibrate.machine import check_output, named_device, writing
+from calibrate.machine import check_output, named_device, wrap_write_errors
 from calibrate.options import add_flags
 from calibrate.recipe import DEFAULT_LENGTHS, check_limit
 from s2o_runtime.command_line import BAD_INPUT, INTERRUPTED, NO_RESOURCE, OK, Parser, add_information, exit_codes
@@ -40,7 +40,7 @@ EXAMPLES = (
 
 
 def parser() -> Parser:
-    """The flags. What is not given is left out of the namespace; the defaults are those of `EvaluationPlan`."""
+    """Build the parser. Flags that are not given are left out; the defaults are those of `EvaluationPlan`."""
     out = Parser(
         prog=PROGRAM,
         argument_default=argparse.SUPPRESS,
@@ -58,13 +58,13 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     flags = vars(parser().parse_args(argv))
-    return run(PROGRAM, flags, _run, "run the same command to continue: what was measured is kept")
+    return run_command(PROGRAM, flags, _run, "run the same command to continue: what was measured is kept")
 
 
 def _run(flags: Flags) -> int:
-    draft = _draft(flags)
+    draft = _validate_without_torch(flags)
 
     from calibrate.model.models import load_config, load_tokenizer
     from calibrate.profiles.stored import check_sizes
@@ -79,7 +79,7 @@ def _run(flags: Flags) -> int:
     for path, profile in profiles.items():
         check_sizes(profile, path, draft.model, geometry(config))
     device, identity = named_device(flags.get("device"))
-    plan = _plan(flags, device=device, lengths=flags.get("lengths", DEFAULT_LENGTHS[identity.kind]))
+    plan = _make_plan(flags, device=device, lengths=flags.get("lengths", DEFAULT_LENGTHS[identity.kind]))
     limit = positions(config)
     check_limit(plan.lengths[-1], limit)
 
@@ -98,8 +98,8 @@ def _run(flags: Flags) -> int:
         report.print_plan(lines, console)
     if "dry_run" in flags:
         return OK
-    outcome = _measured(plan, user_prompts, progress="quiet" not in flags)
-    with writing(plan.out):
+    outcome = _measure(plan, user_prompts, progress="quiet" not in flags)
+    with wrap_write_errors(plan.out):
         files, failure = report.write_report(outcome, plan)
     if "json" in flags:
         print_json(outcome)
@@ -111,8 +111,8 @@ def _run(flags: Flags) -> int:
     return OK
 
 
-def _measured(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: bool) -> Summary:
-    """The summary of what the plan's journal has and what is measured now."""
+def _measure(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: bool) -> Summary:
+    """Return the summary of the plan's measurements: those of its journal, and those that are made now."""
     from calibrate.evaluation.results import open_journal, summary
     from calibrate.evaluation.run import evaluate
     from calibrate.evaluation.variants import variants
@@ -129,8 +129,8 @@ def _measured(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: bo
     return outcome | {"date": now(), "command": shlex.join([PROGRAM, *sys.argv[1:]])}
 
 
-def _draft(flags: Flags) -> EvaluationPlan:
-    """The plan as far as it is known without torch, validated, its files checked."""
+def _validate_without_torch(flags: Flags) -> EvaluationPlan:
+    """Return the validated plan with placeholders for the lengths and device that were not given; check its files."""
     if "model" not in flags:
         raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
     if "out_dir" not in flags:
@@ -139,11 +139,11 @@ def _draft(flags: Flags) -> EvaluationPlan:
         raise ConfigError(f"--out-dir {flags['out_dir']} is a file: give a folder")
     for name in FILES:
         check_output("--out-dir", flags["out_dir"] / name, flags.get("prompts") or ())
-    return _plan(flags, lengths=flags.get("lengths", DEFAULT_LENGTHS["cuda"]))
+    return _make_plan(flags, lengths=flags.get("lengths", DEFAULT_LENGTHS["cuda"]))
 
 
-def _plan(flags: Flags, **known: Any) -> EvaluationPlan:
-    """The validated plan of the options among the flags, and of fields that are `known`.
+def _make_plan(flags: Flags, **known: Any) -> EvaluationPlan:
+    """Return the validated plan of the options among the flags, and of fields that are `known`.
 
     Tasks are done in one order; a file of prompts brings its task along.
     """

@@ -11,20 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from calibrate.commands.common import Flags, add_output_flags, print_json, run
+from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.machine import check_output, json_file, named_device
 from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, Recipe, slug
-from s2o_runtime.command_line import (
-    BAD_INPUT,
-    INTERRUPTED,
-    NO_RESOURCE,
-    NOT_PROVEN,
-    OK,
-    Parser,
-    add_information,
-    exit_codes,
-    failed,
-)
+from s2o_runtime.command_line import NOT_PROVEN, OK, Parser, add_information, exit_codes, failed
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.logs import say
 
@@ -46,14 +36,9 @@ EXAMPLES = (
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
-    "budget_mse": "",
-    "ceiling_rel_mse": f"{DEFAULT_CEILING:g}",
-    "budget_rel_mse": "",
-    "budget_kl": "",
-    "worst_rows": "the profile's",
-    "journal": "beside the profile",
-    "out": "<budget>.safetensors here",
-}
+    "budget_mse": "", "ceiling_rel_mse": f"{DEFAULT_CEILING:g}", "budget_rel_mse": "", "budget_kl": "",
+    "worst_rows": "the profile's", "journal": "beside the profile", "out": "<budget>.safetensors here",
+}  # fmt: skip
 RETILE = {"device": "a GPU if there is one", "out": "<profile>-<gpu>.safetensors here"}
 VERIFY = {
     "model": "",
@@ -63,56 +48,50 @@ VERIFY = {
     "tokenizer": "the model's, whatever the profile's recipe says",
     "trust_remote_code": "it does not run, whatever the profile's recipe says",
 }
+SEED = ("check the certificate on other prompts, drawn with this seed",
+        "prove again on the prompts that layers were adjusted on")  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
-    """The commands and their flags. What is not given is left out of the namespace."""
+    """Build the parser of the commands. Flags that are not given are left out of the namespace."""
     out = Parser(
         prog=PROGRAM,
         description="Look into S2O profiles, change them, prove them again, draw and describe them.",
-        epilog=exit_codes(OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED),
+        epilog=exit_codes(),
         examples=EXAMPLES,
     )
     add_information(out)
     commands = out.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(
-        name: str, text: str, *positionals: str, options: Mapping[str, str] = MappingProxyType({})
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
-        for positional in positionals:
-            added.add_argument(positional, metavar=positional.upper(), type=_profile)
+    def add_command(name: str, text: str, options: Mapping[str, str] = MappingProxyType({})) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
+        command.add_argument("profile", metavar="PROFILE", type=_find_profile)
         for option, default in options.items():
-            replace(OPTIONS[option], default_text=default, required=not default).add_to(added)
-        add_output_flags(added)
-        return added
+            replace(OPTIONS[option], default_text=default, required=not default).add_to(command)
+        add_output_flags(command)
+        return command
 
-    show = command("show", "What a profile does and what was proven of it.", "profile")
-    show.add_argument("--head", type=_head, metavar="LAYER.HEAD", help="what one head does at every length, and why")
-    show.add_argument("--journal", type=Path, metavar="FILE", help="the measurements (default beside the profile)")
-    command("rebudget", "Another budget, from what was measured: no model, no GPU.", "profile", options=REBUDGET)
-    command("retile", "The same thresholds with tiles for the GPU here.", "profile", options=RETILE)
-    export = command("export", "Everything in a profile as JSON.", "profile")
-    export.add_argument("--out", type=Path, metavar="FILE.json", help="default standard output")
-    verify = command(
-        "verify", "Prove a profile here, on its own prompts or with --seed on others.", "profile", options=VERIFY
+    show = add_command("show", "What a profile does and what was proven of it.")
+    show.add_argument(
+        "--head", type=_parse_head, metavar="LAYER.HEAD", help="what one head does at every length, and why"
     )
-    replace(
-        OPTIONS["seed"],
-        help="check the certificate on other prompts, drawn with this seed",
-        default_text="prove again on the prompts that layers were adjusted on",
-        required=False,
-    ).add_to(verify)
-    plot = command("plot", "A picture of every head's threshold.", "profile")
+    show.add_argument("--journal", type=Path, metavar="FILE", help="the measurements (default beside the profile)")
+    add_command("rebudget", "Another budget, from what was measured: no model, no GPU.", REBUDGET)
+    add_command("retile", "The same thresholds with tiles for the GPU here.", RETILE)
+    export = add_command("export", "Everything in a profile as JSON.")
+    export.add_argument("--out", type=Path, metavar="FILE.json", help="default standard output")
+    verify = add_command("verify", "Prove a profile here, on its own prompts or with --seed on others.", VERIFY)
+    replace(OPTIONS["seed"], help=SEED[0], default_text=SEED[1], required=False).add_to(verify)
+    plot = add_command("plot", "A picture of every head's threshold.")
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
-    card = command("card", "A page about a profile, in Markdown and in HTML.", "profile")
+    card = add_command("card", "A page about a profile, in Markdown and in HTML.")
     card.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
     return out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    return run(PROGRAM, vars(parser().parse_args(argv)), _run)
+    """Run the command and return its exit code."""
+    return run_command(PROGRAM, vars(parser().parse_args(argv)), _run)
 
 
 def _run(flags: Flags) -> int:
@@ -124,8 +103,8 @@ def _run(flags: Flags) -> int:
         ) from error
 
 
-def _profile(text: str) -> Path:
-    """The file of a profile, which may be called by the model's name where one that ships is of it."""
+def _find_profile(text: str) -> Path:
+    """Return a profile's file; a model's name stands for the profile of it that ships, if there is one."""
     path = Path(text).expanduser()
     if path.suffix or path.exists() or path.parent != Path():
         return path
@@ -137,7 +116,7 @@ def _profile(text: str) -> Path:
     return found[0] if found else path
 
 
-def _head(text: str) -> tuple[int, int]:
+def _parse_head(text: str) -> tuple[int, int]:
     layer, dot, head = text.partition(".")
     if not (dot and layer.isascii() and head.isascii() and layer.isdigit() and head.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a layer and a head: try 3.7")
@@ -145,7 +124,7 @@ def _head(text: str) -> tuple[int, int]:
 
 
 def show(flags: Flags) -> int:
-    """The summary of a profile, or one head of it."""
+    """Print the summary of a profile, or of one head of it."""
     from calibrate.report.explain import explain_head, head_lines
     from calibrate.report.sections import summary_parts
     from calibrate.report.summary import summary
@@ -153,7 +132,7 @@ def show(flags: Flags) -> int:
 
     profile = load_profile(flags["profile"])
     if "head" not in flags:
-        return _say(flags, summary(profile), summary_parts(profile))
+        return _print_result(flags, summary(profile), summary_parts(profile))
     layer, head = flags["head"]
     geometry = profile.geometry
     table_row = geometry.row_of(layer)
@@ -163,51 +142,50 @@ def show(flags: Flags) -> int:
             f"head {layer}.{head} does not exist: layers are {layers}, heads 0 to {geometry.query_heads - 1}"
         )
     rows = explain_head(profile, flags["profile"], table_row, head, flags.get("journal"))
-    return _say(flags, {"layer": layer, "head": head, "lengths": rows}, head_lines(rows))
+    return _print_result(flags, {"layer": layer, "head": head, "lengths": rows}, head_lines(rows))
 
 
 def rebudget(flags: Flags) -> int:
-    """Spend another budget on what was measured for a profile; no model is loaded.
+    """Allocate another budget from a profile's measurements, without its model.
 
     flags: "profile" and some of `REBUDGET`.
     """
     if not {f"budget_{kind}" for kind in KINDS} & flags.keys():
         raise ConfigError("rebudget needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl")
-    profile, budget = flags["profile"], Budget.of(flags)
-    worst_rows = flags.get("worst_rows")
+    budget, worst_rows = Budget.of(flags), flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
     ceiling = f"-ceiling-{budget.ceiling or 0:g}" if "ceiling_rel_mse" in flags else ""
-    out = _out(flags, f"{budget}{ceiling}{guard}.safetensors", is_profile=True)
+    out = _choose_out(flags, f"{budget}{ceiling}{guard}.safetensors", is_profile=True)
 
     from calibrate.profiles.rebudget import rebudget
 
-    rebudget(profile, budget, out, flags.get("journal"), worst_rows)
-    return _written(flags, out)
+    rebudget(flags["profile"], budget, out, flags.get("journal"), worst_rows)
+    return _write_out(flags, out)
 
 
 def retile(flags: Flags) -> int:
     """Tune a profile's tiles for the device here; its thresholds stay. flags: "profile" and some of `RETILE`."""
     profile = flags["profile"]
     name, device = named_device(flags.get("device"))
-    out = _out(flags, f"{profile.stem}-{slug(device.name)}.safetensors", is_profile=True)
+    out = _choose_out(flags, f"{profile.stem}-{slug(device.name)}.safetensors", is_profile=True)
 
     from calibrate.profiles.retile import retile
 
     retiled = retile(profile, name, out).record.retiled
     if device.kind == "cpu" and retiled is not None:
         log.warning("%s", retiled.note)
-    return _written(flags, out)
+    return _write_out(flags, out)
 
 
 def export(flags: Flags) -> int:
-    """Everything in a profile as JSON."""
-    out = _out(flags, "") if "out" in flags else None
+    """Print or write everything in a profile as JSON."""
+    out = _choose_out(flags, "") if "out" in flags else None
 
     from calibrate.report.sections import exported
     from s2o_runtime.profile import load_profile
 
     document = exported(load_profile(flags["profile"]))
-    return print_json(document) if out is None else _written(flags, out, json_file(document))
+    return print_json(document) if out is None else _write_out(flags, out, json_file(document))
 
 
 def verify(flags: Flags) -> int:
@@ -237,16 +215,10 @@ def verify(flags: Flags) -> int:
             say(PROGRAM, f"{phases[0]} ..")
 
     profile = opened(
-        str(flags["model"]),
-        flags["profile"],
-        name,
-        prompts,
-        flags.get("chunk"),
-        needs_certificate=seed is not None,
-        trust_remote_code=flags.get("trust_remote_code", False),
-        tokenizer=flags.get("tokenizer"),
+        str(flags["model"]), flags["profile"], name, prompts, flags.get("chunk"), needs_certificate=seed is not None,
+        trust_remote_code=flags.get("trust_remote_code", False), tokenizer=flags.get("tokenizer"),
         before_loading=announce,
-    )
+    )  # fmt: skip
     with PhaseClock(seconds).phase(phases[1], progress):
         if seed is None:
             proof = verified(profile, progress=progress)
@@ -254,25 +226,25 @@ def verify(flags: Flags) -> int:
         else:
             check = recertified(profile, seed, progress=progress)
             value, parts, problems = asdict(check), certificate_parts(check), check.problems
-    _say(flags, value, parts)
+    _print_result(flags, value, parts)
     failure = "the proof failed" if seed is None else "the certificate does not hold"
     return failed(PROGRAM, NOT_PROVEN, f"{failure} ({'; '.join(problems)})") if problems else OK
 
 
 def plot(flags: Flags) -> int:
-    """A heat map of every head's threshold at every length."""
-    out = _out(flags, f"{flags['profile'].stem}.tau.png")
+    """Draw a heat map of every head's threshold at every length."""
+    out = _choose_out(flags, f"{flags['profile'].stem}.tau.png")
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out} is not named as a picture: give a name that ends in .png")
 
     from calibrate.report.figures import tau_picture
     from s2o_runtime.profile import load_profile
 
-    return _written(flags, out, tau_picture(load_profile(flags["profile"])))
+    return _write_out(flags, out, tau_picture(load_profile(flags["profile"])))
 
 
 def card(flags: Flags) -> int:
-    """A profile's card in Markdown, and in HTML with every layer's settings."""
+    """Write a profile's card in Markdown, and in HTML with every layer's settings."""
     profile, folder = flags["profile"], flags.get("out_dir", Path())
     paths = [folder / f"{profile.stem}{suffix}" for suffix in (".md", ".html")]
     for path in paths:
@@ -287,30 +259,30 @@ def card(flags: Flags) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in zip(paths, (card(loaded, profile.name), page), strict=True):
         write_atomically(path, text.encode())
-    code = _say(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
+    code = _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
     if failure:
         log.warning("%s", failure)
     return code
 
 
-def _out(flags: Flags, name: str, *, is_profile: bool = False) -> Path:
-    """The file to write: `--out`, or one of this name in the current folder; it never replaces the profile itself."""
+def _choose_out(flags: Flags, name: str, *, is_profile: bool = False) -> Path:
+    """Return `--out`, or a file of this name in the current folder; it never replaces the profile itself."""
     out: Path = flags.get("out", Path(name))
     check_output("--out", out, [flags["profile"]], is_profile=is_profile)
     return out
 
 
-def _written(flags: Flags, out: Path, data: bytes | None = None) -> int:
-    """Say that a file was written, after writing `data` to it if that is given."""
+def _write_out(flags: Flags, out: Path, data: bytes | None = None) -> int:
+    """Report that a file was written, after writing `data` to it if that is given."""
     from s2o_runtime.files import write_atomically
 
     if data is not None:
         write_atomically(out, data)
-    return _say(flags, {"out": str(out)}, [f"wrote {out}"])
+    return _print_result(flags, {"out": str(out)}, [f"wrote {out}"])
 
 
-def _say(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int:
-    """Print a value as JSON with --json, otherwise the tables and lines that say the same."""
+def _print_result(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int:
+    """Print a value as JSON with --json, otherwise the tables and lines with the same content."""
     from calibrate.tables import Table, print_lines, print_table, terminal
 
     if "json" in flags:

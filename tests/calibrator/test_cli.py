@@ -138,7 +138,7 @@ def test_a_quiet_run_prints_no_plan(command, monkeypatch):
 @pytest.mark.parametrize("worthwhile", [True, False])
 def test_only_what_gains_something_is_said_to_be_deployed(worthwhile, command, monkeypatch):
     finished = SimpleNamespace(report="the report", written=True, report_files=[Path("p.html")], report_failure="")
-    monkeypatch.setattr(commands, "finished", lambda *_, **__: finished)
+    monkeypatch.setattr(commands, "run", lambda *_, **__: finished)
     monkeypatch.setattr(page, "print_report", lambda report, console: None)
     monkeypatch.setattr(sections, "is_worthwhile", lambda report: (report, worthwhile) == ("the report", True))
     printed = command(*GOOD, "--out", "p.safetensors").stdout
@@ -199,10 +199,10 @@ def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):
     ],
 )
 def test_what_helps_depends_on_what_failed(kinds, phrases, never):
-    from calibrate.commands.calibrate import advice
+    from calibrate.commands.calibrate import give_advice
     from calibrate.proof.state import Problem, ProblemKind
 
-    text = advice([Problem(ProblemKind[kind], 512, "a sentence") for kind in kinds])
+    text = give_advice([Problem(ProblemKind[kind], 512, "a sentence") for kind in kinds])
     assert all(phrase in text for phrase in phrases)
     assert never not in text
     assert text.count("allow more error") <= 1
@@ -240,9 +240,9 @@ def test_what_ends_a_run_is_one_sentence(happens, code, said, command, monkeypat
 
 
 def test_a_bug_is_not_taken_for_a_full_disk():
-    from calibrate.machine import writing
+    from calibrate.machine import wrap_write_errors
 
-    with pytest.raises(FileNotFoundError, match="a bug"), writing(Path("p.safetensors")):
+    with pytest.raises(FileNotFoundError, match="a bug"), wrap_write_errors(Path("p.safetensors")):
         raise FileNotFoundError("a bug")
 
 

@@ -216,7 +216,7 @@ def choice(timing, mode="s2o", below=0):
 
 
 def test_what_was_faster_than_dense_at_a_length_runs_there():
-    timed, dense = (pipeline.crossing(choice(None, mode), 1024) for mode in ("s2o", "dense"))
+    timed, dense = (pipeline.describe_crossing(choice(None, mode), 1024) for mode in ("s2o", "dense"))
     assert (timed.faster_at, dense.faster_at) == (1024, None)
     assert (timed.density, dense.density) == (0.5, 0.5)  # of its points
 

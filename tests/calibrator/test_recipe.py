@@ -181,7 +181,12 @@ def test_what_may_be_null_in_a_file(tmp_path):
 def test_flags_override_a_file():
     file = {"model": "demo", "trials": 3, "budget_mse": 1.0, "seed": 2}
     assert merge_options(file, {"trials": 9}) == file | {"trials": 9}
-    assert merge_options(file, {"budget_rel_mse": 0.1}) == {"model": "demo", "trials": 3, "seed": 2, "budget_rel_mse": 0.1}
+    assert merge_options(file, {"budget_rel_mse": 0.1}) == {
+        "model": "demo",
+        "trials": 3,
+        "seed": 2,
+        "budget_rel_mse": 0.1,
+    }
     assert merge_options(file, {}) == file
     ceiled = file | {"ceiling_rel_mse": 1e-3}
     assert merge_options(ceiled, {"budget_mse": 2.0}) == ceiled | {"budget_mse": 2.0}

@@ -14,7 +14,7 @@ import pytest
 
 from calibrate import tables
 from calibrate.commands import calibrate, evaluate, profile
-from calibrate.commands.common import run
+from calibrate.commands.common import run_command as run
 from calibrate.progress import PhaseClock, ProgressLines, duration, progress_bar
 from calibrate.recipe import Recipe
 from s2o_runtime import logs

@@ -22,7 +22,7 @@ pytest.importorskip("distributed", reason="dask.distributed is not installed ('.
 import dask
 
 from calibrate.journal import Journal
-from calibrate.machine import on_this_machine
+from calibrate.machine import resolve_recipe
 from calibrate.pipeline import calibrate
 from calibrate.recipe import Recipe
 from calibrate.work import cluster
@@ -186,11 +186,11 @@ def test_options_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")
 def test_a_host_without_gpus_may_coordinate_those_that_have_some(tmp_path):
     options = {"model": "demo", "device": "cuda", "target_gpu": "NVIDIA H200"}
-    recipe, device = on_this_machine(options | {"scheduler": "tcp://head:8786"})
+    recipe, device = resolve_recipe(options | {"scheduler": "tcp://head:8786"})
     assert (recipe.device, recipe.lengths, device.name) == ("cuda", (8192, 32768), "NVIDIA H200")
     assert recipe.out == Path("profiles/demo/nvidia-h200/rel-mse-0.001.safetensors")
     with pytest.raises(ResourceError, match="is not here"):
-        on_this_machine(options | {"gpus": 2})
+        resolve_recipe(options | {"gpus": 2})
 
 
 class Client:
