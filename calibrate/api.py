@@ -1,4 +1,4 @@
-"""The calibrator as a Python call, and the steps that s2o-calibrate shares with it."""
+"""The calibrator as a Python call, and the plan and run that s2o-calibrate shares with it."""
 
 from __future__ import annotations
 
@@ -203,12 +203,7 @@ def run(
 ) -> Result:
     """Run a recipe and write the report beside its profile, or where it would be.
 
-    Args:
-        recipe: what to calibrate.
-        progress: show progress bars on standard error.
-        command: the command line for the report, if there was one.
-        loaded: the recipe's model, if it is loaded already.
-        estimate: the expected cost of the run, for progress.
+    command: the command line for the report, if there was one. estimate: of the run's time, for progress.
     """
     from calibrate import pipeline
     from calibrate.report.contents import report_of

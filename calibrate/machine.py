@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, default_out, report_paths
 from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, ResourceError
-from s2o_runtime.files import destination
+from s2o_runtime.files import resolve_destination
 
 if TYPE_CHECKING:
     from s2o_runtime.devices import DeviceIdentity
@@ -109,11 +109,11 @@ def check_writable(flag: str, path: Path) -> None:
     """Raise, before the work and not after it, if a file cannot be written at a path.
 
     Raises:
-        ConfigError: the path cannot be a file's (`files.destination`).
+        ConfigError: the path cannot be a file's (`files.resolve_destination`).
         ResourceError: the disk does not take it.
     """
     try:
-        folder = next(parent for parent in destination(path).absolute().parents if parent.exists())
+        folder = next(parent for parent in resolve_destination(path).absolute().parents if parent.exists())
         with tempfile.TemporaryFile(dir=folder):
             pass
     except ConfigError as error:
@@ -130,7 +130,7 @@ def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_pro
     file may be replaced.
 
     Args:
-        option: what names the output, for messages.
+        option: the flag that names the output, for messages.
         inputs: the files that the command reads.
         is_profile: whether the output is a profile, which replaces profiles only.
 

@@ -60,7 +60,7 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag takes no value, and has a second form that begins with --no-."""
+        """True if the flag takes no value, and has a second form that begins with --no-."""
         return self.rule.type is bool and not self.rule.many
 
     @property

@@ -9,11 +9,12 @@ layers' sensitivities, and up to five to find what they may spend.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +31,7 @@ from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel, load, load_config, load_tokenizer
 from calibrate.model.self_test import SEGMENTS, never_stops, self_test
 from calibrate.progress import PhaseClock, progress_bar
-from calibrate.prompts.prompt import Prompt, PromptSet
+from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import Proven, prove_and_tighten
 from calibrate.proof.certify import (
@@ -54,7 +55,6 @@ from calibrate.search.tiles import LONGEST, random_inputs, tiles_for
 from calibrate.versions import versions
 from calibrate.work.executor import Executor, StageWork, local_executor
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity, capability
 from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.identity import geometry
@@ -91,7 +91,7 @@ def calibrate(
     loaded: LoadedModel | None = None,
     expected: Mapping[str, float] = MappingProxyType({}),
 ) -> Result:
-    """Run a recipe: measure curves, search, prove, certify and write the profile.
+    """Run a recipe: load, capture and measure curves, allocate and search, prove, certify and write the profile.
 
     The same recipe continues an interrupted run: its journal keeps every measurement.
 
@@ -102,14 +102,9 @@ def calibrate(
         expected: the seconds that phases are expected to take, for progress.
 
     Returns:
-        The choices and their proof. The profile is saved as `recipe.out` only if the held-out proof holds or
-        `recipe.allow_regression` is set.
+        The choices and their proof. The profile is saved only if the proof holds or `recipe.allow_regression` is set.
 
-    Raises:
-        ModelError: The model cannot be loaded, is not supported, or gives inf or NaN.
-        InputError: The prompts or the journal do not fit the recipe.
-        ConfigError: The recipe does not fit the machine, or the workers.
-        ResourceError: Memory ran out, or another resource is missing.
+    Raises what `calibrate.api.calibrate` does.
     """
     clock = PhaseClock(expected)
     with ExitStack() as stack:
@@ -120,7 +115,19 @@ def calibrate(
             open_storage(recipe.storage)
             check_certifiable(recipe, prompts.certify)
         recipe.out.parent.mkdir(parents=True, exist_ok=True)
-        executor = stack.enter_context(_open_executor(recipe, loaded, prompts, clock, progress, wait_for_kernels))
+        if recipe.is_distributed:
+            from calibrate.work.cluster import cluster_executor
+
+            by_length = chain.from_iterable(purpose.values() for purpose in prompts.by_purpose)
+            executor = stack.enter_context(cluster_executor(recipe, list(chain.from_iterable(by_length))))
+        else:
+            if loaded is None:
+                with clock.phase("loading the model", progress):
+                    loaded = load(recipe.model, recipe.device, seed=recipe.seed, **recipe.loading)
+            with clock.phase("testing the model's attention", progress):
+                wait_for_kernels()
+                self_test(loaded)
+            executor = stack.enter_context(local_executor(loaded))
         journal = stack.enter_context(Journal.open(recipe.journal_path, journal_identity(executor, executor.device)))
         prover = Prover(executor, prompts.held_out, journal, progress)
         log.info("calibrating for %s", executor.device)
@@ -130,9 +137,11 @@ def calibrate(
                 length: tiles_for(executor, length=length, segments=recipe.segments_for(length), journal=journal)
                 for length in recipe.lengths
             }
+            by_size = attrgetter("block_m", "stride")
+            shapes = {length: sorted({*map(Shape.of, tiles[length])}, key=by_size) for length in recipe.lengths}
             steps = executor.geometry.layers * len(recipe.lengths)
             with progress_bar("measuring curves", steps, "layer", shown=progress) as step:
-                curves = measure_model(executor, prompts.calibration, _list_shapes(tiles), recipe, journal, step)
+                curves = measure_model(executor, prompts.calibration, shapes, recipe, journal, step)
             if journal.reused:
                 log.info("resumed: %d measurements reused", journal.reused)
             sensitivity = (
@@ -168,8 +177,10 @@ def calibrate(
         written = proven.met or recipe.allow_regression
         if written:
             save_profile(profile, recipe.out)
-        outcome = {"seconds": clock.seconds, "journal_reused": journal.reused, "work": executor.work}
-        return Result(**vars(proven), profile=profile, written=written, **outcome)
+        return Result(
+            **vars(proven), profile=profile, written=written, seconds=clock.seconds, journal_reused=journal.reused,
+            work=executor.work,
+        )  # fmt: skip
 
 
 def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[], object]]:
@@ -198,14 +209,11 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
 
     def run_curves() -> None:
         segments = recipe.segments_for(max(recipe.lengths))
-        tiles = [
-            tile
-            for tile in candidate_tiles(shape.head_dim, capability(device))
-            if not any(segment % tile.rows for segment in segments)
-        ]
+        candidates = candidate_tiles(shape.head_dim, capability(device))
+        tiles = [tile for tile in candidates if not any(segment % tile.rows for segment in segments)]
         shapes = {Shape.of(tile) for tile in tiles if tile.block_m == tiles[0].block_m}
         prompt = Captured(*make_inputs(min(max(recipe.lengths), LONGEST)), shape.head_dim**-0.5)
-        of_prompt(prompt, sorted(shapes, key=lambda shape: shape.stride), recipe)
+        of_prompt(prompt, sorted(shapes, key=attrgetter("stride")), recipe)
 
     def try_call(call: Callable[[], None]) -> None:
         with suppress(S2OError):  # the model's own call reports what is wrong
@@ -224,41 +232,6 @@ def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], c
             if problem := too_few(length, certify.get(length, ())):
                 before = f"prompts: {counts}; " if counts else ""
                 raise InputError(f"{before}{problem}: {problem.kind.value}, or say --allow-regression")
-
-
-@contextmanager
-def _open_executor(
-    recipe: Recipe,
-    loaded: LoadedModel | None,
-    prompts: PromptSet,
-    clock: PhaseClock,
-    progress: bool,
-    wait_for_kernels: Callable[[], None],
-) -> Iterator[Executor]:
-    """Yield the executor: Dask workers if the recipe names any, else this process, once the model's test passed."""
-    if recipe.is_distributed:
-        from calibrate.work.cluster import cluster_executor
-
-        all_prompts = chain.from_iterable(chain.from_iterable(by_length.values()) for by_length in prompts.by_purpose)
-        with cluster_executor(recipe, list(all_prompts)) as executor:
-            yield executor
-        return
-    if loaded is None:
-        with clock.phase("loading the model", progress):
-            loaded = load(recipe.model, recipe.device, seed=recipe.seed, **recipe.loading)
-    with clock.phase("testing the model's attention", progress):
-        wait_for_kernels()
-        self_test(loaded)
-    with local_executor(loaded) as executor:
-        yield executor
-
-
-def _list_shapes(tiles: Mapping[int, Sequence[TileConfig]]) -> dict[int, list[Shape]]:
-    """Return the shapes of the tiles of each length, for which curves are measured."""
-    return {
-        length: sorted({Shape.of(tile) for tile in length_tiles}, key=lambda shape: (shape.block_m, shape.stride))
-        for length, length_tiles in tiles.items()
-    }
 
 
 def _with_crossovers(executor: Executor, chosen: Mapping[int, Chosen], journal: Journal) -> dict[int, Chosen]:

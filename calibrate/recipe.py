@@ -56,7 +56,7 @@ SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 @dataclass(frozen=True)
 class Budget:
-    """How much error is allowed, of a layer's attention or of what the model predicts.
+    """The error that is allowed, of a layer's attention or of the model's predictions.
 
     Args:
         kind: "mse" is the mean squared difference from dense attention over the operator's whole output; "rel_mse" is
@@ -380,7 +380,7 @@ class Recipe:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether other processes do the work."""
+        """True if other processes do the work."""
         return self.gpus is not None or self.scheduler is not None
 
     @property

@@ -47,5 +47,5 @@ class ResourceError(S2OError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says, as a part of one sentence: its first line, without a stop, or its type's name."""
+    """Return an error's first line without a stop, as a part of one sentence, or its type's name if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

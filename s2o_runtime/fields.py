@@ -130,7 +130,7 @@ class Rule:
 
     @property
     def _is_ordered(self) -> bool:
-        """Whether values are numbers or switches; the texts of others are taken as they are."""
+        """True for numbers and switches; the texts of other types are taken as they are."""
         return self.type not in (str, Path)
 
     def _read_single(self, value: object) -> Any:

@@ -1,4 +1,4 @@
-"""Writing files so that nobody ever sees half of one."""
+"""Writing files atomically."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from s2o_runtime.errors import ConfigError
 
 
-def destination(path: Path) -> Path:
-    """The file that a write to a path makes or replaces: the target of a symbolic link, else the path itself.
+def resolve_destination(path: Path) -> Path:
+    """Return the file that a write to a path makes or replaces: a symbolic link's target, else the path itself.
 
     Raises:
         ConfigError: there is something that is not a regular file, such as a folder, a pipe or a device.
@@ -40,7 +40,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         OSError: the file cannot be written. The old content is then still there. If its folder is missing or takes no
             files, the error names the folder.
     """
-    path = destination(path)
+    path = resolve_destination(path)
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:

@@ -8,11 +8,9 @@ from typing import Any
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A package's `__getattr__`, which imports the module that a name stands in.
+    """Return a package's `__getattr__`, which imports the module that a name stands in.
 
-    Args:
-        package: its name.
-        homes: the names by the module they stand in, relative to the package.
+    homes: the names by the module that they stand in, relative to the package.
     """
 
     def load(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Prompt lengths on a log scale: what a profile, and a patched layer, tell apart."""
+"""Prompt lengths on a log scale, as profiles and patched layers tell them apart."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LEAST_BOUND_STEP = 64
 
 
 def length_step(length: int) -> int:
-    """The length's place on a log scale with eight steps to the octave; equal steps share a configuration."""
+    """Return the length's step on a log scale of eight steps to the octave; equal steps share a configuration."""
     return round(math.log2(max(1, length)) * STEPS_PER_OCTAVE)
 
 
 def shared_bound(length: int) -> int:
-    """A bound of the length that others share, at most a sixteenth or 63 above it.
+    """Return a bound of the length that others share, at most a sixteenth or 63 above it.
 
     Kernels of packed sequences read their lengths on the device; the host needs bounds, and calls of equal bounds can
     share their recorded launches. Programs and memory behind a sequence's end cost next to nothing.
@@ -26,5 +26,5 @@ def shared_bound(length: int) -> int:
 
 
 def far_apart(shorter: int, longer: int) -> bool:
-    """Whether a profile can tell two lengths apart."""
+    """Return whether a profile can tell two lengths apart."""
     return length_step(shorter) < length_step(longer)

@@ -1,4 +1,4 @@
-"""How the commands say what they do on standard error: as lines of text or, on request, as lines of JSON."""
+"""Logs of the commands on standard error: lines of text or, on request, lines of JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from s2o_runtime.errors import ConfigError
 
 VARIABLE = "S2O_LOG"  # "json": everything on standard error is JSON; "text", the default
 FORMATS = ("text", "json")
-FIELDS = "s2o_fields"  # attribute of a log record: what a line of JSON has besides its message
+FIELDS = "s2o_fields"  # attribute of a log record: further fields of its line of JSON
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object for each record: time (UTC), level, logger, message, and what `say` was given."""
+    """One JSON object for each record: time (UTC), level, logger, message, and the fields that `say` got."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -34,17 +34,17 @@ class JsonLines(logging.Formatter):
 
 
 def wants_json() -> bool:
-    """Whether the environment variable S2O_LOG asks for JSON."""
+    """Return whether the environment variable S2O_LOG asks for JSON."""
     return os.environ.get(VARIABLE) == "json"
 
 
 def set_up(level: int, *, as_json: bool, program: str = "%(name)s") -> None:
-    """Let this process's log go to standard error.
+    """Set this process's log up to go to standard error.
 
     Args:
         level: the lowest that is shown.
-        as_json: as lines of JSON. The commands ask for it by setting S2O_LOG, so that `wants_json` knows it too.
-        program: what lines of text begin with; by default the logger's name.
+        as_json: as lines of JSON; S2O_LOG is set, so that `wants_json` and child processes know it too.
+        program: the beginning of lines of text; by default the logger's name.
 
     Raises:
         ConfigError: S2O_LOG has a value that is not known.
@@ -62,11 +62,7 @@ def set_up(level: int, *, as_json: bool, program: str = "%(name)s") -> None:
 def say(logger: str, message: str, fields: Mapping[str, Any] | None = None, level: int = logging.INFO) -> None:
     """Write one line to standard error, whatever level is logged: the message, or with `wants_json` a JSON object.
 
-    Args:
-        logger: the name that the line has in JSON.
-        message: one line.
-        fields: what the JSON object has besides.
-        level: of the line in JSON.
+    logger, fields, level: of the JSON object.
     """
     if not wants_json():
         print(message, file=sys.stderr, flush=True)
