@@ -115,6 +115,7 @@ def calibrate(
             open_storage(recipe.storage)
             check_certifiable(recipe, prompts.certify)
         recipe.out.parent.mkdir(parents=True, exist_ok=True)
+        executor: Executor
         if recipe.is_distributed:
             from calibrate.work.cluster import cluster_executor
 

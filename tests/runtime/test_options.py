@@ -1,150 +1,144 @@
-"""Rules and options: what a value may be, how it is read, and that the docs say what the code does."""
+"""Rules and options: a value is read and refused alike as text, YAML and Python, and docs say what the code does."""
 
 import argparse
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from calibrate.evaluation import plan
-from calibrate.options import add_flags, options_of, read_options, format_value
+from calibrate.options import add_flags, format_value, options_of, read_options
 from calibrate.recipe import GROUPS, OPTIONS, Recipe
 from s2o_runtime.command_line import Parser
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import Rule, parse_duration
+from support.options import JUNK, values_beyond, values_of
 from support.pages import ROOT
 
 LENGTHS = Rule(int, low=1, many=True)
+COMMANDS = pytest.mark.parametrize("options", [OPTIONS, plan.OPTIONS], ids=["calibrate", "eval"])
+ALL = st.sampled_from([*OPTIONS.values(), *plan.OPTIONS.values()])
+EXAMPLES = settings(max_examples=200, deadline=None)
+
+
+def parser_of(*options):
+    parser = Parser(argument_default=argparse.SUPPRESS)
+    add_flags(parser, options)
+    return parser
+
+
+@EXAMPLES
+@given(st.data())
+def test_a_value_is_the_same_as_flag_text_yaml_and_python(data):
+    option = data.draw(ALL)
+    value = data.draw(values_of(option.rule, written=True))
+    assert option.rule.accepts(value)
+    option.check(value)
+    text = format_value(value)
+    for given_value in (value, text, yaml.safe_load(yaml.safe_dump(text))):
+        (read,) = read_options({option.name: option}, {option.name: given_value}, "test").values()
+        assert (read, type(read)) == (value, type(value))
+    if isinstance(value, tuple) and option.rule.type is not Path:
+        assert option.read(yaml.safe_load(yaml.safe_dump(list(value)))) == value
+    words = (
+        [f"{option.flag}={part}" for part in map(format_value, value)]
+        if option.repeatable
+        else [f"{option.flag}={text}"]
+    )
+    assert vars(parser_of(option).parse_args(words)).get(option.name, []) == (
+        list(value) if option.repeatable else value
+    )
+
+
+@EXAMPLES
+@given(st.data())
+def test_a_value_out_of_range_is_one_sentence_with_the_options_name(data):
+    option = data.draw(ALL.filter(lambda option: values_beyond(option.rule)))
+    value = data.draw(st.one_of(values_beyond(option.rule)))
+    assert not option.rule.accepts(value)
+    for refuse in (lambda: option.check(value), lambda: option.rule.checked(value, option.name)):
+        with pytest.raises(ConfigError) as raised:
+            refuse()
+        assert str(raised.value).startswith(f"{option.name} is ")
+        assert f": expected {option.rule}" in str(raised.value)
+
+
+@EXAMPLES
+@given(ALL, JUNK)
+def test_what_is_no_value_at_all_is_refused_in_one_short_sentence(option, junk):
+    try:
+        value, sentence = option.rule.checked(junk, "it"), None
+    except ConfigError as error:
+        sentence = str(error)
+    if sentence is None:
+        assert option.rule.accepts(value)
+    else:
+        assert sentence.startswith("it is ")
+        assert (len(sentence) < 500, "\n" in sentence) == (True, False)
 
 
 @pytest.mark.parametrize(
-    ("rule", "value", "expected"),
+    ("rule", "words", "good", "bad"),
     [
-        (Rule(int), "16", 16),
-        (Rule(float), 1, 1.0),
-        (Rule(float), "1e-4", 1e-4),
-        (Rule(float, optional=True), "none", None),
-        (Rule(float, unit="seconds"), "1.5h", 5400.0),
-        (Rule(bool), "on", True),
-        (Rule(bool), "false", False),
-        (Rule(int, unit="tokens", many=True), "32k,8192,8k", (8192, 32768)),
-        (Rule(Path), "~/p", Path.home() / "p"),
-        (Rule(str), "16", "16"),
-        (Rule(str, optional=True), "none", "none"),
-        (Rule(Path), "a/b", Path("a/b")),
-        (Rule(Path, optional=True), None, None),
-        (LENGTHS, "2048,1024, 2048", (1024, 2048)),
-        (LENGTHS, [2048, 1024], (1024, 2048)),
-        (LENGTHS, (1024,), (1024,)),
-        (Rule(bool, many=True), "on,off", (False, True)),
-        (Rule(str, many=True), "b, a,", ("b", "a")),
-        (Rule(int, many=True, empty=True), "none", ()),
-    ],
-    ids=str,
-)
-def test_what_a_value_stands_for(rule, value, expected):
-    assert rule.read(value) == expected
-    assert type(rule.read(value)) is type(expected)
-    assert rule.accepts(expected)
-    assert rule.read(expected) == expected
-
-
-@pytest.mark.parametrize(
-    ("rule", "values"),
-    [
-        (Rule(int), ["1.5", 1.0, True, "8k"]),
-        (Rule(int, unit="tokens"), ["k", "8.5k", "8kk", "8m"]),
-        (Rule(float), ["little", None, 10**400]),
-        (Rule(bool), [1, "maybe"]),
-        (Rule(str), [7, ""]),
-        (Rule(Path), [7, ""]),
-        (LENGTHS, [1024, "1024,,2048", [[1024]], "none", None]),
-    ],
-    ids=str,
-)
-def test_what_stands_for_no_value(rule, values):
-    for value in values:
-        with pytest.raises(ValueError):  # noqa: PT011  # of several kinds: each is for the option's own sentence
-            rule.read(value)
-
-
-@pytest.mark.parametrize(
-    ("rule", "values"),
-    [
-        (Rule(int, 1, 8), [9, 0, 2.0]),
-        (Rule(float, low=0, above=True), [0.0]),
-        (Rule(float), [float("nan"), float("inf")]),
-        (Rule(int, multiple=64), [100]),
-        (Rule(int, allowed=(1, 4)), [2]),
-        (Rule(str, allowed=("a",)), ["b"]),
-        (Rule(bool), [1]),
-        (LENGTHS, [(), (2, 1), [1, 2], (0, 1), None]),
-    ],
-    ids=str,
-)
-def test_what_is_out_of_range(rule, values):
-    assert not any(rule.accepts(value) for value in values)
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        (Rule(bool), "true or false"),
-        (Rule(int, low=1), "a whole number of at least 1"),
-        (Rule(float, low=0, high=1, above=True, unit="share"), "a share above 0 and at most 1"),
-        (Rule(float, -1, 1, optional=True), "a number from -1 to 1 or none"),
-        (Rule(int, 64, 256, multiple=64, many=True), "a list, each a multiple of 64 from 64 to 256"),
+        (Rule(int), "a whole number", {"16": 16}, ["1.5", 1.0, True, "8k", None]),
+        (Rule(int, low=1), "a whole number of at least 1", {"1": 1}, ["0"]),
+        (Rule(float), "a number", {1: 1.0, "1e-4": 1e-4}, ["little", None, 10**400, "nan", float("inf")]),
+        (Rule(float, -1, 1, optional=True), "a number from -1 to 1 or none", {"none": None}, ["2"]),
+        (Rule(float, 0, 1, True, unit="share"), "a share above 0 and at most 1", {"1": 1.0}, [0.0]),
+        (Rule(float, unit="seconds"), "a number of seconds", {"1.5h": 5400.0}, ["5d"]),
+        (Rule(bool), "true or false", {"on": True, "false": False}, [1, "maybe"]),
+        (Rule(str), "a name", {"16": "16"}, [7, ""]),
+        (Rule(str, optional=True), "a name or none", {"none": "none"}, [7]),
+        (Rule(Path, optional=True), "a file name or none", {"~/p": Path.home() / "p", None: None}, [7, ""]),
         (Rule(int, low=1, unit="tokens", many=True, empty=True),
-         "a list, each a whole number of tokens of at least 1, or none"),
-        (Rule(str, allowed=("a", "b"), many=True), "a list, each one of a, b"),
-        (Rule(Path), "a file name"),
+         "a list, each a whole number of tokens of at least 1, or none",
+         {"32k,8192,8k": (8192, 32768), "none": ()}, ["k", "8.5k", "8kk", "8m"]),
+        (Rule(int, 64, 256, multiple=64, many=True), "a list, each a multiple of 64 from 64 to 256",
+         {"128,64": (64, 128)}, ["100"]),
+        (LENGTHS, "a list, each a whole number of at least 1", {"2048,1024, 2048": (1024, 2048), (1024,): (1024,)},
+         [1024, "1024,,2048", [[1024]], "none", None, (), (0, 1)]),
+        (Rule(str, allowed=("a", "b"), many=True), "a list, each one of a, b", {"b, a,": ("b", "a")}, ["c"]),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_rule_in_words(rule, words):
+def test_what_people_write(rule, words, good, bad):
     assert str(rule) == words
+    for value, expected in good.items():
+        assert (rule.checked(value, "x"), type(rule.read(value))) == (expected, type(expected))
+    for value in bad:
+        with pytest.raises(ConfigError, match=r"^x is .*: expected "):
+            rule.checked(value, "x")
 
 
-@pytest.mark.parametrize(("given", "value"), [("90", 90), ("90s", 90), (" 5m", 300), ("1.5h", 5400), ("0", 0)])
-def test_durations(given, value):
-    assert parse_duration(given) == value
+def test_numbers_of_a_tuple_ascend():
+    assert not any(LENGTHS.accepts(value) for value in ((2, 1), (1, 1), [1, 2]))
+    assert ", not ascending: expected" in LENGTHS.error_message((2, 1), "lengths")
 
 
 @pytest.mark.parametrize("given", ["", "m", "-5", "5d", "1h30m", "nan", "1e3", "5 m", "s5"])
 def test_what_is_no_duration(given):
+    assert [parse_duration(text) for text in ("90", "90s", " 5m", "1.5h", "0")] == [90, 90, 300, 5400, 0]
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(given)
 
 
 def test_every_field_of_a_command_is_an_option():
-    assert {option.field for option in OPTIONS.values()} == set(Recipe.__dataclass_fields__)
-    assert {option.field for option in plan.OPTIONS.values()} == set(plan.EvaluationPlan.__dataclass_fields__)
+    for options, settings_type in ((OPTIONS, Recipe), (plan.OPTIONS, plan.EvaluationPlan)):
+        assert {option.field for option in options.values()} == set(settings_type.__dataclass_fields__)
+        assert all(option.required or option.rule.accepts(option.default) or option.default is None
+                   for option in options.values())  # fmt: skip
     assert options_of(Recipe, GROUPS) == OPTIONS
-    for option in (*OPTIONS.values(), *plan.OPTIONS.values()):
-        assert option.required or option.default is None or option.rule.accepts(option.default)
 
 
 def test_an_option_means_the_same_in_both_commands():
     """Same name, same kind of value; where the help differs, it is about what the command does with it."""
     for name in OPTIONS.keys() & plan.OPTIONS.keys():
-        one, other = OPTIONS[name], plan.OPTIONS[name]
-        assert (one.rule.type, one.rule.many, one.rule.unit) == (other.rule.type, other.rule.many, other.rule.unit)
-        assert one.placeholder == other.placeholder
+        first, second = ((option.rule.type, option.rule.many, option.rule.unit, option.placeholder)
+                         for option in (OPTIONS[name], plan.OPTIONS[name]))  # fmt: skip
+        assert first == second
     assert "needles" not in OPTIONS.keys() | plan.OPTIONS.keys()  # a share in one and a count in the other
-
-
-@pytest.mark.parametrize("options", [OPTIONS, plan.OPTIONS], ids=["calibrate", "eval"])
-def test_a_default_survives_the_command_line(options):
-    """What a flag is given as text is what the field holds."""
-    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
-    add_flags(parser, options.values())
-    for option in options.values():
-        if option.default in (None, ()) or (option.rule.type is bool and not option.rule.many):
-            continue
-        assert vars(parser.parse_args([option.flag, format_value(option.default)])) == {option.name: option.default}
-        assert read_options(options, {option.name: format_value(option.default)}, "test") == {
-            option.name: option.default
-        }
-    assert vars(parser.parse_args([])) == {}
 
 
 def test_an_unknown_option_is_named_with_its_neighbour():
@@ -152,13 +146,10 @@ def test_an_unknown_option_is_named_with_its_neighbour():
         read_options(OPTIONS, {"budget": 1}, "calibrate()")
 
 
-@pytest.mark.parametrize("options", [OPTIONS, plan.OPTIONS], ids=["calibrate", "eval"])
+@COMMANDS
 def test_a_switch_has_one_grammar(options):
-    parser = Parser(argument_default=argparse.SUPPRESS)
-    add_flags(parser, options.values())
-    switches = [option for option in options.values() if option.rule.type is bool and not option.rule.many]
-    assert switches
-    for option in switches:
+    parser = parser_of(*options.values())
+    for option in filter(lambda option: option.is_switch, options.values()):
         off = f"--no-{option.flag[2:]}"
         for words in ([option.flag], [option.flag, "on"], [f"{option.flag}=True"], [off, "false"]):
             assert vars(parser.parse_args(words)) == {option.name: True}
