@@ -1,6 +1,7 @@
 """calibrate() from Python: the command without its terminal."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from s2o_runtime.errors import ConfigError, ResourceError
 from support.tiny import QUICK
 
 OPTIONS = QUICK | {"num_prompts": 1, "trials": 1, "lengths": (512,), "device": "cpu"}
+RECIPE = Recipe("demo", Budget("mse", 1e-4), (512,), Path("p"))
 
 
 def test_every_public_name_is_there():
@@ -35,22 +37,10 @@ def test_it_does_what_the_command_does(tiny_folder, tmp_path, monkeypatch, capsy
     recipe = Recipe.of(given | {"model": str(tiny_folder), "out": Path("b/named.safetensors")})
     assert recipe.budget == Budget("rel_mse", 1e-2)
     assert calibrate(recipe, progress=False).journal_reused > 0
-    flags = [
-        "--model",
-        tiny_folder,
-        "--budget-rel-mse",
-        "1e-2",
-        "--lengths",
-        "512",
-        "--segments",
-        "64,128",
-        "--trials",
-        1,
-    ]
-    flags += ["--representatives", "1,4", "--num-prompts", 1, "--num-held-out", 1, "--num-certify", 0]
-    flags += ["--device", "cpu", "--quiet", "--json"]
+    flags = "--budget-rel-mse 1e-2 --lengths 512 --segments 64,128 --trials 1 --representatives 1,4 --num-prompts 1"
+    flags += " --num-held-out 1 --num-certify 0 --device cpu --quiet --json --out c/named.safetensors --journal"
     capsys.readouterr()
-    assert command.main(list(map(str, [*flags, "--journal", journal, "--out", "c/named.safetensors"]))) == 0
+    assert command.main([*flags.split(), str(journal), "--model", str(tiny_folder)]) == 0
     folders = [tmp_path / name for name in "abc"]
     assert len({(folder / "named.safetensors").read_bytes() for folder in folders}) == 1
     written = [sorted(path.name for path in folder.iterdir()) for folder in folders]
@@ -85,15 +75,13 @@ def test_its_defaults_are_the_commands(tiny_folder, tmp_path, monkeypatch):
     assert recipes[0].time_limit == 300
 
 
-def test_what_it_refuses(tmp_path):
-    recipe = Recipe("demo", Budget("mse", 1e-4), (512,), tmp_path / "p.safetensors")
-    with pytest.raises(ConfigError, match=r"calibrate\(\) got a recipe and trials: give a recipe or a model with"):
-        calibrate(recipe, trials=3)
-    with pytest.raises(ConfigError, match=r"calibrate\(\) has 'trial', which is no option: did you mean trials\?"):
-        calibrate("demo", trial=3)
-    with pytest.raises(
-        ConfigError, match=r"calibrate\(\): trials is 'many': expected a whole number from 1 to 1000000"
-    ):
-        calibrate("demo", trials="many")
-    with pytest.raises(ConfigError, match="trials is 0: expected a whole number from 1 to 1000000"):
-        calibrate("demo", trials=0)
+@pytest.mark.parametrize(("model", "options", "message"), [
+    (RECIPE, {"trials": 3}, "calibrate() got a recipe and trials: give a"),
+    (RECIPE, {"tokenizer": "a"}, "calibrate() got a tokenizer and a model"),
+    ("demo", {"trial": 3}, "calibrate() has 'trial', which is no option: did you mean trials?"),
+    ("demo", {"trials": "many"}, "calibrate(): trials is 'many': expected a whole number from 1 to 1000000"),
+    ("demo", {"trials": 0}, "trials is 0: expected a whole number from 1 to 1000000"),
+])  # fmt: skip
+def test_what_it_refuses(model, options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        calibrate(model, **options)

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 import re
 import signal
@@ -18,11 +17,9 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 from calibrate import pipeline
 from calibrate.commands import calibrate as commands
 from calibrate.commands.calibrate import main
-from calibrate.evaluation.plan import OPTIONS as EVALUATION
 from calibrate.model.models import ALIASES
 from calibrate.proof import verify
 from calibrate.proof.verify import prove
-from calibrate.recipe import OPTIONS
 from calibrate.report import page, sections
 from s2o_runtime import load_profile
 from support.models import SIZES
@@ -36,6 +33,18 @@ GOOD = ["--model", "demo", "--budget-mse", "1e-4", "--lengths", "512", "--device
 def command(tmp_path):
     """The command in this process, in an empty folder."""
     return partial(called, main, cwd=tmp_path)
+
+
+@pytest.fixture
+def plan_of(command):
+    """The plan of a command line as JSON."""
+
+    def plan(*flags):
+        outcome = command(*flags, "--dry-run", "--json")
+        assert outcome.returncode == 0, outcome.stderr
+        return json.loads(outcome.stdout)
+
+    return plan
 
 
 @pytest.fixture(scope="module")
@@ -86,34 +95,23 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny_fo
         assert (report["out"], report["met"], report["problems"]) == (None, False, [lost])
 
 
-def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
-    outcome = command(*GOOD, "--dry-run", "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    plan = json.loads(outcome.stdout)
-    assert plan["lengths"] == "512 (given)"
-    assert plan["device"] == "cpu (given)"
+def test_dry_run_prints_the_plan_and_stops(command, plan_of, tmp_path):
+    """First what a newcomer needs and what was given; the rest is said with --verbose, and all of it in JSON."""
+    first = ["model", "takes", "memory", "runs on", "budget", "lengths", "layers", "out"]
+    plan = plan_of(*GOOD, "--seed", 3)
+    assert (list(plan)[:8], len(plan) > 30) == (first, True)
+    assert (plan["lengths"], plan["device"]) == ("512 (given)", "cpu (given)")
     assert plan["budget"] == "mse 0.0001 and rel_mse 0.01, whichever allows a layer less (given)"
     assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors"
     assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite"
-    assert (plan["representatives"], plan["grains"]) == ("1, 16", "4")
     assert plan["num prompts"] == "5 of each length"
-    given = [*GOOD, "--dry-run", "--representatives", "8,1", "--num-held-out", 1]
-    text = re.sub(" +", " ", command(*given, "--verbose").stdout)
-    for line in ("representatives 1, 8 (given)", "num held out 1 of each length (given)", "grains 4", "trials 16 for"):
-        assert f"\n{line}" in text
-    assert "8 query heads, 2 KV heads, head dim 128\n" in text
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_plan_begins_with_what_a_newcomer_needs_and_what_was_given(command):
-    """The rest is said with --verbose, and all of it in JSON."""
-    first = ["model", "takes", "memory", "runs on", "budget", "lengths", "layers", "out"]
     lines = command(*GOOD, "--seed", 3, "--dry-run").stdout.splitlines()
     assert [re.split("  +", line)[0] for line in lines if not line.startswith("busy")] == [*first, "seed", "device"]
-    plan = json.loads(command(*GOOD, "--seed", 3, "--dry-run", "--json").stdout)
-    assert list(plan)[:8] == first
-    assert len(plan) > 30
     assert all(f"{plan[name]}\n" in "\n".join([*lines, ""]) for name in first)
+    text = re.sub(" +", " ", command(*GOOD, "--dry-run", "--representatives", "8,1", "--verbose").stdout)
+    for line in ("representatives 1, 8 (given)", "num held out 10 of each length", "trials 16 for"):
+        assert f"\n{line}" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("load", "threads", "said"), [
@@ -157,32 +155,29 @@ def test_aliases_are_listed_as_in_the_page(command):
     assert [name for name, _ in rows] == list(ALIASES)
 
 
-def test_flags_override_the_recipe_file_which_overrides_the_defaults(command, tmp_path):
+def test_flags_override_the_recipe_file_which_overrides_the_defaults(plan_of, tmp_path):
     written = "model: demo\nbudget_mse: 1e-4\nlengths: [512, 1024]\ndevice: cpu\ntime_limit: 5m\ntails: [off]\n"
     (tmp_path / "mine.yaml").write_text(f"{written}worst_rows: null\nrandom_weights: true\nseed: 7\n")
     flags = ["--budget-rel-mse", "0.01", "--lengths", "1024", "--no-random-weights", "--check-lengths", "none"]
-    outcome = command("--recipe", "mine.yaml", *flags, "--trials", 2, "--dry-run", "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    plan = json.loads(outcome.stdout)
-    names = ("model", "budget", "lengths", "check lengths", "time limit", "tails", "worst rows", "weights", "seed")
-    expected = ("demo", "rel_mse 0.01", "1024", "none", "300 s", "off", "off", "the model's", "7")
-    assert tuple(plan[name] for name in names) == tuple(f"{value} (given)" for value in expected)
-    assert plan["trials"] == "2 for each group of like layers at each length (given)"
+    plan = plan_of("--recipe", "mine.yaml", *flags, "--trials", 2)
+    expected = {
+        "model": "demo", "budget": "rel_mse 0.01", "lengths": "1024", "check lengths": "none", "time limit": "300 s",
+        "tails": "off", "worst rows": "off", "weights": "the model's", "seed": "7",
+        "trials": "2 for each group of like layers at each length",
+    }  # fmt: skip
+    assert {name: plan[name] for name in expected} == {name: f"{text} (given)" for name, text in expected.items()}
     assert plan["margin"] == "90% of the budget is spent"
 
 
-def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):
+def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, plan_of, tmp_path):
     """Without what the user gave, and with what depends on the machine."""
     given = [*GOOD, "--keep-needles", "0.5", "--tails", "on", "--check-lengths", "none"]
-    outcome = command(*given, "--dry-run", "--yaml")
-    assert outcome.returncode == 0, outcome.stderr
-    assert "keep_needles: 0.5\n" in outcome.stdout
-    (tmp_path / "again.yaml").write_text(outcome.stdout)
-    again = command("--recipe", "again.yaml", "--dry-run", "--yaml")
-    assert again.stdout == outcome.stdout
-    plans = [json.loads(command(*arguments, "--dry-run", "--json").stdout)
-             for arguments in (given, ["--recipe", "again.yaml"])]  # fmt: skip
-    first, second = ({name: line.removesuffix(" (given)") for name, line in plan.items()} for plan in plans)
+    yaml = command(*given, "--dry-run", "--yaml").stdout
+    assert "keep_needles: 0.5\n" in yaml
+    (tmp_path / "again.yaml").write_text(yaml)
+    assert command("--recipe", "again.yaml", "--dry-run", "--yaml").stdout == yaml
+    first, second = ({name: line.removesuffix(" (given)") for name, line in plan_of(*arguments).items()}
+                     for arguments in (given, ["--recipe", "again.yaml"]))  # fmt: skip
     assert first == second
 
 
@@ -246,17 +241,17 @@ def test_a_bug_is_not_taken_for_a_full_disk():
         raise FileNotFoundError("a bug")
 
 
-# of values that no option takes, test_recipe.py has the rest
+# of values that no option takes, test_options.py and test_recipe.py have the rest
 BAD_INPUT = [
     ("--model", "qwen2.5-7bb", "model 'qwen2.5-7bb' is not known: did you mean qwen2.5-7b"),
     ("--model", "qwen3-8b", "model 'qwen3-8b' is not known: s2o-calibrate --list-models lists the aliases"),
     ("--model", "", "argument --model: '': expected a name, such as demo"),
     ("--model", "./nope", "./nope does not exist: check the path"),
-    ("--model", "~/nope", "~/nope does not exist: check the path"),
     ("--model", "some/where/nope", "some/where/nope does not exist: check the path"),
     ("--model", "bad.jsonl", "model bad.jsonl is a file that is no GGUF file: give a folder"),
-    ("--tokenizer", "/nope", "/nope does not exist: check the path"),
+    ("--model", "~/nope", "~/nope does not exist: check the path"),
     ("--model", "zzz", "A local folder or a hub id (org/name) works too"),
+    ("--tokenizer", "/nope", "/nope does not exist: check the path"),
     ("--model", ".", "folder . holds no config.json"),
     ("--model", "WINDOWS", "has no layer of full_attention, only 2 of sliding_attention"),
     ("--model", "CODE", "code of its own, which is not run: give --trust-remote-code if you have read and trust"),
@@ -268,20 +263,11 @@ BAD_INPUT = [
     ("--prompts", "bad.jsonl", "bad.jsonl:2: "),
     ("--prompts", "short.jsonl", "0 prompts to calibrate on of 512 tokens or more"),
     ("--budget-mse", "0", "budget_mse is 0.0: expected a number above 0 and at most 1000000, such as 1e-4"),
-    ("--ceiling-rel-mse", "-1", "ceiling_rel_mse is -1.0: expected a number from 0 to 1 or none, such as 1e-2"),
-    ("--ceiling-rel-mse", "nan", "ceiling_rel_mse is nan: expected a number from 0 to 1 or none, such as 1e-2"),
     ("--budget-mse", "little", "argument --budget-mse: 'little': expected a number above 0 and at most 1000000, such"),
     ("--budget-mse", "-1e-4", "budget_mse is -0.0001: expected a number above 0"),
     ("--lengths", "256k", "length 262144 is beyond the model's limit of 131072: use a shorter one, or a folder whose"),
-    ("--lengths", "8m", "'8m': expected a list, each a whole number of tokens"),
     ("--target-gpu", "H100", "target_gpu is for many workers, or for a plan: give gpus, scheduler or --dry-run too"),
     ("--check-lengths", "262144", "length 262144 is beyond the model's limit of 131072"),
-    ("--tails", "maybe", "'maybe': expected a list, each true or false, such as off,on"),
-    (
-        "--time-limit",
-        "soon",
-        "'soon': expected a number of seconds above 0 and at most 31622400 or none, such as 90, 5m",
-    ),
     ("--out", "bad.jsonl/p.safetensors", "--out bad.jsonl/p.safetensors cannot be written"),
     ("--out", "/proc/p.safetensors", "--out /proc/p.safetensors cannot be written"),
     ("--out", ".", "--out . is a folder"),
@@ -289,11 +275,7 @@ BAD_INPUT = [
     ("--out", "bad.jsonl", "--out bad.jsonl exists and was not written by S2O, so it is not replaced"),
     ("--out", "foreign.safetensors", "beside --out, foreign.report.md exists and was not written by S2O"),
     ("--journal", "bad.jsonl", "bad.jsonl is not a journal of S2O (found no database): give another --journal"),
-    (
-        "--journal",
-        "profiles/demo/cpu/mse-0.0001.report.md",
-        "cannot be the journal too: give another --journal or --out",
-    ),
+    ("--journal", "profiles/demo/cpu/mse-0.0001.report.md", "cannot be the journal too: give another --journal or"),
     ("--storage", "foo", "--storage is no URL of a database that is known here: give one such as sqlite:///studies.db"),
     ("--storage", "nosql://user:secret@host/x", "--storage is no URL of a database that is known here"),
     ("--out", "pipe", "--out pipe is a pipe, a socket or a device, and no regular file: give another file name"),
@@ -304,96 +286,61 @@ BAD_INPUT = [
 ]
 
 
-FOR_A_PLAN = "--target-gpu"  # says nothing wrong in a plan
-PLANNED = [
-    (rehearsed, *case)
-    for rehearsed in (False, True)
+PLANNED = [  # a plan finds what a run would; a GPU that is not here is nothing wrong in a plan
+    (dry_run, *case)
+    for dry_run in (False, True)
     for case in BAD_INPUT
-    if not rehearsed or (case[1] and case[0] != FOR_A_PLAN)
+    if not dry_run or (case[1] and case[0] != "--target-gpu")
 ]
 
 
-@pytest.mark.parametrize(("rehearsed", "name", "value", "message"), PLANNED, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(("dry_run", "name", "value", "message"), PLANNED, ids=lambda value: str(value)[:20])
 @pytest.mark.usefixtures("offline")
-def test_bad_input_is_one_sentence_and_exit_code_2(rehearsed, name, value, message, unfit, command, tmp_path):
-    """A plan finds what a run would."""
+def test_bad_input_is_one_sentence_and_exit_code_2(dry_run, name, value, message, unfit, command, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "foreign.report.md").write_text("notes")
     (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')
     os.mkfifo(tmp_path / "pipe")
     before = sorted(tmp_path.iterdir())
     flags = dict(zip(GOOD[::2], GOOD[1::2], strict=True)) | {name: unfit.get(value, value)}
-    outcome = command(
-        *[part for flag in flags.items() for part in flag if part is not None], "--quiet", *(["--dry-run"] * rehearsed)
-    )
+    words = [part for flag in flags.items() for part in flag if part is not None]
+    outcome = command(*words, "--quiet", *(["--dry-run"] * dry_run))
     assert message in refusal(outcome, "s2o-calibrate")
     assert sorted(tmp_path.iterdir()) == before
-
-
-# one beyond what an option's rule has, in every option that has numbers
-BEYOND = {
-    "--budget-mse": "1e300", "--budget-rel-mse": "2", "--budget-kl": "1e9", "--ceiling-rel-mse": "2",
-    "--seed": str(1 << 63), "--lengths": str((1 << 24) + 1), "--check-lengths": str(1 << 70), "--chunk": str(1 << 70),
-    "--num-prompts": "9999999", "--num-held-out": "9999999", "--num-certify": "9999999", "--trials": "9999999",
-    "--margin": "1.5", "--segments": "131072", "--time-limit": "9e5h", "--worst-rows": "1e9", "--keep-needles": "2",
-    "--gpus": "9999999", "--representatives": "3", "--grains": "3", "--last-rows": "3",
-}  # fmt: skip
-
-
-def test_every_number_has_an_end(command, tmp_path):
-    """The plan refuses it: what a record cannot hold, or nobody lives to see, is not found after hours of measuring."""
-    numbers = [option for option in (*OPTIONS.values(), *EVALUATION.values()) if option.rule.type in (int, float)]
-    assert {option.flag for option in numbers} == {*BEYOND, "--num-needles", "--repeats"}
-    assert all(option.rule.allowed or math.isfinite(option.rule.high) for option in numbers)
-    for flag, value in BEYOND.items():
-        outcome = command("--model", "demo", "--device", "cpu", flag, value, "--dry-run")
-        name = flag.removeprefix("--").replace("-", "_")
-        assert re.search(rf"{name} is .*: expected|argument {flag}: ", refusal(outcome, "s2o-calibrate")), (
-            outcome.stderr
-        )
-    assert not list(tmp_path.iterdir())
 
 
 def lines_of(count, words):
     return "".join(json.dumps({"text": f"{number} " + "word " * words}) + "\n" for number in range(count))
 
 
-def test_a_plan_counts_the_prompts(command, tmp_path):
+def test_a_plan_counts_the_prompts(command, plan_of, tmp_path):
     """Of each length, of those that the run needs; where the run would be refused, so is the plan, below its lines."""
     (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100) + lines_of(20, 600))
-    mine = ["--model", "demo", "--device", "cpu", "--prompts", "mine.jsonl", "--dry-run"]
-    outcome = command(*mine, "--lengths", "512", "--num-prompts", 1, "--num-held-out", 1, "--num-certify", 9, "--json")
-    assert (outcome.returncode, json.loads(outcome.stdout)["prompts"]) == (
-        0,
-        "mine.jsonl; 11 of 11 needed at 512 (given)",
-    )
+    demo = ["--model", "demo", "--device", "cpu"]
+    mine = [*demo, "--prompts", "mine.jsonl", "--lengths"]
+    few = ["--num-prompts", 1, "--num-held-out", 1, "--num-certify", 9]
+    assert plan_of(*mine, "512", *few)["prompts"] == "mine.jsonl; 11 of 11 needed at 512 (given)"
     (tmp_path / "mine.jsonl").write_text(lines_of(3, 1100))
-    outcome = command(*mine, "--lengths", "1024", "--quiet")
+    outcome = command(*mine, "1024", "--dry-run", "--quiet")
     assert "prompts: 3 of 35 needed at 1024; at 1024 tokens not proven: 0 groups" in refusal(outcome, "s2o-calibrate")
-    outcome = command(*mine, "--lengths", "1024", "--allow-regression")
-    assert re.search(r"^prompts +mine.jsonl; 3 of 35 needed at 1024 \(given\)$", outcome.stdout, re.M)
-    plan = json.loads(command("--model", "demo", "--device", "cpu", "--dry-run", "--json").stdout)
-    assert plan["prompts"].startswith("built-in text; 35 of 35 needed at 1024, 30 of 30 needed at 1536, 35 of 35")
-    outcome = command(
-        "--model", "demo", "--device", "cpu", "--domains", "chinese", "--lengths", "32768", "--dry-run", "--json"
-    )
-    assert re.search(r"built-in text; \d+ of 35 needed at 32768", outcome.stdout)
+    assert plan_of(*mine, "1024", "--allow-regression")["prompts"] == "mine.jsonl; 3 of 35 needed at 1024 (given)"
+    built_in = "built-in text; 35 of 35 needed at 1024, 30 of 30 needed at 1536, 35 of 35"
+    assert plan_of(*demo)["prompts"].startswith(built_in)
+    chinese = plan_of(*demo, "--domains", "chinese", "--lengths", "32768")["prompts"]
+    assert re.match(r"built-in text; \d+ of 35 needed at 32768", chinese)
     assert not list(tmp_path.glob("profiles"))
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_plan_without_a_tokenizer_says_so_and_reads_the_files_all_the_same(command, tmp_path):
+def test_a_plan_without_a_tokenizer_says_so_and_reads_the_files_all_the_same(command, plan_of, tmp_path):
     (tmp_path / "mine.jsonl").write_text(lines_of(3, 10))
     (tmp_path / "bad.jsonl").write_bytes(b"\x80random")
-    arguments = ["--model", "qwen2.5-7b", "--device", "cpu", "--dry-run", "--json", "--prompts"]
-    outcome = command(*arguments, "mine.jsonl")
-    assert outcome.returncode == 0, outcome.stderr
-    plan = json.loads(outcome.stdout)
+    arguments = ["--model", "qwen2.5-7b", "--device", "cpu", "--prompts"]
+    plan = plan_of(*arguments, "mine.jsonl")
     assert plan["prompts"].startswith("mine.jsonl; not read: the tokenizer of qwen2.5-7b cannot be loaded here")
     assert "nothing was asked" not in plan["sizes"]
-    assert "prompt file bad.jsonl cannot be read" in refusal(
-        command(*arguments, "bad.jsonl", "--quiet"), "s2o-calibrate"
-    )
+    outcome = command(*arguments, "bad.jsonl", "--dry-run", "--quiet")
+    assert "prompt file bad.jsonl cannot be read" in refusal(outcome, "s2o-calibrate")
 
 
 def test_a_scheduler_that_does_not_answer_is_named_while_it_is_waited_for(command, monkeypatch):
@@ -437,48 +384,41 @@ def test_a_report_that_fails_fails_no_run(command, tmp_path, monkeypatch, caplog
 @pytest.mark.usefixtures("offline")
 def test_a_hub_out_of_reach_is_a_missing_resource(command):
     outcome = command("--model", "some/thing", "--dry-run")
-    assert outcome.returncode == 4
     (line,) = outcome.stderr.splitlines()
-    assert line == (
-        "s2o-calibrate: model 'some/thing' cannot be loaded from some/thing: the Hub cannot be reached and there is no "
-        "copy of it here; try again with a network, or give a local folder or a GGUF file; the sizes of an alias such "
-        "as qwen2.5-7b suffice for a plan (--dry-run) and to rehearse (--random-weights)"
+    assert outcome.returncode == 4
+    assert line.startswith(
+        "s2o-calibrate: model 'some/thing' cannot be loaded from some/thing: the Hub cannot be reached"
     )
+    for remedy in ("try again with a network", "give a local folder or a GGUF file", "--dry-run", "--random-weights"):
+        assert remedy in line
 
 
 @pytest.mark.usefixtures("offline")
-def test_the_plan_of_an_alias_needs_no_hub(command, caplog):
+def test_the_plan_of_an_alias_needs_no_hub(command, plan_of, caplog):
     """Its sizes ship. Without a GPU a large model gets a warning that says the hours."""
-    outcome = command("--model", "qwen2.5-7b", "--budget-mse", "1e-4", "--device", "cpu", "--dry-run", "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    plan = json.loads(outcome.stdout)
+    plan = plan_of("--model", "qwen2.5-7b", "--device", "cpu")
     assert plan["sizes"] == "sizes of the alias, as they ship; nothing was asked of the Hub"
     assert plan["architecture"] == "qwen2, 28 layers, 28 query heads, 4 KV heads, head dim 128"
-    assert plan["model"] == "qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct (given)"
-    assert plan["weights"] == "the model's"
-    assert plan["budget"].startswith("mse 0.0001")
+    assert (plan["model"], plan["weights"]) == ("qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct (given)", "the model's")
     assert re.fullmatch(r"about \d+ h \d+ min \(proving .*, certifying .*\), less what the journal has", plan["takes"])
     warning = r"qwen2.5-7b has 7.6 billion parameters and this run has no GPU: it takes about \d+ h \d+ min"
     assert re.search(warning + ".*--dry-run --target-gpu H100$", caplog.text, re.MULTILINE)
     assert command("--model", "qwen2.5-7b", "--device", "cpu", "--quiet").returncode == 4  # its weights do not
     caplog.clear()
-    assert "sizes" not in json.loads(command("--model", "demo", "--device", "cpu", "--dry-run", "--json").stdout)
+    assert "sizes" not in plan_of("--model", "demo", "--device", "cpu")
     assert "no GPU" not in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")
-def test_a_host_without_gpus_plans_for_those_that_have_some(command, monkeypatch):
+def test_a_host_without_gpus_plans_for_those_that_have_some(plan_of, monkeypatch):
     from calibrate.work import cluster
 
     monkeypatch.setattr(cluster, "connect", lambda scheduler: SimpleNamespace(close=lambda: None))
-    workers = ["--scheduler", "tcp://head:8786", "--target-gpu", "H200", "--device", "cuda"]
-    outcome = command("--model", "qwen2.5-7b", *workers, "--dry-run", "--json")
-    assert outcome.returncode == 0, outcome.stderr
-    plan = json.loads(outcome.stdout)
+    workers = ["--model", "qwen2.5-7b", "--scheduler", "tcp://head:8786", "--device", "cuda"]
+    plan = plan_of(*workers, "--target-gpu", "H200")
     assert (plan["lengths"], plan["loaded"]) == ("8192, 32768", "15.2 GB, which stay on the device")
     assert plan["memory"].endswith("of the GPU's 140")
-    unnamed = json.loads(command("--model", "qwen2.5-7b", *workers[:2], *workers[4:], "--dry-run", "--json").stdout)
-    assert unnamed["memory"].endswith("of each GPU")
+    assert plan_of(*workers)["memory"].endswith("of each GPU")
 
 
 @pytest.mark.parametrize(("gpu", "name", "memory", "loaded"), [
@@ -486,25 +426,23 @@ def test_a_host_without_gpus_plans_for_those_that_have_some(command, monkeypatch
     ("4090", "NVIDIA GeForce RTX 4090 (sm_89, 128 SMs)", 24, "layer by layer"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("offline")
-def test_a_plan_is_for_the_gpu_that_is_named(gpu, name, memory, loaded, command, caplog):
-    flags = ["--model", "qwen2.5-7b", "--target-gpu", gpu, "--dry-run"]
-    plan = json.loads(command(*flags, "--json").stdout)
+def test_a_plan_is_for_the_gpu_that_is_named(gpu, name, memory, loaded, command, plan_of, caplog):
+    flags = ["--model", "qwen2.5-7b", "--target-gpu", gpu]
+    plan = plan_of(*flags)
     assert (plan["runs on"], plan["lengths"], plan["device"]) == (name, "8192, 32768", "cuda")
     assert f"of the GPU's {memory}" in plan["memory"]
     assert plan["loaded"].startswith(loaded)
     assert "/nvidia-" in plan["out"]
     assert "no GPU" not in caplog.text
-    recipe = command(*flags, "--yaml").stdout
-    assert "device: cuda\n" in recipe
-    assert "target_gpu: null\n" in recipe
-    many = json.loads(command(*flags, "--gpus", 8, "--json").stdout)
+    recipe = command(*flags, "--dry-run", "--yaml").stdout
+    assert all(line in recipe for line in ("device: cuda\n", "target_gpu: null\n"))
+    many = plan_of(*flags, "--gpus", 8)
     assert (many["runs on"], many["gpus"]) == (name, "8 workers on this machine (given)")
 
 
 def test_a_plan_of_a_gpu_that_is_not_known_names_those_that_are(command):
-    assert "'T4' is not known: name one of NVIDIA A100" in refusal(
-        command("--model", "demo", "--target-gpu", "T4", "--dry-run"), "s2o-calibrate"
-    )
+    outcome = command("--model", "demo", "--target-gpu", "T4", "--dry-run")
+    assert "'T4' is not known: name one of NVIDIA A100" in refusal(outcome, "s2o-calibrate")
 
 
 def test_a_gpu_that_is_not_here_is_a_missing_resource(command):
@@ -512,8 +450,7 @@ def test_a_gpu_that_is_not_here_is_a_missing_resource(command):
     assert (outcome.returncode, "device 'cuda:99' is not here" in outcome.stderr) == (4, True)
 
 
-def test_device_dependent_lengths_are_not_guessed_before_the_device_is_known(command):
+def test_device_dependent_lengths_are_not_guessed_before_the_device_is_known(plan_of):
     """Segments and check lengths that fit no CPU default may fit a GPU's, and the other way round."""
-    arguments = ["--model", "demo", "--device", "cpu", "--dry-run", "--json", "--check-lengths", "8192"]
-    plan = json.loads(command(*arguments).stdout)
+    plan = plan_of("--model", "demo", "--device", "cpu", "--check-lengths", "8192")
     assert (plan["lengths"], plan["check lengths"]) == ("1024, 2048", "8192 (given)")

@@ -79,9 +79,6 @@ def test_examples_of_calibrations_are_legal_recipes():
             Recipe.of({"lengths": (8192,), "out": Path("p")} | options)
 
 
-# logs
-
-
 def test_errors_are_lines_of_json_on_request(json_logs, capsys):
     assert failed("s2o-x", BAD_INPUT, "two\n lines") == BAD_INPUT
     with pytest.raises(SystemExit):
@@ -121,25 +118,16 @@ def test_a_commands_whole_log_is_json(by, capsys, monkeypatch):
     assert output.out == ""
 
 
-def test_logs_are_text_by_default(capsys, monkeypatch):
+@pytest.mark.parametrize(("program", "beginning"), [({}, "calibrate"), ({"program": "s2o-x"}, "s2o-x")])
+def test_logs_are_text_by_default(program, beginning, capsys, monkeypatch):
     without_pytests_handlers(monkeypatch)
-    logs.set_up(logging.INFO, as_json=False)
+    logs.set_up(logging.INFO, as_json=False, **program)
     logging.getLogger("calibrate").info("a decision")
     logs.say("x", "a line", {"not": "shown"})
-    assert capsys.readouterr().err == "calibrate: a decision\na line\n"
-    without_pytests_handlers(monkeypatch)
-    logs.set_up(logging.INFO, as_json=False, program="s2o-x")  # as the command's errors begin
-    logging.getLogger("calibrate").info("a decision")
-    assert capsys.readouterr().err == "s2o-x: a decision\n"
-
-
-def test_an_unknown_form_of_logs_is_refused(monkeypatch):
+    assert capsys.readouterr().err == f"{beginning}: a decision\na line\n"
     monkeypatch.setenv(logs.VARIABLE, "xml")
     with pytest.raises(ConfigError, match=r"S2O_LOG 'xml' is not known: use one of \('text', 'json'\)"):
         logs.set_up(logging.INFO, as_json=False)
-
-
-# progress
 
 
 class Clock:
@@ -155,24 +143,17 @@ class Clock:
             lines.step()
 
 
-def test_progress_in_a_log_file_is_a_line_for_each_tenth(capsys):
+@pytest.mark.parametrize(("total", "seconds", "count", "first", "last", "lines"), [
+    (40, 3, 40, "10% (4 of 40 layers), 108 s left", "100% (40 of 40 layers), took 2 min", 10),  # one for each tenth
+    (1000, 10, 9, "0% (3 of 1000 layers), 2 h 46 min left", "1% (9 of 1000 layers), 2 h 45 min left", 3),  # or 30 s
+])  # fmt: skip
+def test_progress_in_a_log_file_is_seldom_and_never_silent_for_long(total, seconds, count, first, last, lines, capsys):
     clock = Clock()
-    clock.steps(ProgressLines("proving", 40, "layer", clock), 3, 40)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 10
-    assert said[0] == "proving: 10% (4 of 40 layers), 108 s left"
-    assert said[-1] == "proving: 100% (40 of 40 layers), took 2 min"
-    assert not any("\r" in line or "\x1b" in line for line in said)
-
-
-def test_progress_is_never_silent_for_long(capsys):
-    clock = Clock()
-    clock.steps(ProgressLines("proving", 1000, "layer", clock), 10, 9)
-    assert capsys.readouterr().err.splitlines() == [
-        "proving: 0% (3 of 1000 layers), 2 h 46 min left",
-        "proving: 1% (6 of 1000 layers), 2 h 46 min left",
-        "proving: 1% (9 of 1000 layers), 2 h 45 min left",
-    ]
+    clock.steps(ProgressLines("proving", total, "layer", clock), seconds, count)
+    text = capsys.readouterr().err
+    printed = text.splitlines()
+    assert (printed[0], printed[-1], len(printed)) == (f"proving: {first}", f"proving: {last}", lines)
+    assert not {"\r", "\x1b"} & {*text}
 
 
 def test_what_was_done_before_is_said_and_no_part_of_the_rate(capsys):
@@ -216,27 +197,19 @@ def test_progress_says_what_is_left_of_the_run(capsys):
 
 
 def test_progress_of_unknown_length_says_what_was_done(capsys):
-    with progress_bar("searching", None, "trial", shown=True) as step:
-        step("ignored in a log")
-        step(steps=2)
-    assert capsys.readouterr().err == "searching: 3 trials, 0 s so far\n"
+    for shown, text in ((True, "searching: 3 trials, 0 s so far\n"), (False, "")):
+        with progress_bar("searching", None, "trial", shown=shown) as step:
+            step("ignored in a log")
+            step(steps=2)
+        assert capsys.readouterr().err == text
 
 
 def test_progress_as_json(json_logs, capsys):
     with progress_bar("proving", 2, "layer", shown=True) as step:
-        step()
-        step()
+        step(), step()
     first, last = lines_of(capsys.readouterr().err)
     assert (first["phase"], first["done"], first["total"], first["percent"]) == ("proving", 1, 2, 50)
-    assert "seconds_left" in first
-    assert last["percent"] == 100
-
-
-def test_progress_that_is_not_shown_is_silent(capsys):
-    with progress_bar("proving", 2, "layer", shown=False) as step:
-        step("text")
-        step(steps=1)
-    assert capsys.readouterr().err == ""
+    assert ("seconds_left" in first, last["percent"]) == (True, 100)
 
 
 class Terminal(io.StringIO):
@@ -248,9 +221,7 @@ def test_a_terminal_has_a_bar():
     with redirect_stderr(Terminal()) as stream, progress_bar("proving", 2, "layer", shown=True) as step:
         step("layer 0")
         step()
-    assert "\r" in stream.getvalue()
-    assert "proving: 100%" in stream.getvalue()
-    assert "2/2" in stream.getvalue()
+    assert all(part in stream.getvalue() for part in ("\r", "proving: 100%", "2/2"))
 
 
 @pytest.mark.parametrize(
@@ -258,9 +229,6 @@ def test_a_terminal_has_a_bar():
 )
 def test_durations_in_words(seconds, words):
     assert duration(seconds) == words
-
-
-# colours
 
 
 @pytest.mark.parametrize("variable", [None, "NO_COLOR"])
@@ -280,46 +248,46 @@ def test_colours_are_for_terminals_without_no_color(variable, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "remedy"),
+    ("command", "arguments", "sentence"),
     [
-        (calibrate, ["--model", "demo", "--lenghts", "1024"], "--lenghts 1024: did you mean --lengths?"),
-        (calibrate, ["--random-wieghts=on"], "--random-wieghts=on: did you mean --random-weights?"),
-        (profile, ["show", "p.safetensors", "--haed", "1.2"], "--haed 1.2: did you mean --head?"),
-        (evaluate, ["--zzz"], "--zzz: --help-all lists what there is"),
-        (calibrate, ["--mse", "1e-4"], "--mse 1e-4: did you mean --budget-mse or --budget-rel-mse?"),
-        (calibrate, ["doctr"], "doctr: did you mean doctor?"),
-        (calibrate, ["--lengths", "8192", "32768", "65536"], "32768 65536: --lengths takes commas between values"),
-        (calibrate, ["--lengths=8192", "32768"], "32768: --lengths takes commas between values"),
-        (evaluate, ["--seed", "1", "2"], "2: --seed takes one value"),
-        (calibrate, ["--hide-needles", "maybe"], "maybe: --hide-needles takes true or false"),
-        (calibrate, ["--no-hide-needles=maybe"], "maybe: --no-hide-needles takes true or false"),
-        (evaluate, ["--json", "yes"], "yes: --json takes no value"),
-        (profile, ["verify", "p.safetensors", "--trust-remote-code", "no"], "no: --trust-remote-code takes true or"),
+        (calibrate, "--model demo --lenghts 1024", "--lenghts 1024: did you mean --lengths?"),
+        (calibrate, "--random-wieghts=on", "--random-wieghts=on: did you mean --random-weights?"),
+        (profile, "show p.safetensors --haed 1.2", "--haed 1.2: did you mean --head?"),
+        (evaluate, "--zzz", "--zzz: --help-all lists what there is"),
+        (calibrate, "--mse 1e-4", "--mse 1e-4: did you mean --budget-mse or --budget-rel-mse?"),
+        (calibrate, "doctr", "doctr: did you mean doctor?"),
+        (calibrate, "--lengths 8192 32768 65536", "32768 65536: --lengths takes commas between values"),
+        (calibrate, "--lengths=8192 32768", "32768: --lengths takes commas between values"),
+        (evaluate, "--seed 1 2", "2: --seed takes one value"),
+        (calibrate, "--hide-needles maybe", "maybe: --hide-needles takes true or false"),
+        (calibrate, "--no-hide-needles=maybe", "maybe: --no-hide-needles takes true or false"),
+        (evaluate, "--json yes", "yes: --json takes no value"),
+        (profile, "verify p.safetensors --trust-remote-code no", "no: --trust-remote-code takes true or"),
     ],
 )
-def test_a_misspelt_flag_is_told_the_nearest_one(command, arguments, remedy, capsys):
+def test_a_misspelt_flag_is_told_the_nearest_one(command, arguments, sentence, capsys):
     with pytest.raises(SystemExit) as end:
-        command.parser().parse_args(arguments)
+        command.parser().parse_args(arguments.split())
     assert end.value.code == BAD_INPUT
-    assert capsys.readouterr().err.startswith(f"{command.PROGRAM}: unrecognized arguments: {remedy}")
+    assert capsys.readouterr().err.startswith(f"{command.PROGRAM}: unrecognized arguments: {sentence}")
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "remedy"),
+    ("command", "arguments", "blamed", "remedy"),
     [
-        (profile, ["shw", "p.safetensors"], "did you mean show?"),
-        (profile, ["zzz"], "--help lists what there is"),
-        (launcher, ["--beyond", "dens", "python"], "did you mean dense?"),
-        (launcher, ["--drift", "maybe", "python"], "--help lists what there is"),
+        (profile, "shw p.safetensors", "COMMAND", "did you mean show?"),
+        (profile, "zzz", "COMMAND", "--help lists what there is"),
+        (launcher, "--beyond dens python", "--beyond", "did you mean dense?"),
+        (launcher, "--drift maybe python", "--drift", "--help lists what there is"),
     ],
 )
-def test_a_choice_that_there_is_not_blames_the_flag_or_the_command(command, arguments, remedy, capsys):
+def test_a_choice_that_there_is_not_blames_the_flag_or_the_command(command, arguments, blamed, remedy, capsys):
     with pytest.raises(SystemExit) as end:
-        command.parser().parse_args(arguments)
-    said = capsys.readouterr().err
-    assert (end.value.code, said.count("\n")) == (BAD_INPUT, 1)
-    assert said.startswith(f"{command.PROGRAM}: argument {arguments[0] if arguments[0][0] == '-' else 'COMMAND'}: ")
-    assert said.endswith(f": {remedy}\n")
+        command.parser().parse_args(arguments.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == BAD_INPUT
+    assert line.startswith(f"{command.PROGRAM}: argument {blamed}: ")
+    assert line.endswith(f": {remedy}")
 
 
 def test_a_switch_with_a_positional_behind_it_leaves_it_alone():

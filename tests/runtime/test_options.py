@@ -1,6 +1,7 @@
 """Rules and options: a value is read and refused alike as text, YAML and Python, and docs say what the code does."""
 
 import argparse
+import math
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,8 @@ def test_every_field_of_a_command_is_an_option():
         assert {option.field for option in options.values()} == set(settings_type.__dataclass_fields__)
         assert all(option.required or option.rule.accepts(option.default) or option.default is None
                    for option in options.values())  # fmt: skip
+        for rule in (option.rule for option in options.values() if option.rule.type in (int, float)):
+            assert rule.allowed or math.isfinite(rule.high)  # what nobody lives to see is refused before hours of work
     assert options_of(Recipe, GROUPS) == OPTIONS
 
 
