@@ -386,7 +386,7 @@ class Recipe:
     @property
     def journal_path(self) -> Path:
         """The journal's file: beside the profile and named by the model alone, so that other budgets find it."""
-        return self.journal or self.out.parent / f"{slug(self.model)}.journal.sqlite"
+        return self.journal or self.out.parent / f"{make_slug(self.model)}.journal.sqlite"
 
     def validate(self) -> Recipe:
         """Return the recipe itself. Raises ConfigError for an option out of its range, or two that do not fit."""
@@ -394,11 +394,11 @@ class Recipe:
             if entry.field != "budget":
                 entry.check(getattr(self, entry.field))
         self.budget.validate()
-        for conflict in self._conflicts():
+        for conflict in self._list_conflicts():
             raise ConfigError(conflict)
         return self
 
-    def _conflicts(self) -> Iterator[str]:
+    def _list_conflicts(self) -> Iterator[str]:
         """Yield a sentence for each set of options that do not fit each other."""
         if self.budget.is_kl and self.scope != "model":
             yield (
@@ -469,7 +469,7 @@ class Recipe:
         settings["check_lengths"] = self.checked_lengths
         if self.kv_cache_dtype == "auto":  # the profiles of versions before it have none
             del settings["kv_cache_dtype"]
-        return {name: _to_plain(value) for name, value in settings.items()}
+        return {name: _encode(value) for name, value in settings.items()}
 
     def to_yaml(self) -> str:
         """Return every option as a file that `load_yaml` reads."""
@@ -479,7 +479,7 @@ class Recipe:
         options[f"budget_{self.budget.kind}"] = self.budget.value
         if self.budget.kind == "mse":
             options["ceiling_rel_mse"] = self.budget.ceiling
-        plain = {name: _to_plain(options[name]) for name in OPTIONS if name in options}
+        plain = {name: _encode(options[name]) for name in OPTIONS if name in options}
         return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None))
 
 
@@ -497,7 +497,7 @@ def check_limit(length: int, limit: int) -> None:
 
 def default_out(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:
     """Return profiles/<model>/<gpu>/<budget>.safetensors."""
-    return root / slug(model) / slug(device_name) / f"{budget}.safetensors"
+    return root / make_slug(model) / make_slug(device_name) / f"{budget}.safetensors"
 
 
 def report_paths(profile: Path) -> list[Path]:
@@ -505,7 +505,7 @@ def report_paths(profile: Path) -> list[Path]:
     return [profile.parent / f"{profile.stem}.{name}" for name in REPORT]
 
 
-def slug(name: str) -> str:
+def make_slug(name: str) -> str:
     """Return a name as a part of a path: lower case, with dashes for all but letters, digits and points."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "model"
 
@@ -550,6 +550,6 @@ def merge_options(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
     return {name: value for name, value in file.items() if name not in replaced} | dict(flags)
 
 
-def _to_plain(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     """Convert a field's value to the types of JSON and YAML."""
-    return list(map(_to_plain, value)) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+    return list(map(_encode, value)) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(ALL, action=_HelpAll, nargs=0, help="show every option and stop")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(failed(self.prog, BAD_INPUT, message + self._suggest(message)))
+        self.exit(failed(self.prog, BAD_INPUT, message + self._propose_remedy(message)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but read --flag false and --flag=false as --no-flag."""
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
     def _is_switch(self, flag: str) -> bool:
         return isinstance(self._option_string_actions.get(flag), argparse.BooleanOptionalAction)
 
-    def _suggest(self, message: str) -> str:
+    def _propose_remedy(self, message: str) -> str:
         """Return the remedy for an argument or a command that no parser knows; empty for other errors."""
         otherwise = f"{ALL if self.first else '--help'} lists what there is"
         if choice := re.search(r"invalid choice: '(.*?)' \(", message):

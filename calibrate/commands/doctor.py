@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Run the command under its name and return its exit code."""
-    return doctor(arguments, program, view_model)
+    return doctor(arguments, program, describe_model)
 
 
-def view_model(name: str, profile: Path | None) -> ModelView:
+def describe_model(name: str, profile: Path | None) -> ModelView:
     """Return a model by its alias, folder, GGUF file or hub id, with the facts that a calibration would start from.
 
     Args:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.machine import check_output, json_file, named_device
-from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, Recipe, slug
+from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, Recipe, make_slug
 from s2o_runtime.command_line import NOT_PROVEN, OK, Parser, add_information, exit_codes, failed
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.logs import say
@@ -110,7 +110,7 @@ def _find_profile(text: str) -> Path:
         return path
     from s2o_runtime.profile.find import folders
 
-    found = [file for folder in folders() for file in sorted((folder / slug(text)).rglob("*.safetensors"))]
+    found = [file for folder in folders() for file in sorted((folder / make_slug(text)).rglob("*.safetensors"))]
     if len(found) > 1:
         raise argparse.ArgumentTypeError(f"{text} has {len(found)} profiles: name one of {', '.join(map(str, found))}")
     return found[0] if found else path
@@ -155,37 +155,37 @@ def rebudget(flags: Flags) -> int:
     budget, worst_rows = Budget.of(flags), flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
     ceiling = f"-ceiling-{budget.ceiling or 0:g}" if "ceiling_rel_mse" in flags else ""
-    out = _choose_out(flags, f"{budget}{ceiling}{guard}.safetensors", is_profile=True)
+    out = _choose_output(flags, f"{budget}{ceiling}{guard}.safetensors", is_profile=True)
 
     from calibrate.profiles.rebudget import rebudget
 
     rebudget(flags["profile"], budget, out, flags.get("journal"), worst_rows)
-    return _write_out(flags, out)
+    return _write_output(flags, out)
 
 
 def retile(flags: Flags) -> int:
     """Tune a profile's tiles for the device here; its thresholds stay. flags: "profile" and some of `RETILE`."""
     profile = flags["profile"]
     name, device = named_device(flags.get("device"))
-    out = _choose_out(flags, f"{profile.stem}-{slug(device.name)}.safetensors", is_profile=True)
+    out = _choose_output(flags, f"{profile.stem}-{make_slug(device.name)}.safetensors", is_profile=True)
 
     from calibrate.profiles.retile import retile
 
     retiled = retile(profile, name, out).record.retiled
     if device.kind == "cpu" and retiled is not None:
         log.warning("%s", retiled.note)
-    return _write_out(flags, out)
+    return _write_output(flags, out)
 
 
 def export(flags: Flags) -> int:
     """Print or write everything in a profile as JSON."""
-    out = _choose_out(flags, "") if "out" in flags else None
+    out = _choose_output(flags, "") if "out" in flags else None
 
     from calibrate.report.sections import exported
     from s2o_runtime.profile import load_profile
 
     document = exported(load_profile(flags["profile"]))
-    return print_json(document) if out is None else _write_out(flags, out, json_file(document))
+    return print_json(document) if out is None else _write_output(flags, out, json_file(document))
 
 
 def verify(flags: Flags) -> int:
@@ -233,14 +233,14 @@ def verify(flags: Flags) -> int:
 
 def plot(flags: Flags) -> int:
     """Draw a heat map of every head's threshold at every length."""
-    out = _choose_out(flags, f"{flags['profile'].stem}.tau.png")
+    out = _choose_output(flags, f"{flags['profile'].stem}.tau.png")
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out} is not named as a picture: give a name that ends in .png")
 
     from calibrate.report.figures import tau_picture
     from s2o_runtime.profile import load_profile
 
-    return _write_out(flags, out, tau_picture(load_profile(flags["profile"])))
+    return _write_output(flags, out, tau_picture(load_profile(flags["profile"])))
 
 
 def card(flags: Flags) -> int:
@@ -265,14 +265,14 @@ def card(flags: Flags) -> int:
     return code
 
 
-def _choose_out(flags: Flags, name: str, *, is_profile: bool = False) -> Path:
+def _choose_output(flags: Flags, name: str, *, is_profile: bool = False) -> Path:
     """Return `--out`, or a file of this name in the current folder; it never replaces the profile itself."""
     out: Path = flags.get("out", Path(name))
     check_output("--out", out, [flags["profile"]], is_profile=is_profile)
     return out
 
 
-def _write_out(flags: Flags, out: Path, data: bytes | None = None) -> int:
+def _write_output(flags: Flags, out: Path, data: bytes | None = None) -> int:
     """Report that a file was written, after writing `data` to it if that is given."""
     from s2o_runtime.files import write_atomically
 
