@@ -110,10 +110,11 @@ def _find_profile(text: str) -> Path:
         return path
     from s2o_runtime.profile.find import folders
 
-    found = [file for folder in folders() for file in sorted((folder / make_slug(text)).rglob("*.safetensors"))]
-    if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"{text} has {len(found)} profiles: name one of {', '.join(map(str, found))}")
-    return found[0] if found else path
+    profiles = [file for folder in folders() for file in sorted((folder / make_slug(text)).rglob("*.safetensors"))]
+    if len(profiles) > 1:
+        names = ", ".join(map(str, profiles))
+        raise argparse.ArgumentTypeError(f"{text} has {len(profiles)} profiles: name one of {names}")
+    return profiles[0] if profiles else path
 
 
 def _parse_head(text: str) -> tuple[int, int]:
