@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -133,31 +133,22 @@ class Rule:
         """True for numbers and switches; the texts of other types are taken as they are."""
         return self.type not in (str, Path)
 
-    def _read_single(self, value: object) -> Any:
-        if isinstance(value, str) and not value:
-            raise ValueError("the text is empty")
-        if isinstance(value, str) and self.type is not str:
-            if self.type is Path:
-                return Path(value).expanduser()
-            if self.type is bool:
-                value = SWITCHES.get(value.strip().lower())
-            elif self.unit == TOKENS and value.strip()[-1:].lower() == "k":
-                value = 1024 * int(value.strip()[:-1])
-            else:  # YAML takes 1e-4, without a point, for a text
-                value = parse_duration(value) if self.unit == DURATION else self.type(value)
-        if self.type is float and type(value) is int:
-            try:
-                return float(value)
-            except OverflowError:
-                raise ValueError("the number is too large") from None
-        if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
-            raise ValueError(f"expected {self}")
-        return value
+    def _has_type(self, value: object) -> bool:
+        types = (int, float) if self.type is float else self.type
+        return isinstance(value, types) and isinstance(value, bool) == (self.type is bool)  # a bool is an int to Python
 
-    def _accepts_single(self, value: object) -> bool:
-        if isinstance(value, bool) or self.type is bool:  # a bool is an int to Python
-            return isinstance(value, bool) and self.type is bool
-        if not isinstance(value, (int, float) if self.type is float else self.type):
+    def _read_single(self, value: object) -> Any:
+        if isinstance(value, str):  # of a number too: YAML takes 1e-4, without a point, for a text
+            value = (_UNIT_PARSERS.get(self.unit) or _PARSERS[self.type])(value) if value else None
+        if not self._has_type(value):
+            raise ValueError(f"expected {self}")
+        try:
+            return float(value) if self.type is float else value  # type: ignore[arg-type]
+        except OverflowError:
+            raise ValueError("the number is too large") from None
+
+    def _accepts_single(self, value: Any) -> bool:
+        if not self._has_type(value):
             return False
         if self.allowed or not isinstance(value, int | float):
             return not self.allowed or value in self.allowed
@@ -189,6 +180,18 @@ def parse_duration(text: str) -> float:
     if not parts:
         raise ValueError(f"{text!r} is not a duration")
     return float(parts[1]) * SECONDS[parts[2]]
+
+
+def _parse_tokens(text: str) -> int:
+    digits = text.strip().lower()
+    return 1024 * int(digits[:-1]) if digits.endswith("k") else int(digits)
+
+
+_PARSERS: dict[type, Callable[[str], Any]] = {
+    bool: lambda text: SWITCHES.get(text.strip().lower()), Path: lambda text: Path(text).expanduser(),
+    int: int, float: float, str: str,
+}  # fmt: skip
+_UNIT_PARSERS: dict[str, Callable[[str], Any]] = {DURATION: parse_duration, TOKENS: _parse_tokens}
 
 
 def did_you_mean(word: str, names: Iterable[str], otherwise: str) -> str:
