@@ -454,3 +454,5 @@ def test_device_dependent_lengths_are_not_guessed_before_the_device_is_known(pla
     """Segments and check lengths that fit no CPU default may fit a GPU's, and the other way round."""
     plan = plan_of("--model", "demo", "--device", "cpu", "--check-lengths", "8192")
     assert (plan["lengths"], plan["check lengths"]) == ("1024, 2048", "8192 (given)")
+    plan = plan_of("--model", "demo", "--target-gpu", "H100", "--segments", "4096", "--check-lengths", "16384")
+    assert (plan["lengths"], plan["check lengths"]) == ("8192, 32768", "16384 (given)")
