@@ -80,14 +80,14 @@ def check_files(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def find_gpu(part: str) -> DeviceIdentity:
-    """Return the first of `GPUS` whose name has this part. Raises ConfigError if none has."""
+def find_gpu(word: str) -> DeviceIdentity:
+    """Return the first of `GPUS` whose name has this word. Raises ConfigError if none has."""
     from s2o_runtime.devices import DeviceIdentity
 
     for name, (capability, sm_count, memory) in GPUS.items():
-        if part.lower() in name.lower():
+        if word.lower() in name.lower():
             return DeviceIdentity("cuda", name, capability, sm_count, memory << 30)
-    raise ConfigError(f"a plan for target_gpu {part!r} is not known: name one of {', '.join(GPUS)}")
+    raise ConfigError(f"a plan for target_gpu {word!r} is not known: name one of {', '.join(GPUS)}")
 
 
 def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
@@ -119,8 +119,8 @@ def check_writable(flag: str, path: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"{flag} {error}") from None
     except OSError as error:
-        kind = ResourceError if error.errno in CANNOT_WRITE else ConfigError
-        raise kind(f"{flag} {path} cannot be written ({error.strerror}): choose another folder") from None
+        error_type = ResourceError if error.errno in CANNOT_WRITE else ConfigError
+        raise error_type(f"{flag} {path} cannot be written ({error.strerror}): choose another folder") from None
 
 
 def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_profile: bool = False) -> None:

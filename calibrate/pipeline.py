@@ -108,12 +108,14 @@ def calibrate(
     """
     clock = PhaseClock(expected)
     with ExitStack() as stack:
+        # The first kernels compile while prompts are made and weights are read.
         wait_for_kernels = stack.enter_context(compiling(_list_first_calls(recipe, loaded)))
         with clock.phase("making prompts", progress):
             tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
             prompts = load_prompts(recipe, tokenizer)
             open_storage(recipe.storage)
             check_certifiable(recipe, prompts.certify)
+        # A disk that takes no folder is found before the weights are loaded.
         recipe.out.parent.mkdir(parents=True, exist_ok=True)
         executor: Executor
         if recipe.is_distributed:
@@ -154,7 +156,7 @@ def calibrate(
                     executor, curves, tiles, prompts=prompts, recipe=recipe, journal=journal, on_trial=step,
                     sensitivity=sensitivity,
                 )  # fmt: skip
-            if executor.device.kind == "cuda":
+            if executor.device.kind == "cuda":  # on a CPU nothing is timed
                 chosen = _with_crossovers(executor, chosen, journal)
             model = executor.name, executor.geometry, executor.fingerprint, executor.device
             candidate, kl_passes = Candidate(recipe, *model, chosen), dict[int, tuple[KlTrial, ...]]()
@@ -165,6 +167,7 @@ def calibrate(
             proven = without_slower_lengths(prover, prove_and_tighten(prover, candidate, texts))
             proven = replace(proven, kl_passes=kl_passes)
         if proven.met:
+            # The record is of what is written, so whatever changes after the proof is measured again.
             certified = without_slower_layers(proven)
             if prompts.certify:
                 with clock.phase("certifying"):
@@ -175,7 +178,7 @@ def calibrate(
                     proven = proven_again(prover, proven, certified)
 
         profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
-        written = proven.met or recipe.allow_regression
+        written = proven.met or recipe.allow_regression  # the record says that the proof failed
         if written:
             save_profile(profile, recipe.out)
         return Result(

@@ -72,12 +72,12 @@ class Rule:
         if isinstance(value, Path):
             value = [value]
         if isinstance(value, str):
-            value = [] if self.empty and value == NONE else [part.strip() for part in value.split(",")]
+            value = [] if self.empty and value == NONE else [item.strip() for item in value.split(",")]
             # a number that is missing between two commas is a slip; a name that is missing is none
-            value = value if self._is_ordered else [part for part in value if part]
+            value = value if self._is_ordered else [item for item in value if item]
         if not isinstance(value, list | tuple):
             raise ValueError(f"{type(value).__name__} is not a list")
-        values = [self._read_single(part) for part in value]
+        values = [self._read_single(item) for item in value]
         return tuple(sorted(set(values)) if self._is_ordered else values)
 
     def accepts(self, value: object) -> bool:

@@ -289,11 +289,11 @@ def _print_result(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int
     if "json" in flags:
         return print_json(value)
     console = terminal()
-    for part in parts:
-        if isinstance(part, Table):
-            print_table(part, console)
+    for table_or_line in parts:
+        if isinstance(table_or_line, Table):
+            print_table(table_or_line, console)
         else:
-            print_lines([part], console)
+            print_lines([table_or_line], console)
     return OK
 
 
