@@ -91,7 +91,7 @@ def opened(
     if difference := loaded.geometry.difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
-        raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
+        raise InputError(f"{path} is not of {model}: {mismatch} of the profile: calibrate this model")
     return Opened(profile, recipe, loaded, prompts)
 
 

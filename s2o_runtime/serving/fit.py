@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, with_rope
+from s2o_runtime.identity import RANDOM, compose_fingerprint, fingerprint_mismatch, geometry
 from s2o_runtime.layer_kinds import text_config
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
@@ -27,7 +27,7 @@ from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
 NO_GPU = (0, 0)  # the capability of a CPU
 TEST_KEYS = 256  # of a prompt that layers are tested on, at least
-COMPARED = "weights compared"  # what `check_model` answers if the weights are the profile's
+COMPARED = "weights compared"
 
 log = logging.getLogger("s2o_runtime")
 
@@ -269,20 +269,28 @@ def row_weights(config: Any) -> int:
     return hidden * (2 * head_dim * (heads + kv_heads) + 3 * inner * max(1, experts))
 
 
-def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:
-    """Check that a profile is of the model that is served.
+class Comparison(NamedTuple):
+    """How a served model differs from a profile, why its weights were not compared, and why its config.json was not."""
+
+    mismatch: str | None
+    unseen: str | None
+    unknown: str | None
+
+    def __str__(self) -> str:
+        weights = COMPARED if self.unseen is None else f"weights not compared: {self.unseen}"
+        return weights if self.unknown is None else f"{weights}, config not compared"
+
+
+def compare_model(profile: Profile, config: Any, checkpoint: Path | None) -> Comparison:
+    """Compare a profile with the model that is served.
 
     Args:
         profile: the profile.
         config: the model's transformers configuration.
         checkpoint: the folder of its safetensors files; None where it is not known.
-        strict: refuse other weights; else they are only reported.
-
-    Returns:
-        What was compared, for the log.
 
     Raises:
-        ProfileError: it is of another model; the sentence names the difference.
+        ProfileError: the model has other sizes, or its files cannot be read.
     """
     try:
         served = geometry(config)
@@ -293,29 +301,49 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, stric
             f"the profile is of {profile.model_name} ({profile.geometry}) but the served model has {difference}: "
             "calibrate the model that you serve"
         )
-    if profile.fingerprint.startswith(RANDOM) or not profile.fingerprint:
-        return "weights not compared: the profile is of random ones"
-    if getattr(config, "quantization_config", None) is not None:
-        return "weights not compared: their types differ between checkpoint and model"
-    hashes = () if checkpoint is None else checkpoint_hashes(checkpoint, config)
-    if checkpoint is None or not hashes:
-        return "weights not compared: the checkpoint has no safetensors files here"
-    hashed = next((known for known in hashes if profile.fingerprint.startswith(known)), None)
-    if hashed is None and not names_are_known(config, checkpoint):
-        return "weights not compared: how transformers names those of such a model is not known"
-    mismatch = fingerprint_mismatch(with_rope(hashed or hashes[0], config), profile.fingerprint)
-    if mismatch and strict:
-        raise ProfileError(
-            f"{mismatch} of {profile.model_name}: calibrate the model that you serve, or say "
-            '"strict": false to serve it unproven'
-        )
-    return f"{mismatch} of {profile.model_name}: nothing is proven" if mismatch else COMPARED
+    calibrated, unseen = profile.fingerprint.partition("+")[0], None
+    hashes: tuple[str, ...] = (calibrated,)
+    if calibrated.startswith(RANDOM) or not calibrated:
+        unseen = "the profile is of random ones"
+    elif getattr(config, "quantization_config", None) is not None:
+        unseen = "their types differ between checkpoint and model"
+    elif checkpoint is None or not (stored := checkpoint_hashes(checkpoint, config)):
+        unseen = "the checkpoint has no safetensors files here"
+    else:
+        hashes = tuple(known for known in stored if known.startswith(calibrated)) or stored
+        if not hashes[0].startswith(calibrated) and not names_are_known(config, checkpoint):
+            unseen, hashes = "how transformers names those of such a model is not known", (calibrated,)
+    of_model = compose_fingerprint(hashes[0], config)
+    return Comparison(fingerprint_mismatch(of_model, profile.fingerprint), unseen, profile.config_unknown)
+
+
+def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:
+    """Check that a profile is of the model that is served. Returns what was compared, for the log.
+
+    Args: `compare_model`'s. strict: refuse another function, and one that cannot be compared (but for a profile of
+        random weights, a rehearsal's); else that is only reported.
+
+    Raises:
+        ProfileError: it is of another model; the sentence names the difference.
+    """
+    compared = compare_model(profile, config, checkpoint)
+    name, unproven = profile.model_name, 'say "strict": false to serve it unproven'
+    if compared.mismatch:
+        if strict:
+            raise ProfileError(f"{compared.mismatch} of {name}: calibrate the model that you serve, or {unproven}")
+        return f"{compared.mismatch} of {name}: nothing is proven"
+    if strict and not profile.fingerprint.startswith(RANDOM):
+        if compared.unseen:
+            raise ProfileError(f"the weights cannot be compared with those of {name} ({compared.unseen}): {unproven}")
+        if compared.unknown:
+            raise ProfileError(f"{compared.unknown}, or {unproven}")
+    return str(compared)
 
 
 def weights_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> str | None:
-    """Why a profile that was found is not known to be of the served model; None if it is. Args: `check_model`'s."""
+    """Why a profile that was found is not known to be of the served model; None if it is. Args: `compare_model`'s."""
     try:
-        compared = check_model(profile, config, checkpoint)
+        compared = compare_model(profile, config, checkpoint)
     except ProfileError as error:
         return str(error)
-    return None if compared == COMPARED else compared
+    return f"{compared.mismatch} of {profile.model_name}" if compared.mismatch else compared.unseen

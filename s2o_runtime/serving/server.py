@@ -240,7 +240,7 @@ def _fit_of(settings: Settings, context: ServerContext) -> tuple[ProfileFit, str
             found = find_profile(model, context.device, lambda one: weights_mismatch(one, model, context.checkpoint))
         except (ProfileError, ModelError) as error:
             return NoFit(str(error), decode_queries), ""
-        profile, taken = found.profile, str(found)
+        profile, taken = found.profile, f"{found}{', config not compared' if found.profile.config_unknown else ''}"
     host_flops = HOST_FLOPS if context.device.type == "cuda" else 0.0
     weights = row_weights(model) // context.rank.size
     return ProfileFit(
