@@ -346,4 +346,6 @@ def weights_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> 
         compared = compare_model(profile, config, checkpoint)
     except ProfileError as error:
         return str(error)
-    return f"{compared.mismatch} of {profile.model_name}" if compared.mismatch else compared.unseen
+    if compared.mismatch:
+        return f"{compared.mismatch} of {profile.model_name}"
+    return compared.unseen and f"weights not compared: {compared.unseen}"

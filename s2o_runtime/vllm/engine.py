@@ -51,7 +51,7 @@ def server() -> Server:
 
     PROMPTS.watch(Worker)
     config = get_current_vllm_config()
-    PROMPTS.lora = config.lora_config is not None
+    PROMPTS.lora = getattr(config, "lora_config", None) is not None
     model = config.model_config
     on_cpu = current_platform.is_cpu()
     context = ServerContext(
