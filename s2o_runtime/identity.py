@@ -34,15 +34,14 @@ OTHER_HEADS = ("score.", "classifier.", "qa_outputs.")  # those of another head,
 # what wrappers add to names of parameters and modules: PEFT, torch.compile, FSDP and checkpointing
 WRAPPERS = re.compile(r"^base_model\.model\.|\b(_orig_mod|base_layer|original_module|_fsdp\w+|_checkpoint\w+)\.")
 # Fields of config.json, by patterns of their names, that do not decide what the same weights compute: names, tokens and
-# labels; types, caches, attention implementation and output; training; generation; what geometry, shapes of weights and
-# RoPE parameters have already, under names that differ between versions; limits of positions, but for `BY_POSITIONS`.
+# labels; types, caches, attention implementation and output; training; what geometry, shapes of weights and RoPE
+# parameters have already, under names that differ between versions.
 WITHOUT_EFFECT = re.compile(
     r"_.*|architectures|auto_map|model_type|name_or_path|.*_version|tokenizer_class|prefix|.*_plan|"
     r".*_token_(id|index)|(bos|eos|pad|unk|sep)_token|id2label|label2id|num_labels|problem_type|finetuning_task|"
     r"(torch_)?dtype|use_cache|cache_implementation|attn_impl.*|output_(attentions|hidden_states|router_logits|scores)|"
     r".*return_dict|torchscript|num_logits_to_keep|chunk_size_feed_forward|mamba_chunk_size|pretraining_tp|quant.*_config|"
     r".*dropout.*|.*_pdrop|.*initializer_.*|.*init_std|.*aux_loss.*|router_jitter_noise|gradient_.*|summary_.*|"
-    r"(max|min)_length|do_sample|temperature|top_[kp]|num_beams|repetition_penalty|length_penalty|early_stopping|"
     r"num_hidden_layers|num_attention_heads|num_key_value_heads|head_dim|n_(head|layer|positions)|vocab_size|"
     r"num_(local_)?experts|n_routed_experts|tie_.*|is_(encoder_)?decoder|add_cross_attention|sliding_window_pattern|"
     r"rope_(parameters|scaling|theta|local_base_freq)|partial_rotary_factor|ignore_keys_at_rope_validation"

@@ -17,7 +17,7 @@ from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.serving.fit import ProfileFit, Rank, compare_model
+from s2o_runtime.serving.fit import ANOTHER, COMPARED, ProfileFit, Rank, check_model
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,9 @@ def _drift_finding(profile: Profile) -> Finding:
 
 def _match_finding(profile: Profile, view: ModelView) -> Finding:
     try:
-        compared = compare_model(profile, view.config, view.folder)
+        compared = check_model(profile, view.config, view.folder, (ANOTHER,))
     except ProfileError as error:
         return Finding("model", view.name, str(error), BAD_INPUT)
-    if compared.mismatch:
-        sentence = f"{compared.mismatch} of {profile.model_name}: calibrate the model that you serve"
-        return Finding("model", view.name, sentence, BAD_INPUT)
-    if compared.unseen:
-        return Finding("model", f"{view.name} has the profile's sizes", str(compared))
-    return Finding("model", f"{view.name} is the profile's: {compared}", compared.unknown or "")
+    if compared.startswith(COMPARED):
+        return Finding("model", f"{view.name} is the profile's: {compared}", profile.config_unknown or "")
+    return Finding("model", f"{view.name} has the profile's sizes", compared)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
 NO_GPU = (0, 0)  # the capability of a CPU
 TEST_KEYS = 256  # of a prompt that layers are tested on, at least
-COMPARED = "weights compared"
+COMPARED = "weights compared"  # what `check_model` answers, with "config not compared" behind it where that is so
+STRICT = ANOTHER, UNSEEN, UNKNOWN = "another function", "weights not compared", "config not compared"
 
 log = logging.getLogger("s2o_runtime")
 
@@ -269,43 +271,33 @@ def row_weights(config: Any) -> int:
     return hidden * (2 * head_dim * (heads + kv_heads) + 3 * inner * max(1, experts))
 
 
-class Comparison(NamedTuple):
-    """How a served model differs from a profile, why its weights were not compared, and why its config.json was not."""
-
-    mismatch: str | None
-    unseen: str | None
-    unknown: str | None
-
-    def __str__(self) -> str:
-        weights = COMPARED if self.unseen is None else f"weights not compared: {self.unseen}"
-        return weights if self.unknown is None else f"{weights}, config not compared"
-
-
-def compare_model(profile: Profile, config: Any, checkpoint: Path | None) -> Comparison:
-    """Compare a profile with the model that is served.
+def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused: Sequence[str] = STRICT) -> str:
+    """Check that a profile is of the model that is served. Returns what was compared, for the log.
 
     Args:
         profile: the profile.
         config: the model's transformers configuration.
         checkpoint: the folder of its safetensors files; None where it is not known.
+        refused: what is, of `STRICT`; the rest is only reported. A profile of random weights, a rehearsal's, is not.
 
     Raises:
-        ProfileError: the model has other sizes, or its files cannot be read.
+        ProfileError: it is of another model; the sentence names the difference. Other sizes are always refused.
     """
     try:
         served = geometry(config)
     except ModelError as error:
         raise ProfileError(f"the served model has no profiles: {error}") from error
+    name = profile.model_name
     if difference := served.difference(profile.geometry):
         raise ProfileError(
-            f"the profile is of {profile.model_name} ({profile.geometry}) but the served model has {difference}: "
+            f"the profile is of {name} ({profile.geometry}) but the served model has {difference}: "
             "calibrate the model that you serve"
         )
-    calibrated, unseen = profile.fingerprint.partition("+")[0], None
+    if profile.fingerprint.startswith(RANDOM):
+        return "weights not compared: the profile is of random ones"
+    calibrated, unseen = profile.fingerprint.partition("+")[0], ""
     hashes: tuple[str, ...] = (calibrated,)
-    if calibrated.startswith(RANDOM) or not calibrated:
-        unseen = "the profile is of random ones"
-    elif getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None:
         unseen = "their types differ between checkpoint and model"
     elif checkpoint is None or not (stored := checkpoint_hashes(checkpoint, config)):
         unseen = "the checkpoint has no safetensors files here"
@@ -313,39 +305,25 @@ def compare_model(profile: Profile, config: Any, checkpoint: Path | None) -> Com
         hashes = tuple(known for known in stored if known.startswith(calibrated)) or stored
         if not hashes[0].startswith(calibrated) and not names_are_known(config, checkpoint):
             unseen, hashes = "how transformers names those of such a model is not known", (calibrated,)
-    of_model = compose_fingerprint(hashes[0], config)
-    return Comparison(fingerprint_mismatch(of_model, profile.fingerprint), unseen, profile.config_unknown)
-
-
-def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:
-    """Check that a profile is of the model that is served. Returns what was compared, for the log.
-
-    Args: `compare_model`'s. strict: refuse another function, and one that cannot be compared (but for a profile of
-        random weights, a rehearsal's); else that is only reported.
-
-    Raises:
-        ProfileError: it is of another model; the sentence names the difference.
-    """
-    compared = compare_model(profile, config, checkpoint)
-    name, unproven = profile.model_name, 'say "strict": false to serve it unproven'
-    if compared.mismatch:
-        if strict:
-            raise ProfileError(f"{compared.mismatch} of {name}: calibrate the model that you serve, or {unproven}")
-        return f"{compared.mismatch} of {name}: nothing is proven"
-    if strict and not profile.fingerprint.startswith(RANDOM):
-        if compared.unseen:
-            raise ProfileError(f"the weights cannot be compared with those of {name} ({compared.unseen}): {unproven}")
-        if compared.unknown:
-            raise ProfileError(f"{compared.unknown}, or {unproven}")
-    return str(compared)
+    mismatch = fingerprint_mismatch(compose_fingerprint(hashes[0], config), profile.fingerprint)
+    sentences = {
+        ANOTHER: mismatch and f"{mismatch} of {name}: calibrate the model that you serve, or",
+        UNSEEN: unseen and f"weights not compared: {unseen}:",
+        UNKNOWN: profile.config_unknown and f"{profile.config_unknown}, or",
+    }
+    for kind in refused:
+        if sentences[kind]:
+            raise ProfileError(f'{sentences[kind]} say "strict": false to serve it unproven')
+    if mismatch:
+        return f"{mismatch} of {name}: nothing is proven"
+    weights = f"weights not compared: {unseen}" if unseen else COMPARED
+    return f"{weights}, config not compared" if profile.config_unknown else weights
 
 
 def weights_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> str | None:
-    """Why a profile that was found is not known to be of the served model; None if it is. Args: `compare_model`'s."""
+    """Why a profile that was found is not known to be of the served model; None if it is. Args: `check_model`'s."""
     try:
-        compared = compare_model(profile, config, checkpoint)
+        compared = check_model(profile, config, checkpoint, (ANOTHER, UNSEEN))
     except ProfileError as error:
         return str(error)
-    if compared.mismatch:
-        return f"{compared.mismatch} of {profile.model_name}"
-    return compared.unseen and f"weights not compared: {compared.unseen}"
+    return None if compared.startswith(COMPARED) else compared

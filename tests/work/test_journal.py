@@ -115,7 +115,9 @@ def test_a_journal_that_is_gone_is_said_to_be_and_not_to_be_kept(replaced, path)
         path.unlink()
         if replaced:
             path.write_bytes(b"another")
-        with pytest.raises(ResourceError, match="was removed or replaced during this run, and what was measured is lost"):
+        with pytest.raises(
+            ResourceError, match="was removed or replaced during this run, and what was measured is lost"
+        ):
             journal.put("curve", {"layer": 1}, [2.0])
 
 
