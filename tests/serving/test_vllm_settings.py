@@ -59,7 +59,7 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
             {"s2o": {"profile": "p", "metrics_port": 0}},
             "metrics_port is 0: expected a whole number from 1 to 65535 or none",
         ),
-        ({"s2o": {"profile": "p", "metrics_host": ""}}, "metrics_host '' is no address: use 127.0.0.1"),
+        ({"s2o": {"profile": "p", "metrics_host": ""}}, "metrics_host is '': expected a name"),
         ({"s2o": {"profile": "p", "metrics_host": 9001}}, "metrics_host is 9001: expected a name"),
         ({"s2o": {"profile": "p", "log_every": -1}}, "log_every is -1.0: expected a number of seconds of at least 0"),
         ({"s2o": {"profile": "p", "drift": "loud"}}, "drift is 'loud': expected one of"),
