@@ -36,7 +36,6 @@ from s2o_runtime.profile.record import (
 
 SEGMENTS = (256, 512, 1024, 2048)
 SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves on a GPU
-LINEAR_FROM, LINEAR_SEGMENT = 16384, 512  # tokens of a prompt, and queries of a segment, that linear tails may pay in
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
 DEFAULT_LAST_ROWS, LAST_PART = 256, 32  # rows that run dense by default, and one in so many of a prompt at most
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
@@ -52,6 +51,7 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "output",
     "many GPUs",
 )
+REMOVED = ("linear_tails",)  # settings of earlier versions, which decide nothing here
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
@@ -315,12 +315,6 @@ class Recipe:
         default=(False, True),
         metavar="on,off",
     )
-    linear_tails: bool = option(
-        Rule(bool),
-        "heads may also visit one chunk and estimate all else to first order in their queries (docs/how-it-works.md)",
-        SPACE,
-        default=True,
-    )
     scope: str = option(
         Rule(str, allowed=SCOPES),
         "the budget holds for every layer, or for the mean over the model's layers; a KL is of the model",
@@ -483,6 +477,8 @@ class Recipe:
         if (method := settings.pop("method", "s2o")) != "s2o":
             raise ValueError(f"heads could choose {method}, which only versions before this one let them")
         settings.setdefault("last_rows", 0)  # of versions before there were any
+        for name in REMOVED:
+            settings.pop(name, None)
         if "domains" not in settings:
             raise ValueError("its prompts are built-in text of a version of S2O before 0.2, which this one has not")
         by_field = {entry.field: entry for entry in OPTIONS.values()}
@@ -615,12 +611,6 @@ class Recipe:
     def segments_for(self, length: int) -> tuple[int, ...]:
         """Segments worth trying at a length: at least half of a prompt must lie in some prefix."""
         return tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))
-
-    def linear_segments_for(self, length: int) -> tuple[int, ...]:
-        """Segments whose linear tails are worth measuring at a length: elsewhere their sums alone take too long."""
-        if not self.linear_tails or "input" not in self.scores or length < LINEAR_FROM:
-            return ()
-        return tuple(segment for segment in self.segments_for(length) if segment >= LINEAR_SEGMENT)
 
     def last_rows_at(self, length: int) -> int:
         """How many queries at the end of a prompt of so many tokens run dense."""

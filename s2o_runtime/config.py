@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Mode = Literal["s2o", "dense"]
-Far = Literal["none", "mean", "linear"]  # the tensor `tail` of a profile file holds their numbers
+Far = Literal["none", "mean"]  # the tensor `tail` of a profile file holds their numbers
 Scores = Literal["input", "int8"]
 KvCacheDtype = Literal["auto", "fp8"]  # of a server's cache: the type of the inputs, or e4m3 with a scale of 1
 
@@ -82,12 +82,11 @@ class HeadConfig:
         stop_rule: which number stops the visit once it is below the threshold (`StopRule`).
         representatives: the segment is cut into this many parts, and the mean query of each ranks the keys with a
             softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
-        far: what is done with the keys behind the stop (docs/how-it-works.md): nothing ("none"), an estimate by their
-            mean value ("mean"), or ("linear") one by an expansion to first order about the segment's mean query; that
-            one visits one chunk, whatever `tau` and `stop_rule` say, and has one representative.
+        far: what is done with the keys behind the stop (docs/how-it-works.md): nothing ("none") or an estimate by their
+            mean value ("mean").
 
-    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, far="mean").has_threshold
-    True
+    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, far="mean").mode
+    's2o'
     """
 
     tau: float = 0.0
@@ -97,16 +96,11 @@ class HeadConfig:
     representatives: int = 1
     far: Far = "none"
 
-    @property
-    def has_threshold(self) -> bool:
-        """Whether `tau` decides where the head stops."""
-        return self.mode == "s2o" and self.far != "linear"
-
     def validate(self) -> HeadConfig:
         """Return the config itself.
 
         Raises:
-            ConfigError: a field is out of its range, or a linear tail has several representatives.
+            ConfigError: a field is out of its range.
         """
         _check_one_of(self, "mode", get_args(Mode), "is not known")
         if not isinstance(self.stop_rule, StopRule):
@@ -119,8 +113,6 @@ class HeadConfig:
             raise ConfigError(f"segment {self.segment} is not a multiple of {SEGMENT_STEP}: round it")
         _check_one_of(self, "representatives", REPRESENTATIVES)
         _check_one_of(self, "far", get_args(Far), "is not known")
-        if self.far == "linear" and self.representatives > 1:
-            raise ConfigError(f"a linear tail has {self.representatives} representatives: use 1")
         return self
 
 
@@ -277,9 +269,9 @@ class LayerConfig:
         return min((head.segment for head in self.heads if head.mode == "s2o"), default=0)
 
     @cached_property
-    def tails(self) -> frozenset[Far]:
-        """The tails that heads have, "mean" and "linear"; those of dense heads do not count."""
-        return frozenset(head.far for head in self.heads if head.mode == "s2o") - {"none"}
+    def has_tail(self) -> bool:
+        """Whether any head that is not dense estimates the keys behind its stop."""
+        return any(head.mode == "s2o" and head.far == "mean" for head in self.heads)
 
     def dense_from(self, q_len: int) -> int:
         """The first of the rows of a sequence of `q_len` queries that run dense for being the last; `q_len` for none.
@@ -305,8 +297,8 @@ class LayerConfig:
         """Return the config itself. Only the first call looks: every call of the op validates.
 
         Raises:
-            ConfigError: there are no heads, a field of the layer, its tile or a head is out of its range, the rows of
-                the tile do not divide a head's segment, or scores of a head with a linear tail are int8.
+            ConfigError: there are no heads, a field of the layer, its tile or a head is out of its range, or the rows
+                of the tile do not divide a head's segment.
         """
         _ = self._checked
         return self
@@ -321,8 +313,6 @@ class LayerConfig:
         self.tile.validate()
         for index, head in enumerate(self.heads):
             head.validate()
-            if head.mode == "s2o" and head.far == "linear" and self.scores == "int8":
-                raise ConfigError(f'head {index} has a linear tail and scores are "int8": use scores "input"')
             if head.mode == "s2o" and head.segment % self.tile.rows:
                 raise ConfigError(
                     f"segment {head.segment} of head {index} is not a multiple of {self.tile.rows}, the rows of "

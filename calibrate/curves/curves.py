@@ -16,16 +16,12 @@ TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 1
 
 @dataclass(frozen=True)
 class RankingConfig:
-    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig.
-
-    linear: of heads with a linear tail, which visit one chunk whatever their threshold: its curves have one point.
-    """
+    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig."""
 
     segment: int
     representatives: int = 1
     grain: int = 1
     scores: Scores = "input"
-    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Curve:
-    """Errors and density of every head at every threshold of `TAUS`; linear tails have one point.
+    """Errors and density of every head at every threshold of `TAUS`.
 
-    All tensors are float64 [Hq, len(TAUS)], of a linear tail [Hq, 1]. Thresholds are those of the
-    stop rule "rest", and a tile's gain is the mean over its rows. The tail does not change where a head stops, so one
-    density belongs to both errors.
+    All tensors are float64 [Hq, len(TAUS)]. Thresholds are those of the stop rule "rest", and a tile's gain is the mean
+    over its rows. The tail does not change where a head stops, so one density belongs to both errors.
 
     Attributes:
         mse: mean squared error without a tail.
@@ -169,6 +164,6 @@ def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[RankingConfig, 
     return curves
 
 
-def with_fixed_cost(curves: Curves, cost: float, linear: float) -> dict[tuple[RankingConfig, Shape], Curve]:
-    """The same curves, with what every ranking, and every linear tail, takes at their length beside `overhead`."""
-    return {key: replace(curve, fixed_cost=cost + linear * key[0].linear) for key, curve in curves.items()}
+def with_fixed_cost(curves: Curves, cost: float) -> dict[tuple[RankingConfig, Shape], Curve]:
+    """The same curves, with what every ranking takes at their length beside `overhead`."""
+    return {key: replace(curve, fixed_cost=cost) for key, curve in curves.items()}

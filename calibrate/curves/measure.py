@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from calibrate.curves import linear_pass
-from calibrate.curves.costs import linear_cost
 from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, mean_curve, packed, unpacked, with_fixed_cost
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
@@ -97,10 +95,7 @@ def measure_model(
                 on_step()
         fixed_costs = {length: ranking_cost(executor, length, recipe, journal) for length in prompts}
     return {
-        length: [
-            with_fixed_cost(unpacked(entries[layer, length]), fixed_costs[length], linear_cost(length))
-            for layer in layers
-        ]
+        length: [with_fixed_cost(unpacked(entries[layer, length]), fixed_costs[length]) for layer in layers]
         for length in prompts
     }
 
@@ -226,9 +221,6 @@ def of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curv
             for grain in recipe.grains
         ]
         curves |= measure(prompt, rankings, shapes, last_rows)
-        if segment in recipe.linear_segments_for(length):
-            linear = [RankingConfig(segment, grain=grain, linear=True) for grain in recipe.grains]
-            curves |= linear_pass.measure(prompt, linear, shapes, last_rows)
     return curves
 
 
@@ -255,7 +247,6 @@ def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
         "representatives": list(recipe.representatives),
         "grains": list(recipe.grains),
         "scores": list(recipe.scores),
-        "linear_tails": bool(recipe.linear_segments_for(length)),
     }
     if last_rows := recipe.last_rows_at(length):
         key["last_rows"] = last_rows

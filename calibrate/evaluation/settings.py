@@ -44,7 +44,7 @@ def parsed(text: str) -> dict[str, Any]:
                 f"one of {', '.join(BASELINES)} and a colon: try {EXAMPLE}"
             )
         options[name] = RULES[name].checked(value, f"setting {text!r}: {name}", EXAMPLE)
-    if "tau" not in options and options.get("far") != "linear":
+    if "tau" not in options:
         raise ConfigError(f"setting {text!r} has no tau, expected a threshold: try {EXAMPLE}")
     if "stop_rule" in options:
         options["stop_rule"] = StopRule.parse(options["stop_rule"])  # one spelling: "raw" is "paper"

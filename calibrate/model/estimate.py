@@ -255,10 +255,9 @@ def _faster(rates: Rates, times: float) -> Rates:
 
 
 def _rankings(recipe: Recipe, length: int) -> int:
-    """How many rankings have curves at a length; those of linear tails take as long as two."""
+    """How many rankings have curves at a length."""
     curves_of_segment = len(recipe.scores) * len(recipe.representatives)
-    linear = 2 * len(recipe.linear_segments_for(length))
-    return len(recipe.grains) * (len(recipe.segments_for(length)) * curves_of_segment + linear)
+    return len(recipe.grains) * len(recipe.segments_for(length)) * curves_of_segment
 
 
 def _memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:

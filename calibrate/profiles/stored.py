@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.curves import ranking_cost, sensitivities
-from calibrate.curves.costs import linear_cost
 from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
 from calibrate.curves.measure import recipe_key
 from calibrate.curves.sensitivities import stored_sensitivity
@@ -56,7 +55,7 @@ class StoredCurves:
                 cost = ranking_cost.stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
-                curves = with_fixed_cost(unpacked(value), cost, linear_cost(length))
+                curves = with_fixed_cost(unpacked(value), cost)
                 matching = methods(curves, config.segment, config.grain, shape, config.scores)
                 return curves if matching else None
         return None

@@ -215,8 +215,7 @@ def scaled(
 ) -> tuple[LayerConfig, Choice | None]:
     """A layer with a share of the error that it spends in a candidate.
 
-    A calibrated length spends less of its budget. A checked length has no curves: there the thresholds are lowered, and
-    heads with a linear tail, which have none, become dense.
+    A calibrated length spends less of its budget. A checked length has no curves: there the thresholds are lowered.
 
     Args:
         candidate: what the layer runs so far.
@@ -235,11 +234,8 @@ def scaled(
         choice = choice.spending(choice.spent * share, search_constraints(candidate.recipe))
         return choice.config, choice
     factor = share ** (1 / TAU_FOR_ERROR)
-    heads = (
-        replace(head, tau=head.tau * factor) if head.has_threshold else replace(head, mode="dense")
-        for head in config.heads
-    )
-    return replace(config, heads=tuple(heads)), None
+    heads = tuple(replace(head, tau=head.tau * factor) for head in config.heads)
+    return replace(config, heads=heads), None
 
 
 def tighten(

@@ -33,8 +33,7 @@ FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a la
 class HeadReport:
     """What one query head does, and what it is predicted to do.
 
-    `cost` is its attention's time divided by the time of dense attention, and `error` is in the budget's unit. Where
-    `far` is "linear", `tau` says nothing.
+    `cost` is its attention's time divided by the time of dense attention, and `error` is in the budget's unit.
     """
 
     mode: str
@@ -57,7 +56,6 @@ class LayerReport:
         tau_min: the smallest threshold of the heads that have one; None without such heads.
         tau_max: their largest threshold.
         tails: how many heads estimate what the keys behind the stop would bring.
-        linear_tails: how many others visit one chunk and estimate the rest to first order.
         representatives: how many heads have each number of representatives, which is the key.
         why_dense: why the whole layer was made dense; None if it was not.
         error_over_limit: `error` divided by `limit`.
@@ -94,7 +92,6 @@ class LayerReport:
     dense_seconds: float | None
     heads: tuple[HeadReport, ...]
     frontier: tuple[tuple[float, float], ...] | None
-    linear_tails: int = 0
     binds: ErrorUnit | None = None
 
 

@@ -75,10 +75,9 @@ def head_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def _settings(row: Mapping[str, Any]) -> str:
     if row["mode"] == "dense":
         return "dense"
-    setting = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, "
-    threshold = "" if row["far"] == "linear" else setting
+    setting = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, far {row['far']}, "
     int8 = ", int8 scores" if row["scores"] == "int8" else ""
-    return f"{threshold}far {row['far']}, segment {row['segment']}, grain {row['grain']}, tile {row['tile']}{int8}"
+    return f"{setting}segment {row['segment']}, grain {row['grain']}, tile {row['tile']}{int8}"
 
 
 def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> tuple[dict[str, Any], str]:
@@ -137,6 +136,4 @@ def _alike(one: HeadConfig, other: HeadConfig) -> bool:
 
 def _point(point: Point) -> str:
     head = point.head
-    if head.far == "linear":
-        return f"far linear (density {point.density:.3f})"
     return f"tau {head.tau:g} (far {head.far}, repr. {head.representatives}, density {point.density:.3f})"

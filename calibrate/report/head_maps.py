@@ -57,7 +57,7 @@ def head_maps(report: Report) -> list[HeadMap]:
 
 
 def _threshold(head: HeadReport) -> float | None:
-    return None if head.mode == "dense" or head.far == "linear" else head.tau
+    return None if head.mode == "dense" else head.tau
 
 
 def colours() -> list[tuple[str, str]]:

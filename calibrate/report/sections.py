@@ -8,7 +8,7 @@ from statistics import fmean
 from textwrap import shorten
 
 from calibrate.report.contents import LayerReport, LengthReport, Report
-from calibrate.report.shown import tail_counts, tau_range, times, two_digits
+from calibrate.report.shown import tau_range, times, two_digits
 from calibrate.report.summary import ratio
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.fields import counted
@@ -28,7 +28,7 @@ def gain(report: Report) -> str:
     Prefill is measured on a GPU; elsewhere attention's time is predicted, at the lengths that are calibrated.
     """
     layers = [layer for length in report.lengths for layer in length.layers]
-    sparse = {layer.layer for layer in layers if layer.representatives or layer.linear_tails}
+    sparse = {layer.layer for layer in layers if layer.representatives}
     total = counted(len({layer.layer for layer in layers}), "full-attention layer")
     if not sparse:
         reasons = Counter(layer.why_dense for layer in layers if layer.why_dense).most_common()
@@ -85,7 +85,7 @@ def _layer_cells(layer: LayerReport, relative: bool, ceiling: bool) -> tuple[str
         integer(layer.layer),
         tau_range(layer.tau_min, layer.tau_max),
         integer(layer.dense_heads),
-        tail_counts(layer.tails, layer.linear_tails),
+        integer(layer.tails),
         _counts(layer.representatives),
         integer(layer.segment),
         integer(layer.grain),

@@ -26,6 +26,8 @@ def summary_parts(profile: Profile) -> Iterator[Table | str]:
     yield from (f"not proven: {sentence}" for sentence in (*contents["problems"], *contents["not_proven"]))
     if contents["retiled"]:
         yield contents["retiled"]
+    if contents["unsupported_heads"]:
+        yield f"dense here: {contents['unsupported_heads']} heads with linear tails, which this version does not have"
     yield Table(COLUMNS, [length_cells(row) for row in contents["lengths"]])
     yield f"prompts below {profile.min_length} tokens stay dense"
 
@@ -47,7 +49,7 @@ def length_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["length"]),
         tau_range(row["tau_min"], row["tau_max"]),
         f"{row['dense_heads']} of {row['heads']}",
-        tail_counts(row["tails"], row["linear_tails"]),
+        str(row["tails"]),
         formatted(row["density"], ".3f"),
         row["density_is"] or "-",
         formatted(row["error_over_limit"], ".0%"),
@@ -67,11 +69,6 @@ def tau_range(smallest: float | None, largest: float | None) -> str:
 def two_digits(tau: float) -> str:
     """A threshold as it is shown."""
     return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02
-
-
-def tail_counts(tails: int, linear_tails: int) -> Number:
-    """The heads with a tail, and beside them those with a linear one: "6+2 lin."."""
-    return Number(f"{tails}+{linear_tails} lin." if linear_tails else str(tails), tails + linear_tails)
 
 
 def times(ratio: float | None) -> str:

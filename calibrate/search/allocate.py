@@ -47,7 +47,7 @@ class SearchConstraints:
     """What a head may be given.
 
     Attributes:
-        far: which `HeadConfig.far` it may have, if it has a threshold.
+        far: which `HeadConfig.far` it may have.
         worst_rows: the largest `Point.worst` it may have; None does not look at rows.
         head_cap: how many times its equal part of the budget it may spend. A layer whose error lies in one or two
             heads is the first to break on text unlike the calibration's.
@@ -175,11 +175,6 @@ def points_of(curves: Mapping[RankingConfig, Curve], head: int, constraints: Sea
     candidates: list[_Candidate] = []
     for method, curve in curves.items():
         densities = curve.density[head].tolist()
-        if method.linear:
-            cost, row = densities[0] + overhead(method, "linear") + curve.fixed_cost, float(curve.worst[head, 0])
-            if row <= limit:
-                candidates.append((float(curve.mse[head, 0]), cost, densities[0], row, method, 0.0, "linear"))
-            continue
         for far in constraints.far:
             errors, worst = curve.errors(far)
             extra = overhead(method, far) + curve.fixed_cost

@@ -434,8 +434,6 @@ def _uniform(
     best: Uniform | None = None
     over = torch.tensor(budgets, dtype=torch.float64)[:, None, None]
     for method in layers[0]:
-        if method.linear:
-            continue
         density = torch.stack([curves[method].density for curves in layers]).mean((0, 1))
         for far in allowed:
             errors = torch.stack([curves[method].errors(far)[0] for curves in layers])

@@ -244,7 +244,7 @@ def _attributes(choice: Choice) -> dict[str, Any]:
     points = choice.allocation.points
     return {
         "mode": [point.head.mode for point in points],
-        "tau": [point.head.tau if point.head.has_threshold else None for point in points],
+        "tau": [point.head.tau if point.head.mode == "s2o" else None for point in points],
         "density": [point.density for point in points],
         "error": [point.mse for point in points],
         "predicted_cost": choice.allocation.cost,

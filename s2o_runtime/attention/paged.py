@@ -186,9 +186,7 @@ def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype)
         return "int8 scores are of keys that were rounded, which is a copy"
     if pages.page_size < config.grain:
         return f"pages have {pages.page_size} tokens, fewer than the {config.grain} of a step"
-    if "linear" in config.tails:
-        return "a linear tail reads all keys and values in their order"
-    if config.grain == 1 and "mean" in config.tails:
+    if config.grain == 1 and config.has_tail:
         return "a tail of single keys reads all values in their order"
     if pages.k.shape[3] not in HEAD_DIMS:
         return f"head_dim {pages.k.shape[3]} is filled up with zeros"

@@ -74,12 +74,14 @@ LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.
 TENSORS = HEAD_TENSORS | LAYER_TENSORS
 OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of it is 0
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
+LINEAR_TAIL = 2  # number in the tensor `tail`, of versions that had such tails
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
 _FIELDS = {"tail": "far"}  # of a config, where a tensor has another name
 # tensors that hold the numbers of names
 _INDEXED: dict[str, tuple[Any, ...]] = {"mode": MODES, "tail": get_args(Far), "scores": get_args(Scores)}
 _VALUES: dict[str, Any] = _INDEXED | {"stop_rule": {int(rule): rule for rule in StopRule}}
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
+_ALLOWED["tail"] += (LINEAR_TAIL,)
 _ALLOWED |= {"stop_rule": tuple(_VALUES["stop_rule"]), "representatives": REPRESENTATIVES}
 _ALLOWED |= {"row_reduce": (0,), "grain": GRAINS, "last_rows": LAST_ROWS}
 
@@ -382,10 +384,11 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     record = _record(_field(document, "record", dict), schema)
     if _field(document, "digest", str) != _digest(document, tensors):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
+    tensors, unsupported = _with_supported_heads(tensors)
     layers = tuple(
         tuple(_layer(tensors, bucket, index) for index in range(geometry.layers)) for bucket in range(len(lengths))
     )
-    return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
+    return Profile(model_name, geometry, fingerprint, device, lengths, layers, record, unsupported)
 
 
 def _record(document: dict[str, Any], schema: int) -> Record:
@@ -475,6 +478,17 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
         unknown = sorted(set(tensor.flatten().tolist()) - set(allowed))
         if unknown:
             raise ProfileError(f"tensor {name} holds {unknown[0]}: expected one of {allowed}, calibrate again")
+
+
+def _with_supported_heads(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Return the tensors with heads dense that this version cannot run sparse, and how many became dense.
+
+    A dense head has no error, so whatever was proven of the profile still holds.
+    """
+    linear = tensors["tail"] == LINEAR_TAIL
+    supported = {"mode": tensors["mode"].masked_fill(linear, MODES.index("dense"))}
+    supported["tail"] = tensors["tail"].masked_fill(linear, 0)
+    return tensors | supported, int((supported["mode"] != tensors["mode"]).sum())
 
 
 def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:

@@ -92,7 +92,6 @@ def layers(device: torch.device) -> dict[str, LayerConfig]:
             HeadConfig(1e4, 512, far="mean"), HeadConfig(1e4, 512, representatives=16), HeadConfig(mode="dense"),
             HeadConfig(1e4, 512, representatives=4, far="mean"),
         ),
-        "linear tails": (HeadConfig(segment=512, far="linear"),) * 4,
     }  # fmt: skip
     return {
         f"{name}, {kind}": LayerConfig(heads, tile, grain=4).validate()

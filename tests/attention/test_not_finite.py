@@ -26,7 +26,6 @@ STOPS_AT_ONCE = 1e6
 OF_HEADS = {
     "plain": HeadConfig(STOPS_AT_ONCE, SEGMENT, representatives=4),
     "tail": HeadConfig(STOPS_AT_ONCE, SEGMENT, far="mean"),
-    "linear": HeadConfig(0.0, SEGMENT, far="linear"),
     "dense": HeadConfig(mode="dense"),
 }
 BAD = [math.nan, math.inf, -math.inf]
@@ -104,7 +103,7 @@ def drop_nan(monkeypatch):
 )
 def test_in_kernels(path, where, bad, monkeypatch):
     position = POSITIONS[1]
-    heads = [OF_HEADS[name] for name in OF_HEADS if (path, name) != ("int8", "linear")]
+    heads = list(OF_HEADS.values())
     q, k, v, start = inputs(where, bad, position, len(heads))
     config = LayerConfig(tuple(heads), TILE, scores="int8" if path == "int8" else "input")
     if path == "shares":

@@ -51,13 +51,6 @@ def test_every_key_is_found_in_its_page(name, page_size, nan_filled):
 
 
 @INTERPRETED
-@SLOW
-def test_a_linear_tail_is_of_keys_that_are_copied_out(nan_filled):
-    config = replace(OF_ALL_KINDS, heads=(HeadConfig(segment=64, far="linear"), *OF_ALL_KINDS.heads[1:]))
-    same(*call([171, 90], [40, 1], 16, LAYOUTS[0], "triton", config, return_lse=True, return_stats=True))
-
-
-@INTERPRETED
 def test_odd_head_dims_and_a_larger_output(nan_filled):
     """Rows behind the last key are nobody's."""
     k, _, pages = pages_of([20, 33], 16, LAYOUTS[0], torch.float16, head_dim=80, total_k=64)
@@ -174,7 +167,6 @@ def test_rows_of_a_cache_are_its_keys(name):
         ({}, replace(CONFIG, scores="int8"), "int8 scores are of keys that were rounded"),
         ({"page": 2}, CONFIG, "pages have 2 tokens, fewer than the 4 of a step"),
         ({}, LayerConfig.uniform(4, far="mean"), "a tail of single keys reads all values in their order"),
-        ({}, LayerConfig.uniform(4, grain=4, far="linear"), "a linear tail reads all keys and values in their order"),
         ({"width": 80}, CONFIG, "head_dim 80 is filled up with zeros"),
         ({"between": 66}, CONFIG, None),
         ({"between": 66}, HOPPER, "multiples of 16 bytes"),

@@ -35,7 +35,6 @@ ALL = BASE | {
     "scores": ("input", "int8"),
     "segments": (64, 320),
     "tails": (True,),
-    "linear_tails": False,
     "seed": 7,
     "device": "cuda:1",
     "random_weights": True,

@@ -477,7 +477,6 @@ def test_a_bad_setting_names_the_part(text, message):
         ("tau=0.3,segment=1024,representatives=32,far=mean", "tau=0.3,segment=1024,representatives=32,far=mean"),
         (" far=mean , segment=256, tau=3e-1", "tau=0.3,segment=256,far=mean"),
         ("grain=4,stop_rule=raw,tau=0", "tau=0,grain=4,stop_rule=paper"),
-        ("far=linear,segment=512", "segment=512,far=linear"),
     ],
 )
 def test_a_setting_has_one_name(text, name):

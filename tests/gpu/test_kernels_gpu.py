@@ -193,7 +193,7 @@ def test_non_contiguous_inputs_as_transformers_hands_them_over(nan_filled):
 
 
 SIX = (HeadConfig(0.5, 128),) * 6
-WITH_LINEAR = (HeadConfig(0.3, 256, far="linear"), *EXTENDED, HeadConfig(0.0, 128, far="linear"))
+MIXED = (HeadConfig(0.3, 256), *EXTENDED, HeadConfig(0.0, 128))
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ WITH_LINEAR = (HeadConfig(0.3, 256, far="linear"), *EXTENDED, HeadConfig(0.0, 12
         (SIX, TileConfig(64, 64, 2, 4, 2), False),
         (SIX, HOPPER, False),
         (SIX, TileConfig(64, 64, 4, 4, 2), True),
-        (WITH_LINEAR, TileConfig(64, 64, 2, 4, 2), False),
+        (MIXED, TileConfig(64, 64, 2, 4, 2), False),
     ],
-    ids=["plain", "specialised", "cap-sinks", "linear"],
+    ids=["plain", "specialised", "cap-sinks", "mixed"],
 )
 def test_after_warmup_nothing_compiles(heads, tile, featured):
     config = LayerConfig(heads, tile, grain=1 if heads is SIX else 4)

@@ -17,7 +17,6 @@ HEADS = (
     HeadConfig(1e6, SEGMENT, representatives=32),
     HeadConfig(1e6, SEGMENT, far="mean"),
     HeadConfig(mode="dense"),
-    HeadConfig(0.0, SEGMENT, far="linear"),
 )
 
 

@@ -54,15 +54,15 @@ def on_another_stream(call):
 
 
 PLAIN_HEADS = (HeadConfig(0.5, 256),) * 8
-WITH_LINEAR = (HeadConfig(0.3, 256, far="linear"), HeadConfig(1.0, 256, representatives=4, far="mean"))
-WITH_LINEAR += (HeadConfig(mode="dense"), HeadConfig(0.5, 128))
+MIXED_HEADS = (HeadConfig(0.3, 256), HeadConfig(1.0, 256, representatives=4, far="mean"))
+MIXED_HEADS += (HeadConfig(mode="dense"), HeadConfig(0.5, 128))
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
     ("heads", "starts"),
-    [(PLAIN_HEADS, None), (PLAIN_HEADS, [7, 900]), (2 * WITH_LINEAR, None)],
-    ids=["", "left-padded", "linear"],
+    [(PLAIN_HEADS, None), (PLAIN_HEADS, [7, 900]), (2 * MIXED_HEADS, None)],
+    ids=["", "left-padded", "mixed"],
 )
 def test_a_replay_is_the_call_bit_for_bit(tile, heads, starts, replays, nan_filled):
     config = LayerConfig(heads, tile)

@@ -135,15 +135,6 @@ def test_pages_change_nothing(page_size, tile, head_dim, monkeypatch, nan_filled
         assert relative_error(out[rows].transpose(0, 1)[None, DENSE], exact[:, DENSE]) <= 6e-3
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_beside_linear_tails(tile, monkeypatch, nan_filled):
-    """Which are added to their own heads behind the combination, and need the log-sum-exp of all."""
-    q, k, v = inputs(1, 8, 2, 700, 9001, 128, torch.bfloat16)
-    kinds = (HEADS[0], HEADS[1], HeadConfig(0.3, 256, far="linear"), HEADS[3])
-    call = Call.of(q, k, v, LayerConfig(kinds * 2, tile, grain=4), with_lse=True)
-    same_within_rounding(*both(monkeypatch, call, 8), exact_attention(q, k, v))
-
-
 def test_a_chunk_behind_a_long_prompt_is_split_here():
     """A dense head's programs, one for 128 rows, are an eighth of this GPU's SMs."""
     gpu = resources(torch.device("cuda"))

@@ -34,16 +34,15 @@ CODER = Qwen2Config(
 CODER_PHASES = {"loading the model": 27, "measuring": 43, "searching": 62, "proving": 45, "certifying": 132}
 CODER_SECONDS = 324
 # the defaults of the time of the measured runs
-PROMPTS = {"num_prompts": 4, "num_held_out": 4, "num_certify": 32, "linear_tails": False}
+PROMPTS = {"num_prompts": 4, "num_held_out": 4, "num_certify": 32}
 CONFIGS = {"smollm2": SMOLLM2, "coder": CODER}
 ONE_7B = {"model": "qwen2.5-7b", "random_weights": True, "lengths": (32768,), "num_prompts": 8}
 SMOL = {"model": "smollm2", "lengths": (8192, 32768)}
-DEMO = {"model": "demo", "lengths": (8192, 32768, 131072), "scores": ("input", "int8"), "linear_tails": True}
+DEMO = {"model": "demo", "lengths": (8192, 32768, 131072), "scores": ("input", "int8")}
 MEASURED = {
     "calibrate-7b-h200.txt": ONE_7B | {"num_certify": 19},
     "calibrate-7b-memory-h200.txt": ONE_7B | {"num_certify": 0},
     "calibrate-smollm2-h200.txt": SMOL,
-    "calibrate-smollm2-linear-h200.txt": SMOL | {"linear_tails": True},
     "calibrate-demo-first-h200.txt": DEMO,
 }
 

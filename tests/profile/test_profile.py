@@ -20,7 +20,7 @@ from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_prof
 from s2o_runtime.profile import file as profile_file
 from s2o_runtime.profile.file import WITHDRAWN
 from scripts.docs import profile_format
-from support.golden_profiles import GOLDEN, budget_in_kl, ceiling, field_paths, full, linear_tails, mixed, path_of
+from support.golden_profiles import GOLDEN, budget_in_kl, ceiling, field_paths, full, mixed, path_of
 from support.profiles import FORMAT, document_of, file_of
 
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
@@ -92,10 +92,25 @@ def test_a_file_of_schema_6_is_written_back_as_the_newest(tmp_path):
     assert all(tensor.equal(after[name]) for name, tensor in before.items())
 
 
+def test_heads_with_a_linear_tail_are_read_as_dense(tmp_path):
+    """And written so; a head that was dense already is not counted, and the other heads are what they were."""
+    tail = TENSORS["tail"].clone()
+    assert TENSORS["mode"][0, 0].tolist() == [0, 0, 1]
+    tail[0, 0, 1:] = 2
+    loaded = outcome(digested(DOCUMENT, TENSORS | {"tail": tail}), tmp_path)
+    (first, *_), *_ = layers = profile().layers
+    heads = (first.heads[0], dataclasses.replace(first.heads[1], mode="dense", far="none"), first.heads[2])
+    assert loaded.layers == ((dataclasses.replace(first, heads=heads), *layers[0][1:]), *layers[1:])
+    assert loaded.unsupported_heads == 1
+    assert loaded.record == profile().record
+    again = outcome(serialize(loaded), tmp_path)
+    assert (again, again.unsupported_heads) == (loaded, 0)
+
+
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
     fields = set()
-    for golden in (full, linear_tails, budget_in_kl, ceiling):
+    for golden in (full, budget_in_kl, ceiling):
         fields |= field_paths(document_of(serialize(golden())))
     fields |= field_paths(document_of(serialize(mixed()))) - {"record"}
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}

@@ -44,7 +44,7 @@ def made_layer(number, heads, length, on_gpu, dense):
     seconds = dense_seconds and dense_seconds * (mean if dense else mean / 0.8 + 0.05)
     return {
         "layer": number, "tau_min": min(taus, default=None), "tau_max": max(taus, default=None),
-        "dense_heads": heads - len(sparse), "tails": sum(head["far"] == "mean" for head in sparse), "linear_tails": 0,
+        "dense_heads": heads - len(sparse), "tails": sum(head["far"] == "mean" for head in sparse),
         "representatives": {str(count): chosen.count(count) for count in sorted(set(chosen))},
         "segment": 512, "grain": 4, "scores": "input", "tile": "64x128x16 ws s2",
         "why_dense": "no tile beats dense" if dense else None, "density": mean, "error": error, "limit": BUDGET,
@@ -145,10 +145,9 @@ def test_a_layers_row_says_what_the_summary_says(summary):
     rows = [line.split() for line in printed(summary).splitlines()]
     expected = "0 0.0015 .. 150 3 1024 0.123 9.50e-04 95% 0.26 12.30x"
     assert " ".join(next(row for row in rows if row[:1] == ["0"])) == expected
-    layer["linear_tails"] = 5
     report = typed(summary)
     whole = sections.layer_table(report, report.lengths[0]).rows[0]
-    expected = "0 0.0015 .. 150 3 16+5 lin. 1/32: 20/8 1024 4 128x128x16 ws s2 0.123 9.50e-04 95% 0.26 12.30x"
+    expected = "0 0.0015 .. 150 3 16 1/32: 20/8 1024 4 128x128x16 ws s2 0.123 9.50e-04 95% 0.26 12.30x"
     assert " ".join(whole) == expected
 
 
@@ -182,7 +181,7 @@ def test_the_first_line_says_what_is_gained(summary, files):
 def test_a_result_that_gains_nothing_says_why(summary):
     for length in summary["lengths"]:
         for layer in length["layers"]:
-            layer |= {"representatives": {}, "linear_tails": 0, "why_dense": f"reason {min(layer['layer'], 3)}"}
+            layer |= {"representatives": {}, "why_dense": f"reason {min(layer['layer'], 3)}"}
     assert printed(summary).splitlines()[0] == (
         "S2O runs in none of 6 full-attention layers, so nothing is gained: reason 3 (9x); reason 0 (3x); "
         "reason 1 (3x); 1 more below. Allow more error, or calibrate for longer prompts (--lengths)."

@@ -250,14 +250,14 @@ def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
     timings(monkeypatch, lambda layer, config: 0.5)
     compiled = []
     monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
-    plain, tail, linear = (
+    plain, tail, int8 = (
         LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0], **kind)
-        for kind in ({}, {"far": "mean"}, {"far": "linear"})
+        for kind in ({}, {"far": "mean"}, {"scores": "int8"})
     )
     worker = pretended(SimpleNamespace(layers=4), GPU)._worker
-    for layer, config in enumerate((plain, tail, linear, linear)):
+    for layer, config in enumerate((plain, tail, int8, int8)):
         CallTime(layer, LENGTH, "a", config, 1.0, TILES, (tail, config.as_dense())).run(worker)
-    assert [{form(config) for config in of_call} for of_call in compiled] == [{form(plain), form(tail)}, {form(linear)}]
+    assert [{form(config) for config in of_call} for of_call in compiled] == [{form(plain), form(tail)}, {form(int8)}]
 
 
 def test_a_search_compiles_for_the_first_trial_of_every_group_and_the_single_setting(curves, journal, monkeypatch):

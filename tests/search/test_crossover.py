@@ -135,7 +135,7 @@ def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, tmp_path):
     layers = {
         number: Layer(LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, chunk), **kind))
         for number, (chunk, kind) in enumerate(
-            [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"far": "mean"}), (2, {"far": "linear"})]
+            [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"far": "mean"}), (2, {"scores": "int8"})]
         )
     }
     with Journal.open(tmp_path / "j", {}) as journal:

@@ -78,14 +78,6 @@ def withdrawn(profile: Profile) -> Profile:
     return replace(profile, record=replace(profile.record, certificate=None, not_proven=sentences))
 
 
-def linear_tails() -> Profile:
-    """Heads with linear tails beside others."""
-    (row,) = minimal().layers[0]
-    linear = replace(row, heads=(HeadConfig(0.25, 256, far="linear"),))
-    record = Record(recipe={"tails": [False, True], "linear_tails": True})
-    return replace(minimal(), geometry=Geometry("llama", 2, 1, 1, 64), layers=((row, linear),), record=record)
-
-
 def _record() -> dict[str, Any]:
     budget: dict[str, Any] = {"kind": "rel_mse", "value": 1e-3}
     proven = {"mse": 1e-6, "rel_mse": 5e-4, "density": 0.5, "worst": 0.25, "limit": 1e-3}
