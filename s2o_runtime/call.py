@@ -18,7 +18,7 @@ from s2o_runtime.shapes import CallShape, Packed, call_shape, check_heads, packe
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
-TAIL = 4  # `far` of the head is "mean"
+TAIL = 4  # `tail` of the head is "mean"
 
 
 class HeadTables(NamedTuple):
@@ -31,7 +31,7 @@ class HeadTables(NamedTuple):
     dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
     shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
-    tail: whether `far` of any head is "mean". These five are of the heads in mode "s2o".
+    tail: whether `tail` of any head is "mean". These five are of the heads in mode "s2o".
     """
 
     tau: Tensor
@@ -192,7 +192,7 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
     return HeadTables(
         tau=table(lambda head: head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
-        flags=table(lambda head: int(head.stop_rule) | TAIL * (head.far == "mean")),
+        flags=table(lambda head: int(head.stop_rule) | TAIL * (head.tail == "mean")),
         part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
         launch_order=torch.tensor(order, dtype=torch.int32).to(device) if len(modes) > 1 or config.last_rows else None,

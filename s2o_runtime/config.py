@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Mode = Literal["s2o", "dense"]
-Far = Literal["none", "mean"]  # the tensor `tail` of a profile file holds their numbers
+Tail = Literal["none", "mean"]  # their numbers stand in a profile file
 Scores = Literal["input", "int8"]
 KvCacheDtype = Literal["auto", "fp8"]  # of a server's cache: the type of the inputs, or e4m3 with a scale of 1
 
@@ -82,10 +82,10 @@ class HeadConfig:
         stop_rule: which number stops the visit once it is below the threshold (`StopRule`).
         representatives: the segment is cut into this many parts, and the mean query of each ranks the keys with a
             softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
-        far: what is done with the keys behind the stop (docs/how-it-works.md): nothing ("none") or an estimate by their
-            mean value ("mean").
+        tail: what is done with the keys behind the stop (docs/how-it-works.md): nothing ("none"), or their mean value
+            estimates them ("mean").
 
-    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, far="mean").mode
+    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, tail="mean").mode
     's2o'
     """
 
@@ -94,7 +94,7 @@ class HeadConfig:
     mode: Mode = "s2o"
     stop_rule: StopRule = StopRule.REST
     representatives: int = 1
-    far: Far = "none"
+    tail: Tail = "none"
 
     def validate(self) -> HeadConfig:
         """Return the config itself.
@@ -112,7 +112,7 @@ class HeadConfig:
         if self.segment % SEGMENT_STEP:
             raise ConfigError(f"segment {self.segment} is not a multiple of {SEGMENT_STEP}: round it")
         _check_one_of(self, "representatives", REPRESENTATIVES)
-        _check_one_of(self, "far", get_args(Far), "is not known")
+        _check_one_of(self, "tail", get_args(Tail), "is not known")
         return self
 
 
@@ -124,7 +124,7 @@ class HeadOptions(TypedDict, total=False):
     mode: Mode
     stop_rule: StopRule | str
     representatives: int
-    far: Far
+    tail: Tail
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class LayerConfig:
     @cached_property
     def has_tail(self) -> bool:
         """Whether any head that is not dense estimates the keys behind its stop."""
-        return any(head.mode == "s2o" and head.far == "mean" for head in self.heads)
+        return any(head.mode == "s2o" and head.tail == "mean" for head in self.heads)
 
     def dense_from(self, q_len: int) -> int:
         """The first of the rows of a sequence of `q_len` queries that run dense for being the last; `q_len` for none.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import Far, Scores, TileConfig
+from s2o_runtime.config import Scores, Tail, TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
 
@@ -67,9 +67,9 @@ class Curve:
     dense_power: float
     fixed_cost: float = 0.0
 
-    def errors(self, far: Far) -> tuple[Tensor, Tensor]:
-        """The mean squared error and that of the worst rows with this `HeadConfig.far`."""
-        return (self.mse, self.worst) if far == "none" else (self.tail_mse, self.tail_worst)
+    def errors(self, tail: Tail) -> tuple[Tensor, Tensor]:
+        """The mean squared error and that of the worst rows with this `HeadConfig.tail`."""
+        return (self.mse, self.worst) if tail == "none" else (self.tail_mse, self.tail_worst)
 
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Errors and density in the order of the fields, in this type: [5, Hq, len(TAUS)]."""

@@ -1,4 +1,4 @@
-"""A setting for all heads of a model, as text: "tau=0.3,segment=1024,representatives=32,far=mean" or "pbs:keep=0.9".
+"""A setting for all heads of a model, as text: "tau=0.3,segment=1024,representatives=32,tail=mean" or "pbs:keep=0.9".
 
 This is the one place that knows what such a text may say.
 """
@@ -20,9 +20,9 @@ RULES = {
     "grain": Rule(int),
     "stop_rule": Rule(str),
     "last_rows": Rule(int),
-    "far": Rule(str),
+    "tail": Rule(str),
 }
-EXAMPLE = "tau=0.3,segment=1024,representatives=32,far=mean"
+EXAMPLE = "tau=0.3,segment=1024,representatives=32,tail=mean"
 CPU_TILE = TileConfig(block_m=64, block_n=64, chunk=4)  # its rows divide every legal segment
 
 

@@ -165,7 +165,7 @@ def _alike(profile: Profile, densities: _Densities) -> dict[TimingKey, list[_Lay
             if config.is_dense:
                 continue
             ranked = _ranked(config)
-            ranking = sum(overhead(_ranking(head, config), head.far) for head in ranked) / config.num_heads
+            ranking = sum(overhead(_ranking(head, config), head.tail) for head in ranked) / config.num_heads
             key = TimingKey(
                 min(length, LONGEST),
                 tuple(sorted({head.segment for head in ranked})),

@@ -23,7 +23,7 @@ from calibrate.report.summary import head_counts
 from calibrate.search.choice import Choice, search_constraints
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
-from s2o_runtime.config import Far
+from s2o_runtime.config import Tail
 from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit, error_unit
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
@@ -39,7 +39,7 @@ class HeadReport:
     mode: str
     tau: float
     representatives: int
-    far: Far
+    tail: Tail
     density: float
     cost: float
     error: float
@@ -102,7 +102,7 @@ class UniformReport:
     tau: float
     segment: int
     representatives: int
-    far: Far
+    tail: Tail
     cost: float
     seconds: float | None
 
@@ -291,7 +291,7 @@ def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> 
 def _uniform(chosen: Chosen | None) -> UniformReport | None:
     if chosen is None or chosen.uniform is None:
         return None
-    head = _copied(chosen.uniform.head, "tau", "segment", "representatives", "far")
+    head = _copied(chosen.uniform.head, "tau", "segment", "representatives", "tail")
     return UniformReport(**head, **_copied(chosen.uniform, "cost", "seconds"))
 
 
@@ -338,7 +338,7 @@ def _predicted_seconds(choice: Choice, choices: Sequence[Choice]) -> float | Non
 def _heads(recipe: Recipe, choice: Choice) -> tuple[HeadReport, ...]:
     return tuple(
         HeadReport(
-            **_copied(point.head, "mode", "tau", "representatives", "far"),
+            **_copied(point.head, "mode", "tau", "representatives", "tail"),
             **_copied(point, "density", "cost"),
             error=_in_unit(recipe, choice, point.mse),
         )

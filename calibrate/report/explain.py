@@ -75,7 +75,7 @@ def head_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def _settings(row: Mapping[str, Any]) -> str:
     if row["mode"] == "dense":
         return "dense"
-    setting = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, far {row['far']}, "
+    setting = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, tail {row['tail']}, "
     int8 = ", int8 scores" if row["scores"] == "int8" else ""
     return f"{setting}segment {row['segment']}, grain {row['grain']}, tile {row['tile']}{int8}"
 
@@ -136,4 +136,4 @@ def _alike(one: HeadConfig, other: HeadConfig) -> bool:
 
 def _point(point: Point) -> str:
     head = point.head
-    return f"tau {head.tau:g} (far {head.far}, repr. {head.representatives}, density {point.density:.3f})"
+    return f"tau {head.tau:g} (tail {head.tail}, repr. {head.representatives}, density {point.density:.3f})"

@@ -205,7 +205,7 @@ def _uniform_note(length: LengthReport) -> str | None:
     verdict = f"{gained:.2f}x faster" if gained >= 1 else f"{1 / gained:.2f}x slower"
     return (
         f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error (tau "
-        f"{two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, far {uniform.far})"
+        f"{two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, tail {uniform.tail})"
     )
 
 

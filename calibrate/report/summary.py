@@ -69,7 +69,7 @@ def head_counts(heads: Sequence[HeadConfig]) -> dict[str, Any]:
         "tau_min": min(taus, default=None),
         "tau_max": max(taus, default=None),
         "dense_heads": len(heads) - len(sparse),
-        "tails": sum(head.far == "mean" for head in sparse),
+        "tails": sum(head.tail == "mean" for head in sparse),
     }
 
 

@@ -24,7 +24,7 @@ from calibrate.search.allocate import (
     allocate_together,
 )
 from calibrate.timing import Timing
-from s2o_runtime.config import Far, LayerConfig, Scores, TileConfig
+from s2o_runtime.config import LayerConfig, Scores, Tail, TileConfig
 from s2o_runtime.profile.record import PredictedLayer
 
 HARMLESS = 0.5  # a layer is not tightened while it costs less than this share of an equal part of a KL budget
@@ -167,8 +167,8 @@ def default_segment(segments: Sequence[int]) -> int:
 
 def search_constraints(recipe: Recipe) -> SearchConstraints:
     """What a recipe lets heads choose. One budget over the model has no equal parts: it goes where it saves most."""
-    far: tuple[Far, ...] = tuple("mean" if tail else "none" for tail in recipe.tails)
-    return SearchConstraints(far, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
+    tails: tuple[Tail, ...] = tuple("mean" if has_tail else "none" for has_tail in recipe.tails)
+    return SearchConstraints(tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
 
 
 def weights_of(

@@ -41,7 +41,7 @@ from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
 from calibrate.work.executor import Executor, Pending, completed
 from calibrate.work.items import WorkerState, WorkItem
-from s2o_runtime.config import Far, HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, Tail, TileConfig
 
 log = logging.getLogger("calibrate")
 
@@ -341,8 +341,8 @@ class _LengthSearch:
         default = default_segment(self._segments)
         self._uniform = None  # a KL belongs to no single setting, because its search goes on in the proof
         if not recipe.budget.is_kl:
-            far = search_constraints(recipe).far
-            self._uniform = _uniform([segment_curves[default] for segment_curves in by_segment], budgets, far)
+            tails = search_constraints(recipe).tails
+            self._uniform = _uniform([segment_curves[default] for segment_curves in by_segment], budgets, tails)
         self._uniform_seconds: dict[int, float] = {}
         self._searches = [
             LayerSearch(
@@ -428,19 +428,19 @@ class _LengthSearch:
 
 
 def _uniform(
-    layers: Sequence[Mapping[RankingConfig, Curve]], budgets: Sequence[float], allowed: Sequence[Far]
+    layers: Sequence[Mapping[RankingConfig, Curve]], budgets: Sequence[float], allowed: Sequence[Tail]
 ) -> Uniform | None:
     """The cheapest setting for all heads of all layers whose error over its layer's budget is at most 1 on average."""
     best: Uniform | None = None
     over = torch.tensor(budgets, dtype=torch.float64)[:, None, None]
     for method in layers[0]:
         density = torch.stack([curves[method].density for curves in layers]).mean((0, 1))
-        for far in allowed:
-            errors = torch.stack([curves[method].errors(far)[0] for curves in layers])
+        for tail in allowed:
+            errors = torch.stack([curves[method].errors(tail)[0] for curves in layers])
             spent = (errors / over).mean((0, 1))
-            costs = density + overhead(method, far) + layers[0][method].fixed_cost
+            costs = density + overhead(method, tail) + layers[0][method].fixed_cost
             for tau, share, cost in zip(TAUS, spent.tolist(), costs.tolist(), strict=True):
                 if share <= 1.0 and cost < (1.0 if best is None else best.cost):
-                    head = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, far)
+                    head = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
                     best = Uniform(head, cost)
     return best

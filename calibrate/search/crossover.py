@@ -49,7 +49,7 @@ class CrossoverKey:
     def of(cls, config: LayerConfig) -> CrossoverKey:
         """A layer's key: its heads' dearest ranking, in a head that stops as early as it can."""
         ranked = [head for head in config.heads if head.mode == "s2o"] or [HeadConfig(segment=config.segment)]
-        dearest = max(ranked, key=lambda head: (head.representatives, head.far == "mean"))
+        dearest = max(ranked, key=lambda head: (head.representatives, head.tail == "mean"))
         bare = replace(config.tile, dense_below=0, min_queries=0, tail_keys=0)
         return cls(bare, replace(dearest, tau=MAX_TAU), config.grain, config.scores)
 

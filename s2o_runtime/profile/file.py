@@ -29,12 +29,12 @@ from s2o_runtime.config import (
     GRAINS,
     LAST_ROWS,
     REPRESENTATIVES,
-    Far,
     HeadConfig,
     LayerConfig,
     Mode,
     Scores,
     StopRule,
+    Tail,
     TileConfig,
 )
 from s2o_runtime.devices import DeviceIdentity
@@ -76,9 +76,8 @@ OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of 
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 LINEAR_TAIL = 2  # number in the tensor `tail`, of versions that had such tails
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
-_FIELDS = {"tail": "far"}  # of a config, where a tensor has another name
 # tensors that hold the numbers of names
-_INDEXED: dict[str, tuple[Any, ...]] = {"mode": MODES, "tail": get_args(Far), "scores": get_args(Scores)}
+_INDEXED: dict[str, tuple[Any, ...]] = {"mode": MODES, "tail": get_args(Tail), "scores": get_args(Scores)}
 _VALUES: dict[str, Any] = _INDEXED | {"stop_rule": {int(rule): rule for rule in StopRule}}
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
 _ALLOWED["tail"] += (LINEAR_TAIL,)
@@ -184,14 +183,13 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
 
 def _coded(name: str, config: HeadConfig | LayerConfig) -> Any:
     """A field as its tensor holds it."""
-    value = getattr(config, _FIELDS.get(name, name))
+    value = getattr(config, name)
     return _INDEXED[name].index(value) if name in _INDEXED else value
 
 
 def _decoded(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a head or of a layer, by what their tensors hold."""
-    values = {name: _VALUES[name][value] if name in _VALUES else value for name, value in fields.items()}
-    return {_FIELDS.get(name, name): value for name, value in values.items()}
+    return {name: _VALUES[name][value] if name in _VALUES else value for name, value in fields.items()}
 
 
 def _canonical(document: dict[str, Any]) -> str:

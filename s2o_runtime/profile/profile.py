@@ -135,7 +135,7 @@ def _between(near: HeadConfig, distant: HeadConfig, weight: float | None) -> Hea
     """
     if near.mode != "s2o" or distant.mode != "s2o" or near.stop_rule != distant.stop_rule:
         return near
-    alike = all(getattr(near, name) == getattr(distant, name) for name in ("segment", "representatives", "far"))
+    alike = all(getattr(near, name) == getattr(distant, name) for name in ("segment", "representatives", "tail"))
     if weight is None or not alike or near.tau == 0.0 or distant.tau == 0.0:
         return replace(near, tau=min(near.tau, distant.tau))
     return replace(near, tau=math.exp((1 - weight) * math.log(near.tau) + weight * math.log(distant.tau)))

@@ -254,7 +254,7 @@ def _gathered_prefix(
         gain = tile_gain(row_gain(before, after), real[running])
         stop = stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
-        if head.far == "mean" and not paper_literal:
+        if head.tail == "mean" and not paper_literal:
             estimated = with_tail(before, after, ranking, begin, end)
             after = State(*(torch.where(_like(stop, new), new, old) for old, new in zip(after, estimated, strict=True)))
         for part, new in zip(result, after, strict=True):

@@ -118,7 +118,7 @@ def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Name
     """The configuration whose every head computes about this share of the pairs."""
     tile = device_tile(qkv[0].shape[3], qkv[0].device)
     heads = loaded.geometry.query_heads
-    never_stop = LayerConfig.uniform(heads, segment=args.segment, grain=args.grain, far="mean", tile=tile)
+    never_stop = LayerConfig.uniform(heads, segment=args.segment, grain=args.grain, tail="mean", tile=tile)
 
     def reached(config: LayerConfig) -> Tensor:
         return s2o_attention(*qkv, config, return_stats=True).density.cpu()

@@ -89,8 +89,8 @@ def layers(device: torch.device) -> dict[str, LayerConfig]:
         tiles = {"triton": TileConfig()} | {f"specialized {tile}": tile for tile in of_device if tile.specialized}
     kinds = {
         "heads of all modes": (
-            HeadConfig(1e4, 512, far="mean"), HeadConfig(1e4, 512, representatives=16), HeadConfig(mode="dense"),
-            HeadConfig(1e4, 512, representatives=4, far="mean"),
+            HeadConfig(1e4, 512, tail="mean"), HeadConfig(1e4, 512, representatives=16), HeadConfig(mode="dense"),
+            HeadConfig(1e4, 512, representatives=4, tail="mean"),
         ),
     }  # fmt: skip
     return {
@@ -144,7 +144,7 @@ def price(args: argparse.Namespace, heads: tuple[int, int], length: int, device:
     """Print the times of a layer at one length."""
     q, k, v = tensors(heads, length, 1, device)
     never_stop = LayerConfig.uniform(
-        heads[0], segment=args.segment, representatives=16, grain=4, far="mean", tile=device_tile(128, device)
+        heads[0], segment=args.segment, representatives=16, grain=4, tail="mean", tile=device_tile(128, device)
     )
 
     def density(config: LayerConfig) -> Tensor:

@@ -25,7 +25,7 @@ TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 STOPS_AT_ONCE = 1e6
 OF_HEADS = {
     "plain": HeadConfig(STOPS_AT_ONCE, SEGMENT, representatives=4),
-    "tail": HeadConfig(STOPS_AT_ONCE, SEGMENT, far="mean"),
+    "tail": HeadConfig(STOPS_AT_ONCE, SEGMENT, tail="mean"),
     "dense": HeadConfig(mode="dense"),
 }
 BAD = [math.nan, math.inf, -math.inf]
@@ -83,7 +83,7 @@ def seen_by(heads, expected, where, position):
     """Rows that must be NaN: of a value that a head without a tail skips, only those whose window has its key."""
     if where != "v":
         return expected
-    skip = torch.tensor([head.mode == "s2o" and head.far == "none" for head in heads])
+    skip = torch.tensor([head.mode == "s2o" and head.tail == "none" for head in heads])
     in_window = torch.arange(LENGTH) // SEGMENT == position // SEGMENT
     return expected & (in_window | ~skip[:, None])
 

@@ -18,7 +18,7 @@ TILE = TileConfig(64, 32, 2, 4, 1)
 CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, grain=4, tile=TILE)
 OF_ALL_KINDS = LayerConfig(
     (
-        HeadConfig(tau=1.0, segment=64, representatives=4, far="mean"),
+        HeadConfig(tau=1.0, segment=64, representatives=4, tail="mean"),
         HeadConfig(mode="dense"),
         HeadConfig(tau=0.0, segment=128),
         HeadConfig(tau=20.0, segment=64),
@@ -166,7 +166,7 @@ def test_rows_of_a_cache_are_its_keys(name):
         ({"k": torch.zeros(16, 9, 2, 64).transpose(0, 1)}, CONFIG, "are not alike rows"),
         ({}, replace(CONFIG, scores="int8"), "int8 scores are of keys that were rounded"),
         ({"page": 2}, CONFIG, "pages have 2 tokens, fewer than the 4 of a step"),
-        ({}, LayerConfig.uniform(4, far="mean"), "a tail of single keys reads all values in their order"),
+        ({}, LayerConfig.uniform(4, tail="mean"), "a tail of single keys reads all values in their order"),
         ({"width": 80}, CONFIG, "head_dim 80 is filled up with zeros"),
         ({"between": 66}, CONFIG, None),
         ({"between": 66}, HOPPER, "multiples of 16 bytes"),

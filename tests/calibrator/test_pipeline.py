@@ -130,7 +130,7 @@ def test_the_profile_does_what_it_says(changes, tiny_folder, run):
     scores = {config.scores for bucket in profile.layers for config in bucket if not config.is_dense}
     assert scores == set(recipe.scores)
     if "tails" in changes:
-        assert not any(head.far == "mean" for config in result.configs.values() for head in config.heads)
+        assert not any(head.tail == "mean" for config in result.configs.values() for head in config.heads)
         every = [choice.allocation.points for each in result.chosen.values() for choice in each.choices]
         assert all(point.worst <= 0.22 for points in every for point in points)
 

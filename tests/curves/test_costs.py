@@ -37,7 +37,7 @@ def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
     dense = next(row["seconds"] for row in measured["rows"] if row["method"] == "dense (cuDNN)")
     selecting = [row["selecting_seconds"] for row in measured["rows"] if row["method"] == "S2O, one tau"]
     share = statistics.median(selecting) / dense
-    assert 0.95 < (overhead(RankingConfig(1024, 1, 4), far="mean") + fixed_cost(length)) / share < most
+    assert 0.95 < (overhead(RankingConfig(1024, 1, 4), tail="mean") + fixed_cost(length)) / share < most
 
 
 def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):

@@ -455,8 +455,8 @@ def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
     [
         ("tau=much", "setting 'tau=much': tau is 'much': expected a number, such as tau=0.3"),
         ("tau=0.1,segmnt=64", "has 'segmnt=64', expected tau=.., segment=.."),
-        ("tau=0.1,far", "has 'far', expected"),
-        ("tau=0.1,far=yes", "far 'yes' is not known: use one of"),
+        ("tau=0.1,tail", "has 'tail', expected"),
+        ("tau=0.1,tail=yes", "tail 'yes' is not known: use one of"),
         ("segment=64", "setting 'segment=64' has no tau"),
         ("tau=1,tau=2", "gives tau twice"),
         ("tau=1,segment=100", "segment 100 is not a multiple of 64: round it"),
@@ -474,8 +474,8 @@ def test_a_bad_setting_names_the_part(text, message):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("tau=0.3,segment=1024,representatives=32,far=mean", "tau=0.3,segment=1024,representatives=32,far=mean"),
-        (" far=mean , segment=256, tau=3e-1", "tau=0.3,segment=256,far=mean"),
+        ("tau=0.3,segment=1024,representatives=32,tail=mean", "tau=0.3,segment=1024,representatives=32,tail=mean"),
+        (" tail=mean , segment=256, tau=3e-1", "tau=0.3,segment=256,tail=mean"),
         ("grain=4,stop_rule=raw,tau=0", "tau=0,grain=4,stop_rule=paper"),
     ],
 )

@@ -45,9 +45,9 @@ from support.paging import LAYOUTS, paged
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1100, 4, 2, 128
 KINDS = (
-    HeadConfig(5.0, 256, far="mean", representatives=32),
+    HeadConfig(5.0, 256, tail="mean", representatives=32),
     HeadConfig(0.5, 128),
-    HeadConfig(50.0, 256, far="mean"),
+    HeadConfig(50.0, 256, tail="mean"),
     HeadConfig(mode="dense"),
 )
 DENSE = 3  # which of them
@@ -152,7 +152,7 @@ def trace() -> float:
     from s2o_runtime.kernels.trace import trace as traced
 
     q, k, v = inputs()
-    config = LayerConfig.uniform(HEADS, segment=256, far="mean", representatives=4, grain=4, tile=PLAIN)
+    config = LayerConfig.uniform(HEADS, segment=256, tail="mean", representatives=4, grain=4, tile=PLAIN)
     truth = exact_attention(q, k, v).to(q.dtype)
     taus = torch.tensor([1e-2, 0.1, 1.0, 10.0], device="cuda")
     (found,) = traced(Call.of(q, k, v, config), truth, torch.ones(HEADS, device="cuda"), taus)

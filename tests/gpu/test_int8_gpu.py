@@ -57,7 +57,7 @@ def test_never_stopping_is_the_reference(shape, dtype, nan_filled):
 @pytest.mark.parametrize(("head_dim", "tau", "grain"), pairwise([64, 128, 256], [0.3, 1.0], [1, 2, 4, 8]))
 def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau, grain, nan_filled):
     q, k, v = inputs(1, 4, 2, 3000, 3000, head_dim, torch.bfloat16)
-    kinds = (HeadConfig(tau, 256, representatives=8, far="mean"), HeadConfig(tau, 128), HeadConfig(mode="dense"))
+    kinds = (HeadConfig(tau, 256, representatives=8, tail="mean"), HeadConfig(tau, 128), HeadConfig(mode="dense"))
     heads = tuple(kinds[h % 3] for h in range(4))
     for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
         config = LayerConfig(heads, tile, grain=grain, scores="int8")

@@ -77,7 +77,7 @@ HOPPER_256 = TileConfig(64, 64, 2, 4, 2, specialized=True)
 @pytest.mark.parametrize(("length", "last_rows"), [(1333, 0), (1333, 256), (9000, 256)])
 def test_the_order_in_which_heads_start_changes_nothing(length, last_rows, tile, monkeypatch, nan_filled):
     q, k, v = inputs(1, 6, 2, length, length, 128, torch.bfloat16)
-    kinds = (HeadConfig(0.0, 256), HeadConfig(0.3, 512, far="mean"), HeadConfig(0.0, mode="dense"))
+    kinds = (HeadConfig(0.0, 256), HeadConfig(0.3, 512, tail="mean"), HeadConfig(0.0, mode="dense"))
     config = LayerConfig(tuple(kinds[head % 3] for head in range(6)), tile, last_rows=last_rows)
     call = Call.of(q, k, v, config)
     expected = exact_attention(q, k, v)
@@ -116,7 +116,7 @@ def test_the_hopper_kernel_is_the_plain_kernel(shape, tile, tau, nan_filled):
 def test_packed_sequences_are_sequences_on_their_own(tile, head_dim, nan_filled):
     q_lens, k_lens = [700, 0, 129, 1500, 1], [700, 0, 640, 1500, 300]
     parts, packed = pack(q_lens, k_lens, 4, 2, head_dim, inputs)
-    config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=8, far="mean", grain=4, tile=tile)
+    config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=8, tail="mean", grain=4, tile=tile)
     options = {"backend": "triton", "return_stats": True, "return_lse": True}
     out, lse, stats = s2o_attention_varlen(*packed, 1500, 1500, config, **options)
     outputs = zip((0, 2, 3, 4), parts, unpacked(parts, out), unpacked(parts, lse), strict=True)
@@ -140,7 +140,7 @@ def test_the_order_with_ballots_is_the_portable_one(nan_filled):
     """Inline PTX against plain Triton; lengths around a warp's stretch."""
     for length, grain in itertools.product((70, 1000, 2600, 5000), (1, 4)):
         q, k, _ = inputs(2, 4, 2, min(length, 700), length, 64, torch.bfloat16)
-        config = LayerConfig.uniform(4, segment=128, far="mean", grain=grain, tile=TileConfig(64, 32, 4, 4, 1))
+        config = LayerConfig.uniform(4, segment=128, tail="mean", grain=grain, tile=TileConfig(64, 32, 4, 4, 1))
         call = Call.of(q, k, k, config)
         fast, _ = kernel_ranking(call)
         portable = order(fast.score, call, range(call.shape.q_len), portable=True)
@@ -153,10 +153,10 @@ def test_the_order_with_ballots_is_the_portable_one(nan_filled):
 
 
 EXTENDED = (
-    HeadConfig(0.5, 512, representatives=16, far="mean"),
+    HeadConfig(0.5, 512, representatives=16, tail="mean"),
     HeadConfig(0.3, 256, representatives=4),
     HeadConfig(0.0, 256, "dense"),
-    HeadConfig(1.0, 256, far="mean"),
+    HeadConfig(1.0, 256, tail="mean"),
 )
 
 
@@ -179,7 +179,7 @@ def test_extensions_are_as_near_to_dense_as_the_reference(tile, head_dim, grain,
     for h in range(4):
         ours, reference = (relative_error(o[:, h], truth[:, h]) for o in (out, theirs))
         assert ours <= 2.0 * reference + 3e-3  # coarse order, sampled denominators, 16 edges, bf16
-    without = LayerConfig(tuple(replace(head, far="none") for head in EXTENDED), tile, grain=grain)
+    without = LayerConfig(tuple(replace(head, tail="none") for head in EXTENDED), tile, grain=grain)
     plain = s2o_attention(q, k, v, without, kv_start=kv_start, backend="triton")
     # a tail may not harm; 5% are for a head that visits so much that its tail has nothing left to estimate
     assert relative_error(out[:, 3], truth[:, 3]) < 1.05 * relative_error(plain[:, 3], truth[:, 3])

@@ -15,7 +15,7 @@ PLAIN, SPECIALIZED = TileConfig(64, 64, 2, 4, 2), TileConfig(64, 128, 1, 4, 2, T
 LENGTH, SEGMENT, PADDING = 2000, 256, 300
 HEADS = (
     HeadConfig(1e6, SEGMENT, representatives=32),
-    HeadConfig(1e6, SEGMENT, far="mean"),
+    HeadConfig(1e6, SEGMENT, tail="mean"),
     HeadConfig(mode="dense"),
 )
 

@@ -34,9 +34,9 @@ def test_every_key_is_found_in_its_page(name, kv_heads, head_dim, page_size, nan
 
 SCALES = {"k_scale": [0.5, 0.3], "v_scale": [0.7, 2.0]}
 HEADS = {
-    "alike": (HeadConfig(tau=0.5, segment=128, representatives=8, far="mean"),) * 8,
+    "alike": (HeadConfig(tau=0.5, segment=128, representatives=8, tail="mean"),) * 8,
     "some dense": (
-        *(HeadConfig(tau=0.5, segment=256, far="mean"),) * 3,
+        *(HeadConfig(tau=0.5, segment=256, tail="mean"),) * 3,
         *(HeadConfig(mode="dense"),) * 2,
         *(HeadConfig(tau=5.0, segment=128, representatives=32),) * 3,
     ),

@@ -30,7 +30,7 @@ TILES = [
     pytest.param(TileConfig(64, 64, 2, 4, 4, specialized=True), id="hopper-64"),
 ]
 HEADS = (
-    HeadConfig(0.3, 256, representatives=4, far="mean"),
+    HeadConfig(0.3, 256, representatives=4, tail="mean"),
     HeadConfig(mode="dense"),
     HeadConfig(1.0, 512),
     HeadConfig(mode="dense"),

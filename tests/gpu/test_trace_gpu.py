@@ -52,8 +52,8 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, featured, bloc
     assert curve.dense_power == pytest.approx(power, rel=1e-3)
     compared = 0
     for index in range(0, len(TAUS), 4):
-        for far in ("none", "mean"):
-            head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, far)
+        for tail in ("none", "mean"):
+            head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
             config = LayerConfig((head,) * 8, tile, grain=method.grain, scores=method.scores)
             out, _, stats = s2o_attention(
                 captured.q, captured.k, captured.v, config, return_stats=True, backend="triton",
@@ -61,7 +61,7 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, featured, bloc
             )  # fmt: skip
             torch.testing.assert_close(curve.density[:, index], stats.density.cpu(), rtol=2e-3, atol=1e-3)
             mse = (out.float() - truth).square().mean((0, 2, 3)).cpu().double()
-            predicted, worst = (errors[:, index] for errors in curve.errors(far))
+            predicted, worst = (errors[:, index] for errors in curve.errors(tail))
             well_above_rounding = mse > 3e-4 * power  # of the output to bfloat16, 3e-6
             torch.testing.assert_close(predicted[well_above_rounding], mse[well_above_rounding], rtol=0.03, atol=0)
             compared += int(well_above_rounding.sum())

@@ -128,7 +128,7 @@ def test_the_kernels_equal_the_reference(shape, tau, grain, nan_filled):
 def test_sinks_and_dense_heads(stop_rule, nan_filled):
     q, k, v = inputs(1, 2, 1, 200, 200, 64)
     k = k + torch.randn(64)
-    heads = (HeadConfig(0.5, 64, stop_rule=stop_rule, representatives=8, far="mean"), HeadConfig(mode="dense"))
+    heads = (HeadConfig(0.5, 64, stop_rule=stop_rule, representatives=8, tail="mean"), HeadConfig(mode="dense"))
     config = LayerConfig(heads, TILE, grain=2, scores="int8")
     (out, _, lse), expected = run_both(q, k, v, config, sinks=torch.tensor([2.0, 7.0]))
     near(out, lse, expected)
@@ -174,7 +174,7 @@ def test_packed_sequences(nan_filled):
     cu_k = torch.tensor([0, 90, 90, 230], dtype=torch.int32)
     q, k, v = torch.randn(150, 2, 64) * 2, torch.randn(230, 1, 64), torch.randn(230, 1, 64)
     k[90:] = 5 * k[90:] + 7
-    heads = (HeadConfig(0.0, 64, representatives=4, far="mean"), HeadConfig(mode="dense"))
+    heads = (HeadConfig(0.0, 64, representatives=4, tail="mean"), HeadConfig(mode="dense"))
     config = LayerConfig(heads, TILE, grain=4, scores="int8")
     ours, theirs = (
         s2o_attention_varlen(q, k, v, cu_q, cu_k, 90, 140, config, backend=backend, return_lse=True)

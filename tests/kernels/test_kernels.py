@@ -78,7 +78,7 @@ RULES_AND_TILES = [
 
 @pytest.mark.parametrize(("tile", "stop_rule", "tau"), all_but_first(RULES_AND_TILES, SLOW), ids=str)
 def test_rules_and_tiles(stop_rule, tau, tile, nan_filled):
-    config = LayerConfig.uniform(1, tau=tau, segment=128, stop_rule=stop_rule, far="mean", tile=tile)
+    config = LayerConfig.uniform(1, tau=tau, segment=128, stop_rule=stop_rule, tail="mean", tile=tile)
     agree(*run_both(*inputs(1, 1, 1, 450, 450, 64), config))
 
 
@@ -93,7 +93,7 @@ FEATURES = [
 @pytest.mark.parametrize(("features", "starts"), all_but_first(FEATURES, SLOW))
 def test_sinks_caps_and_scales(features, starts, nan_filled):
     q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 140, 211, 64, starts))
-    heads = (HeadConfig(1.0, 64, representatives=4, far="mean"), HeadConfig(0.3, 128))
+    heads = (HeadConfig(1.0, 64, representatives=4, tail="mean"), HeadConfig(0.3, 128))
     agree(*run_both(q, k, v, LayerConfig(heads, TILE, grain=2), kv_start, **features))
 
 
@@ -289,7 +289,7 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
 def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_filled, monkeypatch):
     monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
     q, k, v, kv_start = drawn((2, 2, 1, 230, 500, head_dim, starts))
-    config = LayerConfig.uniform(2, segment=64, representatives=4, far="mean", grain=grain, tile=TILE)
+    config = LayerConfig.uniform(2, segment=64, representatives=4, tail="mean", grain=grain, tile=TILE)
     call = call_of(q, k, v, config, kv_start)
     ranking, tail = kernel_ranking(call)
     assert_tail_sums(tail, ranking, call)
@@ -300,7 +300,7 @@ def test_tail_sums_of_more_segments_at_once(shares, head_dim, starts, nan_filled
     """The last program has one segment, of the eight that it could have."""
     monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
     q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 560, 700, head_dim, starts))
-    heads = (HeadConfig(1.0, 64, representatives=4, far="mean"), HeadConfig(1.0, 128, far="mean"))
+    heads = (HeadConfig(1.0, 64, representatives=4, tail="mean"), HeadConfig(1.0, 128, tail="mean"))
     call = call_of(q, k, v, LayerConfig(heads, TILE, grain=4), kv_start)
     ranking, four = kernel_ranking(call)
     monkeypatch.setattr(tail_module, "MANY_SEGMENTS", 1)

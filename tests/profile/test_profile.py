@@ -27,7 +27,7 @@ GEOMETRY = Geometry("llama", 2, 3, 1, 64)
 
 
 def layer(tau, segment=256, block_m=128):
-    ranked = HeadConfig(tau * 4, segment, representatives=32, far="mean")
+    ranked = HeadConfig(tau * 4, segment, representatives=32, tail="mean")
     heads = (HeadConfig(tau, segment), ranked, HeadConfig(0.0, segment, "dense"))
     return LayerConfig(heads, TileConfig(block_m, 64, 4, 8, 2), grain=4)
 
@@ -99,7 +99,7 @@ def test_heads_with_a_linear_tail_are_read_as_dense(tmp_path):
     tail[0, 0, 1:] = 2
     loaded = outcome(digested(DOCUMENT, TENSORS | {"tail": tail}), tmp_path)
     (first, *_), *_ = layers = profile().layers
-    heads = (first.heads[0], dataclasses.replace(first.heads[1], mode="dense", far="none"), first.heads[2])
+    heads = (first.heads[0], dataclasses.replace(first.heads[1], mode="dense", tail="none"), first.heads[2])
     assert loaded.layers == ((dataclasses.replace(first, heads=heads), *layers[0][1:]), *layers[1:])
     assert loaded.unsupported_heads == 1
     assert loaded.record == profile().record
@@ -436,7 +436,7 @@ def test_thresholds_are_interpolated_in_log_length():
 
 
 @pytest.mark.parametrize(
-    "change", [{"representatives": 2}, {"far": "mean"}, {"segment": 512}], ids=lambda change: next(iter(change))
+    "change", [{"representatives": 2}, {"tail": "mean"}, {"segment": 512}], ids=lambda change: next(iter(change))
 )
 def test_thresholds_of_unlike_heads_are_not_mixed(change):
     """One tau means another error with other settings, so the smaller one is taken: it errs on the careful side."""

@@ -127,7 +127,7 @@ def test_diff_counts_what_differs(calibrated, run, tmp_path):
     assert run("diff", calibrated, calibrated) == (0, "the profiles are the same\n")
     profile = load_profile(calibrated)
     first = profile.layers[0][0]
-    heads = (dataclasses.replace(first.heads[0], tau=9.0), dataclasses.replace(first.heads[1], tau=9.0, far="mean"))
+    heads = (dataclasses.replace(first.heads[0], tau=9.0), dataclasses.replace(first.heads[1], tau=9.0, tail="mean"))
     changed = dataclasses.replace(first, heads=heads + first.heads[2:])
     record = json.loads(json.dumps(profile.record.to_json()))
     record["recipe"]["seed"] = 7
@@ -140,11 +140,11 @@ def test_diff_counts_what_differs(calibrated, run, tmp_path):
     assert changes["lengths"] == {}
     first_row, second_row = changes["layers"]
     assert first_row["heads"] == 2
-    assert first_row["changed"] == {"tau": 2, "far": 1}
+    assert first_row["changed"] == {"tau": 2, "tail": 1}
     assert (second_row["layer"], second_row["heads"], second_row["densities"][1]) == (1, 0, 0.25)
     code, text = run("diff", calibrated, tmp_path / "other.safetensors")
     assert code == 0
-    assert "tau 2, far 1" in text
+    assert "tau 2, tail 1" in text
     _, changes = run("diff", calibrated, FULL, "--json")
     assert changes["lengths"] == {"only_a": [512], "only_b": [1024, 8192, 131072]}
 

@@ -71,7 +71,7 @@ def begun():
 def kl_of(config, factor):
     """What a layer of the candidates costs, by other sums than the code's: `factor` times what is predicted."""
     heads = zip((1e-7, 3e-7), config.heads, strict=True)
-    mse = [slope * head.tau * (2 if head.far == "mean" else 1) for slope, head in heads]
+    mse = [slope * head.tau * (2 if head.tail == "mean" else 1) for slope, head in heads]
     return factor * 20.0 * (0.5 * mse[0] + 1.5 * mse[1]) / 2
 
 

@@ -73,12 +73,12 @@ def test_rules_equal_the_naive_loop(shape, stop_rule, paper_literal):
 
 
 @pytest.mark.parametrize(
-    ("shape", "grain", "far", "representatives"),
+    ("shape", "grain", "tail", "representatives"),
     pairwise(SHAPES, [1, 4], ["none", "mean"], [1, 8], mark=SLOW, count=4),
 )
-def test_extensions_equal_the_naive_loop(shape, grain, far, representatives):
+def test_extensions_equal_the_naive_loop(shape, grain, tail, representatives):
     q, k, v, kv_start = drawn(shape)
-    kinds = (HeadConfig(1.0, 64, representatives=representatives, far=far), HeadConfig(0.5, 128, far=far))
+    kinds = (HeadConfig(1.0, 64, representatives=representatives, tail=tail), HeadConfig(0.5, 128, tail=tail))
     config = LayerConfig(tuple(kinds[h % 2] for h in range(shape[1])), TILE, grain=grain)
     equals_the_naive_loop(q, k, v, config, kv_start=kv_start)
 
@@ -129,8 +129,8 @@ def test_the_tail_helps_where_the_rest_is_flat():
     q, v = q * 0.1, v + 1.0
     dense = naive_attention(q, k, v)
     errors = []
-    for far in ("none", "mean"):
-        config = LayerConfig.uniform(1, tau=1e6, segment=64, far=far, tile=TILE)
+    for tail in ("none", "mean"):
+        config = LayerConfig.uniform(1, tau=1e6, segment=64, tail=tail, tile=TILE)
         out, visited, _ = s2o_attention_reference(q, k, v, config)
         assert int(visited.max()) == TILE.stride
         errors.append(float((out - dense).square().mean()))

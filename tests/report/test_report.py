@@ -33,7 +33,7 @@ def made_layer(number, heads, length, on_gpu, dense):
     density = [1.0 if mode[head] == "dense" else 3000 * (head + 1) / heads / length for head in range(heads)]
     of_heads = [
         {"mode": mode[head], "tau": 0.0047 * 3 ** (head % 9), "representatives": 32 if head % 3 else 1,
-         "far": ("mean", "none")[head % 2], "density": density[head], "cost": min(1.0, density[head] + 0.05),
+         "tail": ("mean", "none")[head % 2], "density": density[head], "cost": min(1.0, density[head] + 0.05),
          "error": 0.0 if mode[head] == "dense" else BUDGET * (head + 1) / heads}
         for head in range(heads)
     ]  # fmt: skip
@@ -44,7 +44,7 @@ def made_layer(number, heads, length, on_gpu, dense):
     seconds = dense_seconds and dense_seconds * (mean if dense else mean / 0.8 + 0.05)
     return {
         "layer": number, "tau_min": min(taus, default=None), "tau_max": max(taus, default=None),
-        "dense_heads": heads - len(sparse), "tails": sum(head["far"] == "mean" for head in sparse),
+        "dense_heads": heads - len(sparse), "tails": sum(head["tail"] == "mean" for head in sparse),
         "representatives": {str(count): chosen.count(count) for count in sorted(set(chosen))},
         "segment": 512, "grain": 4, "scores": "input", "tile": "64x128x16 ws s2",
         "why_dense": "no tile beats dense" if dense else None, "density": mean, "error": error, "limit": BUDGET,
@@ -65,7 +65,7 @@ def made(layers=6, heads=8, lengths=(8192, 16384, 32768), on_gpu=True, checked=(
             unknown = dict.fromkeys(("predicted_error", "predicted_seconds", "frontier", "why_dense"))
             of_length = [layer | unknown | {"heads": []} for layer in of_length]
         together = {name: sum(layer[name] for layer in of_length) if on_gpu else None for name in SECONDS}
-        uniform = {"tau": 0.15, "segment": 1024, "representatives": 32, "far": "mean", "cost": 0.52}
+        uniform = {"tau": 0.15, "segment": 1024, "representatives": 32, "tail": "mean", "cost": 0.52}
         rows.append({
             "length": length, "calibrated": length not in checked, "kl": 1.25e-5, "top1": 0.99871,
             "needles": [11, 12], "prefill_seconds": 0.0141, "dense_prefill_seconds": 0.0282,

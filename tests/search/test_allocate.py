@@ -63,7 +63,7 @@ def test_heads_choose_representatives_and_tail_where_they_pay():
     tailed = dataclasses.replace(plain, tail_mse=torch.tensor([[1.0], [0.1], [0.1]]).double().expand(3, len(TAUS)))
     ranked = curve([[(0.1, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
     allocation = allocate({METHOD: tailed, many: ranked}, 0.101)
-    assert [(head.representatives, head.far) for head in allocation.heads] == [(32, "none"), (1, "mean"), (1, "none")]
+    assert [(head.representatives, head.tail) for head in allocation.heads] == [(32, "none"), (1, "mean"), (1, "none")]
     assert allocation.density == pytest.approx(0.2)
     costs = [overhead(many, "none"), overhead(METHOD, "mean"), overhead(METHOD, "none")]
     assert min(costs) == costs[2]
@@ -106,7 +106,7 @@ def test_a_head_whose_rows_go_wrong_gets_no_such_point():
     limits = (None, 0.5, 0.375, 0.3)
     chosen = {limit: allocate({METHOD: spared}, 1.0, SearchConstraints(worst_rows=limit)).density for limit in limits}
     assert chosen == {None: 0.3, 0.5: 0.5, 0.375: 0.5, 0.3: 1.0}  # a head may be exactly at the limit
-    assert not any(head.far == "mean" for head in allocate({METHOD: spared}, 1e10, SearchConstraints(("none",))).heads)
+    assert not any(head.tail == "mean" for head in allocate({METHOD: spared}, 1e10, SearchConstraints(("none",))).heads)
 
 
 def test_no_head_spends_more_than_its_cap():

@@ -179,16 +179,16 @@ def test_the_best_single_setting_by_trying_them_all(budget, allowed):
     layers = [{method: random_curve(generator) for method in methods} for _ in range(3)]
     budgets = [budget, 2 * budget, budget / 2]
     best = (1.0, None)
-    for method, far, (index, tau) in itertools.product(methods, allowed, enumerate(TAUS)):
+    for method, tail, (index, tau) in itertools.product(methods, allowed, enumerate(TAUS)):
         spent = density = 0.0
         for layer, of_layer in zip(layers, budgets, strict=True):
             curve = layer[method]
             for head in range(2):
-                spent += float(curve.errors(far)[0][head, index]) / of_layer / 6
+                spent += float(curve.errors(tail)[0][head, index]) / of_layer / 6
                 density += float(curve.density[head, index]) / 6
-        cost = density + overhead(method, far)
+        cost = density + overhead(method, tail)
         if spent <= 1 and cost < best[0]:
-            best = cost, HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, far)
+            best = cost, HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
     found = _uniform(layers, budgets, allowed)
     if best[1] is None:
         assert found is None
@@ -252,7 +252,7 @@ def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
     monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
     plain, tail, int8 = (
         LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0], **kind)
-        for kind in ({}, {"far": "mean"}, {"scores": "int8"})
+        for kind in ({}, {"tail": "mean"}, {"scores": "int8"})
     )
     worker = pretended(SimpleNamespace(layers=4), GPU)._worker
     for layer, config in enumerate((plain, tail, int8, int8)):

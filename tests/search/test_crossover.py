@@ -39,7 +39,7 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected)
     monkeypatch.setattr(crossover, "medians", medians)
     monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
     forget()
-    config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, far="mean")), grain=2)
+    config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, tail="mean")), grain=2)
     assert crossover.dense_below(CrossoverKey.of(config), GEOMETRY, CPU, density) == expected
     assert seen[-1] == min(expected, crossover.LENGTHS[-1])
 
@@ -48,7 +48,7 @@ def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch
     calls = []
     monkeypatch.setattr(crossover, "dense_below", lambda kind, *_: calls.append(kind) or 7)
     monkeypatch.setattr(crossover, "min_queries", lambda kind, *_: calls.append(kind) or 9)
-    cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, far="mean")
+    cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, tail="mean")
     dense = HeadConfig(segment=512, mode="dense", representatives=64)
     for heads, timed in (((cheap, dear, dense), dear), ((dense,), HeadConfig(segment=512))):
         config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4), grain=2)
@@ -135,7 +135,7 @@ def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, tmp_path):
     layers = {
         number: Layer(LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, chunk), **kind))
         for number, (chunk, kind) in enumerate(
-            [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"far": "mean"}), (2, {"scores": "int8"})]
+            [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"tail": "mean"}), (2, {"scores": "int8"})]
         )
     }
     with Journal.open(tmp_path / "j", {}) as journal:

@@ -110,7 +110,7 @@ def test_a_stock_backend_that_does_something_else_is_noticed(untested, monkeypat
 
 def test_what_never_stops_has_the_heads_segments():
     profile = two_layers()
-    int8 = LayerConfig((HeadConfig(0.5, 64, far="mean"),) * 4, profile.layers[0][0].tile, grain=4, scores="int8")
+    int8 = LayerConfig((HeadConfig(0.5, 64, tail="mean"),) * 4, profile.layers[0][0].tile, grain=4, scores="int8")
     for first in (profile.layers[0][0], int8):
         layers = ((first, profile.layers[0][1]),) * 2
         sparse, dense_layer = served(replace(profile, layers=layers)).fit.layers

@@ -64,7 +64,7 @@ def proofs_of(begun, needles=None, seconds=0.1):
 def error_of(config):
     """The mean squared error that the curves of `choice` predict of a layer."""
     slopes = zip((1e-7, 3e-7), config.heads, strict=True)
-    return sum(slope * head.tau * (2 if head.far == "mean" else 1) for slope, head in slopes if head.mode == "s2o") / 2
+    return sum(slope * head.tau * (2 if head.tail == "mean" else 1) for slope, head in slopes if head.mode == "s2o") / 2
 
 
 class PretendedProver:

@@ -44,7 +44,7 @@ def kernel_ranking(call):
 
 def mixed_config(heads, tau, stop_rule=StopRule.REST, tile=TILE, grain=1):
     kinds = (
-        HeadConfig(tau, 64, stop_rule=stop_rule, representatives=4, far="mean"),
+        HeadConfig(tau, 64, stop_rule=stop_rule, representatives=4, tail="mean"),
         HeadConfig(tau / 2, 128, stop_rule=stop_rule),
         HeadConfig(tau, 64, mode="dense"),
         HeadConfig(tau, 128, stop_rule=stop_rule, representatives=16),
@@ -66,7 +66,7 @@ def ranking_of(call, ranking, tail, b, h, n):
     steps = (first - start) // grain
     order = ranking.order[b, h, n, :steps].long()[:, None] + torch.arange(grain)
     mass, values = torch.zeros(steps + 1), torch.zeros(steps + 1, call.shape.head_dim)
-    if call.config.heads[h].far == "mean":
+    if call.config.heads[h].tail == "mean":
         begins = [*tail.first[b, h, n, :: BUCKETS // EDGES].tolist(), steps]
         masses = torch.cat([tail.mass[b, h, n], torch.zeros(1)])
         sums = torch.cat([tail.values[b, h, n], torch.zeros(1, call.shape.head_dim)])

@@ -76,7 +76,7 @@ def naive_s2o(
                         seen = _one_tile(
                             score, members, window, order, rows_q, keys, offset, head, tile, paper_literal, sink
                         )
-                        tail = steps[seen["visited"] // grain :] if head.far == "mean" and not paper_literal else []
+                        tail = steps[seen["visited"] // grain :] if head.tail == "mean" and not paper_literal else []
                         for i in members:
                             chosen = list(range(window, offset + i + 1)) + order[: seen["kept"]]
                             weights = score(keys[chosen], rows_q[i]).exp()

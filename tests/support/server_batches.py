@@ -42,7 +42,8 @@ def all_dense() -> Profile:
 def served_profile(tile: TileConfig, last_rows: int = 0) -> Profile:
     """Of this GPU, for a model of two layers whose heads differ."""
     heads = tuple(
-        HeadConfig(0.2 * (1 + index), 256, representatives=8, far="none" if index % 2 else "mean") for index in range(8)
+        HeadConfig(0.2 * (1 + index), 256, representatives=8, tail="none" if index % 2 else "mean")
+        for index in range(8)
     )
     config = LayerConfig(heads, tile, grain=4, last_rows=last_rows)
     geometry, device = Geometry("llama", 2, 8, 2, 128), identify(torch.device("cuda"))
