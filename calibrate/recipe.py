@@ -13,11 +13,9 @@ from typing import Any, get_args
 
 from calibrate.options import Option, check_names, either, option, options_of, read_all, text
 from s2o_runtime.config import (
-    GRAINS,
     LAST_ROWS,
     MAX_SEGMENT,
     MIN_SEGMENT,
-    REPRESENTATIVES,
     SEGMENT_STEP,
     KvCacheDtype,
     Scores,
@@ -51,7 +49,7 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "output",
     "many GPUs",
 )
-REMOVED = ("linear_tails",)  # settings of earlier versions, which decide nothing here
+REMOVED = ("linear_tails", "representatives", "grains")  # settings of earlier versions, which decide nothing here
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
@@ -282,18 +280,6 @@ class Recipe:
         plan_text="{:.0%} of the budget is spent",
     )
     device: str = option(Rule(str), "cuda, cuda:1 or cpu", INPUT, default="cpu", default_text="a GPU if there is one")
-    representatives: tuple[int, ...] = option(
-        Rule(int, allowed=REPRESENTATIVES, many=True),
-        "representatives of a segment that a head may be ranked by",
-        SPACE,
-        default=(1, 16),
-    )
-    grains: tuple[int, ...] = option(
-        Rule(int, allowed=GRAINS, many=True),
-        "adjacent keys that a layer may rank and visit together",
-        SPACE,
-        default=(4,),
-    )
     scores: tuple[Scores, ...] = option(
         Rule(str, allowed=get_args(Scores), many=True),
         "products of queries and keys that a layer may use: in the type of both, or of both rounded to 8 bits",

@@ -28,8 +28,8 @@ MAX_SEGMENT = 1 << 16
 MAX_TAU = 1e6
 MAX_CHUNK = 64
 MAX_KEYS = (1 << 31) - 1
-REPRESENTATIVES = (1, 2, 4, 8, 16, 32, 64)
-GRAINS = (1, 2, 4, 8)
+GRAIN = 4  # adjacent keys that are ranked and visited together, a step; 1 in the paper
+REPRESENTATIVES = (1, 16)
 LAST_ROWS = (0, 128, 256, 512)
 
 
@@ -208,7 +208,6 @@ class LayerConfig:
     Attributes:
         heads: one config for each query head.
         tile: the tile of all heads.
-        grain: how many adjacent keys are ranked and visited together (a step); 1 is the paper's.
         scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
             bits ("int8"), also where keys are ranked and where heads are dense (docs/how-it-works.md).
         last_rows: so many queries at the end of each sequence of a call run dense, as in a dense head (`dense_from`).
@@ -219,7 +218,6 @@ class LayerConfig:
 
     heads: tuple[HeadConfig, ...]
     tile: TileConfig = TileConfig()
-    grain: int = 1
     scores: Scores = "input"
     last_rows: int = 0
 
@@ -229,7 +227,6 @@ class LayerConfig:
         num_heads: int,
         *,
         tile: TileConfig | None = None,
-        grain: int = 1,
         scores: Scores = "input",
         last_rows: int = 0,
         **head: Unpack[HeadOptions],
@@ -246,7 +243,7 @@ class LayerConfig:
         if isinstance(rule := head.get("stop_rule"), str):
             fields["stop_rule"] = StopRule.parse(rule)
         every_head = HeadConfig(**fields)
-        return cls((every_head,) * num_heads, tile or TileConfig(), grain, scores, last_rows).validate()
+        return cls((every_head,) * num_heads, tile or TileConfig(), scores, last_rows).validate()
 
     @property
     def num_heads(self) -> int:
@@ -307,7 +304,6 @@ class LayerConfig:
     def _checked(self) -> bool:
         if not self.heads:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
-        _check_one_of(self, "grain", GRAINS)
         _check_one_of(self, "scores", get_args(Scores), "are not known")
         _check_one_of(self, "last_rows", LAST_ROWS)
         self.tile.validate()
@@ -324,7 +320,7 @@ class LayerConfig:
         """The layer as JSON, of which `torch_op.config_from_text` makes it again."""
         distinct = list(dict.fromkeys(self.heads))
         heads = [vars(head) for head in distinct]
-        fields: dict[str, Any] = {name: getattr(self, name) for name in ("grain", "scores", "last_rows")}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("scores", "last_rows")}
         fields["tile"] = vars(self.tile)
         return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in self.heads]})
 
@@ -350,7 +346,7 @@ class LayerConfig:
 
     @property
     def _values(self) -> tuple[object, ...]:
-        return self.heads, self.tile, self.grain, self.scores, self.last_rows
+        return self.heads, self.tile, self.scores, self.last_rows
 
 
 def dense_from(q_len: int, last_rows: int, rows: int) -> int:

@@ -242,8 +242,8 @@ MUTANTS = (
     ),
     Mutant(
         "thresholds are mixed although the buckets check the stop unlike",
-        PROFILE, "return config.tile.block_m, config.tile.stride, config.grain",
-        "return config.tile.block_m, config.grain", PROFILE_TESTS,
+        PROFILE, "return config.tile.block_m, config.tile.stride",
+        "return config.tile.block_m, 0", PROFILE_TESTS,
     ),
     Mutant(
         "the shortest calibrated length itself is too short",

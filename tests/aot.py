@@ -44,7 +44,7 @@ from s2o_runtime.tiles import (
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
 SCORE_SEGMENTS = (10, 20)  # segments of a call, one number for each form of the kernel `scores`
-SCORE_REPRESENTATIVES = (4, 16)
+SCORE_REPRESENTATIVES = (16,)
 LOG_SUM_ROWS = (16, 64)
 TAIL_SEGMENTS = (40, 80)  # likewise, of the kernel `tail`
 POINTERS_OF = {  # by type
@@ -78,42 +78,42 @@ KEPT_BYTES_SHARES = 72  # with split dense heads, on sm_100 in Triton 3.9; 56 in
 # of the block-sparse kernel: it stores its rows at the end where permuted or packed queries stand; 8 is of sm_90 in
 # Triton 3.9, 48 of sm_120 in 3.7
 KEPT_BYTES_MOVED = {"all-moved": 104, "keys-moved": 8, "packed-means": 48}
-# The switches of a kernel that are on, all others are off, and its grain.
+# The switches of a kernel that are on, all others are off.
 VARIANTS: dict[str, dict[str, object]] = {
-    "": {"GRAIN": 1},
-    "padded": {"GRAIN": 4, "HAS_START": True, "WIDE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True},
-    "packed": {"GRAIN": 1, "PACKED": True, "HAS_LSE": True, "HAS_TAIL": True},
+    "": {},
+    "padded": {"HAS_START": True, "WIDE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True},
+    "packed": {"PACKED": True, "HAS_LSE": True, "HAS_TAIL": True},
 }
 # What few models ask for, learned sinks and soft-capped scores together: the largest configuration of each kernel is
 # compiled for a GPU of each generation of tensor cores. CAP is Gemma 2's 50 in base 2.
 FEATURES = "features"
 FEATURE_VARIANTS: dict[str, dict[str, object]] = {
-    FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
+    FEATURES: {"HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 # Dense heads split over keys: every tile of the prefill with packed sequences and with keys in pages, as servers call
 # it, the largest with all else too, and what combines the shares.
 SHARES, SHARES_PAGED = "shares", "shares-paged"
 SHARE_VARIANTS: dict[str, dict[str, object]] = {
-    SHARES: {"GRAIN": 4, "PACKED": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True},
+    SHARES: {"PACKED": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True},
     "shares-features": FEATURE_VARIANTS[FEATURES] | {"HAS_SHARES": True},
     "shares-int8": {
-        "GRAIN": 4, "INT8": True, "PACKED": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True,
+        "INT8": True, "PACKED": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True,
         "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True,
     },
     SHARES_PAGED: {
-        "GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True,
+        "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True,
         "HAS_SHARES": True,
     },
 }  # fmt: skip
 # Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
 INT8 = "int8"
 INT8_VARIANTS: dict[str, dict[str, object]] = {
-    INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True}
+    INT8: {"INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True}
 }
 # Keys and values in the pages of a cache: likewise.
 PAGED = "paged"
 PAGED_VARIANTS: dict[str, dict[str, object]] = {
-    PAGED: {"GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
+    PAGED: {"PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 PREFILLS = ("prefill", "prefill_hopper")
 PAGED_KERNELS = ("log_sums", "scores", "order", "pool")

@@ -8,7 +8,7 @@ the length. Its share falls as prompts get longer. On a GPU it is measured (`ran
 from __future__ import annotations
 
 from calibrate.curves.curves import RankingConfig
-from s2o_runtime.config import Tail
+from s2o_runtime.config import GRAIN, Tail
 
 # Measured on an H200 at 131072 tokens (docs/results/ranking-h200.txt).
 READING = 0.003  # reading queries and keys and writing scores once for every 1024 queries
@@ -29,8 +29,8 @@ RECORDED = 8192  # the shortest length that these are from: shorter ones are tak
 def overhead(ranking: RankingConfig, tail: Tail) -> float:
     """The time of a head's ranking, and of its tail if it has one, over the head's dense time."""
     scoring = ranking.representatives / (2 * ranking.segment) / SCORING_RATE  # q k only, half of dense's products
-    passes = (READING + ORDER / ranking.grain) * UNIT_SEGMENT / ranking.segment
-    sums = TAIL / (ranking.segment * ranking.grain) if tail == "mean" else 0.0
+    passes = (READING + ORDER / GRAIN) * UNIT_SEGMENT / ranking.segment
+    sums = TAIL / (ranking.segment * GRAIN) if tail == "mean" else 0.0
     return scoring + passes + sums
 
 

@@ -20,7 +20,6 @@ class RankingConfig:
 
     segment: int
     representatives: int = 1
-    grain: int = 1
     scores: Scores = "input"
 
 
@@ -80,14 +79,13 @@ Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one leng
 
 
 def methods(
-    curves: Curves, segment: int, grain: int, shape: Shape, scores: Scores = "input"
+    curves: Curves, segment: int, shape: Shape, scores: Scores = "input"
 ) -> dict[RankingConfig, Curve]:  # fmt: skip
-    """The curves that heads choose among once segment, grain, tile shape and scores are fixed."""
-    settings = segment, grain, scores
+    """The curves that heads choose among once segment, tile shape and scores are fixed."""
     return {
         ranking: curve
         for (ranking, curve_shape), curve in curves.items()
-        if curve_shape == shape and (ranking.segment, ranking.grain, ranking.scores) == settings
+        if curve_shape == shape and (ranking.segment, ranking.scores) == (segment, scores)
     }
 
 

@@ -20,6 +20,7 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.work.executor import Executor, executor_of, shares
 from calibrate.work.items import WorkerState, WorkItem
+from s2o_runtime.config import REPRESENTATIVES
 
 STAGE = "curves"
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
@@ -42,7 +43,7 @@ def measure_model(
         model: who runs it, or a loaded model, which then runs in this process.
         prompts: calibration prompts by length.
         shapes: of the tiles that may run, by length.
-        recipe: says which segments, representatives and grains there are.
+        recipe: says which segments and scores there are.
         journal: where curves are kept.
         on_step: called for every layer and length, and once for all that the journal has, as `progress_bar`'s step.
 
@@ -214,12 +215,7 @@ def of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curv
     length = int(prompt.q.shape[2])
     last_rows = recipe.last_rows_at(length)
     for segment in recipe.segments_for(length):
-        rankings = [
-            RankingConfig(segment, count, grain, scores)
-            for scores in recipe.scores
-            for count in recipe.representatives
-            for grain in recipe.grains
-        ]
+        rankings = [RankingConfig(segment, count, scores) for scores in recipe.scores for count in REPRESENTATIVES]
         curves |= measure(prompt, rankings, shapes, last_rows)
     return curves
 
@@ -244,8 +240,6 @@ def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
     """What a key of curves says of the recipe."""
     key: dict[str, Any] = {
         "segments": list(recipe.segments_for(length)),
-        "representatives": list(recipe.representatives),
-        "grains": list(recipe.grains),
         "scores": list(recipe.scores),
     }
     if last_rows := recipe.last_rows_at(length):

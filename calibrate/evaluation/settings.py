@@ -1,4 +1,4 @@
-"""A setting for all heads of a model, as text: "tau=0.3,segment=1024,representatives=32,tail=mean" or "pbs:keep=0.9".
+"""A setting for all heads of a model, as text: "tau=0.3,segment=1024,representatives=16,tail=mean" or "pbs:keep=0.9".
 
 This is the one place that knows what such a text may say.
 """
@@ -17,12 +17,11 @@ RULES = {
     "tau": Rule(float),
     "segment": Rule(int),
     "representatives": Rule(int),
-    "grain": Rule(int),
     "stop_rule": Rule(str),
     "last_rows": Rule(int),
     "tail": Rule(str),
 }
-EXAMPLE = "tau=0.3,segment=1024,representatives=32,tail=mean"
+EXAMPLE = "tau=0.3,segment=1024,representatives=16,tail=mean"
 CPU_TILE = TileConfig(block_m=64, block_n=64, chunk=4)  # its rows divide every legal segment
 
 

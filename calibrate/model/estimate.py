@@ -18,6 +18,7 @@ from calibrate.model.streams import ROWS, decoder_layers
 from calibrate.model.weights import stays_resident
 from calibrate.recipe import SAMPLED_ROWS, Recipe
 from calibrate.timing import LONG
+from s2o_runtime.config import REPRESENTATIVES
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.layer_kinds import text_config
@@ -256,8 +257,7 @@ def _faster(rates: Rates, times: float) -> Rates:
 
 def _rankings(recipe: Recipe, length: int) -> int:
     """How many rankings have curves at a length."""
-    curves_of_segment = len(recipe.scores) * len(recipe.representatives)
-    return len(recipe.grains) * len(recipe.segments_for(length)) * curves_of_segment
+    return len(recipe.segments_for(length)) * len(recipe.scores) * len(REPRESENTATIVES)
 
 
 def _memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:

@@ -35,7 +35,7 @@ def rebudget(
 ) -> Profile:
     """Write `profile` with another budget to `out`.
 
-    Every layer keeps its segment, grain and tile; its heads' thresholds, representatives and tails are allocated
+    Every layer keeps its segment and tile; its heads' thresholds, representatives and tails are allocated
     anew. A layer that was dense takes part if its budget grew and it is predicted to win clearly (`WINS`). Lengths
     without curves of their own, where the old proof had to tighten a layer, are left out.
 
@@ -135,9 +135,9 @@ def _choice(
     after: Recipe,
     weights: ErrorWeights,
 ) -> Choice:
-    """A layer as it was in segment, grain and tile, with its new budget spent."""
+    """A layer as it was in segment and tile, with its new budget spent."""
     budget = budget_mse(weights, after)
-    choice = choice_at(SearchPoint(config.segment, config.grain, config.tile, config.scores), curves, after, weights)
+    choice = choice_at(SearchPoint(config.segment, config.tile, config.scores), curves, after, weights)
     if choice.config.is_dense:
         return choice if choice.why_dense else choice.as_dense(ChosenDense.NO_GAIN)
     comparable = not (before.budget.is_kl or after.budget.is_kl)  # a layer's part of a KL says nothing by itself

@@ -54,7 +54,6 @@ class TimingKey:
 
     length: int
     segments: tuple[int, ...]
-    grain: int
     shape: Shape
     density: int
     ranking: int
@@ -169,7 +168,6 @@ def _alike(profile: Profile, densities: _Densities) -> dict[TimingKey, list[_Lay
             key = TimingKey(
                 min(length, LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
-                config.grain,
                 Shape.of(config.tile),
                 round(densities[bucket][layer] / ALIKE),
                 round(ranking / ALIKE),
@@ -222,11 +220,11 @@ def _traces(
     first_of: dict[Hashable, Callable[[], object]] = {}
     for key, config in layers:
         ranked = _ranked(config)
-        if ranked and (key.shape, key.grain, key.scores) not in first_of:
+        if ranked and (key.shape, key.scores) not in first_of:
             measured = partial(
                 measure, _inputs(geometry, key.length, where), [_ranking(ranked[0], config)], [key.shape]
             )
-            first_of[key.shape, key.grain, key.scores] = measured
+            first_of[key.shape, key.scores] = measured
     return first_of.values()
 
 
@@ -296,4 +294,4 @@ def _ranked(config: LayerConfig) -> list[HeadConfig]:
 
 
 def _ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
-    return RankingConfig(head.segment, head.representatives, config.grain, config.scores)
+    return RankingConfig(head.segment, head.representatives, config.scores)

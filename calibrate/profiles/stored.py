@@ -56,7 +56,7 @@ class StoredCurves:
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
                 curves = with_fixed_cost(unpacked(value), cost)
-                matching = methods(curves, config.segment, config.grain, shape, config.scores)
+                matching = methods(curves, config.segment, shape, config.scores)
                 return curves if matching else None
         return None
 

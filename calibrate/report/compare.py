@@ -77,15 +77,13 @@ def _changed_fields(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, tuple
 
 
 def _changed_layers(a: Profile, b: Profile, length: int) -> Iterator[dict[str, Any]]:
-    """How many heads of each layer differ, and in what; a tile or grain counts for the layer."""
+    """How many heads of each layer differ, and in what; a tile counts for the layer."""
     densities = [profile.record.densities(length, profile.geometry.layers)[1] for profile in (a, b)]
     rows = zip(a.layers[a.lengths.index(length)], b.layers[b.lengths.index(length)], strict=True)
     for layer, (one, other) in enumerate(rows):
         pairs = [(plain(x), plain(y)) for x, y in zip(one.heads, other.heads, strict=True)]
         changed = Counter(name for x, y in pairs for name in x if x[name] != y[name])
-        whole = [
-            name for name in ("tile", "grain", "scores", "last_rows") if getattr(one, name) != getattr(other, name)
-        ]
+        whole = [name for name in ("tile", "scores", "last_rows") if getattr(one, name) != getattr(other, name)]
         before, after = (layer_densities[layer] if layer_densities else None for layer_densities in densities)
         if changed or whole or before != after:
             yield {

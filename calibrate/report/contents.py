@@ -74,7 +74,6 @@ class LayerReport:
     tails: int
     representatives: dict[str, int]
     segment: int
-    grain: int
     scores: str
     tile: str
     why_dense: str | None
@@ -304,7 +303,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
     return LayerReport(
         layer=result.profile.geometry.layer_number(index),
         **head_counts(config.heads),
-        **_copied(config, "segment", "grain", "scores"),
+        **_copied(config, "segment", "scores"),
         **_copied(proof, "density", "worst", "seconds", "dense_seconds"),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
         tile=str(config.tile),

@@ -46,7 +46,7 @@ def explain_head(
     rows = []
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
-        row = {"length": length, **plain(settings), "grain": config.grain, "scores": config.scores}
+        row = {"length": length, **plain(settings), "scores": config.scores}
         row |= {"last_rows": config.last_rows} if config.last_rows else {}
         row |= {"tile": str(config.tile), **dict.fromkeys(("density", "error", "unit"))}
         if settings.mode == "dense" and config.is_dense:
@@ -77,12 +77,12 @@ def _settings(row: Mapping[str, Any]) -> str:
         return "dense"
     setting = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, tail {row['tail']}, "
     int8 = ", int8 scores" if row["scores"] == "int8" else ""
-    return f"{setting}segment {row['segment']}, grain {row['grain']}, tile {row['tile']}{int8}"
+    return f"{setting}segment {row['segment']}, tile {row['tile']}{int8}"
 
 
 def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> tuple[dict[str, Any], str]:
     """Density and error of a head as its curve predicts them, and what keeps it from the next cheaper setting."""
-    curves_of_methods = methods(curves, config.segment, config.grain, Shape.of(config.tile), config.scores)
+    curves_of_methods = methods(curves, config.segment, Shape.of(config.tile), config.scores)
     power = dense_power(curves_of_methods)
     choices = search_constraints(recipe)
     guarded = points_of(curves_of_methods, head, choices)

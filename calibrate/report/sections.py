@@ -13,7 +13,7 @@ from calibrate.report.summary import ratio
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.fields import counted
 
-DETAILS = ("tails", "repr.", "grain", "tile", "binds")  # columns that the terminal leaves to the report
+DETAILS = ("tails", "repr.", "tile", "binds")  # columns that the terminal leaves to the report
 BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
@@ -68,7 +68,7 @@ def layer_table(report: Report, length: LengthReport, *, brief: bool = False) ->
     of the two limits binds.
     """
     relative, ceiling = report.budget.unit == "mse", report.budget.ceiling is not None
-    settings = ("layer", "tau", "dense\nheads", "tails", "repr.", "segment", "grain", "tile")
+    settings = ("layer", "tau", "dense\nheads", "tails", "repr.", "segment", "tile")
     errors = ("mse", "rel\nmse") if relative else ("rel_mse",)
     limits = ("error /\nlimit", *(("binds",) if ceiling else ()))
     outcome = ("density", *errors, *limits, "worst\nrow", "vs\ndense")
@@ -88,7 +88,6 @@ def _layer_cells(layer: LayerReport, relative: bool, ceiling: bool) -> tuple[str
         integer(layer.tails),
         _counts(layer.representatives),
         integer(layer.segment),
-        integer(layer.grain),
         layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
         formatted(layer.density, ".3f"),
         formatted(layer.error, ".2e"),

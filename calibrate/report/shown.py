@@ -27,7 +27,8 @@ def summary_parts(profile: Profile) -> Iterator[Table | str]:
     if contents["retiled"]:
         yield contents["retiled"]
     if contents["unsupported_heads"]:
-        yield f"dense here: {contents['unsupported_heads']} heads with linear tails, which this version does not have"
+        count = contents["unsupported_heads"]
+        yield f"dense here: {count} heads, whose tail, grain or representatives this version does not have"
     yield Table(COLUMNS, [length_cells(row) for row in contents["lengths"]])
     yield f"prompts below {profile.min_length} tokens stay dense"
 

@@ -1,6 +1,6 @@
 """What was chosen for a layer at one length, and how it follows from the layer's curves, a budget and a search point.
 
-A search point fixes what all heads of a layer share: segment, grain, tile and scores. Each head's threshold,
+A search point fixes what all heads of a layer share: segment, tile and scores. Each head's threshold,
 representatives and tail then follow from its curves and the budget, exactly (`allocate.py`).
 """
 
@@ -54,7 +54,6 @@ class SearchPoint(NamedTuple):
     """What a trial of the search names."""
 
     segment: int
-    grain: int
     tile: TileConfig
     scores: Scores = "input"
 
@@ -93,10 +92,10 @@ class Choice:
     @property
     def config(self) -> LayerConfig:
         """The layer as the runtime takes it."""
-        _, grain, tile, scores = self.point
+        _, tile, scores = self.point
         heads = self.allocation.heads
         last_rows = self.last_rows if any(head.mode == "s2o" for head in heads) else 0
-        return LayerConfig(heads, tile, grain=grain, scores=scores, last_rows=last_rows).validate()
+        return LayerConfig(heads, tile, scores=scores, last_rows=last_rows).validate()
 
     @property
     def cost(self) -> float:
@@ -212,7 +211,7 @@ def choice_at(
 
     weights: by default those of a budget that is no KL. last_rows: dense ones at a prompt's end, that curves count so.
     """
-    point_curves = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
+    point_curves = methods(curves, point.segment, Shape.of(point.tile), point.scores)
     weights = weights_of(curves, recipe) if weights is None else weights
     unspent = Choice(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
     return unspent.spending(budget_mse(weights, recipe), search_constraints(recipe))

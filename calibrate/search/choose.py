@@ -72,7 +72,7 @@ class Chosen:
         limits: the error every layer may have, in the budget's unit.
         groups: layer numbers that shared a search, made on the first of them.
         failures: what trials died of, and how often.
-        tried: how many combinations of segment, grain, tile and scores each group's search tried, none of them twice.
+        tried: how many combinations of segment, tile and scores each group's search tried, none of them twice.
         uniform: the best single setting; None if dense attention is cheaper, and with a budget in KL.
     """
 
@@ -329,9 +329,9 @@ class _LengthSearch:
             for layer_curves, head_sensitivity in zip(curves, sensitivity or repeat(None, len(curves)), strict=True)
         ]
         budgets = [budget_mse(weights, recipe) for weights in self._weights]
-        shape, grain = Shape.of(tiles[0]), recipe.grains[-1]
+        shape = Shape.of(tiles[0])
         by_segment = [
-            {segment: methods(layer_curves, segment, grain, shape, recipe.scores[0]) for segment in self._segments}
+            {segment: methods(layer_curves, segment, shape, recipe.scores[0]) for segment in self._segments}
             for layer_curves in curves
         ]
         self._groups = groups(by_segment, budgets, search_constraints(recipe))
@@ -399,9 +399,9 @@ class _LengthSearch:
         if self._uniform is None:
             return None
         heads = next(iter(self._curves[layer].values())).density.shape[0]
-        grain, scores = self._recipe.grains[-1], self._recipe.scores[0]
+        scores = self._recipe.scores[0]
         last_rows = self._recipe.last_rows_at(self.length)
-        return LayerConfig((self._uniform.head,) * heads, self._tiles[0], grain, scores, last_rows).validate()
+        return LayerConfig((self._uniform.head,) * heads, self._tiles[0], scores, last_rows).validate()
 
     def _time_uniform(self, layer: int, config: LayerConfig, timer: Timer) -> None:
         """Add a layer's time with the single setting; if any layer cannot be timed, the total is not reported."""

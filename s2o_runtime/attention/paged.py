@@ -16,7 +16,7 @@ from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.attention.result import Attention, AttentionStats
 from s2o_runtime.call import Call
-from s2o_runtime.config import HEAD_DIMS, LayerConfig
+from s2o_runtime.config import GRAIN, HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
 from s2o_runtime.pages import PagedKeys, packed_starts
@@ -184,10 +184,8 @@ def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype)
         return obstacle
     if config.scores == "int8":
         return "int8 scores are of keys that were rounded, which is a copy"
-    if pages.page_size < config.grain:
-        return f"pages have {pages.page_size} tokens, fewer than the {config.grain} of a step"
-    if config.grain == 1 and config.has_tail:
-        return "a tail of single keys reads all values in their order"
+    if pages.page_size < GRAIN:
+        return f"pages have {pages.page_size} tokens, fewer than the {GRAIN} of a step"
     if pages.k.shape[3] not in HEAD_DIMS:
         return f"head_dim {pages.k.shape[3]} is filled up with zeros"
     if config.tile.specialized:

@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s2o_runtime import config
 from s2o_runtime.call import Call, Starts
 from s2o_runtime.devices import Resources, resources
 from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Strides
 from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import Argument, launch, stride_groups
 from s2o_runtime.kernels.primitives import (
+    GRAIN,
     LOG2E,
     MAX_REGISTERS,
     REST,
@@ -123,7 +125,6 @@ def _prefill(
     BM: tl.constexpr = SIZES.BM
     BN: tl.constexpr = SIZES.BN
     STAGES: tl.constexpr = SIZES.STAGES
-    GRAIN: tl.constexpr = SIZES.GRAIN
     EDGES: tl.constexpr = SIZES.EDGES
     BUCKETS: tl.constexpr = SIZES.BUCKETS
     stride_kl = stride_k.row
@@ -211,7 +212,7 @@ def _prefill(
         m_before = m
         l_before = l
         m, l, acc = absorb_chunk(
-            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES,
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES,
             MODE.CAP, MODE.INT8,
         )  # fmt: skip
         chunk_begin = done
@@ -323,7 +324,7 @@ def row_slices(call: Call, workspace: int) -> list[range]:
     shape, tables = call.shape, call.tables
     if not tables.shortest:
         return [range(shape.q_len)]
-    key_bytes = shape.batch * shape.query_heads * RANK_BYTES / call.config.grain
+    key_bytes = shape.batch * shape.query_heads * RANK_BYTES / config.GRAIN
     keys = int(workspace / key_bytes)  # of all segments of one head together
     sums = shape.query_heads * tail_bytes(shape.head_dim) * tables.tail
     tail = int(shape.batch * sums / key_bytes)  # as if a segment had more keys
@@ -422,7 +423,7 @@ def prefill(
         {
             "SIZES": Sizes(
                 GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n, STAGES=tile.num_stages,
-                GRAIN=call.config.grain, EDGES=EDGES, BUCKETS=BUCKETS,
+                EDGES=EDGES, BUCKETS=BUCKETS,
             ),
             "MODE": Mode(
                 HAS_TAIL=tail is not None, HAS_START=call.padded, PACKED=call.packed, HAS_LSE=lse is not None,

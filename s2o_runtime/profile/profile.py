@@ -125,7 +125,7 @@ class Profile:
 
 def _checks(config: LayerConfig) -> tuple[object, ...]:
     """What, besides a head's own settings, decides where it stops: tau means the same only where this is equal."""
-    return config.tile.block_m, config.tile.stride, config.grain
+    return config.tile.block_m, config.tile.stride
 
 
 def _between(near: HeadConfig, distant: HeadConfig, weight: float | None) -> HeadConfig:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
 from s2o_runtime.scoring import Scoring, ScoringOptions, capped
@@ -104,9 +104,9 @@ def s2o_attention_reference(
         scores: scale, softcap and sinks, as in `scoring.Scoring`. A sink is part of the denominator from the start, so
             the gain is relative to it too.
         kv_start: int32 or int64 [B], the first key of each sequence that counts.
-        paper_literal: do what the paper's pseudocode does and the product does not: permute queries inside their
-            segment by their score with the mean key of segment 0, check after every tile, and throw away the tile
-            that stops the visit.
+        paper_literal: do what the paper's pseudocode does and the product does not: rank each key by itself, permute
+            queries inside their segment by their score with the mean key of segment 0, check after every tile, and
+            throw away the tile that stops the visit.
         ranking_of: rankings to follow instead of Algorithm 1's; called with sequence, query head and segment.
 
     Raises:
@@ -174,7 +174,7 @@ def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
                 parts = part_means(exact[begin:end], segment // head.representatives, offset + begin, start)
                 if int8 is not None:
                     parts = int8.representatives(parts)
-                ranking = rank(parts, k[start:first], v[start:first], config.grain, start, softcap)
+                ranking = rank(parts, k[start:first], v[start:first], 1 if paper_literal else GRAIN, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
             state, keys_visited = _gathered_prefix(inputs, queries, state, ranking, real)

@@ -79,7 +79,6 @@ def parser() -> Parser:
     add("--dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
     add("--representatives", 1, "means of so many parts of a segment rank its keys", type=int, metavar="N")
-    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
     add("--tail", "none", "what is done with the keys behind the stop", choices=("none", "mean"))
     add("--data", "random", "random, or a model (demo, an alias, a folder) to capture q, k, v of", metavar="NAME")
     add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
@@ -129,7 +128,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def never_stopping(args: argparse.Namespace, tile: TileConfig) -> dict[str, LayerConfig]:
     """The forms of S2O with a tau of 0, which never stops."""
-    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "grain", "tail")}
+    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "tail")}
     return {
         S2O: LayerConfig.uniform(args.heads[0], tile=tile, **ranking),
         PUBLISHED: published_config(args.heads[0], 0.0, args.segment, tile),

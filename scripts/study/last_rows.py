@@ -94,7 +94,7 @@ def layers(device: torch.device) -> dict[str, LayerConfig]:
         ),
     }  # fmt: skip
     return {
-        f"{name}, {kind}": LayerConfig(heads, tile, grain=4).validate()
+        f"{name}, {kind}": LayerConfig(heads, tile).validate()
         for name, tile in tiles.items()
         for kind, heads in kinds.items()
     }
@@ -144,7 +144,7 @@ def price(args: argparse.Namespace, heads: tuple[int, int], length: int, device:
     """Print the times of a layer at one length."""
     q, k, v = tensors(heads, length, 1, device)
     never_stop = LayerConfig.uniform(
-        heads[0], segment=args.segment, representatives=16, grain=4, tail="mean", tile=device_tile(128, device)
+        heads[0], segment=args.segment, representatives=16, tail="mean", tile=device_tile(128, device)
     )
 
     def density(config: LayerConfig) -> Tensor:

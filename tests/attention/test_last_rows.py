@@ -64,12 +64,12 @@ def check(q, k, v, config, kv_start=None, **options):
 )
 def test_the_last_rows_are_dense_and_the_others_as_they_were(shape, backend, nan_filled):
     q, k, v, kv_start = drawn(shape)
-    check(q, k, v, replace(mixed_config(shape[1], 20.0, grain=4), last_rows=128), kv_start, backend=backend)
+    check(q, k, v, replace(mixed_config(shape[1], 20.0), last_rows=128), kv_start, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=[INTERPRETED, SLOW])])
 def test_of_packed_and_paged_sequences_each_has_its_own(backend, nan_filled):
-    config = replace(mixed_config(4, 20.0, grain=4), last_rows=128)
+    config = replace(mixed_config(4, 20.0), last_rows=128)
     queries, lengths = [333, 40, 0, 70, 200], [333, 150, 0, 70, 260]
     parts, (q, k, v, cu_q, cu_k) = pack(queries, lengths, 4, 2, 64)
     packed = s2o_attention_varlen(q, k, v, cu_q, cu_k, 333, 333, config, backend=backend, **KEPT)

@@ -24,7 +24,7 @@ LENGTH, SEGMENT, HEADS, HEAD_DIM, PADDING = 250, 64, 2, 64, 170
 TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 STOPS_AT_ONCE = 1e6
 OF_HEADS = {
-    "plain": HeadConfig(STOPS_AT_ONCE, SEGMENT, representatives=4),
+    "plain": HeadConfig(STOPS_AT_ONCE, SEGMENT, representatives=16),
     "tail": HeadConfig(STOPS_AT_ONCE, SEGMENT, tail="mean"),
     "dense": HeadConfig(mode="dense"),
 }

@@ -15,18 +15,17 @@ from support.paging import LAYOUTS, PagedBatch, paged
 
 SLOW = pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs one after another")
 TILE = TileConfig(64, 32, 2, 4, 1)
-CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, grain=4, tile=TILE)
+CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE)
 OF_ALL_KINDS = LayerConfig(
     (
-        HeadConfig(tau=1.0, segment=64, representatives=4, tail="mean"),
+        HeadConfig(tau=1.0, segment=64, representatives=16, tail="mean"),
         HeadConfig(mode="dense"),
         HeadConfig(tau=0.0, segment=128),
         HeadConfig(tau=20.0, segment=64),
     ),
-    grain=4,
     tile=TILE,
 )
-HOPPER = LayerConfig.uniform(4, segment=128, grain=4, tile=TileConfig(64, 128, 4, 4, 2, True))
+HOPPER = LayerConfig.uniform(4, segment=128, tile=TileConfig(64, 128, 4, 4, 2, True))
 SINGLE_KEYS = LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE)
 
 
@@ -166,7 +165,6 @@ def test_rows_of_a_cache_are_its_keys(name):
         ({"k": torch.zeros(16, 9, 2, 64).transpose(0, 1)}, CONFIG, "are not alike rows"),
         ({}, replace(CONFIG, scores="int8"), "int8 scores are of keys that were rounded"),
         ({"page": 2}, CONFIG, "pages have 2 tokens, fewer than the 4 of a step"),
-        ({}, LayerConfig.uniform(4, tail="mean"), "a tail of single keys reads all values in their order"),
         ({"width": 80}, CONFIG, "head_dim 80 is filled up with zeros"),
         ({"between": 66}, CONFIG, None),
         ({"between": 66}, HOPPER, "multiples of 16 bytes"),

@@ -87,10 +87,9 @@ def test_dry_run_prints_the_plan_and_stops(command, tmp_path):
     assert plan["budget"] == "mse 0.0001 and rel_mse 0.01, whichever allows a layer less (given)"
     assert plan["out"] == "profiles/demo/cpu/mse-0.0001.safetensors"
     assert plan["journal"] == "profiles/demo/cpu/demo.journal.sqlite"
-    assert (plan["representatives"], plan["grains"]) == ("1, 16", "4")
     assert plan["num prompts"] == "5 of each length"
-    text = command(*GOOD, "--dry-run", "--representatives", "8,1", "--num-held-out", 1).stdout
-    assert "representatives     1, 8 (given)\n" in text
+    text = command(*GOOD, "--dry-run", "--scores", "input,int8", "--num-held-out", 1).stdout
+    assert "scores              input, int8 (given)\n" in text
     assert "num held out        1 of each length (given)\n" in text
     assert "8 query heads, 2 KV heads, head dim 128\n" in text
     assert list(tmp_path.iterdir()) == []

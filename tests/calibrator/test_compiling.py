@@ -73,11 +73,10 @@ LAYERS = {
     "one": LAYER,
     "other thresholds": LayerConfig.uniform(2, tau=9.0, segment=64, tile=TILE),
     "another segment": LayerConfig.uniform(2, tau=1.0, segment=128, tile=TILE),
-    "more representatives": LayerConfig.uniform(2, tau=1.0, segment=64, representatives=4, tile=TILE),
+    "more representatives": LayerConfig.uniform(2, tau=1.0, segment=64, representatives=16, tile=TILE),
     "tail": LayerConfig.uniform(2, tau=1.0, segment=64, tail="mean", tile=TILE),
     "one tail": replace(LAYER, heads=(LAYER.heads[0], replace(LAYER.heads[0], tail="mean"))),
     "one dense": replace(LAYER, heads=(LAYER.heads[0], DENSE)),
-    "grain": replace(LAYER, grain=4),
     "int8": replace(LAYER, scores="int8"),
 }
 
@@ -98,4 +97,4 @@ def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
         s2o_attention(q, k, v, config, backend="triton")
         of_form.setdefault(form(config), set()).add(constants[-1])
     assert all(len(each) == 1 for each in of_form.values())
-    assert len({next(iter(each)) for each in of_form.values()}) == len(of_form) == 5
+    assert len({next(iter(each)) for each in of_form.values()}) == len(of_form) == 4

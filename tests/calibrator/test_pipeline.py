@@ -212,7 +212,7 @@ def test_what_changed_is_named(change, said, tiny_folder, tmp_path):
 def choice(timing, mode="s2o", below=0):
     config = LayerConfig.uniform(2, tau=1.0, segment=512, mode=mode, tile=TileConfig(dense_below=below))
     allocation = Allocation(tuple(Point(0.0, 0.5, 0.5, 0.0, head) for head in config.heads))
-    return Choice(SearchPoint(512, 1, config.tile), {}, 0.0, allocation, timing)
+    return Choice(SearchPoint(512, config.tile), {}, 0.0, allocation, timing)
 
 
 def test_what_was_faster_than_dense_at_a_length_runs_there():

@@ -462,7 +462,8 @@ def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
         ("tau=1,segment=100", "segment 100 is not a multiple of 64: round it"),
         ("tau=-1", "tau -1.0 is out of range"),
         ("tau=1,stop_rule=last", "stop_rule 'last' is not known: use one of rest, paper"),
-        ("tau=1,grain=3", "grain 3 is not supported: use one of"),
+        ("tau=1,representatives=4", "representatives 4 is not supported: use one of (1, 16)"),
+        ("tau=1,grain=4", "has 'grain=4', expected"),
     ],
 )
 def test_a_bad_setting_names_the_part(text, message):
@@ -474,9 +475,9 @@ def test_a_bad_setting_names_the_part(text, message):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("tau=0.3,segment=1024,representatives=32,tail=mean", "tau=0.3,segment=1024,representatives=32,tail=mean"),
+        ("tau=0.3,segment=1024,representatives=16,tail=mean", "tau=0.3,segment=1024,representatives=16,tail=mean"),
         (" tail=mean , segment=256, tau=3e-1", "tau=0.3,segment=256,tail=mean"),
-        ("grain=4,stop_rule=raw,tau=0", "tau=0,grain=4,stop_rule=paper"),
+        ("segment=64,stop_rule=raw,tau=0", "tau=0,segment=64,stop_rule=paper"),
     ],
 )
 def test_a_setting_has_one_name(text, name):

@@ -45,7 +45,7 @@ from support.paging import LAYOUTS, paged
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1100, 4, 2, 128
 KINDS = (
-    HeadConfig(5.0, 256, tail="mean", representatives=32),
+    HeadConfig(5.0, 256, tail="mean", representatives=16),
     HeadConfig(0.5, 128),
     HeadConfig(50.0, 256, tail="mean"),
     HeadConfig(mode="dense"),
@@ -73,7 +73,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 def prefill(tile: TileConfig, scores: Scores = "input") -> float:
     """With and without left padding. Int8 scores are compared with the reference of the same rounding."""
     q, k, v = inputs()
-    config = LayerConfig(KINDS, tile, grain=4, scores=scores, last_rows=LAST_ROWS)
+    config = LayerConfig(KINDS, tile, scores=scores, last_rows=LAST_ROWS)
     worst = 0.0
     for start in (None, torch.tensor([70], device="cuda")):
         out, _, did = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_stats=True)
@@ -88,7 +88,7 @@ def prefill(tile: TileConfig, scores: Scores = "input") -> float:
 
 def packed(tile: TileConfig, scores: Scores = "input") -> float:
     """Three sequences, one of them empty."""
-    return off_dense(*packed_outputs(inputs(), LayerConfig(KINDS, tile, grain=4, scores=scores, last_rows=LAST_ROWS)))
+    return off_dense(*packed_outputs(inputs(), LayerConfig(KINDS, tile, scores=scores, last_rows=LAST_ROWS)))
 
 
 def packed_outputs(qkv: tuple[Tensor, ...], config: LayerConfig) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def in_place(tile: TileConfig) -> float:
     lengths = [300, 0, LENGTH - 300]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
     begins = torch.tensor([0, 300, 300, LENGTH], dtype=torch.int32, device="cuda")
-    config = LayerConfig(KINDS, tile, grain=4, last_rows=LAST_ROWS)
+    config = LayerConfig(KINDS, tile, last_rows=LAST_ROWS)
     k_cache, v_cache, table, _ = paged(k, v, lengths, 16, LAYOUTS[0])
     longest = max(lengths)
     ours = s2o_attention_paged(
@@ -152,7 +152,7 @@ def trace() -> float:
     from s2o_runtime.kernels.trace import trace as traced
 
     q, k, v = inputs()
-    config = LayerConfig.uniform(HEADS, segment=256, tail="mean", representatives=4, grain=4, tile=PLAIN)
+    config = LayerConfig.uniform(HEADS, segment=256, tail="mean", representatives=16, tile=PLAIN)
     truth = exact_attention(q, k, v).to(q.dtype)
     taus = torch.tensor([1e-2, 0.1, 1.0, 10.0], device="cuda")
     (found,) = traced(Call.of(q, k, v, config), truth, torch.ones(HEADS, device="cuda"), taus)

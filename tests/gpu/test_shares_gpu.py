@@ -30,7 +30,7 @@ TILES = [
     pytest.param(TileConfig(64, 64, 2, 4, 4, specialized=True), id="hopper-64"),
 ]
 HEADS = (
-    HeadConfig(0.3, 256, representatives=4, tail="mean"),
+    HeadConfig(0.3, 256, representatives=16, tail="mean"),
     HeadConfig(mode="dense"),
     HeadConfig(1.0, 512),
     HeadConfig(mode="dense"),
@@ -41,7 +41,7 @@ DENSE, OTHERS = [1, 3, 5, 7], [0, 2, 4, 6]
 
 
 def config_of(tile, scores="input"):
-    return LayerConfig(HEADS * 2, tile, grain=4, scores=scores)
+    return LayerConfig(HEADS * 2, tile, scores=scores)
 
 
 def both(monkeypatch, call, shares):

@@ -27,12 +27,12 @@ EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs
 GPU = Resources(132, 50 << 20)
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
 HEADS = (
-    HeadConfig(1.0, 64, representatives=4, tail="mean"),
+    HeadConfig(1.0, 64, representatives=16, tail="mean"),
     HeadConfig(mode="dense"),
     HeadConfig(0.5, 128, stop_rule=StopRule.PAPER),
     HeadConfig(mode="dense"),
 )
-CONFIG = LayerConfig(HEADS, TILE, grain=4)
+CONFIG = LayerConfig(HEADS, TILE)
 DENSE = [1, 3]
 
 

@@ -21,18 +21,18 @@ TAUS = [0.01, 2.0, 0.3, 50.0]
 
 
 @pytest.mark.parametrize(
-    ("length", "segment", "representatives", "grain", "softcap", "sinks", "scores", "taus"),
+    ("length", "segment", "representatives", "softcap", "sinks", "scores", "taus"),
     [
-        pytest.param(170, 64, 4, 4, 4.0, [2.0, 4.0], "input", TAUS[:2], marks=SLOW, id="cap-sinks"),
-        pytest.param(450, 128, 1, 1, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S128"),
-        pytest.param(301, 64, 4, 4, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S64-r4-g4"),
-        pytest.param(301, 64, 4, 4, None, [2.0, 4.0], "int8", TAUS, marks=EXHAUSTIVE, id="int8"),
+        pytest.param(170, 64, 16, 4.0, [2.0, 4.0], "input", TAUS[:2], marks=SLOW, id="cap-sinks"),
+        pytest.param(450, 128, 1, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S128"),
+        pytest.param(301, 64, 16, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S64-r16"),
+        pytest.param(301, 64, 16, None, [2.0, 4.0], "int8", TAUS, marks=EXHAUSTIVE, id="int8"),
     ],
 )
-def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, softcap, sinks, scores, taus):
+def test_a_trace_is_every_run_at_once(length, segment, representatives, softcap, sinks, scores, taus):
     q, k, v = inputs(1, 2, 1, length, length, 64)
     k = k * torch.rand(length, 1).square() * 3  # some keys matter, most do not
-    kind = {"segment": segment, "representatives": representatives, "grain": grain, "scores": scores}
+    kind = {"segment": segment, "representatives": representatives, "scores": scores}
     config = LayerConfig.uniform(2, tail="mean", tile=TILE, **kind)
     sinks = None if sinks is None else torch.tensor(sinks)
     features = {"softcap": softcap, "sinks": sinks}

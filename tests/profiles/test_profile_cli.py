@@ -23,9 +23,9 @@ from support.profiles import FORMAT, document_of
 
 SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
 
-FULL = path_of("schema7")
+FULL = path_of("schema8_grain4")
 QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --num-held-out 1 --trials 1 --segments 256"
-QUICK += " --representatives 1 --tails off --num-certify 3 --quiet"
+QUICK += " --tails off --num-certify 3 --quiet"
 
 
 def calibrate_demo(folder):
@@ -147,6 +147,15 @@ def test_diff_counts_what_differs(calibrated, run, tmp_path):
     assert "tau 2, tail 1" in text
     _, changes = run("diff", calibrated, FULL, "--json")
     assert changes["lengths"] == {"only_a": [512], "only_b": [1024, 8192, 131072]}
+
+
+def test_show_counts_the_heads_that_only_earlier_versions_could_run(run):
+    earlier = path_of("schema8")
+    count = load_profile(earlier).unsupported_heads
+    assert count > 10
+    assert f"\ndense here: {count} heads, whose tail, grain or representatives" in run("show", earlier)[1]
+    assert run("show", earlier, "--json")[1]["unsupported_heads"] == count
+    assert "dense here" not in run("show", FULL)[1]
 
 
 def test_export_holds_everything(run, tmp_path):

@@ -109,7 +109,7 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
         (plain.as_dense(), plain.as_dense()),
         (replace(plain.as_dense(), scores="int8"),) * 2,
         (plain, plain.as_dense()),
-        (replace(plain, heads=(HeadConfig(0.2, 128, representatives=4),) * 8), plain),
+        (replace(plain, heads=(HeadConfig(0.2, 128, representatives=16),) * 8), plain),
     ]
     geometry = Geometry("llama", len(layers), 8, 2, 64)
     buckets = tuple(zip(*layers, strict=True))
