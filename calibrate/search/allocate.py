@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from calibrate.curves.costs import overhead
 from calibrate.curves.curves import TAUS, Curve, RankingConfig
-from s2o_runtime.config import HeadConfig, StopRule, Tail
+from s2o_runtime.config import HeadConfig, Tail
 
 
 class Point(NamedTuple):
@@ -187,7 +187,7 @@ def points_of(curves: Mapping[RankingConfig, Curve], head: int, constraints: Sea
     points = [dense_point(next(iter(curves)).segment, *rounding_error(curves, head))]
     for mse, cost, density, row, method, tau, tail in sorted(candidates, key=_MSE_AND_COST):
         if cost < points[-1].cost:
-            settings = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
+            settings = HeadConfig(tau, method.segment, representatives=method.representatives, tail=tail)
             points.append(Point(mse, cost, density, row, settings))
     return points
 

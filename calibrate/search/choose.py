@@ -41,7 +41,7 @@ from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
 from calibrate.work.executor import Executor, Pending, completed
 from calibrate.work.items import WorkerState, WorkItem
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, Tail, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, Tail, TileConfig
 
 log = logging.getLogger("calibrate")
 
@@ -441,6 +441,6 @@ def _uniform(
             costs = density + overhead(method, tail) + layers[0][method].fixed_cost
             for tau, share, cost in zip(TAUS, spent.tolist(), costs.tolist(), strict=True):
                 if share <= 1.0 and cost < (1.0 if best is None else best.cost):
-                    head = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
+                    head = HeadConfig(tau, method.segment, representatives=method.representatives, tail=tail)
                     best = Uniform(head, cost)
     return best
