@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +29,6 @@ from s2o_runtime.profile.record import (
     BudgetKind,
     ErrorUnit,
     RecordedBudget,
-    error_unit,
 )
 
 SEGMENTS = (256, 512, 1024, 2048)
@@ -55,13 +54,12 @@ SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 @dataclass(frozen=True)
 class Budget:
-    """How much error is allowed, of a layer's attention or of what the model predicts.
+    """How much error of its attention a layer is allowed.
 
     Args:
         kind: "mse" is the mean squared difference from dense attention over the operator's whole output; "rel_mse" is
-            the same divided by the dense output's mean square, which carries over between models. "kl" is of the whole
-            model: KL(dense || patched) of the next token, the mean over the positions of the adjust prompts.
-        value: above 0, in the kind's unit; of a KL nats per token.
+            the same divided by the dense output's mean square, which carries over between models.
+        value: above 0, in the kind's unit.
         ceiling: the largest rel_mse beside an mse, so that a layer of small outputs keeps them; None or 0: no ceiling.
 
     >>> Budget.of({"budget_mse": 1e-4})
@@ -74,7 +72,7 @@ class Budget:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Budget:
-        """From budget_mse with ceiling_rel_mse, budget_rel_mse or budget_kl; without any the default.
+        """From budget_mse with ceiling_rel_mse or budget_rel_mse; without any the default.
 
         Raises:
             ConfigError: two budgets are given, or a ceiling beside another budget than an mse.
@@ -102,12 +100,8 @@ class Budget:
 
     @property
     def unit(self) -> ErrorUnit:
-        """The unit of a layer's errors and limits; of a budget in KL each layer's limit is an mse."""
-        return error_unit(self.kind)
-
-    @property
-    def is_kl(self) -> bool:
-        return self.kind == "kl"
+        """The unit of a layer's errors and limits."""
+        return self.kind
 
     def error(self, mse: float, dense_power: float) -> float:
         """A layer's error in the budget's `unit`, from a mean squared error and the dense output's mean square."""
@@ -132,8 +126,6 @@ DEFAULT_CEILING = 1e-2
 
 def _budget_line(recipe: Recipe) -> str:
     budget = recipe.budget
-    if budget.is_kl:
-        return f"KL {budget.value:g} nats per token, of the whole model on the adjust prompts"
     ceiling = "" if not budget.ceiling else f" and rel_mse {budget.ceiling:g}, whichever allows a layer less"
     return f"{budget.kind} {budget.value:g}{ceiling}"
 
@@ -146,7 +138,7 @@ def _segments_line(recipe: Recipe) -> str:
 class Recipe:
     """One calibration run: every field is an option of s2o-calibrate, which its `Option` describes.
 
-    The field `budget` is one of the options budget_mse (with ceiling_rel_mse), budget_rel_mse and budget_kl, `scope`
+    The field `budget` is one of the options budget_mse (with ceiling_rel_mse) and budget_rel_mse, `scope`
     is the option budget_scope and `needles` the option keep_needles. docs/options.md lists all of them.
 
     >>> from pathlib import Path
@@ -185,16 +177,6 @@ class Recipe:
             name="budget_rel_mse",
             default_text=f"{DEFAULT_BUDGET.value:g}",
             example="1e-3",
-            label="budget",
-            plan_text=_budget_line,
-        ),
-        Option(
-            Rule(float, low=0, above=True),
-            "what the model's predictions may change by, in place of either: KL in nats per token, mean over the "
-            "prompts that layers are adjusted on, at each calibrated length",
-            PROOF,
-            name="budget_kl",
-            example="5e-3",
             label="budget",
             plan_text=_budget_line,
         ),
@@ -303,10 +285,9 @@ class Recipe:
     )
     scope: str = option(
         Rule(str, allowed=SCOPES),
-        "the budget holds for every layer, or for the mean over the model's layers; a KL is of the model",
+        "the budget holds for every layer, or for the mean over the model's layers",
         PROOF,
         default="layer",
-        default_text="layer; model with budget_kl",
         name="budget_scope",
     )
     check_lengths: tuple[int, ...] | None = option(
@@ -453,8 +434,7 @@ class Recipe:
         check_names(OPTIONS, options, "the recipe")
         settings = {OPTIONS[name].field: value for name, value in options.items()}
         budget = Budget.of(options)
-        scope = {"scope": "model"} if budget.is_kl else {}
-        return cls(**scope | settings | {"budget": budget}).validate()
+        return cls(**settings | {"budget": budget}).validate()
 
     @classmethod
     def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
@@ -473,11 +453,6 @@ class Recipe:
         budget = Budget(allowed["kind"], OPTIONS["budget_mse"].read(allowed["value"]), ceiling)
         others = {name: by_field[name].read(value) for name, value in settings.items() if name != "budget"}
         return cls(**others | {"budget": budget, "out": out}).validate()
-
-    def with_budget(self, budget: Budget) -> Recipe:
-        """The recipe with another budget: the scope stays, unless one of the two is a KL, which is of the model."""
-        scope = "model" if budget.is_kl else "layer" if self.budget.is_kl else self.scope
-        return replace(self, budget=budget, scope=scope)
 
     @property
     def recorded_budget(self) -> RecordedBudget:
@@ -539,16 +514,6 @@ class Recipe:
             if entry.field != "budget":
                 entry.check(getattr(self, entry.field))
         self.budget.validate()
-        if self.budget.is_kl and self.scope != "model":
-            raise ConfigError(
-                f"budget_scope {self.scope} does not go with budget_kl, because a KL is of the whole model: leave "
-                "budget_scope out, or give a budget_rel_mse"
-            )
-        if self.budget.is_kl and self.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"kv_cache_dtype {self.kv_cache_dtype} does not go with budget_kl, whose search does not see the "
-                "rounding: give a budget_rel_mse"
-            )
         if self.lengths[0] < self.segments[0]:
             raise ConfigError(
                 f"length {self.lengths[0]} is shorter than one segment of {self.segments[0]}: use a longer one"

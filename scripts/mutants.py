@@ -222,10 +222,6 @@ MUTANTS = (
         "a layer that was tightened is given more again",
         ADJUST, " or (before and before.tightened)", "", ADJUST_TESTS,
     ),
-    Mutant(
-        "layers under a budget in KL are given more too",
-        ADJUST, " or candidate.recipe.budget.is_kl", "", ADJUST_TESTS,
-    ),
     # profiles
     Mutant(
         "a file is written in place instead of renamed",

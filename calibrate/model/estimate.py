@@ -91,7 +91,6 @@ CROSSOVERS = 50  # times dense attention at `CROSSOVER_LENGTH` that all crossove
 CROSSOVER_LENGTH = 131072
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
 TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
-KL_PASSES = 4  # over the adjust prompts that find what layers may spend of a budget in KL, of five at most
 PROOFS = 1.8  # how often a layer is proven, with those that are revised, which need dense attention once
 ATTEMPTS = 1.2  # how often a layer is certified, with those whose bound is over its limit at first
 NOISE = 2  # prompts of each length whose rounding is measured
@@ -186,8 +185,6 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         measuring += recipe.num_prompts * steps.forward(length)
         timed = TIMED if steps.attention(length) < LONG else TIMED_ALONE
         searching += trials * (rates.trial + on_gpu * timed * steps.attention(length))
-    if recipe.budget.is_kl:
-        searching += KL_PASSES * recipe.held_out * sum(map(steps.both, recipe.lengths))
     searching += on_gpu * CROSSOVERS * steps.attention(CROSSOVER_LENGTH)
     timing = sum(layers * (rates.timing + on_gpu * TIMED_LAYERS * steps.attention(length)) for length in proven)
     proving = read + timing + PROOFS * recipe.held_out * sum(map(steps.both, proven))

@@ -82,8 +82,7 @@ def _of_length(length: CertifiedLength, confidence: float) -> str:
             f"and the KL within {formatted(length.kl, '.1e')} nats, together"
         )
     noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
-    bound = "" if length.mean_kl_bound is None else f", for all prompts like these at most {length.mean_kl_bound:.1e}"
-    text += f"; these had a mean KL of {formatted(length.mean_kl, '.1e')}{noise}{bound}"
+    text += f"; these had a mean KL of {formatted(length.mean_kl, '.1e')}{noise}"
     retrieval = length.retrieval
     if retrieval is None or not retrieval.found:
         return f"{length.length} tokens: {text}; retrieval not proven"

@@ -15,7 +15,6 @@ from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
-from calibrate.proof.state import KlTrial
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.report.plan import option_lines
@@ -24,7 +23,7 @@ from calibrate.search.choice import Choice, search_constraints
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
 from s2o_runtime.config import Tail
-from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit, error_unit
+from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
 
@@ -121,7 +120,6 @@ class LengthReport:
         cost: the predicted time of all layers' attention divided by that of dense attention.
         attention_seconds: of all layers; None on a CPU, as `dense_attention_seconds`.
         groups: layers that shared one study.
-        kl_passes: how the scale of a budget in KL was found; empty with others.
     """
 
     length: int
@@ -137,7 +135,6 @@ class LengthReport:
     dense_attention_seconds: float | None
     groups: tuple[tuple[int, ...], ...]
     layers: tuple[LayerReport, ...]
-    kl_passes: tuple[KlTrial, ...] = ()
 
     @property
     def label(self) -> str:
@@ -167,7 +164,7 @@ class BudgetReport:
     @property
     def unit(self) -> ErrorUnit:
         """The unit of the layers' errors and limits."""
-        return error_unit(self.kind)
+        return self.kind
 
 
 @dataclass(frozen=True)
@@ -283,7 +280,6 @@ def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> 
         dense_attention_seconds=_total(layer.dense_seconds for layer in proof.layers),
         groups=() if chosen is None else tuple(tuple(map(layer_number, group)) for group in chosen.groups),
         layers=tuple(_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
-        kl_passes=tuple(result.kl_passes.get(length, ())),
     )
 
 

@@ -120,8 +120,6 @@ def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> t
 def _spender(curves: Curves, recipe: Recipe, power: float) -> str:
     """How much error the layer, or the model, may spend, in words."""
     budget = recipe.budget
-    if budget.is_kl:
-        return f"the model may spend a KL of {budget.value * recipe.margin:.2e} nats per token"
     spend = budget.error(budget_mse(weights_of(curves, recipe), recipe), power)
     spender = "the layer" if recipe.scope == "layer" else "all layers in the mean"
     return f"{spender} may spend {spend:.2e} {budget.unit} in the mean over heads"

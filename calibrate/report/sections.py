@@ -100,10 +100,7 @@ def _layer_cells(layer: LayerReport, relative: bool, ceiling: bool) -> tuple[str
 
 
 def overview_table(report: Report) -> Table:
-    """One row a length; the error is the largest of any layer, or the mean of the layers if the budget is of the model.
-
-    A budget in KL is to be compared with the column KL.
-    """
+    """One row a length; the error is the largest of any layer, or their mean if the budget is of the model."""
     units = ("mse", "rel_mse") if report.budget.kind == "mse" else (report.budget.unit,)
     which = "largest" if report.budget.scope == "layer" else "mean"
     errors = tuple(f"{which}\n{unit}" for unit in units)
@@ -140,7 +137,8 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
         f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
         + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
     ]
-    notes += filter(None, (_kl_note(report, length), _uniform_note(length)))
+    if uniform := _uniform_note(length):
+        notes.append(uniform)
     reasons: dict[str, list[int]] = {}
     for layer in length.layers:
         if layer.why_dense:
@@ -150,17 +148,6 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
     if tightened := [layer.layer for layer in length.layers if layer.tightened]:
         notes.append(f"{layer_ranges(tightened)} tightened by what the prompts of this table showed")
     return notes
-
-
-def _kl_note(report: Report, length: LengthReport) -> str | None:
-    """How the scale of a budget in KL was found at a length."""
-    if not length.kl_passes:
-        return None
-    passes = ", ".join(f"{one.kl:.1e} (predicted {one.predicted:.1e})" for one in length.kl_passes)
-    return (
-        f"KL {length.kl:.1e} of {report.budget.value:g} allowed, on the prompts that layers were adjusted on; "
-        f"passes that found what heads may spend: {passes}; limits of layers are the mse that they were given"
-    )
 
 
 def _ceiling_note(report: Report, length: LengthReport) -> str | None:

@@ -35,8 +35,6 @@ def summary(profile: Profile) -> dict[str, Any]:
 def _budget(budget: RecordedBudget | None) -> str | None:
     if budget is None or budget.value is None:
         return None
-    if budget.kind == "kl":
-        return f"KL {budget.value:g} (nats per token)"
     ceiling = "" if budget.ceiling_rel_mse is None else f" and rel_mse {budget.ceiling_rel_mse:g}"
     return f"{budget.kind} {budget.value:g}{ceiling} ({budget.scope})"
 

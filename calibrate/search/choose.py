@@ -10,7 +10,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +21,6 @@ from calibrate.curves.measure import LayersCurves, dense_forward
 from calibrate.journal import Journal, taken_on
 from calibrate.model.capture import Captured
 from calibrate.model.memory import free_memory
-from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import SearchConstraints
@@ -32,7 +30,6 @@ from calibrate.search.choice import (
     allocate_model_budget,
     budget_mse,
     default_segment,
-    predicted_kl,
     search_constraints,
     weights_of,
 )
@@ -73,7 +70,7 @@ class Chosen:
         groups: layer numbers that shared a search, made on the first of them.
         failures: what trials died of, and how often.
         tried: how many combinations of segment, tile and scores each group's search tried, none of them twice.
-        uniform: the best single setting; None if dense attention is cheaper, and with a budget in KL.
+        uniform: the best single setting; None if dense attention is cheaper.
     """
 
     choices: list[Choice]
@@ -87,16 +84,6 @@ class Chosen:
     def trials(self) -> int:
         """How many trials were run, of all groups together."""
         return sum(self.tried)
-
-    @property
-    def predicted_kl(self) -> float:
-        """The KL that is predicted of the choices, in nats per token, with a budget in KL."""
-        return predicted_kl(self.choices)
-
-    def sharing(self, recipe: Recipe, scale: float) -> Chosen:
-        """These search points with `scale` of one budget over all layers (`allocate_model_budget`)."""
-        choices, limits = allocate_model_budget(self.choices, recipe, scale)
-        return replace(self, choices=choices, limits=limits)
 
     def spending(self, share: float, constraints: SearchConstraints) -> Chosen:
         """The same choices with this share of the budget they were made for; dense layers stay as they are."""
@@ -118,7 +105,6 @@ def choose(
     recipe: Recipe,
     journal: Journal,
     on_trial: Callable[[str], object],
-    sensitivity: Sensitivity | None = None,
 ) -> dict[int, Chosen]:
     """Search for the first layer of every group; the others take its point and spend their own budget.
 
@@ -133,7 +119,6 @@ def choose(
         recipe: says the budget and how many trials there are.
         journal: where times are kept.
         on_trial: called after each trial with a text for a progress bar.
-        sensitivity: of every layer and head, for a budget in KL.
 
     Returns:
         What was chosen, by length.
@@ -167,7 +152,6 @@ def choose(
             lambda: deadline is not None and time.monotonic() > deadline,
             on_trial,
             partial(timed, length) if on_gpu else None,
-            sensitivity,
         )
     waiting: list[Pending[None]] = []
     for layer in range(executor.geometry.layers):
@@ -317,17 +301,13 @@ class _LengthSearch:
         out_of_time: Callable[[], bool],
         on_trial: Callable[[str], object],
         timer: Callable[[int, LayerConfig, float], Timing] | None,
-        sensitivity: Sensitivity | None = None,
     ) -> None:
         """timer: times a configuration on a layer's inputs, given the best seconds so far; None without a GPU."""
         self.length = length
         self._curves, self._tiles, self._recipe = curves, tiles, recipe
         self._studies, self._out_of_time, self._on_trial, self._timer = studies, out_of_time, on_trial, timer
         self._segments = recipe.segments_for(length)
-        self._weights = [
-            weights_of(layer_curves, recipe, head_sensitivity, len(curves))
-            for layer_curves, head_sensitivity in zip(curves, sensitivity or repeat(None, len(curves)), strict=True)
-        ]
+        self._weights = [weights_of(layer_curves, recipe) for layer_curves in curves]
         budgets = [budget_mse(weights, recipe) for weights in self._weights]
         shape = Shape.of(tiles[0])
         by_segment = [
@@ -339,10 +319,8 @@ class _LengthSearch:
         self._points: dict[int, Pending[SearchPoint]] = {}  # the best one, by the first layer of a group
         self._choices: dict[int, Choice] = {}
         default = default_segment(self._segments)
-        self._uniform = None  # a KL belongs to no single setting, because its search goes on in the proof
-        if not recipe.budget.is_kl:
-            tails = search_constraints(recipe).tails
-            self._uniform = _uniform([segment_curves[default] for segment_curves in by_segment], budgets, tails)
+        tails = search_constraints(recipe).tails
+        self._uniform = _uniform([segment_curves[default] for segment_curves in by_segment], budgets, tails)
         self._uniform_seconds: dict[int, float] = {}
         self._searches = [
             LayerSearch(

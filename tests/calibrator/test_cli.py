@@ -132,8 +132,6 @@ def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, tmp_path):
         (["SLOWER"], ["longer prompts", "dense"], "error"),
         (["OVER_LIMIT", "LOST_NEEDLES"], ["allow less error"], "more error"),
         (["OVER_LIMIT", "OVER_LIMIT", "SLOWER"], ["allow more error", "longer prompts"], "less error"),
-        (["OVER_KL"], ["--num-prompts"], "error"),
-        (["OVER_KL", "SLOWER"], ["longer prompts"], "--num-prompts"),
     ],
 )
 def test_what_helps_depends_on_what_failed(kinds, phrases, never):

@@ -112,7 +112,6 @@ def test_the_memory_is_what_was_measured():
         {"num_certify": 64},
         {"trials": 32},
         {"segments": (256, 512)},
-        {"budget_kl": 5e-3},
         {"model": "qwen2.5-7b"},
         {"model": "llama-3.1-70b"},  # its weights do not stay on the GPU
     ],

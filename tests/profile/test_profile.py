@@ -19,7 +19,7 @@ from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, Record, load_profile, save_profile, serialize
 from s2o_runtime.profile import file as profile_file
 from scripts.docs import profile_format
-from support.golden_profiles import GOLDEN, budget_in_kl, ceiling, field_paths, full, mixed, path_of
+from support.golden_profiles import GOLDEN, ceiling, field_paths, full, given_tokenizer, mixed, path_of
 from support.profiles import FORMAT, document_of, file_of
 
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
@@ -96,7 +96,7 @@ def test_heads_that_only_earlier_versions_could_run_are_dense(tmp_path, name, va
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
     fields = set()
-    for golden in (full, budget_in_kl, ceiling):
+    for golden in (full, given_tokenizer, ceiling):
         fields |= field_paths(document_of(serialize(golden())))
     fields |= field_paths(document_of(serialize(mixed()))) - {"record"}
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}

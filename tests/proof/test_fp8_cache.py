@@ -13,7 +13,6 @@ from calibrate.proof.layers import LayerSetting
 from calibrate.proof.verify import prove
 from calibrate.recipe import Recipe
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.errors import ConfigError
 from s2o_runtime.quantisation import as_cached
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
@@ -68,8 +67,3 @@ def test_what_was_measured_without_such_a_cache_is_found_again():
     plain = replace(recipe, kv_cache_dtype="auto")
     assert "kv_cache_dtype" not in plain.record()
     assert Recipe.from_record(plain.record(), recipe.out).kv_cache_dtype == "auto"
-
-
-def test_budgets_in_kl_do_not_see_the_rounding():
-    with pytest.raises(ConfigError, match="kv_cache_dtype fp8 does not go with budget_kl"):
-        Recipe.of(OPTIONS | {"budget_kl": 1e-3})

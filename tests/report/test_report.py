@@ -73,7 +73,6 @@ def made(layers=6, heads=8, lengths=(8192, 16384, 32768), on_gpu=True, checked=(
             "uniform": uniform | {"seconds": together["seconds"] and together["seconds"] * 1.31},
             "attention_seconds": together["seconds"], "dense_attention_seconds": together["dense_seconds"],
             "groups": [] if length in checked else [[0, 1], list(range(2, layers))], "layers": of_length,
-            "kl_passes": [],
         })  # fmt: skip
     return {
         "out": "profiles/demo/h200/rel-mse-0.001.safetensors", "met": True, "problems": [],

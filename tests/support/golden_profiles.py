@@ -147,15 +147,12 @@ def _record() -> dict[str, Any]:
     }
 
 
-def budget_in_kl() -> Profile:
-    """What the record says of a budget in KL, and of a tokenizer that was given."""
-    passes = [{"scale": 1.0, "predicted": 4e-3, "kl": 6e-3}, {"scale": 0.75, "predicted": 3e-3, "kl": 4e-3}]
+def given_tokenizer() -> Profile:
+    """What the record says of a tokenizer that was given, and of the mean KL on the certify prompts."""
     record = {
-        "budget": {"kind": "kl", "value": 5e-3, "scope": "model"},
         "recipe": {"tokenizer": "a/folder", "per_prompt": False},
-        "predicted": [{"length": 1024, "kl": 3e-3, "layers": [{"sensitivity": 0.25}]}],
-        "held_out": [{"length": 1024, "calibrated": True, "kl": 4e-3, "kl_passes": passes}],
-        "certificate": {"lengths": [{"length": 1024, "mean_kl": 4e-3, "mean_kl_bound": 4.5e-3}]},
+        "held_out": [{"length": 1024, "calibrated": True, "kl": 4e-3}],
+        "certificate": {"lengths": [{"length": 1024, "mean_kl": 4e-3}]},
     }
     return replace(minimal(), record=Record.from_json(record))
 

@@ -35,5 +35,4 @@ def tiny_tokenizer():
 
 def recipe(folder, out, **changes):
     options = {"model": str(folder), "lengths": (512, 1024), "out": out} | QUICK | changes
-    given = {"budget_mse", "budget_kl"} & options.keys()
-    return Recipe.of(options if given else {"budget_rel_mse": 1e-2} | options)
+    return Recipe.of(options if "budget_mse" in options else {"budget_rel_mse": 1e-2} | options)
