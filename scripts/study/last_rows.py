@@ -90,7 +90,7 @@ def layers(device: torch.device) -> dict[str, LayerConfig]:
     kinds = {
         "heads of all modes": (
             HeadConfig(1e4, 512, tail="mean"), HeadConfig(1e4, 512, representatives=16), HeadConfig(mode="dense"),
-            HeadConfig(1e4, 512, representatives=4, tail="mean"),
+            HeadConfig(1e4, 512, representatives=16, tail="mean"),
         ),
     }  # fmt: skip
     return {

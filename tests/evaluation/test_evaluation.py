@@ -100,7 +100,7 @@ def test_agreement_is_exact_for_a_setting_that_never_stops_and_not_for_a_coarse_
     for exact, coarse in zip(rows(results, "agreement", EXACT), rows(results, "agreement", COARSE), strict=True):
         assert exact["kl"] < 1e-8  # rounding of float32 log-probabilities, squared
         assert exact["top1"] == 1
-        assert coarse["kl"] > 1e-2
+        assert coarse["kl"] > 5e-3
         assert coarse["top1"] < 0.99
         assert coarse["density"] < 0.9
         assert coarse["positions"] == 512
