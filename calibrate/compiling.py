@@ -61,4 +61,4 @@ def any_stride(tile: TileConfig) -> TileConfig:
 def form(config: LayerConfig) -> Hashable:
     """What of a layer decides, beside its tile, which kernels it needs."""
     modes = frozenset(head.mode for head in config.heads)
-    return modes, config.tails, config.last_rows > 0, config.grain, config.scores
+    return modes, config.has_tail, config.last_rows > 0, config.scores

@@ -11,30 +11,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
+from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.pages import PageTable
 from s2o_runtime.scoring import PLAIN, Scoring
 from s2o_runtime.shapes import CallShape, Packed, call_shape, check_heads, packed_shape
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
-TAIL = 4  # `far` of the head is "mean"
-FIRST_CHUNK = math.nan  # the threshold of a head with a linear tail: no gain is >= nan, while an infinite one is >= inf
+TAIL = 4  # `tail` of the head is "mean"
 
 
 class HeadTables(NamedTuple):
     """The per-head settings, on the device with one entry per query head, and what the launches need of them.
 
-    tau: float32 [Hq], FIRST_CHUNK of a head with a linear tail; segment: int32 [Hq], 0 marks a head without a prefix;
+    tau: float32 [Hq]; segment: int32 [Hq], 0 marks a head without a prefix;
     flags: int32 [Hq], see above; part: int32 [Hq], queries of a representative; representatives: int32 [Hq], of a
     segment; launch_order: int32 [Hq], the heads in the order in which their programs start, dense ones first, as they
     have the most work; None where all are of one mode and no last rows are dense.
-    dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it, which those
-    with a linear tail do not.
+    dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
     shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
-    tail: whether `far` of any head is "mean"; linear: int32, the heads with a linear tail. These six are of the heads
-    in mode "s2o".
+    tail: whether `tail` of any head is "mean". These five are of the heads in mode "s2o".
     """
 
     tau: Tensor
@@ -50,7 +47,6 @@ class HeadTables(NamedTuple):
     shortest_part: int
     unit: int
     tail: bool
-    linear: Tensor
 
     @property
     def several(self) -> bool:
@@ -192,31 +188,19 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         return torch.tensor([value(head) for head in config.heads], dtype=dtype).to(device)
 
     modes = {head.mode for head in config.heads}
-    linear = [number for number, head in enumerate(config.heads) if _is_linear(head)]
     order = sorted(range(config.num_heads), key=lambda head: config.heads[head].mode != "dense")
     return HeadTables(
-        tau=table(lambda head: FIRST_CHUNK if _is_linear(head) else head.tau, torch.float32),
+        tau=table(lambda head: head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
-        flags=table(_flags),
+        flags=table(lambda head: int(head.stop_rule) | TAIL * (head.tail == "mean")),
         part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
         launch_order=torch.tensor(order, dtype=torch.int32).to(device) if len(modes) > 1 or config.last_rows else None,
         dense=sum(head.mode == "dense" for head in config.heads),
-        stopping=sum(head.has_threshold for head in ranked),
+        stopping=len(ranked),
         counts=tuple(sorted({head.representatives for head in ranked})),
         shortest=min((head.segment for head in ranked), default=0),
         shortest_part=min((head.segment // head.representatives for head in ranked), default=0),
         unit=math.lcm(*(head.segment for head in ranked)),
-        tail="mean" in config.tails,
-        linear=torch.tensor(linear, dtype=torch.int32).to(device),
+        tail=config.has_tail,
     )
-
-
-def _flags(head: HeadConfig) -> int:
-    if _is_linear(head):
-        return int(StopRule.REST)
-    return int(head.stop_rule) | TAIL * (head.far == "mean")
-
-
-def _is_linear(head: HeadConfig) -> bool:
-    return head.mode == "s2o" and head.far == "linear"

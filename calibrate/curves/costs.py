@@ -8,7 +8,7 @@ the length. Its share falls as prompts get longer. On a GPU it is measured (`ran
 from __future__ import annotations
 
 from calibrate.curves.curves import RankingConfig
-from s2o_runtime.config import Far
+from s2o_runtime.config import GRAIN, Tail
 
 # Measured on an H200 at 131072 tokens (docs/results/ranking-h200.txt).
 READING = 0.003  # reading queries and keys and writing scores once for every 1024 queries
@@ -16,12 +16,6 @@ SCORING_RATE = 0.75  # of dense attention's rate at matrix products: scoring rea
 ORDER = 0.017  # ordering a prefix for every 1024 queries, key by key
 UNIT_SEGMENT = 1024
 TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
-# The sums of linear tails: a product of all keys and values of a prefix once for every segment, as if that many queries
-# attended to them, and their merging. Measured with head dim 128 (docs/results/linear-sums-h200.txt, 4): of dense
-# attention's time 0.10 and 0.06 at 131072 tokens for segments of 1024 and 2048, 0.16 and 0.11 at 32768, 0.35 at 8192
-# for 1024.
-EXPANSION = 75.0
-EXPANSION_TOKENS = 2300.0  # what they take besides, times the length
 
 # Measured on an H200 for 32 heads: "selecting" of S2O with one tau, less `overhead`, in docs/results, of
 # bench-methods-rivals-8k-h200.json (10% of dense attention's time) and bench-methods-rivals-32k-h200.json (2.4%). At
@@ -32,17 +26,12 @@ QUADRATIC = 2036.0  # tokens
 RECORDED = 8192  # the shortest length that these are from: shorter ones are taken to have its share
 
 
-def overhead(ranking: RankingConfig, far: Far) -> float:
+def overhead(ranking: RankingConfig, tail: Tail) -> float:
     """The time of a head's ranking, and of its tail if it has one, over the head's dense time."""
     scoring = ranking.representatives / (2 * ranking.segment) / SCORING_RATE  # q k only, half of dense's products
-    passes = (READING + ORDER / ranking.grain) * UNIT_SEGMENT / ranking.segment
-    sums = {"none": 0.0, "mean": TAIL / (ranking.segment * ranking.grain), "linear": EXPANSION / ranking.segment}
-    return scoring + passes + sums[far]
-
-
-def linear_cost(length: int) -> float:
-    """What sums of linear tails take beside `overhead` in a call of this many tokens, over a head's dense time."""
-    return EXPANSION_TOKENS / length
+    passes = (READING + ORDER / GRAIN) * UNIT_SEGMENT / ranking.segment
+    sums = TAIL / (ranking.segment * GRAIN) if tail == "mean" else 0.0
+    return scoring + passes + sums
 
 
 def fixed_cost(length: int) -> float:

@@ -9,23 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import Far, Scores, TileConfig
+from s2o_runtime.config import Scores, Tail, TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
 
 
 @dataclass(frozen=True)
 class RankingConfig:
-    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig.
-
-    linear: of heads with a linear tail, which visit one chunk whatever their threshold: its curves have one point.
-    """
+    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig."""
 
     segment: int
     representatives: int = 1
-    grain: int = 1
     scores: Scores = "input"
-    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,11 +43,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Curve:
-    """Errors and density of every head at every threshold of `TAUS`; linear tails have one point.
+    """Errors and density of every head at every threshold of `TAUS`.
 
-    All tensors are float64 [Hq, len(TAUS)], of a linear tail [Hq, 1]. Thresholds are those of the
-    stop rule "rest", and a tile's gain is the mean over its rows. The tail does not change where a head stops, so one
-    density belongs to both errors.
+    All tensors are float64 [Hq, len(TAUS)]. Thresholds are those of the stop rule "rest", and a tile's gain is the mean
+    over its rows. The tail does not change where a head stops, so one density belongs to both errors.
 
     Attributes:
         mse: mean squared error without a tail.
@@ -72,9 +66,9 @@ class Curve:
     dense_power: float
     fixed_cost: float = 0.0
 
-    def errors(self, far: Far) -> tuple[Tensor, Tensor]:
-        """The mean squared error and that of the worst rows with this `HeadConfig.far`."""
-        return (self.mse, self.worst) if far == "none" else (self.tail_mse, self.tail_worst)
+    def errors(self, tail: Tail) -> tuple[Tensor, Tensor]:
+        """The mean squared error and that of the worst rows with this `HeadConfig.tail`."""
+        return (self.mse, self.worst) if tail == "none" else (self.tail_mse, self.tail_worst)
 
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Errors and density in the order of the fields, in this type: [5, Hq, len(TAUS)]."""
@@ -85,14 +79,13 @@ Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one leng
 
 
 def methods(
-    curves: Curves, segment: int, grain: int, shape: Shape, scores: Scores = "input"
+    curves: Curves, segment: int, shape: Shape, scores: Scores = "input"
 ) -> dict[RankingConfig, Curve]:  # fmt: skip
-    """The curves that heads choose among once segment, grain, tile shape and scores are fixed."""
-    settings = segment, grain, scores
+    """The curves that heads choose among once segment, tile shape and scores are fixed."""
     return {
         ranking: curve
         for (ranking, curve_shape), curve in curves.items()
-        if curve_shape == shape and (ranking.segment, ranking.grain, ranking.scores) == settings
+        if curve_shape == shape and (ranking.segment, ranking.scores) == (segment, scores)
     }
 
 
@@ -169,6 +162,6 @@ def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[RankingConfig, 
     return curves
 
 
-def with_fixed_cost(curves: Curves, cost: float, linear: float) -> dict[tuple[RankingConfig, Shape], Curve]:
-    """The same curves, with what every ranking, and every linear tail, takes at their length beside `overhead`."""
-    return {key: replace(curve, fixed_cost=cost + linear * key[0].linear) for key, curve in curves.items()}
+def with_fixed_cost(curves: Curves, cost: float) -> dict[tuple[RankingConfig, Shape], Curve]:
+    """The same curves, with what every ranking takes at their length beside `overhead`."""
+    return {key: replace(curve, fixed_cost=cost) for key, curve in curves.items()}

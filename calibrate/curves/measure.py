@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from calibrate.curves import linear_pass
-from calibrate.curves.costs import linear_cost
 from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, mean_curve, packed, unpacked, with_fixed_cost
 from calibrate.curves.passes import measure
 from calibrate.curves.ranking_cost import ranking_cost
@@ -22,6 +20,7 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.work.executor import Executor, executor_of, shares
 from calibrate.work.items import WorkerState, WorkItem
+from s2o_runtime.config import REPRESENTATIVES
 
 STAGE = "curves"
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
@@ -44,7 +43,7 @@ def measure_model(
         model: who runs it, or a loaded model, which then runs in this process.
         prompts: calibration prompts by length.
         shapes: of the tiles that may run, by length.
-        recipe: says which segments, representatives and grains there are.
+        recipe: says which segments and scores there are.
         journal: where curves are kept.
         on_step: called for every layer and length, and once for all that the journal has, as `progress_bar`'s step.
 
@@ -97,10 +96,7 @@ def measure_model(
                 on_step()
         fixed_costs = {length: ranking_cost(executor, length, recipe, journal) for length in prompts}
     return {
-        length: [
-            with_fixed_cost(unpacked(entries[layer, length]), fixed_costs[length], linear_cost(length))
-            for layer in layers
-        ]
+        length: [with_fixed_cost(unpacked(entries[layer, length]), fixed_costs[length]) for layer in layers]
         for length in prompts
     }
 
@@ -219,16 +215,8 @@ def of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curv
     length = int(prompt.q.shape[2])
     last_rows = recipe.last_rows_at(length)
     for segment in recipe.segments_for(length):
-        rankings = [
-            RankingConfig(segment, count, grain, scores)
-            for scores in recipe.scores
-            for count in recipe.representatives
-            for grain in recipe.grains
-        ]
+        rankings = [RankingConfig(segment, count, scores) for scores in recipe.scores for count in REPRESENTATIVES]
         curves |= measure(prompt, rankings, shapes, last_rows)
-        if segment in recipe.linear_segments_for(length):
-            linear = [RankingConfig(segment, grain=grain, linear=True) for grain in recipe.grains]
-            curves |= linear_pass.measure(prompt, linear, shapes, last_rows)
     return curves
 
 
@@ -252,10 +240,7 @@ def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
     """What a key of curves says of the recipe."""
     key: dict[str, Any] = {
         "segments": list(recipe.segments_for(length)),
-        "representatives": list(recipe.representatives),
-        "grains": list(recipe.grains),
         "scores": list(recipe.scores),
-        "linear_tails": bool(recipe.linear_segments_for(length)),
     }
     if last_rows := recipe.last_rows_at(length):
         key["last_rows"] = last_rows

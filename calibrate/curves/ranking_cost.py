@@ -18,7 +18,7 @@ from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState, WorkItem
 from calibrate.work.measured import measured
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import MAX_TAU, LayerConfig
+from s2o_runtime.config import GRAIN, MAX_TAU, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
@@ -40,7 +40,7 @@ def ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journ
 
 
 def _item(geometry: Geometry, length: int, recipe: Recipe) -> RankingCost:
-    ranking = RankingConfig(recipe.segments_for(length)[-1], grain=recipe.grains[-1])
+    ranking = RankingConfig(recipe.segments_for(length)[-1])
     return RankingCost(length, ranking, (geometry.query_heads, geometry.kv_heads, geometry.head_dim))
 
 
@@ -57,8 +57,7 @@ class RankingCost(WorkItem):
 
     @property
     def key(self) -> dict[str, Any]:
-        segment, grain = self.ranking.segment, self.ranking.grain
-        return {"length": self.length, "segment": segment, "grain": grain, "heads": list(self.heads)}
+        return {"length": self.length, "segment": self.ranking.segment, "grain": GRAIN, "heads": list(self.heads)}
 
     def __str__(self) -> str:
         return f"cost of ranking {self.length} tokens"
@@ -92,9 +91,7 @@ def _measured(geometry: Geometry, device: torch.device, length: int, ranking: Ra
         torch.randn(1, length, heads, geometry.head_dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
         for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
     )
-    config = LayerConfig.uniform(
-        geometry.query_heads, tau=MAX_TAU, segment=ranking.segment, tile=tiles[0], grain=ranking.grain
-    )
+    config = LayerConfig.uniform(geometry.query_heads, tau=MAX_TAU, segment=ranking.segment, tile=tiles[0])
     try:
         seconds = medians(
             {"s2o": partial(s2o_attention, q, k, v, config), "dense": partial(dense_attention, q, k, v)}, device, ROUNDS

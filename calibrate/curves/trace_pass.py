@@ -76,8 +76,8 @@ def traced(
     assert max(spacings.values()) < STRIDES
     tile = trace_tile(head_dim, capability(prompt.q.device), shapes[0].block_m, first)
     config = LayerConfig.uniform(
-        heads, segment=method.segment, representatives=method.representatives, far="mean", tile=tile,
-        grain=method.grain, scores=method.scores,
+        heads, segment=method.segment, representatives=method.representatives, tail="mean", tile=tile,
+        scores=method.scores,
     )  # fmt: skip
     q, k, v, truth = (laid_out(tensor, padded) for tensor in (prompt.q, prompt.k, prompt.v, dense))
     sinks = None if prompt.sinks is None else prompt.sinks.contiguous()

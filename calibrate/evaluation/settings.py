@@ -1,4 +1,4 @@
-"""A setting for all heads of a model, as text: "tau=0.3,segment=1024,representatives=32,far=mean" or "pbs:keep=0.9".
+"""A setting for all heads of a model, as text: "tau=0.3,segment=1024,representatives=16,tail=mean" or "pbs:keep=0.9".
 
 This is the one place that knows what such a text may say.
 """
@@ -21,12 +21,11 @@ RULES = {
     "tau": Rule(float),
     "segment": Rule(int),
     "representatives": Rule(int),
-    "grain": Rule(int),
     "stop_rule": Rule(str),
     "last_rows": Rule(int),
-    "far": Rule(str),
+    "tail": Rule(str),
 }
-EXAMPLE = "tau=0.3,segment=1024,representatives=32,far=mean"
+EXAMPLE = "tau=0.3,segment=1024,representatives=16,tail=mean"
 BASELINES = ("flash-prefill", "flash-prefill-v2", "pbs", "sparge", "xattention", "skip-softmax")
 REPOSITORY = Path(__file__).resolve().parents[2]  # of a clone
 CPU_TILE = TileConfig(block_m=64, block_n=64, chunk=4)  # its rows divide every legal segment
@@ -64,7 +63,7 @@ def parsed(text: str) -> dict[str, Any]:
                 f"one of {', '.join(BASELINES)} and a colon: try {EXAMPLE}"
             )
         options[name] = RULES[name].checked(value, f"setting {text!r}: {name}", EXAMPLE)
-    if "tau" not in options and options.get("far") != "linear":
+    if "tau" not in options:
         raise ConfigError(f"setting {text!r} has no tau, expected a threshold: try {EXAMPLE}")
     if "stop_rule" in options:
         options["stop_rule"] = StopRule.parse(options["stop_rule"])  # one spelling: "raw" is "paper"

@@ -15,6 +15,7 @@ from calibrate.model.layers import ROWS, decoder_layers
 from calibrate.model.weights import stays_resident
 from calibrate.recipe import SAMPLED_ROWS, Recipe
 from calibrate.timing import LONG
+from s2o_runtime.config import REPRESENTATIVES
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ResourceError
 from s2o_runtime.identity import Geometry
@@ -152,7 +153,6 @@ CROSSOVERS = 50  # times dense attention at `CROSSOVER_LENGTH` that all crossove
 CROSSOVER_LENGTH = 131072
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
 TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
-KL_PASSES = 4  # over the adjust prompts that find what layers may spend of a budget in KL, of five at most
 PROOFS = 1.8  # how often a layer is proven, with those that are revised, which need dense attention once
 ATTEMPTS = 1.2  # how often a layer is certified, with those whose bound is over its limit at first
 NOISE = 2  # prompts of each length whose rounding is measured
@@ -248,8 +248,6 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         measuring += recipe.num_prompts * steps.forward(length)
         timed = TIMED if steps.attention(length) < LONG else TIMED_ALONE
         searching += trials * (rates.trial + on_gpu * timed * steps.attention(length))
-    if recipe.budget.is_kl:
-        searching += KL_PASSES * recipe.held_out * sum(map(steps.both, recipe.lengths))
     searching += on_gpu * CROSSOVERS * steps.attention(CROSSOVER_LENGTH)
     timing = sum(layers * (rates.timing + on_gpu * TIMED_LAYERS * steps.attention(length)) for length in proven)
     proving = read + timing + PROOFS * recipe.held_out * sum(map(steps.both, proven))
@@ -318,10 +316,8 @@ def _faster(rates: Rates, times: float) -> Rates:
 
 
 def _rankings(recipe: Recipe, length: int) -> int:
-    """How many rankings have curves at a length; those of linear tails take as long as two."""
-    curves_of_segment = len(recipe.scores) * len(recipe.representatives)
-    linear = 2 * len(recipe.linear_segments_for(length))
-    return len(recipe.grains) * (len(recipe.segments_for(length)) * curves_of_segment + linear)
+    """How many rankings have curves at a length."""
+    return len(recipe.segments_for(length)) * len(recipe.scores) * len(REPRESENTATIVES)
 
 
 def _memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:

@@ -145,8 +145,8 @@ def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Te
 
 def _without_gradients(layer: DecoderLayer) -> ModelError:
     return ModelError(
-        f"layer {layer.number}: its weights let no gradient through, which a budget in KL needs: use --budget-rel-mse, "
-        "or a checkpoint that is not quantised"
+        f"layer {layer.number}: its weights let no gradient through, which a sensitivity needs: use a checkpoint "
+        "that is not quantised"
     )
 
 

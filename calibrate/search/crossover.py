@@ -17,7 +17,7 @@ from calibrate.work.executor import Executor
 from calibrate.work.items import WorkerState, WorkItem
 from calibrate.work.measured import measured, unmeasured
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
+from s2o_runtime.config import GRAIN, MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.shapes import CallShape
@@ -37,26 +37,25 @@ TAIL_PAYS = 0.85  # the same for tails: with few row tiles the one that visits m
 class CrossoverKey:
     """What layers have in common whose crossovers differ by their density only.
 
-    tile: without crossovers. head: the settings of all heads of a timed call. grain, scores: of the layers.
+    tile: without crossovers. head: the settings of all heads of a timed call. scores: of the layers.
     """
 
     tile: TileConfig
     head: HeadConfig
-    grain: int
     scores: Scores = "input"
 
     @classmethod
     def of(cls, config: LayerConfig) -> CrossoverKey:
         """A layer's key: its heads' dearest ranking, in a head that stops as early as it can."""
         ranked = [head for head in config.heads if head.mode == "s2o"] or [HeadConfig(segment=config.segment)]
-        dearest = max(ranked, key=lambda head: (head.far == "linear", head.representatives, head.far == "mean"))
+        dearest = max(ranked, key=lambda head: (head.representatives, head.tail == "mean"))
         bare = replace(config.tile, dense_below=0, min_queries=0, tail_keys=0)
-        return cls(bare, replace(dearest, tau=MAX_TAU), config.grain, config.scores)
+        return cls(bare, replace(dearest, tau=MAX_TAU), config.scores)
 
     def call(self, geometry: Geometry) -> LayerConfig:
         """What is timed: all heads alike, with a tile that sends no short call to dense attention."""
         tile = replace(self.tile, dense_below=0, min_queries=DECODE, tail_keys=0)
-        return LayerConfig((self.head,) * geometry.query_heads, tile, grain=self.grain, scores=self.scores).validate()
+        return LayerConfig((self.head,) * geometry.query_heads, tile, scores=self.scores).validate()
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,8 @@ class Crossovers(WorkItem):
     @property
     def key(self) -> dict[str, object]:
         """What the measurement depends on beside the GPU and the model."""
-        tile, head, grain, scores = self.of.tile, self.of.head, self.of.grain, self.of.scores
-        key = {"tile": asdict(tile), "head": repr(head), "grain": grain, "cases": self.cases}
+        tile, head, scores = self.of.tile, self.of.head, self.of.scores
+        key = {"tile": asdict(tile), "head": repr(head), "grain": GRAIN, "cases": self.cases}
         return key if scores == "input" else key | {"scores": scores}
 
     def run(self, worker: WorkerState) -> list[tuple[int, int]]:

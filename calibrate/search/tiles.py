@@ -173,4 +173,4 @@ def random_inputs(
 
 def _whole_prefix(tile: TileConfig, geometry: Geometry, segment: int) -> LayerConfig:
     """A layer without any stop."""
-    return LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile, grain=4)
+    return LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile)

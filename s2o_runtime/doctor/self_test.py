@@ -63,7 +63,7 @@ def kernel_tiles(device: torch.device) -> Iterator[TileConfig]:
 def layer(tile: TileConfig) -> LayerConfig:
     """Four heads: two that never stop and two that do, one of which estimates what it skips."""
     never, stopping = HeadConfig(0.0, SEGMENT), HeadConfig(TAU, SEGMENT)
-    return LayerConfig((never, stopping, never, HeadConfig(TAU, SEGMENT, far="mean")), tile)
+    return LayerConfig((never, stopping, never, HeadConfig(TAU, SEGMENT, tail="mean")), tile)
 
 
 def inputs(

@@ -24,6 +24,7 @@ class Profile:
     lengths: the calibrated buckets in tokens, ascending; layers[bucket][layer] is that layer's configuration.
     record: how it was made and what was shown. Of it the runtime reads the budget and the limits of the
         held-out proof (drift check), and `s2o-doctor` the proof, the certificate and the problems.
+    unsupported_heads: how many heads are dense because the file gives them settings of an earlier version.
 
     >>> from s2o_runtime import load_profile
     >>> profile = load_profile("profiles/demo/cpu/mse-0.0001.safetensors")  # in a clone of the repository
@@ -38,6 +39,7 @@ class Profile:
     lengths: tuple[int, ...]
     layers: tuple[tuple[LayerConfig, ...], ...]
     record: Record = field(default_factory=Record, hash=False)
+    unsupported_heads: int = field(default=0, compare=False)
 
     @property
     def min_length(self) -> int:
@@ -60,9 +62,8 @@ class Profile:
 
         The bucket nearest in log length decides everything but tau. For heads that the two buckets around `length`
         treat alike, tau is interpolated in log length; for others it is the smaller of the two, because the same tau
-        means another error with another segment or other checks. A layer with linear tails in one of the two, which
-        have no tau, is as in the longer one, because what it errs by grows with the length. Lengths are rounded to an
-        eighth of an octave, so that a server sees few distinct configurations.
+        means another error with another segment or other checks. Lengths are rounded to an eighth of an octave, so
+        that a server sees few distinct configurations.
         """
         steps = [length_step(bucket) for bucket in self.lengths]
         if length_step(length) in steps:
@@ -75,8 +76,6 @@ class Profile:
         if not 0 <= other < len(logs):
             return config
         other_config = self.layers[other][layer]
-        if "linear" in config.tails | other_config.tails:
-            return self.layers[max(nearest, other)][layer]
         alike = _checks(config) == _checks(other_config)
         weight = (position - logs[nearest]) / (logs[other] - logs[nearest]) if alike else None
         pairs = zip(config.heads, other_config.heads, strict=True)
@@ -130,7 +129,7 @@ class Profile:
 
 def _checks(config: LayerConfig) -> tuple[object, ...]:
     """What, besides a head's own settings, decides where it stops: tau means the same only where this is equal."""
-    return config.tile.block_m, config.tile.stride, config.grain
+    return config.tile.block_m, config.tile.stride
 
 
 def _between(near: HeadConfig, distant: HeadConfig, weight: float | None) -> HeadConfig:
@@ -140,7 +139,7 @@ def _between(near: HeadConfig, distant: HeadConfig, weight: float | None) -> Hea
     """
     if near.mode != "s2o" or distant.mode != "s2o" or near.stop_rule != distant.stop_rule:
         return near
-    alike = all(getattr(near, name) == getattr(distant, name) for name in ("segment", "representatives", "far"))
+    alike = all(getattr(near, name) == getattr(distant, name) for name in ("segment", "representatives", "tail"))
     if weight is None or not alike or near.tau == 0.0 or distant.tau == 0.0:
         return replace(near, tau=min(near.tau, distant.tau))
     return replace(near, tau=math.exp((1 - weight) * math.log(near.tau) + weight * math.log(distant.tau)))

@@ -85,7 +85,6 @@ class LayerFit(ServedLayer):
         of_buckets = [bucket[row] for bucket in profile.layers]
         limits = tuple(  # all that `why_dense` looks at
             (
-                "linear" in whole.tails,  # such a layer takes its longer bucket's configuration between two
                 config.is_dense,
                 config.scores,
                 self._tile_obstacle(config),
@@ -94,7 +93,7 @@ class LayerFit(ServedLayer):
                 fewest_queries(config.tile, fit.capability),
                 config.shortest_segment,
             )
-            for whole, config in ((whole, self.of_heads(whole)) for whole in of_buckets)
+            for config in map(self.of_heads, of_buckets)
         )
         self._limits = fit.kinds.setdefault(limits, len(fit.kinds))  # one number, which takes no time to hash
 

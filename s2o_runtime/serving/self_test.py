@@ -49,7 +49,7 @@ def never_stops(layer: LayerFit) -> LayerConfig | None:
     for length in layer.lengths:
         config = layer.config(length)
         if not config.is_dense:
-            heads = (replace(head, tau=0.0, far="none" if head.far == "linear" else head.far) for head in config.heads)
+            heads = (replace(head, tau=0.0) for head in config.heads)
             return replace(config, heads=tuple(heads), scores="input")
     return None
 

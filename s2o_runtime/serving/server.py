@@ -260,4 +260,4 @@ def _compiled_kind(config: LayerConfig) -> object:
     tile = config.tile
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     modes = frozenset(head.mode for head in config.heads)
-    return shape, config.grain, config.scores, counts, config.tails, config.shortest_segment, modes
+    return shape, config.scores, counts, config.has_tail, config.shortest_segment, modes

@@ -45,7 +45,6 @@ from scripts.bench.common import (
 )
 from scripts.bench.inputs import Inputs, model_qkv, random_qkv, rel_mse, repeated_qkv
 from scripts.bench.schema import (
-    LINEAR_TAILS,
     PUBLISHED,
     AttentionEntry,
     AttentionFile,
@@ -80,11 +79,7 @@ def parser() -> Parser:
     add("--dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
     add("--representatives", 1, "means of so many parts of a segment rank its keys", type=int, metavar="N")
-    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
-    add("--far", "none", "what is done with the keys behind the stop", choices=("none", "mean"))
-    out.add_argument(
-        "--linear", action="store_true", help="a row too of heads with linear tails, which visit one chunk"
-    )
+    add("--tail", "none", "what is done with the keys behind the stop", choices=("none", "mean"))
     add("--data", "random", "random, or a model (demo, an alias, a folder) to capture q, k, v of", metavar="NAME")
     add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
@@ -132,17 +127,12 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def never_stopping(args: argparse.Namespace, tile: TileConfig) -> dict[str, LayerConfig]:
-    """The forms of S2O with a tau of 0, which never stops; linear tails do not look at it."""
-    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "grain", "far")}
-    forms = {
+    """The forms of S2O with a tau of 0, which never stops."""
+    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "tail")}
+    return {
         S2O: LayerConfig.uniform(args.heads[0], tile=tile, **ranking),
         PUBLISHED: published_config(args.heads[0], 0.0, args.segment, tile),
     }
-    if args.linear:
-        forms[LINEAR_TAILS] = LayerConfig.uniform(
-            args.heads[0], tile=tile, segment=args.segment, grain=args.grain, far="linear"
-        )
-    return forms
 
 
 def inputs_of(args: argparse.Namespace, length: int, device: torch.device) -> Inputs:
@@ -174,7 +164,7 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerC
         of_form = points_of(args, form, config, mean_density if form == PUBLISHED else density)
         named = {f"{form}, {point.target}": point for point in of_form}
         jobs |= {name: partial(s2o_attention, q, k, v, p.config, backend=args.backend) for name, p in named.items()}
-        if args.backend == "triton" and form != LINEAR_TAILS:
+        if args.backend == "triton":
             jobs[f"{form}, rank"], prefills = kernel_parts(q, k, v, [point.config for point in of_form])
             jobs |= {f"{name}, prefill": prefill for name, prefill in zip(named, prefills, strict=True)}
         points |= named
@@ -217,12 +207,7 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerC
 def points_of(
     args: argparse.Namespace, form: str, never_stop: LayerConfig, density: Callable[[LayerConfig], Tensor]
 ) -> list[TableRow]:
-    """The rows of one form: without a stop, at every density that can be reached, else as low as can be.
-
-    Linear tails have one row.
-    """
-    if form == LINEAR_TAILS:
-        return [TableRow(form, "one chunk", never_stop)]
+    """The rows of one form: without a stop, at every density that can be reached, else as low as can be."""
     lowest = with_taus(never_stop, [MAX_TAU] * never_stop.num_heads)
     floor = float(density(lowest).mean())
     points = [TableRow(form, "never stop", never_stop)]

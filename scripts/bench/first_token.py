@@ -450,9 +450,9 @@ def sizes_folder(model: str, folder: Path) -> Path:
 def even_profile(args: argparse.Namespace, path: Path) -> Path:
     """Write a profile for weights under which all keys count the same: behind a share x, the rest gains (1 - x) / x."""
     shape, device = geometry(load_config(args.model, random_weights=True)), identify(torch.device(args.device))
-    head = HeadConfig(tau=1 / args.density - 1, segment=2048, representatives=32)
+    head = HeadConfig(tau=1 / args.density - 1, segment=2048, representatives=16)
     tile = device_tile(shape.head_dim, torch.device(args.device))
-    layer = LayerConfig((head,) * shape.query_heads, tile, grain=4, last_rows=DEFAULT_LAST_ROWS)
+    layer = LayerConfig((head,) * shape.query_heads, tile, last_rows=DEFAULT_LAST_ROWS)
     lengths = tuple(sorted({max(8192, args.lengths[0]), args.lengths[-1]}))  # as calibrated ones begin
     profile = Profile(args.model, shape, "", device, lengths, ((layer,) * shape.layers,) * len(lengths))
     save_profile(profile.validate(), path)

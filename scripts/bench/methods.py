@@ -59,7 +59,7 @@ TAUS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 KEEPS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 ALPHAS = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a setting, and the numbers in them
-    "s2o": (tuple(f"tau={{:g}},segment={of},grain=4,far=mean" for of in ("1024", "512,representatives=16")), TAUS),
+    "s2o": (tuple(f"tau={{:g}},segment={of},tail=mean" for of in ("1024", "512,representatives=16")), TAUS),
     "flash-prefill": (("flash-prefill:alpha={:g}",), ALPHAS),
     "flash-prefill-v2": (("flash-prefill-v2:alpha={:g}", "flash-prefill-v2:alpha={:g},last=0,dense_layers=0"), ALPHAS),
     "pbs": (("pbs:keep={:g}",), KEEPS),

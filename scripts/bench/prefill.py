@@ -47,7 +47,6 @@ def parser() -> Parser:
     add("--lengths", "32768,131072", type=int_list("32768,131072"), metavar="N,N")
     add("--densities", "0.25,0.1", type=float_list("0.25,0.1"), metavar="X,X")
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
-    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
     add("--seed", 0, type=int, metavar="N")
@@ -118,7 +117,7 @@ def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Name
     """The configuration whose every head computes about this share of the pairs."""
     tile = device_tile(qkv[0].shape[3], qkv[0].device)
     heads = loaded.geometry.query_heads
-    never_stop = LayerConfig.uniform(heads, segment=args.segment, grain=args.grain, far="mean", tile=tile)
+    never_stop = LayerConfig.uniform(heads, segment=args.segment, tail="mean", tile=tile)
 
     def reached(config: LayerConfig) -> Tensor:
         return s2o_attention(*qkv, config, return_stats=True).density.cpu()

@@ -20,7 +20,6 @@ DENSE = "dense (cuDNN)"
 FLASH = "dense (FlashAttention-2)"
 ONE_SETTING = "S2O, one setting"  # for all heads of all layers
 PUBLISHED = "S2O as published"
-LINEAR_TAILS = "S2O, linear tails"
 CALIBRATED = "S2O, calibrated"  # a profile
 PROVEN = ", proven"  # ends the settings of profiles that were proven on held-out prompts
 EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
@@ -57,10 +56,9 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One density of one form of S2O, with a tau for each head, `PUBLISHED` or one with linear tails.
+    """One density of one form of S2O, with a tau for each head, or `PUBLISHED`.
 
-    target: the wanted density, "never stop" (tau = 0), "lowest" where window and first chunk are more than wanted, or
-        "one chunk" with linear tails.
+    target: the wanted density, "never stop" (tau = 0), "lowest" where window and first chunk are more than wanted.
     seconds, prefill_seconds: the whole call, and the call without its ranking (None without the kernels).
     rate, prefill_rate: density x dense time / time; 1 means that a computed pair costs what it costs cuDNN.
     """

@@ -28,7 +28,7 @@ def recipe():
 
 @pytest.mark.parametrize(("file", "length", "most"), [("8k", 8192, 1.05), ("32k", 32768, 1.05), ("128k", 131072, 1.25)])
 def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
-    """S2O with one tau: segments of 1024, one representative, a grain of 4 and tails (scripts/bench/methods.py).
+    """S2O with one tau: segments of 1024, one representative and tails (scripts/bench/methods.py).
 
     Machines of one kind differ by a few percent. At 131072 tokens nearly all of it is `overhead`, whose constants are
     of older kernels: it is less by now.
@@ -37,7 +37,7 @@ def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
     dense = next(row["seconds"] for row in measured["rows"] if row["method"] == "dense (cuDNN)")
     selecting = [row["selecting_seconds"] for row in measured["rows"] if row["method"] == "S2O, one tau"]
     share = statistics.median(selecting) / dense
-    assert 0.95 < (overhead(RankingConfig(1024, 1, 4), far="mean") + fixed_cost(length)) / share < most
+    assert 0.95 < (overhead(RankingConfig(1024), tail="mean") + fixed_cost(length)) / share < most
 
 
 def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
@@ -65,7 +65,7 @@ def test_the_measured_call_stops_as_early_as_it_can(monkeypatch):
 
     monkeypatch.setattr(ranking_cost, "medians", medians)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    ranking = RankingConfig(256, 1, 4)
+    ranking = RankingConfig(256)
     cost = ranking_cost._measured(GEOMETRY, torch.device("cpu"), 1024, ranking)
     assert [out.shape for out in ran] == [(1, 4, 1024, 64)] * 2
     density = 0.6 - overhead(ranking, "none") - cost

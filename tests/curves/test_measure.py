@@ -36,7 +36,7 @@ def make_prompts(seed=5):
 
 def recipe(**changes):
     options = {"model": "tiny", "lengths": LENGTHS, "check_lengths": (), "out": Path("unused"), "segments": (64, 256)}
-    return Recipe.of(options | {"representatives": (1, 4), "grains": (4,)} | changes)
+    return Recipe.of(options | changes)
 
 
 @dataclasses.dataclass
@@ -109,7 +109,7 @@ def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
     curves = watched.run(prompts)
     for length in LENGTHS:
         segments = (64,) if length == 450 else (64, 256)  # at least half of a prompt lies in some prefix
-        methods = [RankingConfig(segment, each, 4) for segment in segments for each in (1, 4)]
+        methods = [RankingConfig(segment, each) for segment in segments for each in (1, 16)]
         alone = [list(map(list, layers.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
         for layer in range(2):
             assert set(curves[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
@@ -159,7 +159,7 @@ def test_what_is_not_the_same_measurement_is_made_again(watched):
     assert watched.measured == []  # curves of more shapes have those of fewer
     watched.run(shapes=SHAPES | {600: (*SHAPES[600], Shape(64, 512))})
     assert set(watched.measured) == of_600
-    for change in ({"segments": (64,)}, {"representatives": (1,)}, {"grains": (2,)}):
+    for change in ({"segments": (64,)}, {"last_rows": 128}, {"scores": ("input", "int8")}):
         watched.run(**change)
         assert set(watched.measured) >= of_600
     watched.run()

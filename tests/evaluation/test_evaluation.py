@@ -105,7 +105,7 @@ def test_agreement_is_exact_for_a_setting_that_never_stops_and_not_for_a_coarse_
     for exact, coarse in zip(rows(results, "agreement", EXACT), rows(results, "agreement", COARSE), strict=True):
         assert exact["kl"] < 1e-8  # rounding of float32 log-probabilities, squared
         assert exact["top1"] == 1
-        assert coarse["kl"] > 1e-2
+        assert coarse["kl"] > 5e-3
         assert coarse["top1"] < 0.99
         assert coarse["density"] < 0.9
         assert coarse["positions"] == 512
@@ -497,14 +497,15 @@ def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
     [
         ("tau=much", "setting 'tau=much': tau is 'much': expected a number, such as tau=0.3"),
         ("tau=0.1,segmnt=64", "has 'segmnt=64', expected tau=.., segment=.."),
-        ("tau=0.1,far", "has 'far', expected"),
-        ("tau=0.1,far=yes", "far 'yes' is not known: use one of"),
+        ("tau=0.1,tail", "has 'tail', expected"),
+        ("tau=0.1,tail=yes", "tail 'yes' is not known: use one of"),
         ("segment=64", "setting 'segment=64' has no tau"),
         ("tau=1,tau=2", "gives tau twice"),
         ("tau=1,segment=100", "segment 100 is not a multiple of 64: round it"),
         ("tau=-1", "tau -1.0 is out of range"),
         ("tau=1,stop_rule=last", "stop_rule 'last' is not known: use one of rest, paper"),
-        ("tau=1,grain=3", "grain 3 is not supported: use one of"),
+        ("tau=1,representatives=4", "representatives 4 is not supported: use one of (1, 16)"),
+        ("tau=1,grain=4", "has 'grain=4', expected"),
     ],
 )
 def test_a_bad_setting_names_the_part(text, message):
@@ -516,10 +517,9 @@ def test_a_bad_setting_names_the_part(text, message):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("tau=0.3,segment=1024,representatives=32,far=mean", "tau=0.3,segment=1024,representatives=32,far=mean"),
-        (" far=mean , segment=256, tau=3e-1", "tau=0.3,segment=256,far=mean"),
-        ("grain=4,stop_rule=raw,tau=0", "tau=0,grain=4,stop_rule=paper"),
-        ("far=linear,segment=512", "segment=512,far=linear"),
+        ("tau=0.3,segment=1024,representatives=16,tail=mean", "tau=0.3,segment=1024,representatives=16,tail=mean"),
+        (" tail=mean , segment=256, tau=3e-1", "tau=0.3,segment=256,tail=mean"),
+        ("segment=64,stop_rule=raw,tau=0", "tau=0,segment=64,stop_rule=paper"),
     ],
 )
 def test_a_setting_has_one_name(text, name):

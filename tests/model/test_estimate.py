@@ -34,16 +34,15 @@ CODER = Qwen2Config(
 CODER_PHASES = {"loading the model": 27, "measuring": 43, "searching": 62, "proving": 45, "certifying": 132}
 CODER_SECONDS = 324
 # the defaults of the time of the measured runs
-PROMPTS = {"num_prompts": 4, "num_held_out": 4, "num_certify": 32, "linear_tails": False}
+PROMPTS = {"num_prompts": 4, "num_held_out": 4, "num_certify": 32}
 CONFIGS = {"smollm2": SMOLLM2, "coder": CODER}
 ONE_7B = {"model": "qwen2.5-7b", "random_weights": True, "lengths": (32768,), "num_prompts": 8}
 SMOL = {"model": "smollm2", "lengths": (8192, 32768)}
-DEMO = {"model": "demo", "lengths": (8192, 32768, 131072), "scores": ("input", "int8"), "linear_tails": True}
+DEMO = {"model": "demo", "lengths": (8192, 32768, 131072), "scores": ("input", "int8")}
 MEASURED = {
     "calibrate-7b-h200.txt": ONE_7B | {"num_certify": 19},
     "calibrate-7b-memory-h200.txt": ONE_7B | {"num_certify": 0},
     "calibrate-smollm2-h200.txt": SMOL,
-    "calibrate-smollm2-linear-h200.txt": SMOL | {"linear_tails": True},
     "calibrate-demo-first-h200.txt": DEMO,
 }
 
@@ -113,7 +112,6 @@ def test_the_memory_is_what_was_measured():
         {"num_certify": 64},
         {"trials": 32},
         {"segments": (256, 512)},
-        {"budget_kl": 5e-3},
         {"model": "qwen2.5-7b"},
         {"model": "llama-3.1-70b"},  # its weights do not stay on the GPU
     ],

@@ -44,7 +44,7 @@ def test_the_same_stride_and_height_give_the_same_errors_with_another_tile():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 4096, 64) for heads in (2, 1, 1))
     k *= 4 * torch.rand(1, 1, 4096, 1).square()
-    mine = LayerConfig.uniform(2, tau=0.5, segment=512, tile=TileConfig(64, 128, 8, 4, 2, True), grain=4)
+    mine = LayerConfig.uniform(2, tau=0.5, segment=512, tile=TileConfig(64, 128, 8, 4, 2, True))
     dense = s2o_attention_reference(q, k, v, LayerConfig.uniform(2, mode="dense")).out
 
     def error(config):

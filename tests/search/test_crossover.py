@@ -15,7 +15,7 @@ from support.executors import GPU, pretended
 
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
 CPU = torch.device("cpu")
-KEY = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024), 4)
+KEY = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024))
 
 
 def forget():
@@ -39,7 +39,7 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected)
     monkeypatch.setattr(crossover, "medians", medians)
     monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
     forget()
-    config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, far="mean")), grain=2)
+    config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=16, tail="mean")))
     assert crossover.dense_below(CrossoverKey.of(config), GEOMETRY, CPU, density) == expected
     assert seen[-1] == min(expected, crossover.LENGTHS[-1])
 
@@ -48,16 +48,16 @@ def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch
     calls = []
     monkeypatch.setattr(crossover, "dense_below", lambda kind, *_: calls.append(kind) or 7)
     monkeypatch.setattr(crossover, "min_queries", lambda kind, *_: calls.append(kind) or 9)
-    cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, far="mean")
-    dense = HeadConfig(segment=512, mode="dense", representatives=64)
+    cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=16, tail="mean")
+    dense = HeadConfig(segment=512, mode="dense", representatives=16)
     for heads, timed in (((cheap, dear, dense), dear), ((dense,), HeadConfig(segment=512))):
-        config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4), grain=2)
+        config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4))
         tile = crossover.with_crossover(Layer(config), GEOMETRY, CPU)
         assert tile == TileConfig(dense_below=7, min_queries=9, tail_keys=8192)
         fastest = replace(timed, tau=MAX_TAU)
         assert calls == [
-            CrossoverKey(TileConfig(), fastest, 2),
-            CrossoverKey(TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest, 2),
+            CrossoverKey(TileConfig(), fastest),
+            CrossoverKey(TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest),
         ]
         calls.clear()
 
@@ -109,12 +109,12 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
 
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
     """Layers that differ in their density alone are one item, and the journal answers the second time."""
-    monkeypatch.setattr(crossover, "dense_below", lambda kind, *_: 1000 * kind.grain + kind.head.segment)
+    monkeypatch.setattr(crossover, "dense_below", lambda kind, *_: 1000 + kind.head.segment)
     monkeypatch.setattr(crossover, "min_queries", lambda kind, *rest: kind.tile.dense_below + round(100 * rest[-1]))
     layers = {
-        name: Layer(LayerConfig.uniform(4, tau=0.5, segment=segment, grain=grain), density, faster_at)
-        for name, segment, grain, density, faster_at in [
-            ("a", 256, 4, 0.101, None), ("b", 256, 4, 0.2, 2048), ("c", 512, 4, 0.1, None), ("d", 256, 4, 0.099, None),
+        name: Layer(LayerConfig.uniform(4, tau=0.5, segment=segment), density, faster_at)
+        for name, segment, density, faster_at in [
+            ("a", 256, 0.101, None), ("b", 256, 0.2, 2048), ("c", 512, 0.1, None), ("d", 256, 0.099, None),
         ]
     }  # fmt: skip
     with Journal.open(tmp_path / "j", {}) as journal:
@@ -135,7 +135,7 @@ def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, tmp_path):
     layers = {
         number: Layer(LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, chunk), **kind))
         for number, (chunk, kind) in enumerate(
-            [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"far": "mean"}), (2, {"far": "linear"})]
+            [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"tail": "mean"}), (2, {"scores": "int8"})]
         )
     }
     with Journal.open(tmp_path / "j", {}) as journal:
