@@ -78,7 +78,7 @@ def _run(flags: Flags) -> int:
     plan.check_limit(limit)
 
     from calibrate.evaluation import report, tasks
-    from calibrate.evaluation.user_prompts import read_user_prompts
+    from calibrate.evaluation.tasks import read_user_prompts
     from calibrate.tables import print_lines, terminal
 
     tokenizer = load_tokenizer(plan.model, **plan.loading)
@@ -105,8 +105,7 @@ def _run(flags: Flags) -> int:
 def _measured(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: bool) -> Summary:
     """The summary of what the plan's journal has and what is measured now."""
     from calibrate.evaluation.results import open_journal, summary
-    from calibrate.evaluation.run import evaluate
-    from calibrate.evaluation.variants import variants
+    from calibrate.evaluation.run import evaluate, variants
     from calibrate.model.models import load
     from calibrate.progress import PhaseClock
     from calibrate.versions import now

@@ -1,26 +1,59 @@
-"""The prompts of an evaluation: which there are, and how each is built.
-
-The retrieval tasks are of RULER's kinds. Every prompt has exactly the length it is meant to have: Python sources that
-calibration does not use, facts written over them, and the questions with their answers at the end. A prompt depends on
-the seed and on its task, length and number alone.
-"""
+"""The questions that an evaluation asks: the built-in tasks and users' prompts."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, EvaluationPlan
+from calibrate.prompts.assembly import encode_served
 from calibrate.prompts.facts import FACTS
+from calibrate.prompts.files import check_text, document_of, parse_entries, read_text
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.retrieval import Retrieval, encode, start_of
 from calibrate.prompts.stdlib import first_tokens, sources
 from s2o_runtime.errors import InputError
+
+EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
+
+
+def read_user_prompts(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:
+    """Read the prompts of files with their answers behind them. limit: tokens that the model can read.
+
+    Raises InputError naming file and line.
+    """
+    return [
+        prompt
+        for path in paths
+        for prompt in parse_entries(path, lambda entry, _: _prompt(entry, tokenizer, limit), EXPECTED)
+    ]
+
+
+def digest(paths: Sequence[Path]) -> str:
+    """Return the name of the files' content in the journal."""
+    return hashlib.sha256("\n".join(map(read_text, paths)).encode()).hexdigest()[:16]
+
+
+def _prompt(entry: Any, tokenizer: Any, limit: int) -> Prompt:
+    answer = entry.pop("answer", None) if isinstance(entry, dict) else None
+    if not isinstance(answer, str):
+        raise ValueError(EXPECTED)
+    before = encode_served(tokenizer, document_of(entry, "", "", EXPECTED))
+    after = encode(tokenizer, check_text(answer))
+    tokens = len(before + after)
+    if not before or not after:  # a tokenizer may drop what it does not know
+        raise ValueError(EXPECTED)
+    if tokens > limit:
+        raise ValueError(f"prompt and answer are {tokens} tokens, beyond the model's limit of {limit}: shorten them")
+    return Prompt(torch.tensor(before + after), ((len(before), tokens),))
+
 
 SUMMARY = "\n\n# What the sources above do, in a few sentences:\n#"  # ends held-out text: what follows is an answer
 

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from calibrate.curves.row_errors import row_errors, worst_of
-from calibrate.evaluation.settings import baseline_of, config_of, named
-from calibrate.evaluation.variants import DIGEST
+from calibrate.evaluation.plan import baseline_of, config_of, named
+from calibrate.evaluation.run import DIGEST
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from calibrate.evaluation.variants import Variant, run_stats, running, uniform_states
+from calibrate.evaluation.run import Variant, run_stats, running, uniform_states
 from calibrate.model.layers import attention_implementation
 from calibrate.model.models import LoadedModel, load
 from calibrate.timing import medians

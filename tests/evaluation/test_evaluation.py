@@ -15,15 +15,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from calibrate.evaluation import quality_plots as plots
-from calibrate.evaluation import report, score, settings
-from calibrate.evaluation.plan import TASKS, TEXT, EvaluationPlan
+from calibrate.evaluation import plan, report, score
+from calibrate.evaluation import report as plots
+from calibrate.evaluation.plan import TASKS, TEXT, EvaluationPlan, named, parsed
 from calibrate.evaluation.results import open_journal, summary
-from calibrate.evaluation.run import evaluate
-from calibrate.evaluation.settings import named, parsed
-from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check
-from calibrate.evaluation.user_prompts import read_user_prompts
-from calibrate.evaluation.variants import BASELINE, Variant, _baseline_forward, run_stats, running, variants
+from calibrate.evaluation.run import BASELINE, Variant, _baseline_forward, evaluate, run_stats, running, variants
+from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check, read_user_prompts
 from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
 from calibrate.prompts.facts import FAMILY
@@ -282,17 +279,17 @@ def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
 
 def test_baselines_are_found_in_a_clone_only(tmp_path, monkeypatch):
     """Also where the packages alone are on the path, as after an editable installation."""
-    assert tuple(BASELINES) == settings.BASELINES
+    assert tuple(BASELINES) == plan.BASELINES
     for package in ("calibrate", "s2o_runtime"):
         (tmp_path / package).symlink_to(ROOT / package)
-    code = "import sys; from calibrate.evaluation.settings import named; print(named('pbs'), 'scripts' in sys.modules)"
+    code = "import sys; from calibrate.evaluation.plan import named; print(named('pbs'), 'scripts' in sys.modules)"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert outcome.stdout == "pbs True\n", outcome.stderr
     monkeypatch.setattr(settings, "REPOSITORY", tmp_path)
-    assert settings.named("tau=1") == "tau=1"
+    assert plan.named("tau=1") == "tau=1"
     with pytest.raises(InputError, match="the baselines are in the repository, not in the package: run from a clone"):
-        settings.named("pbs:keep=0.9")
+        plan.named("pbs:keep=0.9")
 
 
 def test_predictions_that_are_not_finite_are_named(tiny):

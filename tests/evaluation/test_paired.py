@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from calibrate.evaluation.paired import compared, design_effect, score_interval, sign_flip_test
+from calibrate.evaluation.results import compared, design_effect, score_interval, sign_flip_test
 
 
 def pairs_of(both, lost, gained, neither):
