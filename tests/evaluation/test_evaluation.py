@@ -286,7 +286,7 @@ def test_baselines_are_found_in_a_clone_only(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert outcome.stdout == "pbs True\n", outcome.stderr
-    monkeypatch.setattr(settings, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(plan, "REPOSITORY", tmp_path)
     assert plan.named("tau=1") == "tau=1"
     with pytest.raises(InputError, match="the baselines are in the repository, not in the package: run from a clone"):
         plan.named("pbs:keep=0.9")
