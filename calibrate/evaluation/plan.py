@@ -1,10 +1,9 @@
-"""What an evaluation runs: methods, tasks and lengths."""
+"""Options of an evaluation, and the settings that it compares."""
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,13 @@ from s2o_runtime.fields import Rule
 if TYPE_CHECKING:
     from scripts.bench.baselines.settings import Baseline
 
+PROMPTS = "prompts"  # the task of the user's own file
+RETRIEVAL = tuple(FACTS)
+TEXT = ("perplexity", "agreement", "greedy")  # tasks that one pass over one prompt answers
+TASKS = (*RETRIEVAL, *TEXT, "time")
+DENSE = "dense"
+SHORTEST = 64  # tokens
+GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
 # the options of LayerConfig.uniform that a text may give, in the order in which a setting is named; that checks ranges
 RULES = {
     "tau": Rule(float),
@@ -34,7 +40,95 @@ REPOSITORY = Path(__file__).resolve().parents[2]  # of a clone
 CPU_TILE = TileConfig(block_m=64, block_n=64, chunk=4)  # its rows divide every legal segment
 
 
-def baseline_of(text: str) -> Baseline | None:
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """One evaluation: every field is an option of s2o-eval, which its `Option` describes.
+
+    The fields `out`, `profiles`, `settings`, `samples` and `needles` are the options out_dir, profile, setting,
+    num_prompts and num_needles. docs/options.md lists all of them.
+    """
+
+    # fmt: off
+    model: str = shared(CALIBRATION["model"], group=COMPARED)
+    out: Path = option(
+        Rule(Path), "where results, report and pictures go", OUTPUT,
+        name="out_dir", metavar="FOLDER", example="evaluations/demo")
+    lengths: tuple[int, ...] = shared(
+        CALIBRATION["lengths"], rule=Rule(int, SHORTEST, unit="tokens", many=True), help="prompt lengths", group=INPUT)
+    tasks: tuple[str, ...] = option(
+        Rule(str, allowed=(*TASKS, PROMPTS), many=True), f"some of {', '.join(TASKS)}", INPUT,
+        default=TASKS, metavar="NAME,NAME", default_text="all", example="needles,agreement")
+    profiles: tuple[Path, ...] = option(
+        Rule(Path, many=True, empty=True), "a profile to compare with dense; may be given again", COMPARED,
+        default=(), name="profile", repeatable=True)
+    settings: tuple[str, ...] = option(
+        Rule(str, many=True, empty=True),
+        f"one setting for all heads, such as {EXAMPLE} or pbs:keep=0.9; may be given again", COMPARED,
+        default=(), name="setting", metavar="TEXT", repeatable=True)
+    prompts: tuple[Path, ...] | None = shared(
+        CALIBRATION["prompts"], default=None, group=INPUT, default_text="none", plan_text="",
+        help='your prompts: files of JSON lines with prompt or messages, and "answer"; a task of their own')
+    samples: int = option(
+        Rule(int, low=1), "prompts of each length, for each task", INPUT, default=4, name="num_prompts")
+    needles: int = option(
+        Rule(int, 1, MOST), "questions of each prompt that hides facts", INPUT, default=8, name="num_needles")
+    repeats: int = option(Rule(int, low=1), "timed prefills, after one that is not", INPUT, default=5)
+    seed: int = shared(CALIBRATION["seed"], default=0, help="seed of prompts and random weights", group=INPUT)
+    device: str = shared(CALIBRATION["device"], default="cpu", group=COMPARED)
+    random_weights: bool = shared(CALIBRATION["random_weights"], default=False, group=COMPARED)
+    tokenizer: str | None = shared(CALIBRATION["tokenizer"], default=None, group=COMPARED, plan_text="")
+    trust_remote_code: bool = shared(CALIBRATION["trust_remote_code"], default=False, group=COMPARED)
+    # fmt: on
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """The options of `model.models.load` and `load_tokenizer`."""
+        return {name: getattr(self, name) for name in ("random_weights", "trust_remote_code", "tokenizer")}
+
+    @property
+    def journal_path(self) -> Path:
+        """The file that keeps the results."""
+        return self.out / "results.sqlite"
+
+    @property
+    def variant_names(self) -> tuple[str, ...]:
+        """The names of what is compared, dense first: a profile's is the shortest end of its path that no other has."""
+        return (DENSE, *_shorten_paths(self.profiles), *(normalise_setting(setting) for setting in self.settings))
+
+    def validate(self) -> EvaluationPlan:
+        """Return the plan itself. Raises ConfigError for an option out of its range, or two that do not fit."""
+        for entry in OPTIONS.values():
+            entry.check(getattr(self, entry.field))
+        if (PROMPTS in self.tasks) != (self.prompts is not None):
+            raise ConfigError("the task 'prompts' and --prompts FILE.jsonl belong together: give both, or none")
+        for profile in self.profiles:
+            if not profile.is_file():
+                raise ConfigError(f"profile {profile} is not a file: check the path")
+        names = self.variant_names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{twice[0]} is given twice: give each profile and setting once")
+        for path in self.prompts or ():
+            if not path.is_file():
+                raise ConfigError(f"prompt file {path} does not exist: check the path")
+        return self
+
+    def check_limit(self, limit: int) -> None:
+        """Raise ConfigError if a length is beyond what the model can read."""
+        if self.lengths[-1] > limit:
+            raise ConfigError(f"length {self.lengths[-1]} is beyond the model's limit of {limit}: use a shorter one")
+
+
+OPTIONS = options_of(EvaluationPlan, GROUPS)
+
+
+def _shorten_paths(paths: tuple[Path, ...]) -> list[str]:
+    """Return each path's shortest end, without its suffix, that tells all paths apart."""
+    parts = [path.with_suffix("").parts for path in paths]
+    ends = (["/".join(names[-count:]) for names in parts] for count in range(1, max(map(len, parts), default=0) + 1))
+    return next((names for names in ends if len({*names}) == len({*parts})), [])
+
+
+def find_baseline(text: str) -> Baseline | None:
     """Return the settings of a baseline, if the text begins with the name of one.
 
     Raises:
@@ -53,8 +147,8 @@ def baseline_of(text: str) -> Baseline | None:
     return parse(text)
 
 
-def parsed(text: str) -> dict[str, Any]:
-    """The options of S2O in a setting's text, checked. Raises ConfigError naming the part that is wrong."""
+def parse_setting(text: str) -> dict[str, Any]:
+    """Read the options of S2O in a setting's text. Raises ConfigError naming the part that is wrong."""
     options: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -74,168 +168,26 @@ def parsed(text: str) -> dict[str, Any]:
     return options
 
 
-def named(text: str) -> str:
-    """A setting's text in one order and spelling. Raises ConfigError naming the part that is wrong."""
-    if baseline_of(text) is not None:
+def normalise_setting(text: str) -> str:
+    """Return a setting's text in one order and spelling. Raises ConfigError naming the part that is wrong."""
+    if find_baseline(text) is not None:
         return text
-    options = parsed(text)
+    options = parse_setting(text)
     given = [name for name in RULES if name in options]
     return ",".join(f"{name}={options[name]:g}" if name == "tau" else f"{name}={options[name]}" for name in given)
 
 
-def config_of(text: str, heads: int, tiles: tuple[TileConfig, ...]) -> LayerConfig:
-    """The setting of S2O for a whole layer.
+def configure_layer(text: str, heads: int, tiles: tuple[TileConfig, ...]) -> LayerConfig:
+    """Return the configuration of a whole layer from a setting that names no baseline.
 
     Args:
-        text: a setting that names no baseline.
+        text: the setting.
         heads: the layer's query heads.
         tiles: candidates, best first, of which the first that divides the segment is taken; empty where plain torch
             runs, which takes any tile.
 
     Raises:
-        ConfigError: names the part of the text that is wrong.
+        ConfigError: A part of the text is wrong; the message names it.
     """
-    config = LayerConfig.uniform(heads, tile=CPU_TILE, **parsed(text))
-    fitting = (tile for tile in tiles if config.segment % tile.rows == 0)
-    return config.with_tile(next(fitting, CPU_TILE))
-
-
-PROMPTS = "prompts"  # the task of the user's own file
-RETRIEVAL = tuple(FACTS)
-TEXT = ("perplexity", "agreement", "greedy")  # tasks that one pass over one prompt answers
-TASKS = (*RETRIEVAL, *TEXT, "time")
-DENSE = "dense"
-SHORTEST = 64  # tokens
-GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """One evaluation: every field is an option of s2o-eval, which its `Option` describes.
-
-    The fields `out`, `profiles`, `settings`, `samples` and `needles` are the options out_dir, profile, setting,
-    num_prompts and num_needles. docs/options.md lists all of them.
-    """
-
-    model: str = shared(CALIBRATION["model"], group=COMPARED)
-    out: Path = option(
-        Rule(Path),
-        "where results, report and pictures go",
-        OUTPUT,
-        name="out_dir",
-        metavar="FOLDER",
-        example="evaluations/demo",
-    )
-    lengths: tuple[int, ...] = shared(
-        CALIBRATION["lengths"], rule=Rule(int, SHORTEST, unit="tokens", many=True), help="prompt lengths", group=INPUT
-    )
-    tasks: tuple[str, ...] = option(
-        Rule(str, allowed=(*TASKS, PROMPTS), many=True),
-        f"some of {', '.join(TASKS)}",
-        INPUT,
-        default=TASKS,
-        metavar="NAME,NAME",
-        default_text="all",
-        example="needles,agreement",
-    )
-    profiles: tuple[Path, ...] = option(
-        Rule(Path, many=True, empty=True),
-        "a profile to compare with dense; may be given again",
-        COMPARED,
-        default=(),
-        name="profile",
-        repeatable=True,
-    )
-    settings: tuple[str, ...] = option(
-        Rule(str, many=True, empty=True),
-        f"one setting for all heads, such as {EXAMPLE} or pbs:keep=0.9; may be given again",
-        COMPARED,
-        default=(),
-        name="setting",
-        metavar="TEXT",
-        repeatable=True,
-    )
-    prompts: tuple[Path, ...] | None = shared(
-        CALIBRATION["prompts"],
-        default=None,
-        help='your prompts: files of JSON lines with prompt or messages, and "answer"; a task of their own',
-        group=INPUT,
-        default_text="none",
-        plan_text="",
-    )
-    samples: int = option(
-        Rule(int, low=1),
-        "prompts of each length, for each task",
-        INPUT,
-        default=4,
-        name="num_prompts",
-    )
-    needles: int = option(
-        Rule(int, 1, MOST),
-        "questions of each prompt that hides facts",
-        INPUT,
-        default=8,
-        name="num_needles",
-    )
-    repeats: int = option(Rule(int, low=1), "timed prefills, after one that is not", INPUT, default=5)
-    seed: int = shared(CALIBRATION["seed"], default=0, help="seed of prompts and random weights", group=INPUT)
-    device: str = shared(CALIBRATION["device"], default="cpu", group=COMPARED)
-    random_weights: bool = shared(CALIBRATION["random_weights"], default=False, group=COMPARED)
-    tokenizer: str | None = shared(CALIBRATION["tokenizer"], default=None, group=COMPARED, plan_text="")
-    trust_remote_code: bool = shared(CALIBRATION["trust_remote_code"], default=False, group=COMPARED)
-
-    @property
-    def loading(self) -> dict[str, Any]:
-        """How the model and its tokenizer are read, as `model.models.load` and `load_tokenizer` take it."""
-        return {name: getattr(self, name) for name in ("random_weights", "trust_remote_code", "tokenizer")}
-
-    @property
-    def journal_path(self) -> Path:
-        return self.out / "results.sqlite"
-
-    @property
-    def variant_names(self) -> tuple[str, ...]:
-        """What is compared, dense first: profiles by the shortest end of their paths that tells them apart."""
-        return (DENSE, *_short_names(self.profiles), *(named(setting) for setting in self.settings))
-
-    def validate(self) -> EvaluationPlan:
-        """Returns itself. Raises ConfigError for an option out of its range, or for two that do not fit each other."""
-        for entry in OPTIONS.values():
-            entry.check(getattr(self, entry.field))
-        if (PROMPTS in self.tasks) != (self.prompts is not None):
-            raise ConfigError("the task 'prompts' and --prompts FILE.jsonl belong together: give both, or none")
-        for profile in self.profiles:
-            if not profile.is_file():
-                raise ConfigError(f"profile {profile} is not a file: check the path")
-        names = self.variant_names
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"{twice} is given twice: give each profile and setting once")
-        for path in self.prompts or ():
-            if not path.is_file():
-                raise ConfigError(f"prompt file {path} does not exist: check the path")
-        return self
-
-    def check_limit(self, limit: int) -> None:
-        """Raises ConfigError if a length is beyond what the model can read."""
-        if self.lengths[-1] > limit:
-            raise ConfigError(f"length {self.lengths[-1]} is beyond the model's limit of {limit}: use a shorter one")
-
-    def record(self) -> dict[str, Any]:
-        """The plan as JSON."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
-        return plain
-
-
-OPTIONS = options_of(EvaluationPlan, GROUPS)
-
-
-def _short_names(paths: tuple[Path, ...]) -> list[str]:
-    """Each path's shortest end, without its suffix, that no other path has."""
-    ends = [path.with_suffix("").parts for path in paths]
-    longest = max(map(len, ends), default=1)
-    for count in range(1, longest + 1):
-        names = ["/".join(parts[-count:]) for parts in ends]
-        if len(set(names)) == len(names):
-            break
-    return names if ends else []
+    config = LayerConfig.uniform(heads, tile=CPU_TILE, **parse_setting(text))
+    return config.with_tile(next((tile for tile in tiles if config.segment % tile.rows == 0), CPU_TILE))

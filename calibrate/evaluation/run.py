@@ -7,8 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from calibrate.evaluation import score
-from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan, baseline_of, config_of
+from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan, configure_layer, find_baseline
 from calibrate.evaluation.tasks import Case, build, cases
 from calibrate.journal import Journal
 from calibrate.model.layers import attention_implementation
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from scripts.bench.baselines.settings import Baseline
 
 DIGEST = 16  # hexadecimal digits that name a profile's content
-BASELINE = "s2o_baseline"  # the attention function that runs one, and the attribute of a module that says which
+BASELINE = "s2o_baseline"  # the attention function that runs one, and the attribute of a module that holds its variant
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,13 @@ class Variant:
     """One way to run a model.
 
     Args:
-        name: what reports call it.
-        identity: what results are kept under in the journal; a profile's changes with its content.
+        name: its name in reports.
+        identity: its name in the journal; a profile's changes with its content.
         states: the state of each attention layer, in order. Without states the model is dense, with the fastest
             attention that torch has.
-        baseline: what computes every layer's prefill instead of S2O; then there are no states.
+        baseline: computes every layer's prefill instead of S2O; then there are no states.
+        profile: the one that the states are of, if there is one.
         last: with a baseline, what each attention layer did in the last prefill; None for one that it leaves dense.
-        profile: what the states are of, if they are those of a profile.
     """
 
     name: str
@@ -68,32 +67,19 @@ class Variant:
         return None if recorded is None else f"{recorded.kind} {recorded.value:g}"
 
     def attention_speedup(self, length: int) -> float | None:
-        """How much faster than dense a profile's layers were timed together at a length; None if one was not here."""
+        """Return dense seconds over a profile's, of all layers at a length; None if one was not timed here."""
         record = None if self.profile is None else self.profile.record
         lengths = () if record is None or record.retiled else record.predicted or ()  # retiled: another GPU's times
-        layers = [layer for one in lengths if one.length == length for layer in one.layers or ()]
-        times = [(one.dense_seconds, one.seconds) for one in layers if one.dense_seconds and one.seconds]
-        if not layers or len(times) < len(layers):
+        layers = [layer for at in lengths if at.length == length for layer in at.layers or ()]
+        pairs = [(layer.dense_seconds, layer.seconds) for layer in layers if layer.dense_seconds and layer.seconds]
+        if not layers or len(pairs) < len(layers):
             return None
-        dense, seconds = map(math.fsum, zip(*times, strict=True))
+        dense, seconds = map(math.fsum, zip(*pairs, strict=True))
         return dense / seconds
 
 
-@dataclass(frozen=True)
-class RunStats:
-    """What the layers did in the last prefill.
-
-    Args:
-        density: query-key pairs computed over causal pairs, the mean over heads and layers.
-        dense: how many layers ran dense for each reason.
-    """
-
-    density: float
-    dense: dict[str, int]
-
-
 def variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
-    """Dense, every profile and every setting of a plan, ready to run.
+    """List dense, every profile and every setting of a plan, ready to run.
 
     Raises:
         ProfileError: If a profile does not fit the model.
@@ -110,22 +96,22 @@ def variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
     device = identify(loaded.weights.device)
     tiles = candidate_tiles(loaded.geometry.head_dim, device.capability) if device.kind == "cuda" else ()
     for setting in plan.settings:
-        name, baseline = next(names), baseline_of(setting)
+        name, baseline = next(names), find_baseline(setting)
         if baseline is not None:
             compared.append(Variant(name, name, baseline=baseline))
         else:
-            config = config_of(setting, loaded.geometry.query_heads, tiles)
-            compared.append(Variant(name, name, uniform_states(config, loaded.geometry.layers)))
+            config = configure_layer(setting, loaded.geometry.query_heads, tiles)
+            compared.append(Variant(name, name, repeat_config(config, loaded.geometry.layers)))
     return compared
 
 
-def uniform_states(config: LayerConfig, layers: int) -> tuple[hf.LayerState, ...]:
-    """The states of a model's layers if all have one configuration, at every length."""
+def repeat_config(config: LayerConfig, layers: int) -> tuple[hf.LayerState, ...]:
+    """Return the states of a model's layers that all have one configuration, at every length."""
     return tuple(hf.LayerState(index, lambda keys: config, min_length=0) for index in range(layers))
 
 
 @contextmanager
-def running(model: Any, variant: Variant) -> Iterator[None]:
+def run_as(model: Any, variant: Variant) -> Iterator[None]:
     """Run the model as a variant inside the block; afterwards it is as it was.
 
     Raises:
@@ -152,26 +138,20 @@ def running(model: Any, variant: Variant) -> Iterator[None]:
 
 
 def _baseline_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers that runs the module's baseline for prompts, S2O's own for all else."""
+    """Compute prompts by the module's baseline, and all else as S2O's attention function does."""
     variant: Variant | None = module.__dict__.get(BASELINE)
     call: hf.PrefillCall | None = getattr(attention_mask, hf.CALL, None)
     baseline = None if variant is None else variant.baseline
     if variant is not None and baseline is not None and baseline.runs_dense(int(module.layer_idx)):  # type: ignore[arg-type]
         variant.last[module], baseline = None, None
     if variant is None or baseline is None or call is None or call.window is not None:
-        return hf.s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    from scripts.bench.baselines.run import HEAD_DIM, baseline_attention  # `baseline_of` has found the folder
+        return hf.s2o_attention_forward(module, query, key, value, attention_mask, **options)
+    from scripts.bench.baselines.run import HEAD_DIM, baseline_attention  # `find_baseline` has found the folder
 
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    obstacle = "padded prompts" if call.kv_start is not None else hf.scoring_of(scale, kwargs).beyond_sdpa
+    scale = query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"]
+    obstacle = "padded prompts" if call.kv_start is not None else hf.scoring_of(scale, options).beyond_sdpa
     if query.shape[3] > HEAD_DIM:
         obstacle = f"a head_dim of {query.shape[3]}, over {HEAD_DIM}"
     if obstacle is not None:
@@ -182,8 +162,13 @@ def _baseline_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def run_stats(variant: Variant) -> RunStats:
-    """What a variant's layers did since `running` began."""
+def collect_run_stats(variant: Variant) -> dict[str, Any]:
+    """Collect what a variant's layers did since `run_as` began, as fields of its results.
+
+    Returns:
+        density: query-key pairs computed over causal pairs, the mean over heads and layers. dense: the number of layers
+        that ran dense, by reason.
+    """
     densities = [1.0 if state.last is None else float(state.last.density.mean()) for state in variant.states]
     densities += [1.0 if stats is None else float(stats.density.mean()) for stats in variant.last.values()]
     reasons: dict[str, int] = {}
@@ -191,10 +176,7 @@ def run_stats(variant: Variant) -> RunStats:
         for (path, reason), _ in sorted(state.counts.items()):
             if path == "dense" and reason != DenseReason.DECODE:
                 reasons[reason] = reasons.get(reason, 0) + 1
-    return RunStats(sum(densities) / len(densities) if densities else 1.0, reasons)
-
-
-POSITIONS = 512  # of a prompt at which predictions are compared with the dense model's
+    return {"density": sum(densities) / len(densities) if densities else 1.0, "dense": reasons}
 
 
 def evaluate(
@@ -217,115 +199,79 @@ def evaluate(
         progress: whether to show a progress bar.
 
     Raises:
-        InputError: If the GPU's memory does not suffice.
+        ResourceError: If the GPU's memory does not suffice.
     """
-    planned = cases(plan, user_prompts)
+    planned, dense = cases(plan, user_prompts), compared[0]
+
+    def list_missing(case: Case, variant: Variant) -> list[str]:
+        tasks = [task for task in case.tasks if not (task == "agreement" and variant is dense)]  # it agrees with itself
+        return [task for task in tasks if journal.get(task, case.key(variant.identity)) is None]
+
+    to_do = [[list_missing(case, variant) for variant in compared] for case in planned]
     with progress_bar("evaluating", len(planned) * len(compared), "prompt", shown=progress) as step:
-        to_do = [[one for one in compared if _missing(case, one, compared[0], journal)] for case in planned]
-        if stored := sum(len(compared) - len(missing) for missing in to_do):
+        if stored := sum(not tasks for missing in to_do for tasks in missing):
             step(f"are in {journal.path.name}", stored, known=True)
         for case, missing in zip(planned, to_do, strict=True):
-            if missing:
-                prompt, asked = build(case, plan, loaded.tokenizer, user_prompts)
-                run = _CaseRun(case, prompt, asked, plan, loaded, compared, journal)
-                for _ in run.measure(missing):
+            if not any(missing):
+                continue
+            run = _CaseRun(case, plan, loaded, user_prompts)
+            for variant, tasks in zip(compared, missing, strict=True):
+                # dense runs for a variant that is compared with it even if dense itself misses nothing
+                is_reference = variant is dense and any("agreement" in others for others in missing)
+                if not tasks and not is_reference:
+                    continue
+                try:
+                    results = run.measure(variant, tasks, is_reference, journal.get("greedy", case.key(dense.identity)))
+                except torch.OutOfMemoryError as error:
+                    raise ResourceError(
+                        f"GPU memory ran out while {variant.name} read {case.length} tokens: use shorter --lengths or "
+                        "a smaller model; what was measured is kept"
+                    ) from error
+                for task, result in results.items():
+                    journal.put(task, case.key(variant.identity), result)
+                if tasks:
                     step(f"{', '.join(case.tasks)} at {case.length} tokens")
 
 
-def _missing(case: Case, variant: Variant, dense: Variant, journal: Journal) -> list[str]:
-    """The tasks of a case that a variant still has to do. Dense always agrees with itself."""
-    return [
-        task
-        for task in case.tasks
-        if not (task == "agreement" and variant is dense) and journal.get(task, case.key(variant.identity)) is None
-    ]
-
-
-@dataclass(frozen=True)
 class _CaseRun:
-    """One prompt, the number of the question of each of its answers, and what it takes to run variants on it."""
+    """One prompt, and the dense model's predictions on it with which variants are compared."""
 
-    case: Case
-    prompt: Prompt
-    asked: Sequence[int]
-    plan: EvaluationPlan
-    loaded: LoadedModel
-    compared: Sequence[Variant]
-    journal: Journal
+    def __init__(self, case: Case, plan: EvaluationPlan, loaded: LoadedModel, user_prompts: Sequence[Prompt]) -> None:
+        self.loaded, self.repeats = loaded, plan.repeats
+        self.prompt, self.asked = build(case, plan, loaded.tokenizer, user_prompts)
+        rng = random.Random(f"{plan.seed}/{case.length}/{case.sample}/positions")
+        self.positions = score.sample_positions(case.length, rng)
+        self.dense_log_probs: Tensor | None = None
 
-    def measure(self, missing: Sequence[Variant]) -> Iterator[None]:
-        """Measure the variants that are missing in the journal, one at each step.
+    def measure(
+        self, variant: Variant, tasks: Sequence[str], is_reference: bool, dense_answer: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return a variant's results by task. Of an `is_reference` run the predictions are kept.
 
-        Where a variant is to be compared with dense, dense runs too, whether or not it is missing.
+        dense_answer: dense's own greedy result, None before dense has run.
         """
-        dense = self.compared[0]
-        dense_log_probs: Tensor | None = None
-        compares = any("agreement" in _missing(self.case, variant, dense, self.journal) for variant in missing)
-        for variant in self.compared:
-            tasks = _missing(self.case, variant, dense, self.journal)
-            is_reference = variant is dense and compares
-            if not tasks and not is_reference:
-                continue
-            with _within_memory(variant, self.case):
-                if self.case.tasks == ("time",):
-                    results = self._times(variant)
-                else:
-                    results, dense_log_probs = self._scores(variant, tasks, is_reference, dense_log_probs)
-            for task, result in results.items():
-                self.journal.put(task, self.case.key(variant.identity), result)
-            if variant in missing:
-                yield
-
-    def _times(self, variant: Variant) -> dict[str, Any]:
-        with running(self.loaded.model, variant):
-            result = score.first_token(self.loaded, self.prompt.ids, self.plan.repeats)
-            return {"time": result | asdict(run_stats(variant))}
-
-    def _scores(
-        self, variant: Variant, tasks: Sequence[str], is_reference: bool, dense_log_probs: Tensor | None
-    ) -> tuple[dict[str, Any], Tensor | None]:
-        """The results of one pass by task, and the predictions that further variants are compared with.
-
-        A greedy answer follows the variant's prompt, but is itself read with dense attention, as decoding always is.
-        """
-        with running(self.loaded.model, variant):
+        if "time" in tasks:
+            with run_as(self.loaded.model, variant):
+                result = score.time_first_token(self.loaded, self.prompt.ids, self.repeats)
+                return {"time": result | collect_run_stats(variant)}
+        with run_as(self.loaded.model, variant):
             forward = score.ForwardPass(self.loaded, self.prompt.ids, cache="greedy" in tasks)
             if is_reference:
-                dense_log_probs = score.reference(forward, self._positions())
-            results = {task: self._score(task, forward, dense_log_probs) for task in tasks if task != "greedy"}
-            stats = asdict(run_stats(variant))
-        if "greedy" in tasks:
-            by_dense = self.journal.get("greedy", self.case.key(self.compared[0].identity))
+                self.dense_log_probs = score.collect_log_probs(forward, self.positions)
+            results = {task: self._score(task, forward) for task in tasks if task != "greedy"}
+            stats = collect_run_stats(variant)
+        if "greedy" in tasks:  # behind the variant's prompt, but read with dense attention, as decoding always is
             results["greedy"] = (
-                score.greedy_answer(self.loaded, forward)
-                if by_dense is None  # dense comes first
-                else score.greedy_prefix(forward, by_dense["tokens"])
+                score.write_answer(self.loaded, forward)
+                if dense_answer is None
+                else score.count_prefix(forward, dense_answer["tokens"])
             )
-        return {task: result | stats for task, result in results.items()}, dense_log_probs
+        return {task: result | stats for task, result in results.items()}
 
-    def _score(self, task: str, forward: score.ForwardPass, dense_log_probs: Tensor | None) -> dict[str, Any]:
+    def _score(self, task: str, forward: score.ForwardPass) -> dict[str, Any]:
         if task in (*RETRIEVAL, PROMPTS):
-            return score.answers(forward, self.prompt) | {"asked": self.asked}
+            return score.score_answers(forward, self.prompt) | {"asked": self.asked}
         if task == "perplexity":
-            return score.negative_log_likelihood(forward)
-        assert dense_log_probs is not None  # dense comes first
-        return score.agreement(forward, self._positions(), dense_log_probs)
-
-    def _positions(self) -> Tensor:
-        """The positions [R] at which predictions are compared: equally many of each part of the prompt, by the seed."""
-        rng = random.Random(f"{self.plan.seed}/{self.case.length}/{self.case.sample}/positions")
-        parts = [range(first, last) for first, last in pairwise(score.bucket_edges(self.case.length))]
-        chosen = [rng.sample(part, min(len(part), POSITIONS // score.BUCKETS)) for part in parts]
-        return torch.tensor(sorted(position for part in chosen for position in part))
-
-
-@contextmanager
-def _within_memory(variant: Variant, case: Case) -> Iterator[None]:
-    """Turn running out of GPU memory into an error that says what to do."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ResourceError(
-            f"GPU memory ran out while {variant.name} read {case.length} tokens: use shorter --lengths or a smaller "
-            "model; what was measured is kept"
-        ) from error
+            return score.sum_negative_log_likelihood(forward)
+        assert self.dense_log_probs is not None  # dense comes first
+        return score.compare_predictions(forward, self.positions, self.dense_log_probs)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from calibrate.evaluation.run import Variant, run_stats, running, uniform_states
+from calibrate.evaluation.run import Variant, collect_run_stats, repeat_config, run_as
 from calibrate.model.layers import attention_implementation
 from calibrate.model.models import LoadedModel, load
 from calibrate.timing import medians
@@ -109,7 +109,7 @@ def first_layer(loaded: LoadedModel, ids: Tensor) -> QKV:
 
     dense = variant(loaded, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"))
     dense.states[0].observer = keep
-    with running(loaded.model, dense):
+    with run_as(loaded.model, dense):
         prefill(loaded, ids)
     return captured[0]
 
@@ -128,7 +128,7 @@ def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Name
 
 def variant(loaded: LoadedModel, config: LayerConfig) -> Variant:
     """The model with this configuration in every layer."""
-    return Variant("", "", uniform_states(config, loaded.geometry.layers))
+    return Variant("", "", repeat_config(config, loaded.geometry.layers))
 
 
 @contextmanager
@@ -141,12 +141,12 @@ def flash(loaded: LoadedModel) -> Iterator[None]:
 def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig | None) -> tuple[float, float]:
     """Seconds of a prefill, and the layers' mean density; no config is `flash`."""
     run = Variant("", "") if config is None else variant(loaded, config)
-    with flash(loaded) if config is None else running(loaded.model, run):
+    with flash(loaded) if config is None else run_as(loaded.model, run):
         wait(loaded.weights.device)
         began = time.perf_counter()
         prefill(loaded, ids)
         wait(loaded.weights.device)
-        return time.perf_counter() - began, run_stats(run).density
+        return time.perf_counter() - began, collect_run_stats(run)["density"]
 
 
 def prefill(loaded: LoadedModel, ids: Tensor) -> None:

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 
 from calibrate.evaluation import plan, report, score
 from calibrate.evaluation import report as plots
-from calibrate.evaluation.plan import TASKS, TEXT, EvaluationPlan, named, parsed
+from calibrate.evaluation.plan import TASKS, TEXT, EvaluationPlan, normalise_setting, parse_setting
 from calibrate.evaluation.results import open_journal, summary
-from calibrate.evaluation.run import BASELINE, Variant, _baseline_forward, evaluate, run_stats, running, variants
+from calibrate.evaluation.run import BASELINE, Variant, _baseline_forward, collect_run_stats, evaluate, run_as, variants
 from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check, read_user_prompts
 from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
@@ -151,7 +151,7 @@ def test_rows_and_the_heat_map_are_what_the_lines_say(tiny, tmp_path):
 
 def test_perplexity_is_the_cross_entropy(demo):
     ids = torch.randint(0, 4096, (150,))
-    value = score.negative_log_likelihood(score.ForwardPass(demo, ids))
+    value = score.sum_negative_log_likelihood(score.ForwardPass(demo, ids))
     with torch.no_grad():
         logits = demo.model(ids[None], use_cache=False).logits[0, :-1]
     assert value["tokens"] == 149
@@ -162,9 +162,9 @@ def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
     ids = torch.randint(3, 99, (700,))
     positions = torch.arange(5, 700, 3)
     compared = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
-    kept = score.reference(score.ForwardPass(tiny, ids), positions)
-    with running(tiny.model, compared[1]):
-        value = score.agreement(score.ForwardPass(tiny, ids), positions, kept)
+    kept = score.collect_log_probs(score.ForwardPass(tiny, ids), positions)
+    with run_as(tiny.model, compared[1]):
+        value = score.compare_predictions(score.ForwardPass(tiny, ids), positions, kept)
         with torch.no_grad():
             q = tiny.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)[positions]
     with torch.no_grad():
@@ -175,9 +175,9 @@ def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
     assert value["same"] == [int(same[part == each].sum()) for each in range(8)]
     assert value["positions"] == [int((part == each).sum()) for each in range(8)]
     assert sum(value["kl"]) > 1e-3
-    edges = score.bucket_edges(700)
-    assert [position * 8 // 700 for position in edges[:8]] == list(range(8))
-    assert [(position - 1) * 8 // 700 for position in edges[1:]] == list(range(8))
+    sampled = score.sample_positions(700, random.Random(0))
+    assert len(sampled.unique()) == 512
+    assert torch.equal(torch.bincount(sampled * 8 // 700), torch.full((8,), 64))
 
 
 def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
@@ -187,7 +187,7 @@ def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
             ids[place] = demo.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
         likely = demo.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
     spans = ((100, 105), (99, 105), (102, 103))
-    value = score.answers(score.ForwardPass(demo, ids), Prompt(ids, spans))
+    value = score.score_answers(score.ForwardPass(demo, ids), Prompt(ids, spans))
     assert value["correct"] == [True, False, True]
     expected = [sum(float(likely[place - 1, ids[place]]) for place in range(*span)) for span in spans]
     assert value["log_likelihood"] == pytest.approx(expected, rel=1e-5)
@@ -205,17 +205,17 @@ def test_greedy_answers_are_those_that_the_models_generate(demo, tmp_path):
     plan = EvaluationPlan("demo", tmp_path, (700,), settings=("tau=20,segment=64", EXACT)).validate()
     dense, *sparse = variants(plan, demo)
     ids = build(Case(("greedy",), 700, 1), plan, demo.tokenizer, ())[0].ids
-    with running(demo.model, dense):
+    with run_as(demo.model, dense):
         forward = score.ForwardPass(demo, ids, cache=True)
-    answer = score.greedy_answer(demo, forward)
+    answer = score.write_answer(demo, forward)
     assert answer["tokens"] == generated(demo.model, ids, score.ANSWER)
     assert answer["prefix"] == score.ANSWER
     prefixes = []
     for variant in sparse:
-        with running(demo.model, variant):
+        with run_as(demo.model, variant):
             forward = score.ForwardPass(demo, ids, cache=True)
             own = generated(demo.model, ids, score.ANSWER)
-        prefixes.append(score.greedy_prefix(forward, answer["tokens"])["prefix"])
+        prefixes.append(score.count_prefix(forward, answer["tokens"])["prefix"])
         alike = [first == second for first, second in zip(own, answer["tokens"], strict=True)]
         assert prefixes[-1] == [*alike, False].index(False)
     assert prefixes[0] < prefixes[1] == score.ANSWER
@@ -225,7 +225,7 @@ def test_a_greedy_answer_ends_where_the_model_ends_it(demo, tmp_path, monkeypatc
     ids = build(Case(("greedy",), 300, 0), EvaluationPlan("demo", tmp_path, (300,)), demo.tokenizer, ())[0].ids
     whole = generated(demo.model, ids, score.ANSWER)
     monkeypatch.setattr(demo.model.generation_config, "eos_token_id", [4095, whole[5]])
-    answer = score.greedy_answer(demo, score.ForwardPass(demo, ids, cache=True))
+    answer = score.write_answer(demo, score.ForwardPass(demo, ids, cache=True))
     assert answer["tokens"] == whole[: whole.index(whole[5]) + 1]
 
 
@@ -237,15 +237,15 @@ def test_a_baseline_computes_every_layer_of_full_attention(tiny, tmp_path, keep,
     assert baseline.name == text
     ids, hidden = torch.randint(3, 99, (700,)), {}
     for variant in (dense, baseline):
-        with running(tiny.model, variant):
+        with run_as(tiny.model, variant):
             hidden[variant.name] = score.ForwardPass(tiny, ids).hidden
     assert torch.allclose(hidden["dense"], hidden[text], atol=1e-4) == same
     layers = [float(stats.density.mean()) for stats in baseline.last.values()]
     assert len(layers) == tiny.geometry.layers
-    assert run_stats(baseline).density == pytest.approx(sum(layers) / len(layers))
-    assert (run_stats(baseline).density == 1.0) == same
+    assert collect_run_stats(baseline)["density"] == pytest.approx(sum(layers) / len(layers))
+    assert (collect_run_stats(baseline)["density"] == 1.0) == same
     assert tiny.model.config._attn_implementation == "sdpa"
-    with running(tiny.model, dense):  # nothing of the baseline is left
+    with run_as(tiny.model, dense):  # nothing of the baseline is left
         assert torch.equal(score.ForwardPass(tiny, ids).hidden, hidden["dense"])
 
 
@@ -253,14 +253,14 @@ def test_a_baseline_leaves_its_first_layers_dense(tiny, tmp_path):
     """Of FlashPrefill V2 those that it names; they count as dense in what the run did."""
     text = "flash-prefill-v2:alpha=1,block=64,first=0,window=0,last=0,dense_layers=1"
     baseline = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(text,)).validate(), tiny)[1]
-    with running(tiny.model, baseline):
+    with run_as(tiny.model, baseline):
         score.ForwardPass(tiny, torch.randint(3, 99, (700,)))
     first, *others = baseline.last.values()
     densities = [float(stats.density.mean()) for stats in others]
     assert first is None
     assert len(densities) == tiny.geometry.layers - 1
     assert max(densities) < 0.9
-    assert run_stats(baseline).density == pytest.approx((1 + sum(densities)) / tiny.geometry.layers)
+    assert collect_run_stats(baseline)["density"] == pytest.approx((1 + sum(densities)) / tiny.geometry.layers)
 
 
 @pytest.mark.parametrize(
@@ -282,21 +282,21 @@ def test_baselines_are_found_in_a_clone_only(tmp_path, monkeypatch):
     assert tuple(BASELINES) == plan.BASELINES
     for package in ("calibrate", "s2o_runtime"):
         (tmp_path / package).symlink_to(ROOT / package)
-    code = "import sys; from calibrate.evaluation.plan import named; print(named('pbs'), 'scripts' in sys.modules)"
+    code = "import sys; from calibrate.evaluation.plan import normalise_setting as f; print(f('pbs'), 'scripts' in sys.modules)"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert outcome.stdout == "pbs True\n", outcome.stderr
     monkeypatch.setattr(plan, "REPOSITORY", tmp_path)
-    assert plan.named("tau=1") == "tau=1"
+    assert plan.normalise_setting("tau=1") == "tau=1"
     with pytest.raises(InputError, match="the baselines are in the repository, not in the package: run from a clone"):
-        plan.named("pbs:keep=0.9")
+        plan.normalise_setting("pbs:keep=0.9")
 
 
 def test_predictions_that_are_not_finite_are_named(tiny):
     forward = score.ForwardPass(tiny, torch.randint(3, 99, (100,)))
     forward.hidden[50] = torch.nan
     with pytest.raises(ModelError, match="a prompt of 100 tokens hold inf or NaN, expected finite numbers"):
-        score.negative_log_likelihood(forward)
+        score.sum_negative_log_likelihood(forward)
 
 
 def asked_in(demo, tmp_path, task, count=8):
@@ -506,7 +506,7 @@ def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
 )
 def test_a_bad_setting_names_the_part(text, message):
     with pytest.raises(ConfigError) as refused:
-        parsed(text)
+        parse_setting(text)
     assert message in str(refused.value)
 
 
@@ -520,5 +520,5 @@ def test_a_bad_setting_names_the_part(text, message):
     ],
 )
 def test_a_setting_has_one_name(text, name):
-    assert named(text) == name
-    assert parsed(name) == parsed(text)
+    assert normalise_setting(text) == name
+    assert parse_setting(name) == parse_setting(text)
