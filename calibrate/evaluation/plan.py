@@ -129,12 +129,7 @@ def _shorten_paths(paths: tuple[Path, ...]) -> list[str]:
 
 
 def find_baseline(text: str) -> Baseline | None:
-    """Return the settings of a baseline, if the text begins with the name of one.
-
-    Raises:
-        ConfigError: an option of the baseline is wrong.
-        InputError: this is an installed package, which has no baselines.
-    """
+    """Return a baseline's settings, None for another text. Raises InputError outside a clone, ConfigError if wrong."""
     if text.partition(":")[0] not in BASELINES:
         return None
     if not (REPOSITORY / "scripts" / "bench" / "baselines").is_dir():
@@ -178,16 +173,10 @@ def normalise_setting(text: str) -> str:
 
 
 def configure_layer(text: str, heads: int, tiles: tuple[TileConfig, ...]) -> LayerConfig:
-    """Return the configuration of a whole layer from a setting that names no baseline.
+    """Return the configuration of a layer with so many query heads from a setting that names no baseline.
 
-    Args:
-        text: the setting.
-        heads: the layer's query heads.
-        tiles: candidates, best first, of which the first that divides the segment is taken; empty where plain torch
-            runs, which takes any tile.
-
-    Raises:
-        ConfigError: A part of the text is wrong; the message names it.
+    tiles: candidates, best first; empty where plain torch runs, which takes any tile. Raises ConfigError as
+    `parse_setting` does.
     """
     config = LayerConfig.uniform(heads, tile=CPU_TILE, **parse_setting(text))
     return config.with_tile(next((tile for tile in tiles if config.segment % tile.rows == 0), CPU_TILE))

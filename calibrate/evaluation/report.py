@@ -29,6 +29,7 @@ MARKERS = "osD^vPX*"
 LOWEST_KL = 1e-7  # nats, where the axis ends: what is below is rounding
 PANEL = (4.3, 3.4)  # inches of one length's axes
 LINE, LETTER, HANDLE = 0.17, 0.075, 0.55  # inches: a legend's line, a letter of it, what stands before an entry
+Columns = dict[str, Callable[[Row], str]]
 CAPTIONS = {
     "needles": "The share of needles found, by the prompt's length and the needle's depth in it.",
     "agreement": "Distance from the dense model's predictions, by position in the prompt.",
@@ -102,12 +103,9 @@ def tables(summary: Summary) -> list[Table]:
     held_out: dict[tuple[int, str], Row] = {}  # perplexity and greedy answers in one row
     for row in (*summary["perplexity"], *summary["greedy"]):
         held_out.setdefault((row["length"], row["variant"]), {}).update(row)
-    key: dict[str, Callable[[Row], str]] = {
-        "tokens": lambda row: str(row["length"]),
-        "variant": lambda row: row["variant"],
-    }
-    density: dict[str, Callable[[Row], str]] = {"density": lambda row: f"{row['density']:.3f}"}
-    quality = key | {
+    key: Columns = {"tokens": lambda row: str(row["length"]), "variant": lambda row: row["variant"]}
+    density: Columns = {"density": lambda row: f"{row['density']:.3f}"}
+    quality = {
         "budget": lambda row: row["budget"] or "-",
         "attention": lambda row: times(row["attention_speedup"]),
         "prefill": lambda row: times(row.get("speedup")),
@@ -129,34 +127,26 @@ def tables(summary: Summary) -> list[Table]:
         "kept of dense's": lambda row: f"{row['kept']} of {row['dense_found']}" if row["dense_can"] else "dense cannot",
         "difference, 95%": _format_difference,
         "log-lik.": lambda row: f"{row['log_likelihood']:.3f}",
-    } | density
-    text = (
-        key
-        | {
-            "perplexity": lambda row: formatted(row.get("perplexity"), ".4f"),
-            "over dense": _format_over_dense,
-            "same answers": lambda row: formatted(row.get("same"), ".0%"),
-            "same tokens": lambda row: f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
-        }
-        | density
-    )
-    time = (
-        key
-        | {
-            "first token [ms]": lambda row: f"{row['seconds'] * 1e3:.1f}",
-            "fastest .. slowest": lambda row: f"{row['fastest'] * 1e3:.1f} .. {row['slowest'] * 1e3:.1f}",
-            "vs dense": lambda row: times(row["speedup"]),
-            "peak [GiB]": lambda row: "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / (1 << 30):.2f}",
-        }
-        | density
-    )
+    }
+    text = {
+        "perplexity": lambda row: formatted(row.get("perplexity"), ".4f"),
+        "over dense": _format_over_dense,
+        "same answers": lambda row: formatted(row.get("same"), ".0%"),
+        "same tokens": lambda row: f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
+    }
+    time = {
+        "first token [ms]": lambda row: f"{row['seconds'] * 1e3:.1f}",
+        "fastest .. slowest": lambda row: f"{row['fastest'] * 1e3:.1f} .. {row['slowest'] * 1e3:.1f}",
+        "vs dense": lambda row: times(row["speedup"]),
+        "peak [GiB]": lambda row: "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / (1 << 30):.2f}",
+    }
     compared = [row for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
     by_length = sorted(held_out.values(), key=lambda row: int(row["length"]))
     all_tables = [
-        Table.of(compared, quality, "quality beside dense", align="rlr", wrap="variant"),
-        Table.of(summary["retrieval"], answers, "answers", align="lrlr", wrap="variant"),
-        Table.of(by_length, text, "held-out text", align="rlr", wrap="variant"),
-        Table.of(summary["time"], time, "time to the first token, warm", align="rlr", wrap="variant"),
+        Table.of(compared, key | quality, "quality beside dense", align="rlr", wrap="variant"),
+        Table.of(summary["retrieval"], answers | density, "answers", align="lrlr", wrap="variant"),
+        Table.of(by_length, key | text | density, "held-out text", align="rlr", wrap="variant"),
+        Table.of(summary["time"], key | time | density, "time to the first token, warm", align="rlr", wrap="variant"),
     ]
     return [table for table in all_tables if table.rows]
 

@@ -14,13 +14,12 @@ from typing import Any
 from scipy import optimize, stats
 
 from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan
-from calibrate.evaluation.run import DIGEST, Variant
+from calibrate.evaluation.run import DIGEST, Evaluation, Variant
 from calibrate.evaluation.score import BUCKETS
 from calibrate.evaluation.tasks import cases
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.files import read_text
-from calibrate.prompts.prompt import Prompt
 from calibrate.versions import versions
 from s2o_runtime.devices import identify
 
@@ -36,9 +35,7 @@ Summary = dict[str, Any]
 def open_journal(plan: EvaluationPlan, loaded: LoadedModel) -> Journal:
     """Open the results so far, of the same model, device, software and prompts.
 
-    Raises:
-        InputError: If an earlier run in the same folder differs in one of these; the message names it.
-        ResourceError: If another run has them open.
+    Raises InputError if an earlier run in the same folder differs, by name; ResourceError if another has them open.
     """
     device = identify(loaded.weights.device)
     texts = None if plan.prompts is None else "\n".join(map(read_text, plan.prompts))
@@ -54,30 +51,18 @@ def open_journal(plan: EvaluationPlan, loaded: LoadedModel) -> Journal:
     return Journal.open(plan.journal_path, identity, option="--out-dir")
 
 
-def summary(
-    plan: EvaluationPlan,
-    loaded: LoadedModel,
-    compared: Sequence[Variant],
-    user_prompts: Sequence[Prompt],
-    journal: Journal,
-) -> Summary:
-    """Return the outcome of an evaluation, all of it JSON.
-
-    Args:
-        plan: what was measured.
-        loaded: the model that was measured.
-        compared: the variants, dense first.
-        user_prompts: the prompts of the user's own file.
-        journal: the results of all of the plan's prompts.
-    """
+def summary(evaluation: Evaluation) -> Summary:
+    """Return the outcome of an evaluation, all of it JSON, from a journal that has the results of all prompts."""
+    plan, loaded, compared = evaluation.plan, evaluation.loaded, evaluation.compared
     results = [
         {"task": task, "variant": variant.name, "length": case.length, "sample": case.sample} | value
-        for case in cases(plan, user_prompts)
+        for case in cases(plan, evaluation.user_prompts)
         for task in case.tasks
         for variant in compared
-        if (value := journal.get(task, case.key(variant.identity)))
+        if (value := evaluation.journal.get(task, case.key(variant.identity)))
     ]
     text = {task: _score_groups(results, [task], score) for task, score in SCORES.items()}
+    asked = (*RETRIEVAL, PROMPTS)
     pooled = [_score_groups(results, RETRIEVAL, _score_recall), text["agreement"], text["greedy"], text["time"]]
     return {
         "model": plan.model,
@@ -88,11 +73,7 @@ def summary(
         "plan": json.loads(json.dumps(asdict(plan), default=str)),
         "variants": [{"name": variant.name, "identity": variant.identity} for variant in compared],
         "quality": _join_scores(plan, compared, list(chain(*pooled))),
-        "retrieval": [
-            {"task": task} | row
-            for task in (*RETRIEVAL, PROMPTS)
-            for row in _score_groups(results, [task], _score_recall)
-        ],
+        "retrieval": [{"task": task} | row for task in asked for row in _score_groups(results, [task], _score_recall)],
         "heat": _map_depths(plan, compared, [row for row in results if row["task"] == "needles"]),
         **text,
         "prompts": results,  # as measured: all other numbers follow from these
@@ -102,12 +83,9 @@ def summary(
 def _score_groups(
     results: Sequence[Row], tasks: Sequence[str], score: Callable[[list[Row], list[Row]], Row]
 ) -> list[Row]:
-    """Make a row for each length and variant that has results in some tasks; the user's prompts are in one row.
+    """Make a row for each length and variant of the results of some tasks; the user's prompts are in one row.
 
-    Args:
-        results: a row for each prompt, task and variant, by rising length and dense first.
-        tasks: whose results are taken together.
-        score: makes a row of a variant's results and dense's; they are the same list for dense.
+    results: by rising length, dense first. score: is given a variant's results and dense's, one list for dense itself.
     """
     rows = [row for row in results if row["task"] in tasks]
     longest = max((row["length"] for row in rows), default=0)
@@ -126,12 +104,7 @@ def _score_groups(
 
 
 def _score_recall(values: list[Row], dense: list[Row]) -> Row:
-    """Count a variant's right answers beside dense's.
-
-    Returns:
-        found: answers that have all their tokens right. dense_found: the same of dense. kept: answers that are right in
-        both. A variant also has the fields of `compare_answers`.
-    """
+    """Count a variant's right answers, "found", those of dense, and those that both have right, "kept"."""
     by_prompt, dense_by_prompt = ([value["correct"] for value in rows] for rows in (values, dense))
     correct, dense_correct = list(chain(*by_prompt)), list(chain(*dense_by_prompt))
     return {
@@ -158,30 +131,22 @@ def _score_agreement(values: list[Row], dense: list[Row]) -> Row:
         list(map(math.fsum, zip(*(value[name] for value in values), strict=True)))
         for name in ("kl", "same", "positions")
     )
-    # rounding can leave a KL below 0
-    parts = [
-        {"kl": max(0.0, part / count), "top1": equal / count}
-        for part, equal, count in zip(kl, same, counts, strict=True)
-    ]
-    positions = sum(counts)
+
+    def average(kl: float, same: float, count: float) -> Row:
+        return {"kl": max(0.0, kl / count), "top1": same / count}  # rounding can leave a KL below 0
+
     return {
-        "positions": positions,
-        "kl": max(0.0, sum(kl) / positions),
-        "top1": sum(same) / positions,
-        "parts": parts,
+        "positions": sum(counts),
+        **average(sum(kl), sum(same), sum(counts)),
+        "parts": list(map(average, kl, same, counts)),
     }
 
 
 def _score_greedy(values: list[Row], dense: list[Row]) -> Row:
     """Count the greedy answers that are dense's, and their first tokens that are; dense's own row shows rounding."""
     prefixes, lengths = [value["prefix"] for value in values], [len(value["tokens"]) for value in dense]
-    same = [prefix == length for prefix, length in zip(prefixes, lengths, strict=True)]
-    return {
-        "answers": len(values),
-        "same": _mean(same),
-        "prefix": _mean(prefixes),
-        "answer_tokens": _mean(lengths),
-    }
+    same = _mean([prefix == length for prefix, length in zip(prefixes, lengths, strict=True)])
+    return {"answers": len(values), "same": same, "prefix": _mean(prefixes), "answer_tokens": _mean(lengths)}
 
 
 def _score_time(values: list[Row], dense: list[Row]) -> Row:
@@ -212,10 +177,7 @@ def _join_scores(plan: EvaluationPlan, compared: Sequence[Variant], scores: Sequ
 
 
 def _map_depths(plan: EvaluationPlan, compared: Sequence[Variant], needles: Sequence[Row]) -> list[Row]:
-    """Return for each variant the share of needles found: accuracy[depth][length].
-
-    A depth is where one of at most `BUCKETS` equal parts of the text before the questions begins.
-    """
+    """Return for each variant the share of needles found: accuracy[depth][length], at most `BUCKETS` depths."""
     parts = min(BUCKETS, plan.needles)
     correct: dict[tuple[str, int, int], list[bool]] = {}
     for row in needles:

@@ -79,11 +79,7 @@ class Variant:
 
 
 def variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
-    """List dense, every profile and every setting of a plan, ready to run.
-
-    Raises:
-        ProfileError: If a profile does not fit the model.
-    """
+    """List dense, every profile and every setting of a plan. Raises ProfileError if one does not fit the model."""
     names = iter(plan.variant_names)
     compared = [Variant(next(names), DENSE)]
     for path in plan.profiles:
@@ -112,11 +108,7 @@ def repeat_config(config: LayerConfig, layers: int) -> tuple[hf.LayerState, ...]
 
 @contextmanager
 def run_as(model: Any, variant: Variant) -> Iterator[None]:
-    """Run the model as a variant inside the block; afterwards it is as it was.
-
-    Raises:
-        InputError: Inside the block, if the variant's baseline cannot compute a layer.
-    """
+    """Run the model as a variant inside the block. A layer that its baseline cannot compute raises InputError there."""
     hf.register()
     modules = attention_modules(model)
     AttentionInterface.register(BASELINE, _baseline_forward)
@@ -144,7 +136,7 @@ def _baseline_forward(
     variant: Variant | None = module.__dict__.get(BASELINE)
     call: hf.PrefillCall | None = getattr(attention_mask, hf.CALL, None)
     baseline = None if variant is None else variant.baseline
-    if variant is not None and baseline is not None and baseline.runs_dense(int(module.layer_idx)):  # type: ignore[arg-type]
+    if variant and baseline and baseline.runs_dense(int(module.layer_idx)):  # type: ignore[arg-type]
         variant.last[module], baseline = None, None
     if variant is None or baseline is None or call is None or call.window is not None:
         return hf.s2o_attention_forward(module, query, key, value, attention_mask, **options)
@@ -165,9 +157,7 @@ def _baseline_forward(
 def collect_run_stats(variant: Variant) -> dict[str, Any]:
     """Collect what a variant's layers did since `run_as` began, as fields of its results.
 
-    Returns:
-        density: query-key pairs computed over causal pairs, the mean over heads and layers. dense: the number of layers
-        that ran dense, by reason.
+    density: query-key pairs computed over causal pairs, the mean of heads and layers. dense: layers by dense reason.
     """
     densities = [1.0 if state.last is None else float(state.last.density.mean()) for state in variant.states]
     densities += [1.0 if stats is None else float(stats.density.mean()) for stats in variant.last.values()]
@@ -179,29 +169,28 @@ def collect_run_stats(variant: Variant) -> dict[str, Any]:
     return {"density": sum(densities) / len(densities) if densities else 1.0, "dense": reasons}
 
 
-def evaluate(
-    plan: EvaluationPlan,
-    loaded: LoadedModel,
-    compared: Sequence[Variant],
-    user_prompts: Sequence[Prompt],
-    journal: Journal,
-    *,
-    progress: bool,
-) -> None:
-    """Measure what a plan asks for. Afterwards the journal has an entry for each task, variant and prompt.
+@dataclass(frozen=True)
+class Evaluation:
+    """A plan with all that it runs on.
 
-    Args:
-        plan: what to measure.
-        loaded: the model, unpatched.
-        compared: the variants, dense first.
-        user_prompts: the prompts of the user's own file.
-        journal: where results are kept; what it has is not measured again.
-        progress: whether to show a progress bar.
-
-    Raises:
-        ResourceError: If the GPU's memory does not suffice.
+    loaded: the model, unpatched. compared: the variants, dense first. user_prompts: those of the user's own files.
+    journal: keeps the results; what it has is not measured again.
     """
-    planned, dense = cases(plan, user_prompts), compared[0]
+
+    plan: EvaluationPlan
+    loaded: LoadedModel
+    compared: Sequence[Variant]
+    user_prompts: Sequence[Prompt]
+    journal: Journal
+
+
+def evaluate(evaluation: Evaluation, *, progress: bool) -> None:
+    """Measure what a plan asks for, so that the journal has an entry for each task, variant and prompt.
+
+    Raises ResourceError if the GPU's memory does not suffice.
+    """
+    plan, compared, journal = evaluation.plan, evaluation.compared, evaluation.journal
+    planned, dense = cases(plan, evaluation.user_prompts), compared[0]
 
     def list_missing(case: Case, variant: Variant) -> list[str]:
         tasks = [task for task in case.tasks if not (task == "agreement" and variant is dense)]  # it agrees with itself
@@ -214,7 +203,7 @@ def evaluate(
         for case, missing in zip(planned, to_do, strict=True):
             if not any(missing):
                 continue
-            run = _CaseRun(case, plan, loaded, user_prompts)
+            run = _CaseRun(case, evaluation)
             for variant, tasks in zip(compared, missing, strict=True):
                 # dense runs for a variant that is compared with it even if dense itself misses nothing
                 is_reference = variant is dense and any("agreement" in others for others in missing)
@@ -236,9 +225,10 @@ def evaluate(
 class _CaseRun:
     """One prompt, and the dense model's predictions on it with which variants are compared."""
 
-    def __init__(self, case: Case, plan: EvaluationPlan, loaded: LoadedModel, user_prompts: Sequence[Prompt]) -> None:
-        self.loaded, self.repeats = loaded, plan.repeats
-        self.prompt, self.asked = build(case, plan, loaded.tokenizer, user_prompts)
+    def __init__(self, case: Case, evaluation: Evaluation) -> None:
+        plan = evaluation.plan
+        self.loaded, self.repeats = evaluation.loaded, plan.repeats
+        self.prompt, self.asked = build(case, plan, self.loaded.tokenizer, evaluation.user_prompts)
         rng = random.Random(f"{plan.seed}/{case.length}/{case.sample}/positions")
         self.positions = score.sample_positions(case.length, rng)
         self.dense_log_probs: Tensor | None = None
@@ -250,14 +240,13 @@ class _CaseRun:
 
         dense_answer: dense's own greedy result, None before dense has run.
         """
-        if "time" in tasks:
-            with run_as(self.loaded.model, variant):
+        with run_as(self.loaded.model, variant):
+            if "time" in tasks:
                 result = score.time_first_token(self.loaded, self.prompt.ids, self.repeats)
                 return {"time": result | collect_run_stats(variant)}
-        with run_as(self.loaded.model, variant):
             forward = score.ForwardPass(self.loaded, self.prompt.ids, cache="greedy" in tasks)
             if is_reference:
-                self.dense_log_probs = score.collect_log_probs(forward, self.positions)
+                self.dense_log_probs = torch.cat(list(forward.log_probs(self.positions)))
             results = {task: self._score(task, forward) for task in tasks if task != "greedy"}
             stats = collect_run_stats(variant)
         if "greedy" in tasks:  # behind the variant's prompt, but read with dense attention, as decoding always is

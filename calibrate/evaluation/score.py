@@ -53,17 +53,10 @@ class ForwardPass:
         most_likely: list[int] = self._logits(hidden[None])[0].argmax(-1).tolist()
         return most_likely
 
-    def log_probs(self, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the model's predictions, `ROWS` positions at a time so that few logits exist at once.
+    def log_probs(self, positions: Tensor) -> Iterator[Tensor]:
+        """Yield the log-probabilities of the token after each of these positions [R], float32 [r, V] at a time.
 
-        Args:
-            positions: [R], integers.
-
-        Yields:
-            Some of the positions, [r], and the log-probabilities of the token after each, [r, V] in float32.
-
-        Raises:
-            ModelError: If a log-probability is not finite.
+        Raises ModelError if one is not finite. r is at most `ROWS`, so that few logits exist at once.
         """
         for rows in torch.split(positions.to(self.hidden.device), ROWS):
             with torch.no_grad():
@@ -73,20 +66,16 @@ class ForwardPass:
                     f"the predictions for a prompt of {len(self.ids)} tokens hold inf or NaN, expected finite numbers: "
                     "check that the model's weights are whole and meant for this type"
                 )
-            yield rows, log_probs
+            yield log_probs
 
     def token_log_probs(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute how the model predicts the prompt's own tokens.
+        """Return the log-probabilities of the prompt's own tokens, float64 [R], and whether each is the most likely.
 
-        Args:
-            positions: [R], integers from 1: nothing predicts the first token.
-
-        Returns:
-            The tokens' log-probabilities, [R] in float64, and whether each was the most likely token, [R].
+        positions: [R], integers from 1: nothing predicts the first token.
         """
         token_log_probs, most_likely = [], []
-        for rows, log_probs in self.log_probs(positions - 1):
-            tokens = self.ids[rows + 1]
+        all_tokens = torch.split(self.ids[positions.to(self.ids.device)], ROWS)
+        for tokens, log_probs in zip(all_tokens, self.log_probs(positions - 1), strict=True):
             token_log_probs.append(log_probs.gather(-1, tokens[:, None])[:, 0].double().cpu())
             most_likely.append((log_probs.argmax(-1) == tokens).cpu())
         return torch.cat(token_log_probs), torch.cat(most_likely)
@@ -110,11 +99,7 @@ def sum_negative_log_likelihood(forward: ForwardPass) -> dict[str, Any]:
 
 
 def write_answer(loaded: LoadedModel, forward: ForwardPass) -> dict[str, Any]:
-    """Write the model's own greedy answer behind a prompt, one token after another.
-
-    Args:
-        loaded: the model, whose decoding is as it is patched now.
-        forward: the prompt's pass, with its cache, which is used up.
+    """Write the model's own greedy answer behind a prompt, one token after another; the cache is used up.
 
     Returns:
         tokens: `ANSWER` of them, or fewer if the last ends the answer. prefix: the result of `count_prefix` for this
@@ -131,12 +116,7 @@ def write_answer(loaded: LoadedModel, forward: ForwardPass) -> dict[str, Any]:
 
 
 def count_prefix(forward: ForwardPass, answer: Sequence[int]) -> dict[str, Any]:
-    """Count the first tokens of an answer that the model would write too, behind its own cache.
-
-    Args:
-        forward: the prompt's pass, with its cache, which is used up.
-        answer: at least one token.
-    """
+    """Count the first tokens of an answer that the model would write too, behind its own cache, which is used up."""
     # greedy decoding follows an answer while each token is the most likely one after those before it: one pass tells
     own = forward.predict() + (forward.predict(answer[:-1]) if answer[1:] else [])
     alike = [token == expected for token, expected in zip(own, answer, strict=True)]
@@ -151,21 +131,13 @@ def sample_positions(length: int, rng: random.Random) -> Tensor:
     return torch.tensor(sorted(position for positions in drawn for position in positions))
 
 
-def collect_log_probs(forward: ForwardPass, positions: Tensor) -> Tensor:
-    """Return the log-probabilities [R, V] after these positions [R], with which other variants are compared."""
-    return torch.cat([log_probs for _, log_probs in forward.log_probs(positions)])
-
-
 def compare_predictions(forward: ForwardPass, positions: Tensor, dense: Tensor) -> dict[str, Any]:
     """Sum KL(dense || this) in nats, and count equal most likely tokens, for each part of the prompt.
 
-    Args:
-        forward: the pass to judge.
-        positions: [R], integers: where the predictions are compared.
-        dense: [R, V]: the dense model's `collect_log_probs` at these positions.
+    dense: [R, V], the dense model's `log_probs` at these positions [R].
     """
     kl, same = [], []
-    for (_, log_probs), rows in zip(forward.log_probs(positions), torch.split(dense, ROWS), strict=True):
+    for log_probs, rows in zip(forward.log_probs(positions), torch.split(dense, ROWS), strict=True):
         agreement = logits.agreement(rows.to(log_probs.device), log_probs)
         kl.append(agreement.kl.cpu())
         same.append(agreement.same.cpu())
@@ -175,16 +147,11 @@ def compare_predictions(forward: ForwardPass, positions: Tensor, dense: Tensor) 
 
 
 def time_first_token(loaded: LoadedModel, ids: Tensor, repeats: int) -> dict[str, Any]:
-    """Time prefills until the first token is known and the cache is written.
-
-    Args:
-        loaded: the model as it is patched now.
-        ids: [L], the prompt's tokens.
-        repeats: how many prefills are timed, after one that is not.
+    """Time `repeats` prefills of a prompt [L], after one that is not timed, as the model is patched now.
 
     Returns:
-        Seconds: the median, the fastest and the slowest. `peak_bytes` is the most GPU memory that was in use in the
-        last prefill, weights included, and None on a CPU.
+        Seconds until the first token is known and the cache is written: the median, the fastest and the slowest.
+        peak_bytes: the most GPU memory in use in the last prefill, weights included; None on a CPU.
     """
     device = loaded.weights.device
     on_gpu = device.type == "cuda"

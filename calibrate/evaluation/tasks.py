@@ -57,11 +57,7 @@ def cases(plan: EvaluationPlan, user_prompts: Sequence[Prompt]) -> list[Case]:
 
 
 def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequence[Prompt]) -> tuple[Prompt, list[int]]:
-    """Build the prompt of a case; return it and, for each of its answers, the number of the fact that it is about.
-
-    Raises:
-        InputError: If its length is too short for its facts and questions.
-    """
+    """Build the prompt of a case; return it and, for each of its answers, the number of the fact that it is about."""
     task = case.tasks[0]
     if task == PROMPTS:
         return user_prompts[case.sample], [0]
@@ -99,10 +95,9 @@ def _check_length(task: str, length: int, needed: int) -> None:
 
 
 def read_user_prompts(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:
-    """Read the prompts of files with their answers behind them; `limit` is the tokens that the model can read.
+    """Read prompts with their answers behind them, up to the model's `limit` of tokens.
 
-    Raises:
-        InputError: A prompt cannot be read, is empty or too long; the message names file and line.
+    Raises InputError with file and line for a prompt that cannot be read, is empty or too long.
     """
 
     def read(entry: Any, location: str) -> Prompt:

@@ -19,7 +19,16 @@ from calibrate.evaluation import plan, report, score
 from calibrate.evaluation import report as plots
 from calibrate.evaluation.plan import TASKS, TEXT, EvaluationPlan, normalise_setting, parse_setting
 from calibrate.evaluation.results import open_journal, summary
-from calibrate.evaluation.run import BASELINE, Variant, _baseline_forward, collect_run_stats, evaluate, run_as, variants
+from calibrate.evaluation.run import (
+    BASELINE,
+    Evaluation,
+    Variant,
+    _baseline_forward,
+    collect_run_stats,
+    evaluate,
+    run_as,
+    variants,
+)
 from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check, read_user_prompts
 from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
@@ -49,8 +58,9 @@ def run(plan, loaded, own=()):
     """The summary of a plan, measured or taken from its journal."""
     compared = variants(plan.validate(), loaded)
     with open_journal(plan, loaded) as journal:
-        evaluate(plan, loaded, compared, own, journal, progress=False)
-        return summary(plan, loaded, compared, own, journal)
+        evaluation = Evaluation(plan, loaded, compared, own, journal)
+        evaluate(evaluation, progress=False)
+        return summary(evaluation)
 
 
 def entries(plan):
@@ -127,7 +137,7 @@ def test_rows_and_the_heat_map_are_what_the_lines_say(tiny, tmp_path):
                 journal.put(case.tasks[0], case.key(variant.identity), value)
                 by_number = [correct[asked.index(number)] for number in (0, 1)]
                 by_hand.setdefault((case.tasks[0], case.length, variant.name), []).append((by_number, correct))
-        results = summary(plan, tiny, compared, (), journal)
+        results = summary(Evaluation(plan, tiny, compared, (), journal))
     for heat in results["heat"]:
         shares = [by_hand["needles", length, heat["variant"]] for length in (512, 640)]
         assert heat["accuracy"] == [[sum(one[0][part] for one in share) / 5 for share in shares] for part in (0, 1)]
@@ -162,7 +172,7 @@ def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
     ids = torch.randint(3, 99, (700,))
     positions = torch.arange(5, 700, 3)
     compared = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
-    kept = score.collect_log_probs(score.ForwardPass(tiny, ids), positions)
+    kept = torch.cat(list(score.ForwardPass(tiny, ids).log_probs(positions)))
     with run_as(tiny.model, compared[1]):
         value = score.compare_predictions(score.ForwardPass(tiny, ids), positions, kept)
         with torch.no_grad():
