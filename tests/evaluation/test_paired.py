@@ -4,8 +4,12 @@ import random
 from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from calibrate.evaluation.results import compare_answers, design_effect, score_interval, sign_flip_test
+
+COUNTS = st.integers(0, 300)
 
 
 def pairs_of(both, lost, gained, neither):
@@ -34,19 +38,18 @@ def test_models_that_never_differ_have_an_interval_and_no_evidence():
     assert (row["low"], row["high"]) == pytest.approx((-square / (100 + square), square / (100 + square)), rel=1e-5)
 
 
-@pytest.mark.parametrize(("lost", "gained", "pairs"), [(5, 0, 5), (0, 5, 5), (0, 1, 300), (3, 3, 6)])
-def test_an_interval_holds_its_estimate_and_turns_with_the_models(lost, gained, pairs):
+@given(COUNTS, COUNTS, COUNTS)
+def test_an_interval_holds_its_estimate_and_turns_with_the_models(lost, gained, equal):
+    pairs = max(1, lost + gained + equal)
     low, high = score_interval(lost, gained, pairs)
     assert -1 <= low <= (gained - lost) / pairs <= high <= 1
     assert score_interval(gained, lost, pairs) == pytest.approx((-high, -low), abs=1e-6)
 
 
-@pytest.mark.parametrize("nets", [[], [0, 0], [1, 1, -1, 2], [3, -3, 0, 1], [-4, -4, -4], [5]])
+@given(st.lists(st.integers(-5, 5), max_size=9))
 def test_signs_are_flipped_in_every_way(nets):
-    sums = [
-        sum(net * sign for net, sign in zip(nets, signs, strict=True)) for signs in product((1, -1), repeat=len(nets))
-    ]
-    assert sign_flip_test(nets) == pytest.approx(sum(abs(one) >= abs(sum(nets)) for one in sums) / len(sums))
+    sums = [sum(map(int.__mul__, nets, signs)) for signs in product((1, -1), repeat=len(nets))]
+    assert sign_flip_test(nets) == pytest.approx(sum(abs(total) >= abs(sum(nets)) for total in sums) / len(sums))
 
 
 def test_answers_that_fail_together_count_as_one():
