@@ -93,7 +93,7 @@ class EvaluationPlan:
     @property
     def variant_names(self) -> tuple[str, ...]:
         """The names of what is compared, dense first: a profile's is the shortest end of its path that no other has."""
-        return (DENSE, *_shorten_paths(self.profiles), *(normalise_setting(setting) for setting in self.settings))
+        return (DENSE, *_label_paths(self.profiles), *(normalise_setting(setting) for setting in self.settings))
 
     def validate(self) -> EvaluationPlan:
         """Return the plan itself. Raises ConfigError for an option out of its range, or two that do not fit."""
@@ -121,7 +121,7 @@ class EvaluationPlan:
 OPTIONS = options_of(EvaluationPlan, GROUPS)
 
 
-def _shorten_paths(paths: tuple[Path, ...]) -> list[str]:
+def _label_paths(paths: tuple[Path, ...]) -> list[str]:
     """Return each path's shortest end, without its suffix, that tells all paths apart."""
     parts = [path.with_suffix("").parts for path in paths]
     ends = (["/".join(names[-count:]) for names in parts] for count in range(1, max(map(len, parts), default=0) + 1))

@@ -76,10 +76,10 @@ def print_plan(lines: dict[str, Any], console: Console) -> None:
 
 def print_summary(summary: Summary, console: Console) -> None:
     """Print the tables, and below them what a reader must know to read them."""
-    for table in tables(summary):
+    for table in list_tables(summary):
         spaced = [[cell.replace(",", ", ") for cell in row] for row in table.rows]  # long settings break at commas
         print_table(replace(table, rows=spaced), console)
-    print_lines(notes(summary), console)
+    print_lines(list_notes(summary), console)
 
 
 def write_report(summary: Summary, plan: EvaluationPlan) -> list[str]:
@@ -92,13 +92,13 @@ def write_report(summary: Summary, plan: EvaluationPlan) -> list[str]:
     contents = {"summary.json": (json.dumps(summary, indent=1, allow_nan=False) + "\n").encode(), **drawn}
     for name in (*(f"{name}.png" for name in CAPTIONS), "report.md"):
         (plan.out / name).unlink(missing_ok=True)
-    contents["report.md"] = _write_page(summary, list(drawn)).encode()
+    contents["report.md"] = _page(summary, list(drawn)).encode()
     for name, data in contents.items():
         write_atomically(plan.out / name, data)
     return list(contents)
 
 
-def tables(summary: Summary) -> list[Table]:
+def list_tables(summary: Summary) -> list[Table]:
     """Lay out the tables of what was measured."""
     held_out: dict[tuple[int, str], Row] = {}  # perplexity and greedy answers in one row
     for row in (*summary["perplexity"], *summary["greedy"]):
@@ -165,7 +165,7 @@ def _format_over_dense(row: Row) -> str:
     return f"{row['perplexity'] / row['dense_perplexity'] - 1:+.2%}".replace("-0.00%", "+0.00%")
 
 
-def notes(summary: Summary) -> list[str]:
+def list_notes(summary: Summary) -> list[str]:
     """List what a reader must know to read the tables, one sentence each."""
     lines = []
     for row in summary["quality"]:
@@ -199,7 +199,7 @@ def notes(summary: Summary) -> list[str]:
     return lines
 
 
-def _write_page(summary: Summary, files: Sequence[str]) -> str:
+def _page(summary: Summary, files: Sequence[str]) -> str:
     """Write the report in Markdown; `files` are the pictures beside it."""
     plan = summary["plan"]
     parts = [
@@ -210,9 +210,9 @@ def _write_page(summary: Summary, files: Sequence[str]) -> str:
     ]
     if summary.get("command"):
         parts.append(f"```sh\n{summary['command']}\n```")
-    for table in tables(summary):
+    for table in list_tables(summary):
         parts += [f"## {table.title[0].upper()}{table.title[1:]}", markdown(table)]
-    if lines := notes(summary):
+    if lines := list_notes(summary):
         parts += ["## Notes", bullets(lines)]
     if files:
         parts.append("## Pictures")

@@ -104,8 +104,7 @@ def parser() -> common.Parser:
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--error-rows", 256, "query rows, at random over the sequence", type=int, metavar="N")
     add("--seed", 1234, type=int, metavar="N")
-    common.add_device(add)
-    add("--out", Path("build/bench_methods.json"), type=Path, metavar="FILE")
+    common.add_machine(add, "bench_methods.json")
     return out
 
 

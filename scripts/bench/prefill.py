@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.scoring import Scoring
 from scripts.bench.calls import bisect, device_tile, flash_attention
-from scripts.bench.common import Parser, add_device, bench_parser, float_list, int_list, machine, run_command, spread
+from scripts.bench.common import Parser, add_machine, bench_parser, float_list, int_list, machine, run_command, spread
 from scripts.bench.inputs import QKV
 from scripts.bench.schema import PrefillEntry, PrefillFile, PrefillRow, write
 
@@ -51,8 +50,7 @@ def parser() -> Parser:
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
     add("--seed", 0, type=int, metavar="N")
-    add_device(add)
-    add("--out", Path("build/bench_prefill.json"), type=Path, metavar="FILE")
+    add_machine(add, "bench_prefill.json")
     return out
 
 
@@ -107,7 +105,8 @@ def first_layer(loaded: LoadedModel, ids: Tensor) -> QKV:
     def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
         captured.append((q, k, v))
 
-    dense = variant(loaded, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"))
+    config = LayerConfig.uniform(loaded.geometry.query_heads, mode="dense")
+    dense = Variant("", "", repeat_config(config, loaded.geometry.layers))
     dense.states[0].observer = keep
     with run_as(loaded.model, dense):
         prefill(loaded, ids)
@@ -126,11 +125,6 @@ def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Name
     return bisect(never_stop, density, args.steps, reached)
 
 
-def variant(loaded: LoadedModel, config: LayerConfig) -> Variant:
-    """The model with this configuration in every layer."""
-    return Variant("", "", repeat_config(config, loaded.geometry.layers))
-
-
 @contextmanager
 def flash(loaded: LoadedModel) -> Iterator[None]:
     """The model as transformers runs it through SDPA, on FlashAttention-2."""
@@ -140,7 +134,7 @@ def flash(loaded: LoadedModel) -> Iterator[None]:
 
 def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig | None) -> tuple[float, float]:
     """Seconds of a prefill, and the layers' mean density; no config is `flash`."""
-    run = Variant("", "") if config is None else variant(loaded, config)
+    run = Variant("", "", () if config is None else repeat_config(config, loaded.geometry.layers))
     with flash(loaded) if config is None else run_as(loaded.model, run):
         wait(loaded.weights.device)
         began = time.perf_counter()

@@ -427,7 +427,7 @@ def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
     assert rows(results, "agreement", "exact")[1]["kl"] < 1e-8
     assert rows(results, "time", "coarse")[0]["dense"] == {"shorter than the shortest calibrated length, 400": 2}
     assert "coarse at 300 tokens: 2 layers ran dense (shorter than the shortest calibrated length, 400)" in (
-        report.notes(results)
+        report.list_notes(results)
     )
     assert tiny.model.config._attn_implementation == "sdpa"
     save_profile(make_profile(tiny.model, 5.0, min_length=300), files[1])  # another profile under the same name
