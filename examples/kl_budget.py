@@ -1,4 +1,4 @@
-"""A budget in what the model's predictions may change by: KL in nats per token.
+"""Calibrate for a budget in the change of the model's predictions: KL in nats per token.
 
     python examples/kl_budget.py [KL] [PROFILE]
 
