@@ -165,15 +165,14 @@ SCORES = {
 
 def _join_scores(plan: EvaluationPlan, compared: Sequence[Variant], scores: Sequence[Row]) -> list[Row]:
     """Join what was measured of each variant at a length: all retrieval tasks together, and the text's results."""
-    joined = []
+    joined: dict[tuple[str, int], Row] = {}
     for length, variant in product(plan.lengths, compared[1:]):
         row = {"variant": variant.name, "length": length, "budget": variant.budget}
-        row["attention_speedup"] = variant.attention_speedup(length)
-        for score in scores:
-            if (score["variant"], score["length"]) == (variant.name, length):
-                row |= {name: value for name, value in score.items() if name not in OF_ONE_TASK}
-        joined.append(row)
-    return joined
+        joined[variant.name, length] = row | {"attention_speedup": variant.attention_speedup(length)}
+    for score in scores:
+        if row := joined.get((score["variant"], score["length"]), {}):
+            row |= {name: value for name, value in score.items() if name not in OF_ONE_TASK}
+    return list(joined.values())
 
 
 def _map_depths(plan: EvaluationPlan, compared: Sequence[Variant], needles: Sequence[Row]) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,9 +92,8 @@ def variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
         compared.append(Variant(next(names), digest, states, profile=profile))
     device = identify(loaded.weights.device)
     tiles = candidate_tiles(loaded.geometry.head_dim, device.capability) if device.kind == "cuda" else ()
-    for setting in plan.settings:
-        name, baseline = next(names), find_baseline(setting)
-        if baseline is not None:
+    for name, setting in zip(names, plan.settings, strict=True):
+        if (baseline := find_baseline(setting)) is not None:
             compared.append(Variant(name, name, baseline=baseline))
         else:
             config = configure_layer(setting, loaded.geometry.query_heads, tiles)
@@ -161,12 +161,9 @@ def collect_run_stats(variant: Variant) -> dict[str, Any]:
     """
     densities = [1.0 if state.last is None else float(state.last.density.mean()) for state in variant.states]
     densities += [1.0 if stats is None else float(stats.density.mean()) for stats in variant.last.values()]
-    reasons: dict[str, int] = {}
-    for state in variant.states:
-        for (path, reason), _ in sorted(state.counts.items()):
-            if path == "dense" and reason != DenseReason.DECODE:
-                reasons[reason] = reasons.get(reason, 0) + 1
-    return {"density": sum(densities) / len(densities) if densities else 1.0, "dense": reasons}
+    calls = [call for state in variant.states for call in sorted(state.counts)]
+    reasons = Counter(reason for path, reason in calls if path == "dense" and reason != DenseReason.DECODE)
+    return {"density": sum(densities) / len(densities) if densities else 1.0, "dense": dict(reasons)}
 
 
 @dataclass(frozen=True)
@@ -185,10 +182,7 @@ class Evaluation:
 
 
 def evaluate(evaluation: Evaluation, *, progress: bool) -> None:
-    """Measure what a plan asks for, so that the journal has an entry for each task, variant and prompt.
-
-    Raises ResourceError if the GPU's memory does not suffice.
-    """
+    """Measure what the journal lacks of a plan. Raises ResourceError if the GPU's memory does not suffice."""
     plan, compared, journal = evaluation.plan, evaluation.compared, evaluation.journal
     planned, dense = cases(plan, evaluation.user_prompts), compared[0]
 
@@ -250,11 +244,10 @@ class _CaseRun:
             results = {task: self._score(task, forward) for task in tasks if task != "greedy"}
             stats = collect_run_stats(variant)
         if "greedy" in tasks:  # behind the variant's prompt, but read with dense attention, as decoding always is
-            results["greedy"] = (
-                score.write_answer(self.loaded, forward)
-                if dense_answer is None
-                else score.count_prefix(forward, dense_answer["tokens"])
-            )
+            if dense_answer is None:
+                results["greedy"] = score.write_answer(self.loaded, forward)
+            else:
+                results["greedy"] = score.count_prefix(forward, dense_answer["tokens"])
         return {task: result | stats for task, result in results.items()}
 
     def _score(self, task: str, forward: score.ForwardPass) -> dict[str, Any]:
