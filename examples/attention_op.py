@@ -1,4 +1,4 @@
-"""The attention op alone: one call on random q, k, v, with the density and the backend that it chose.
+"""Call the attention op alone on random q, k, v, and print its density, error and backend.
 
     python examples/attention_op.py [TOKENS]
 

@@ -1,4 +1,4 @@
-"""transformers' own server, `generate_batch`, with a patched model: of several prompts at once, long ones run S2O.
+"""Serve a patched model by transformers' `generate_batch`: of several prompts at once, long ones run S2O.
 
     python examples/continuous_batching.py [PROFILE] [TOKENS]
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a patched model: a task of needles in long prompts, scored dense and with S2O.
+"""Score a patched model by lm-evaluation-harness: a task of needles in long prompts, dense and with S2O.
 
     python examples/harness_task.py [PROFILE] [TOKENS] [PROMPTS]
 

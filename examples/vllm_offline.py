@@ -1,4 +1,4 @@
-"""vLLM without a server: `LLM.generate` with S2O as the attention backend.
+"""Run vLLM without a server: `LLM.generate` with S2O as the attention backend.
 
     python examples/vllm_offline.py MODEL PROFILE [TOKENS]
 

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from calibrate.curves.row_errors import row_errors, worst_of
-from calibrate.evaluation.settings import baseline_of, config_of, named
-from calibrate.evaluation.variants import DIGEST
+from calibrate.evaluation.plan import configure_layer, find_baseline, normalise_setting
+from calibrate.evaluation.run import DIGEST
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
@@ -104,8 +104,7 @@ def parser() -> common.Parser:
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--error-rows", 256, "query rows, at random over the sequence", type=int, metavar="N")
     add("--seed", 1234, type=int, metavar="N")
-    common.add_device(add)
-    add("--out", Path("build/bench_methods.json"), type=Path, metavar="FILE")
+    common.add_machine(add, "bench_methods.json")
     return out
 
 
@@ -238,10 +237,10 @@ def settings_of(methods: Sequence[str], device: torch.device) -> Settings:
         else:
             forms, numbers = LADDERS.get(name, ((name,), (0.0,)))
             for text in (form.format(number) for form in forms for number in numbers):
-                if baseline := baseline_of(text):
+                if baseline := find_baseline(text):
                     settings[baseline.name, text.partition(":")[2]] = partial(baseline_call, baseline)
                 else:
-                    settings[ONE_SETTING, named(text)] = partial(text_call, text)
+                    settings[ONE_SETTING, normalise_setting(text)] = partial(text_call, text)
     return settings
 
 
@@ -279,7 +278,7 @@ def baseline_call(baseline: Baseline, inputs: Inputs) -> MethodCall:
 def text_call(text: str, inputs: Inputs) -> MethodCall:
     heads, head_dim, device = inputs.q.shape[1], inputs.q.shape[3], inputs.q.device
     tiles = candidate_tiles(head_dim, identify(device).capability) if device.type == "cuda" else ()
-    return config_call(config_of(text, heads, tiles), inputs)
+    return config_call(configure_layer(text, heads, tiles), inputs)
 
 
 def profile_call(profile: Profile, inputs: Inputs) -> MethodCall:

@@ -40,12 +40,13 @@ class Spread:
 class ResultFile:
     """What all files state: when, where and with which versions they were measured.
 
-    program: the command, without its options, that measures such a file. device: a `DeviceIdentity`, or only the
-    device's name.
+    program: the command, without its options, that measures such a file. settings: its options. device: a
+    `DeviceIdentity`, or only the device's name.
     """
 
     program: ClassVar[str]
 
+    settings: dict[str, Any]
     device: dict[str, Any] | str
     versions: dict[str, str]
     date: str = "not recorded"
@@ -107,12 +108,11 @@ class AttentionEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFile(ResultFile):
-    """The attention bench. settings: its options."""
+    """The attention bench."""
 
     program: ClassVar[str] = "python -m scripts.bench.attention"
 
     format: str = "s2o-bench-attention/1"
-    settings: dict[str, Any]
     results: list[AttentionEntry]
     cold_l2: bool = True
     error: str = (
@@ -173,12 +173,11 @@ class MethodsEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodsFile(ResultFile):
-    """The methods' bench. settings: its options."""
+    """The methods' bench."""
 
     program: ClassVar[str] = "python -m scripts.bench.methods"
 
     format: str = "s2o-bench-methods/1"
-    settings: dict[str, Any]
     results: list[MethodsEntry]
 
 
@@ -205,12 +204,11 @@ class PrefillEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillFile(ResultFile):
-    """The prefill bench. settings: its options."""
+    """The prefill bench."""
 
     program: ClassVar[str] = "python -m scripts.bench.prefill"
 
     format: str = "s2o-bench-prefill/1"
-    settings: dict[str, Any]
     results: list[PrefillEntry]
 
 

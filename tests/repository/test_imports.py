@@ -130,7 +130,7 @@ def test_no_test_file_imports_another():
 def test_only_evaluations_import_scripts():
     """Of a clone, for other papers' methods: an installed package does not have them."""
     importing = {module for module, path in MODULES.items() if "scripts" in imported_by(path)}
-    assert importing == {"calibrate.evaluation.settings", "calibrate.evaluation.variants"}
+    assert importing == {"calibrate.evaluation.plan", "calibrate.evaluation.run"}
 
 
 def names_in(module):

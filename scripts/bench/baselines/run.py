@@ -186,11 +186,7 @@ def attend(
 
 
 def choose_backend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> tuple[Literal["triton", "reference"], str]:
-    """The backend of a call, and why.
-
-    Raises:
-        InputError: the backend is not known or cannot do the call.
-    """
+    """Return the backend of a call, and why. Raises InputError if it is not known or cannot do the call."""
     if backend not in get_args(Backend):
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
     if backend == "reference":
