@@ -20,8 +20,7 @@ from calibrate.model.memory import within_memory
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
-from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.executor import Executor, WorkerState, WorkItem, executor_of, shares
 
 STAGE = "curves"
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer

@@ -9,7 +9,7 @@ from typing import Any
 
 from calibrate.evaluation.settings import EXAMPLE, named
 from calibrate.options import option, options_of, shared
-from calibrate.prompts.facts import FACTS, MOST
+from calibrate.prompts.retrieval import FACTS, MOST
 from calibrate.recipe import OPTIONS as CALIBRATION
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import Rule

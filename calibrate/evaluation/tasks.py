@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, EvaluationPlan
-from calibrate.prompts.facts import FACTS
+from calibrate.prompts.documents import first_tokens, sources
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import Retrieval, encode, start_of
-from calibrate.prompts.stdlib import first_tokens, sources
+from calibrate.prompts.retrieval import FACTS, Retrieval, encode, start_of
 from s2o_runtime.errors import InputError
 
 SUMMARY = "\n\n# What the sources above do, in a few sentences:\n#"  # ends held-out text: what follows is an answer

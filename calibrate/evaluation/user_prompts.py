@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from calibrate.prompts.assembly import encode_served
-from calibrate.prompts.files import check_text, document_of, parse_entries, read_text
+from calibrate.prompts.documents import check_text, document_of, parse_entries, read_text
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.retrieval import encode
 

@@ -13,9 +13,17 @@ from typing import Any
 import torch
 
 from calibrate.prompts.documents import SEPARATOR, Document, Turn
-from calibrate.prompts.needles import make_needles
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import Retrieval, encode, encode_all, isolated_in, needles_in, spread, start_of
+from calibrate.prompts.retrieval import (
+    Retrieval,
+    encode,
+    encode_all,
+    isolated_in,
+    make_needles,
+    needles_in,
+    spread,
+    start_of,
+)
 from s2o_runtime.errors import InputError
 
 ASK = "List the secret codes that are hidden in the text above."

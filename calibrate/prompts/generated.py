@@ -14,8 +14,7 @@ from datetime import datetime, timedelta, timezone
 from random import Random
 from typing import Any
 
-from calibrate.prompts.facts import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
-from calibrate.prompts.needles import WORDS, read_texts
+from calibrate.prompts.retrieval import CITIES, FIRST_NAMES, JOBS, LAST_NAMES, WORDS, read_texts
 
 Piece = Callable[[int], str]  # at most so many characters of another kind's document, none twice
 Field = Callable[[Random, datetime], Any]

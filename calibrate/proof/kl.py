@@ -37,9 +37,7 @@ from calibrate.proof.state import Candidate, KlTrial
 from calibrate.proof.verify import Prover
 from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choose import Chosen
-from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState
-from calibrate.work.measured import measured
+from calibrate.work.executor import Executor, WorkerState, executor_of, measured, shares
 from s2o_runtime.config import HeadConfig, LayerConfig
 
 WEIGHINGS = 2

@@ -29,7 +29,7 @@ from calibrate.model.memory import plenty_is_free, within_memory
 from calibrate.model.predictions import agreement, rows_at_once
 from calibrate.model.streams import DecoderLayer, Stream, begin, layer_on_device
 from calibrate.prompts.prompt import Prompt
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.executor import WorkerState, WorkItem
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf

@@ -28,8 +28,7 @@ from calibrate.progress import showing
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.versions import versions
-from calibrate.work.executor import Item, Pending, StageWork, Track
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.executor import Item, Pending, StageWork, Track, WorkerState, WorkItem
 from s2o_runtime.devices import DeviceIdentity, identify, same_product
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError, first_line
 from s2o_runtime.identity import Geometry

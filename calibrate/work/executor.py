@@ -1,27 +1,118 @@
-"""Executors: who runs items of work. The default is this process; `cluster.py` runs them on many.
-
-What decides is the same code with either: a stage submits items and reads their results. In this process an item runs
-when its result is asked for, one after the other, as in a plain loop.
-"""
+"""Items of work that one GPU measures at a time, and the executor that runs them in this process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise, zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
+from calibrate.journal import Journal, taken_on
 from calibrate.model.models import LoadedModel
+from calibrate.model.streams import use_attention
 from calibrate.prompts.prompt import Prompt
-from calibrate.work.items import WorkerState, WorkItem
-from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.devices import DeviceIdentity, identify
+from s2o_runtime.huggingface.hf import implementations
 from s2o_runtime.identity import Geometry
 
 T = TypeVar("T")
+
+
+class WorkItem:
+    """One measurement; subclasses are frozen dataclasses.
+
+    Attributes:
+        stage: what it is a part of; a worker forgets what it kept for another stage.
+        kind: of its entry in a journal.
+        timed: whether its result is a time, which holds for one kind of GPU.
+    """
+
+    stage: str
+    kind: ClassVar[str] = ""
+    timed: ClassVar[bool] = False
+
+    @property
+    def affinity(self) -> Hashable:
+        """Items of one affinity continue one another, so they run on one worker where possible; None if none do."""
+        return None
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """What its result depends on beside the model, and beside the GPU if it is timed; for a journal."""
+        raise NotImplementedError
+
+    def run(self, worker: WorkerState) -> Any:
+        """Measure; the result is JSON with tensors, or dataclasses of such."""
+        raise NotImplementedError
+
+
+@dataclass
+class WorkerState:
+    """What one process keeps between items.
+
+    Attributes:
+        loaded: the model.
+        prompts: those that items may name, by their hash.
+        kept: of the present stage, by a key of its own.
+    """
+
+    loaded: LoadedModel
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+    _stage: str = ""
+    _attention: Mapping[str, str] | None = None  # the model's own implementations, while another is used
+
+    @property
+    def device(self) -> DeviceIdentity:
+        return identify(self.loaded.weights.device)
+
+    def run(self, item: WorkItem) -> Any:
+        """Run an item."""
+        if item.stage != self._stage:
+            self.kept.clear()
+            self._stage = item.stage
+        return item.run(self)
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is cached under a key; made if it is not there."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return cast(T, self.kept[key])
+
+    def attend_with(self, name: str) -> None:
+        """Let the model compute attention by the function that transformers knows by this name, until `close`."""
+        if self._attention is None:
+            self._attention = implementations(self.loaded.model.config)
+        use_attention(self.loaded.model, name)
+
+    def close(self) -> None:
+        """Forget what is kept and leave the model as it was."""
+        self.kept.clear()
+        self.loaded.weights.release()
+        if self._attention is not None:
+            self.loaded.model.set_attn_implementation(self._attention)
+            self._attention = None
+
+    @contextmanager
+    def working(self) -> Iterator[WorkerState]:
+        """Items are run inside the block: the weights that were used last stay on the device until it ends."""
+        self.loaded.weights.keeps_last = True
+        try:
+            yield self
+        finally:
+            self.loaded.weights.keeps_last = False
+            self.close()
+
+    def register_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Prompts that items may name from now on."""
+        for prompt in prompts:
+            self.prompts[prompt.sha256] = prompt
+
+
 T_co = TypeVar("T_co", covariant=True)
 Item = TypeVar("Item", bound=WorkItem)
 Track = Sequence[Item]  # items that continue one another, such as the layers of a model at one length
@@ -154,3 +245,71 @@ def shares(executor: Executor, prompts: Sequence[Prompt]) -> list[Sequence[Promp
     count = min(executor.size, len(prompts))
     edges = [len(prompts) * number // count for number in range(count + 1)]
     return [prompts[first:end] for first, end in pairwise(edges)]
+
+
+WRITE = 1.0  # seconds of measuring after which results are written: a commit waits for the disk
+
+
+def measured(items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> list[Any]:
+    """The results of some items, in their order: from the journal, or measured and put into it.
+
+    Args:
+        items: what to measure.
+        executor: who measures.
+        journal: where results are kept, and found again; None if nowhere.
+
+    Raises:
+        ModelError: inf or NaN came up.
+        ResourceError: The GPU's memory ran out, or the journal cannot be written.
+    """
+    return Measuring(items, executor, journal).results()
+
+
+def unmeasured(items: Sequence[Item], executor: Executor, journal: Journal) -> list[Item]:
+    """The items whose results the journal does not have."""
+    return [item for item in items if journal.get(item.kind, _key(item, executor)) is None]
+
+
+class Measuring:
+    """Items that are in the journal, or on their way: an executor may run them before the results are asked for.
+
+    Args:
+        items: of one kind.
+        executor, journal: as `measured` takes them.
+    """
+
+    def __init__(self, items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> None:
+        self._journal = journal
+        self._entries = [(item.kind, _key(item, executor)) for item in items]
+        self._results = [None if journal is None else journal.get(*entry) for entry in self._entries]
+        self._pending = {
+            number: executor.submit(item) for number, item in enumerate(items) if self._results[number] is None
+        }
+
+    def results(self) -> list[Any]:
+        """The results, in the items' order, as a journal gives them back."""
+        unwritten: dict[int, Any] = {}
+        begun = time.monotonic()
+        try:
+            while self._pending:
+                number = next(iter(self._pending))
+                self._results[number] = unwritten[number] = self._pending[number].result()
+                del self._pending[number]
+                if time.monotonic() - begun > WRITE:
+                    self._write(unwritten)
+                    begun = time.monotonic()
+        finally:
+            self._write(unwritten)
+        return self._results
+
+    def _write(self, results: dict[int, Any]) -> None:
+        if self._journal is not None and results:
+            kind = self._entries[0][0]
+            self._journal.put_all(kind, [(self._entries[number][1], value) for number, value in results.items()])
+            for number in results:
+                self._results[number] = self._journal.get(*self._entries[number])
+        results.clear()
+
+
+def _key(item: WorkItem, executor: Executor) -> dict[str, Any]:
+    return {**item.key, **(taken_on(executor.device) if item.timed else {})}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from calibrate.model.capture import layers
 from calibrate.model.models import load
-from calibrate.prompts.stdlib import built_in
+from calibrate.prompts.documents import built_in
 from s2o_runtime import load_profile
 from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.reference.attention import s2o_attention_reference

@@ -24,8 +24,8 @@ from calibrate.evaluation.user_prompts import read_user_prompts
 from calibrate.evaluation.variants import BASELINE, Variant, _baseline_forward, run_stats, running, variants
 from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
-from calibrate.prompts.facts import FAMILY
 from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import FAMILY
 from s2o_runtime.baselines.settings import parse
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf

@@ -24,15 +24,16 @@ from calibrate.prompts.documents import (
     FOUND,
     GENERATED,
     PURPOSES,
+    UNREAD,
     Document,
     Supply,
+    built_in,
     found_documents,
+    one_text,
+    read_documents,
 )
-from calibrate.prompts.facts import FACTS
-from calibrate.prompts.files import UNREAD, read_documents
-from calibrate.prompts.prompts import load_prompts
-from calibrate.prompts.split import parts, split
-from calibrate.prompts.stdlib import built_in, one_text
+from calibrate.prompts.prompts import load_prompts, parts, split
+from calibrate.prompts.retrieval import FACTS
 from calibrate.recipe import DOMAINS, Budget, Recipe
 from s2o_runtime.errors import ConfigError, InputError
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibrate.prompts.documents import CALIBRATION, CERTIFY, HELD_OUT, Document
-from calibrate.prompts.prompts import _in_turns
-from calibrate.prompts.split import parts, split
+from calibrate.prompts.prompts import _in_turns, parts, split
 
 documents = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integers(1, 900)), max_size=14

@@ -6,9 +6,8 @@ from typing import ClassVar
 import pytest
 
 from calibrate.journal import Journal
-from calibrate.work import measured as module
-from calibrate.work.items import WorkItem
-from calibrate.work.measured import measured, unmeasured
+from calibrate.work import executor as module
+from calibrate.work.executor import WorkItem, measured, unmeasured
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import geometry
 from support.executors import GPU, pretended
