@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from calibrate.evaluation.plan import EvaluationPlan
 from calibrate.evaluation.tasks import Case, build
 from calibrate.model.models import DEMO_FOLDER
-from calibrate.prompts.assembly import ASK, assembled, in_equal_parts, size_of
+from calibrate.prompts.assembly import ASK, assemble_prompt, count_tokens, mix_equal_parts
 from calibrate.prompts.documents import (
     CERTIFY,
     COMPOSED,
@@ -26,13 +26,13 @@ from calibrate.prompts.documents import (
     PURPOSES,
     UNREAD,
     Document,
-    Supply,
+    DocumentPool,
     built_in,
     found_documents,
     one_text,
     read_documents,
 )
-from calibrate.prompts.prompts import load_prompts, parts, split
+from calibrate.prompts.prompts import load_prompts, make_parts, split
 from calibrate.prompts.retrieval import FACTS
 from calibrate.recipe import DOMAINS, Budget, Recipe
 from s2o_runtime.errors import ConfigError, InputError
@@ -151,10 +151,10 @@ def passages(text, length=100):
 @pytest.mark.parametrize("domain", [*GENERATED, *COMPOSED])
 def test_generated_text_repeats_no_passage_and_follows_from_its_seed(domain):
     """No text holds 150 characters of one before it, but the licences at the head of code files that it may quote."""
-    supply, again = (Supply(CERTIFY, random.Random(5)) for _ in range(2))
-    documents = [document for _ in range(4) for document in islice(supply.drawn(domain), 3)]
-    assert documents == [document for _ in range(4) for document in islice(again.drawn(domain), 3)]
-    assert documents[0] != next(Supply(CERTIFY, random.Random(6)).drawn(domain))
+    supply, again = (DocumentPool(CERTIFY, random.Random(5)) for _ in range(2))
+    documents = [document for _ in range(4) for document in islice(supply.take(domain), 3)]
+    assert documents == [document for _ in range(4) for document in islice(again.take(domain), 3)]
+    assert documents[0] != next(DocumentPool(CERTIFY, random.Random(6)).take(domain))
     assert len({document.group for document in documents}) == 4
     assert all(document.domain == domain and bool(document.turns) == (domain == "chat") for document in documents)
     texts = [document.as_text for document in documents]
@@ -167,7 +167,7 @@ def test_generated_text_repeats_no_passage_and_follows_from_its_seed(domain):
 
 def test_a_seed_writes_the_same_text_for_ever():
     """Profiles name their prompts by hashes, so words and templates may neither change nor change places."""
-    writers = {**GENERATED, "chat": partial(COMPOSED["chat"], piece=lambda most: f"{most} lines\n" * 3)}
+    writers = {**GENERATED, "chat": partial(COMPOSED["chat"], excerpt=lambda most: f"{most} lines\n" * 3)}
     texts = {name: [write_text(random.Random(seed)) for seed in range(3)] for name, write_text in writers.items()}
     facts = {name: [write_facts(16, random.Random(seed)) for seed in range(3)] for name, write_facts in FACTS.items()}
     hashes = {name: hashlib.sha256(repr(values).encode()).hexdigest()[:12] for name, values in (texts | facts).items()}
@@ -186,7 +186,7 @@ def test_a_seed_writes_the_same_text_for_ever():
 
 
 def test_a_conversation_has_a_system_prompt_and_turns():
-    turns = next(Supply(CERTIFY, random.Random(0)).drawn("chat")).turns
+    turns = next(DocumentPool(CERTIFY, random.Random(0)).take("chat")).turns
     assert [role for role, _ in turns] == ["system", *["user", "assistant"] * (len(turns) // 2)]
     assert all(content.strip() for _, content in turns)
 
@@ -201,13 +201,13 @@ def test_found_text_is_handed_out_once_whatever_takes_pieces_of_it(monkeypatch):
     monkeypatch.setattr(
         "calibrate.prompts.documents.found_documents", lambda domain: dict.fromkeys(PURPOSES, documents[domain])
     )
-    supply = Supply(CERTIFY, random.Random(1))
-    begun = [next(supply.drawn("prose")) for _ in range(3)]
+    supply = DocumentPool(CERTIFY, random.Random(1))
+    begun = [next(supply.take("prose")) for _ in range(3)]
     assert len({document.group for document in begun}) == 3  # a prompt begins with a group that none has begun
     handed_out = [document.text for document in begun]
-    handed_out += [document.text for document in islice(supply.drawn("mixed"), 300)]
+    handed_out += [document.text for document in islice(supply.take("mixed"), 300)]
     assert not supply.used_up  # though the pieces took it all
-    assert not list(supply.drawn("prose"))
+    assert not list(supply.take("prose"))
     assert supply.used_up == {"prose"}
     words_of = Counter(word for text in handed_out for word in text.split("§"))
     assert words_of["0x1000"] == words_of["2y7"] == 1
@@ -285,9 +285,9 @@ def test_prompts_begin_as_the_tokenizer_begins_every_text(prefix, special, end):
     rng, length = random.Random(0), 1500
     plan = EvaluationPlan("demo", Path("unused"), (length,), needles=4)
     prompts = [
-        *(assembled(reader, iter([text]), length, rng, needles=hidden) for hidden in (False, True)),
-        *(assembled(reader, iter([chat]), length, rng, needles=hidden) for hidden in (False, True)),
-        assembled(reader, iter([text]), length, rng, needles=True, isolated=True),
+        *(assemble_prompt(reader, iter([text]), length, rng, needles=hidden) for hidden in (False, True)),
+        *(assemble_prompt(reader, iter([chat]), length, rng, needles=hidden) for hidden in (False, True)),
+        assemble_prompt(reader, iter([text]), length, rng, needles=True, isolated=True),
         *built_in(reader, length, 1, 0),
         *(build(Case((task,), length, 0), plan, reader, ())[0] for task in ("needles", "perplexity")),
     ]
@@ -307,8 +307,8 @@ def test_truncation_and_padding_that_a_tokenizer_has_saved_are_not_applied(saved
     PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>").save_pretrained(tmp_path)
     reader = AutoTokenizer.from_pretrained(tmp_path)
     document = Document("text", "group", "The quick brown fox jumps over the lazy dog. " * 50)
-    assert size_of(reader, document) == len(document.text)
-    prompt = assembled(reader, iter([document]), 2000, random.Random(0), needles=False)
+    assert count_tokens(reader, document) == len(document.text)
+    prompt = assemble_prompt(reader, iter([document]), 2000, random.Random(0), needles=False)
     assert prompt.ids.tolist() == [reader.convert_tokens_to_ids(letter) for letter in document.text[:2000]]
 
 
@@ -392,7 +392,7 @@ def test_conversations_of_users(with_bos, tmp_path):
         assert f"\n\n{ASK}<|endoftext|>\n<|assistant|>\n" in text
         assert text.count("# The secret code for") == 1
     one = Document("chats", "g", turns=(("user", words(100, 400)), ("assistant", words(101, 400))))
-    prompt = assembled(with_bos, iter([one]), 700, random.Random(0), needles=False)
+    prompt = assemble_prompt(with_bos, iter([one]), 700, random.Random(0), needles=False)
     assert with_bos.decode(prompt.ids).startswith("<|endoftext|><|user|>\nw100 w100")
     assert prompt.length == 700
 
@@ -557,8 +557,8 @@ def test_a_split_says_where_each_group_is_at_once():
     assert {len(shared["calibration"]), len(shared["held_out"])} == {2, 1}
     assert {sizes[document] for document in shared["calibration"] + shared["held_out"]} == {120}
     assert [sizes[document] for document in shared["certify"]] == [60, 60]  # joined at 100, two prompts at 50
-    assert len(list(parts(shared["certify"], sizes.__getitem__, 100))) == 1
-    assert len(list(parts(shared["certify"], sizes.__getitem__, 50))) == 2
+    assert len(list(make_parts(shared["certify"], sizes.__getitem__, 100))) == 1
+    assert len(list(make_parts(shared["certify"], sizes.__getitem__, 50))) == 2
 
 
 def test_prompts_take_the_kinds_in_turns_and_few_have_several_each(tokenizer):
@@ -586,8 +586,8 @@ def test_kinds_that_share_a_prompt_have_equal_parts(tokenizer):
     )
     chat = Document("chat", "c", turns=(("user", words(300, 900)), ("assistant", words(301, 10))))
     for parts_of, kinds in (([a, b], 2), ([a, [chat]], 2), ([[chat], a], 2), ([a, [chat], b], 3)):
-        documents = in_equal_parts(tokenizer, [iter(part) for part in parts_of], 900)
-        prompt = assembled(tokenizer, documents, 900, random.Random(0), needles=False)
+        documents = mix_equal_parts(tokenizer, [iter(part) for part in parts_of], 900)
+        prompt = assemble_prompt(tokenizer, documents, 900, random.Random(0), needles=False)
         assert prompt.length == 900
         counts = Counter(word[:2] for word in tokenizer.decode(prompt.ids).split() if word[1:].isdigit())
         assert len(counts) == kinds
@@ -600,7 +600,7 @@ def test_a_prompt_is_of_the_kind_and_group_of_most_of_its_text(tokenizer):
         Document("b", "y", words(101, 100)),
         Document("b", "z", words(102, 90)),
     ]
-    prompt = assembled(tokenizer, iter(documents), 512, random.Random(0), needles=False)
+    prompt = assemble_prompt(tokenizer, iter(documents), 512, random.Random(0), needles=False)
     assert (prompt.domain, prompt.group) == ("b", "y")
 
 
@@ -609,11 +609,11 @@ def test_no_document_is_drawn_that_a_prompt_has_no_token_of(tokenizer, domain):
     drawn = []
 
     def documents():
-        for document in Supply(CERTIFY, random.Random(0)).drawn(domain):
+        for document in DocumentPool(CERTIFY, random.Random(0)).take(domain):
             drawn.append(document)
             yield document
 
-    prompt = assembled(tokenizer, documents(), 4096, random.Random(0), needles=False)
+    prompt = assemble_prompt(tokenizer, documents(), 4096, random.Random(0), needles=False)
     ids = [tokenizer(document.as_text + "\n\n", verbose=False).input_ids for document in drawn]
     assert sum(map(len, ids[:-1])) < prompt.length
     assert prompt.ids[:64].tolist() == ids[0][:64]

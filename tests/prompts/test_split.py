@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibrate.prompts.documents import CALIBRATION, CERTIFY, HELD_OUT, Document
-from calibrate.prompts.prompts import _in_turns, parts, split
+from calibrate.prompts.prompts import _take_turns, make_parts, split
 
 documents = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integers(1, 900)), max_size=14
@@ -40,5 +40,5 @@ def test_a_group_of_many_documents_does_not_take_the_place_of_other_groups_to_ce
         shared = split([*many, *others], lambda document: len(document.text), wanted, random.Random(seed))
         groups = {document.group for document in shared[CERTIFY]}
         assert len(groups) == 4
-        turns = _in_turns(parts(shared[CERTIFY], lambda document: len(document.text), 100))
+        turns = _take_turns(make_parts(shared[CERTIFY], lambda document: len(document.text), 100))
         assert {part[0].group for part in turns[:4]} == groups
