@@ -26,9 +26,9 @@ class WorkItem:
     """One measurement; subclasses are frozen dataclasses.
 
     Attributes:
-        stage: what it is a part of; a worker forgets what it kept for another stage.
+        stage: the part of the calibration; a worker forgets what it cached for another stage.
         kind: of its entry in a journal.
-        timed: whether its result is a time, which holds for one kind of GPU.
+        timed: its result is a time, which holds for one kind of GPU.
     """
 
     stage: str
@@ -37,12 +37,12 @@ class WorkItem:
 
     @property
     def affinity(self) -> Hashable:
-        """Items of one affinity continue one another, so they run on one worker where possible; None if none do."""
+        """Name of items that continue one another, which run on one worker where possible; None without such."""
         return None
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """What its result depends on beside the model, and beside the GPU if it is timed; for a journal."""
+        """The journal's key: all that the result depends on beside the model, and the GPU if it is timed."""
         raise NotImplementedError
 
     def run(self, worker: WorkerState) -> Any:
@@ -52,12 +52,12 @@ class WorkItem:
 
 @dataclass
 class WorkerState:
-    """What one process keeps between items.
+    """The model and the caches of one process that runs items.
 
     Attributes:
         loaded: the model.
         prompts: those that items may name, by their hash.
-        kept: of the present stage, by a key of its own.
+        kept: cache of the present stage.
     """
 
     loaded: LoadedModel
@@ -78,7 +78,7 @@ class WorkerState:
         return item.run(self)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is cached under a key; made if it is not there."""
+        """Return the value cached under a key; make it first if there is none."""
         if key not in self.kept:
             self.kept[key] = make()
         return cast(T, self.kept[key])
@@ -90,7 +90,7 @@ class WorkerState:
         use_attention(self.loaded.model, name)
 
     def close(self) -> None:
-        """Forget what is kept and leave the model as it was."""
+        """Empty the cache and leave the model as it was."""
         self.kept.clear()
         self.loaded.weights.release()
         if self._attention is not None:
@@ -99,7 +99,7 @@ class WorkerState:
 
     @contextmanager
     def working(self) -> Iterator[WorkerState]:
-        """Items are run inside the block: the weights that were used last stay on the device until it ends."""
+        """Run items inside the block: the weights that were used last stay on the device until it ends."""
         self.loaded.weights.keeps_last = True
         try:
             yield self
@@ -108,9 +108,8 @@ class WorkerState:
             self.close()
 
     def register_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Prompts that items may name from now on."""
-        for prompt in prompts:
-            self.prompts[prompt.sha256] = prompt
+        """Let items name these prompts from now on."""
+        self.prompts |= {prompt.sha256: prompt for prompt in prompts}
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -120,13 +119,13 @@ Track = Sequence[Item]  # items that continue one another, such as the layers of
 
 @dataclass
 class StageWork:
-    """How many items of a stage were run, and the seconds that they took, of all workers together."""
+    """Number of items of a stage that were run, and their seconds, of all workers together."""
 
     items: int = 0
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """One item more."""
+        """Count one item more."""
         self.items += 1
         self.seconds += seconds
 
@@ -143,9 +142,9 @@ class Executor(Protocol):
 
     Attributes:
         name, geometry, fingerprint: of the model.
-        device: what times are taken on, and the profile is of.
-        size: how many items run at a time.
-        work: what was done, by stage.
+        device: of the times and of the profile.
+        size: number of items that run at a time.
+        work: items that were run, by stage.
     """
 
     name: str
@@ -158,33 +157,30 @@ class Executor(Protocol):
     def size(self) -> int: ...
 
     def register_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Prompts that items name from now on, by their hash."""
+        """Let items name these prompts, by their hash, from now on."""
 
     def submit(self, item: WorkItem) -> Pending[Any]:
         """Run an item once; it may begin at once or when its result is asked for."""
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
-        """Run all items of some tracks, and give each with its result as soon as it is there, in any order.
+        """Run all items of some tracks, and yield each with its result as soon as it is there, in any order.
 
         A worker that runs neighbours of a track goes on where it was; one that begins in the middle has to get there.
         """
 
     def background(self, call: Callable[[], T]) -> Pending[T]:
-        """A call that submits items and waits for them, beside others like it.
-
-        It may wait for calls that were made before it, not for later ones.
-        """
+        """Run a call concurrently that submits items. It may wait for earlier calls only, or it deadlocks."""
 
 
 def completed(call: Callable[[], T]) -> Pending[T]:
-    """The result of a call that is made now."""
+    """Run a call at once, and return its result as a future."""
     finished: Future[T] = Future()
     finished.set_result(call())
     return finished
 
 
 class _LazyResult:
-    """The result of an item that runs in this process when somebody asks for it."""
+    """The result of an item that runs in this process the first time that it is asked for."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self.result = cache(run)
@@ -208,10 +204,8 @@ class LocalExecutor:
         return _LazyResult(partial(self._run, item))
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
-        for abreast in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
-            for item in abreast:
-                if item is not None:
-                    yield item, self._run(item)
+        for row in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
+            yield from ((item, self._run(item)) for item in row if item is not None)
 
     def background(self, call: Callable[[], T]) -> Pending[T]:
         return completed(call)
@@ -225,14 +219,14 @@ class LocalExecutor:
 
 @contextmanager
 def local_executor(loaded: LoadedModel) -> Iterator[LocalExecutor]:
-    """The executor of this process, with a model that is loaded; the model is left as it was."""
+    """Yield the executor of this process for a loaded model, which is left as it was."""
     with WorkerState(loaded).working() as worker:
         yield LocalExecutor(worker)
 
 
 @contextmanager
 def executor_of(model: LoadedModel | Executor) -> Iterator[Executor]:
-    """The executor itself, or one of this process for a loaded model."""
+    """Yield the executor itself, or one of this process for a loaded model."""
     if isinstance(model, LoadedModel):
         with local_executor(model) as executor:
             yield executor
@@ -241,22 +235,22 @@ def executor_of(model: LoadedModel | Executor) -> Iterator[Executor]:
 
 
 def shares(executor: Executor, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
-    """Prompts in as many shares as there are workers, nearly equal, each a run of neighbours; none is empty."""
+    """Split prompts into as many nearly equal runs of neighbours as there are workers; none is empty."""
     count = min(executor.size, len(prompts))
     edges = [len(prompts) * number // count for number in range(count + 1)]
     return [prompts[first:end] for first, end in pairwise(edges)]
 
 
-WRITE = 1.0  # seconds of measuring after which results are written: a commit waits for the disk
+WRITE_INTERVAL_S = 1.0  # of measuring: a commit waits for the disk
 
 
 def measured(items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> list[Any]:
-    """The results of some items, in their order: from the journal, or measured and put into it.
+    """Return the results of items, in their order: from the journal, or measured and put into it.
 
     Args:
-        items: what to measure.
-        executor: who measures.
-        journal: where results are kept, and found again; None if nowhere.
+        items: of one kind.
+        executor: runs those that are not in the journal.
+        journal: keeps the results; None to measure all and keep none.
 
     Raises:
         ModelError: inf or NaN came up.
@@ -266,50 +260,49 @@ def measured(items: Sequence[WorkItem], executor: Executor, journal: Journal | N
 
 
 def unmeasured(items: Sequence[Item], executor: Executor, journal: Journal) -> list[Item]:
-    """The items whose results the journal does not have."""
-    return [item for item in items if journal.get(item.kind, _key(item, executor)) is None]
+    """Return the items whose results the journal does not have."""
+    return [item for item in items if journal.get(*_entry_of(item, executor)) is None]
 
 
 class Measuring:
-    """Items that are in the journal, or on their way: an executor may run them before the results are asked for.
+    """Items that are in the journal, or submitted: they may run before the results are asked for.
 
-    Args:
-        items: of one kind.
-        executor, journal: as `measured` takes them.
+    The arguments are those of `measured`.
     """
 
     def __init__(self, items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> None:
         self._journal = journal
-        self._entries = [(item.kind, _key(item, executor)) for item in items]
+        self._entries = [_entry_of(item, executor) for item in items]
         self._results = [None if journal is None else journal.get(*entry) for entry in self._entries]
         self._pending = {
             number: executor.submit(item) for number, item in enumerate(items) if self._results[number] is None
         }
 
     def results(self) -> list[Any]:
-        """The results, in the items' order, as a journal gives them back."""
-        unwritten: dict[int, Any] = {}
+        """Wait for the results, in the items' order, as a journal gives them back."""
+        unwritten: list[int] = []
         begun = time.monotonic()
         try:
-            while self._pending:
-                number = next(iter(self._pending))
-                self._results[number] = unwritten[number] = self._pending[number].result()
+            for number in list(self._pending):
+                self._results[number] = self._pending[number].result()
                 del self._pending[number]
-                if time.monotonic() - begun > WRITE:
+                unwritten.append(number)
+                if time.monotonic() - begun > WRITE_INTERVAL_S:
                     self._write(unwritten)
                     begun = time.monotonic()
         finally:
             self._write(unwritten)
         return self._results
 
-    def _write(self, results: dict[int, Any]) -> None:
-        if self._journal is not None and results:
-            kind = self._entries[0][0]
-            self._journal.put_all(kind, [(self._entries[number][1], value) for number, value in results.items()])
-            for number in results:
+    def _write(self, numbers: list[int]) -> None:
+        if self._journal is not None and numbers:
+            entries = [(self._entries[number][1], self._results[number]) for number in numbers]
+            self._journal.put_all(self._entries[0][0], entries)
+            for number in numbers:
                 self._results[number] = self._journal.get(*self._entries[number])
-        results.clear()
+        numbers.clear()
 
 
-def _key(item: WorkItem, executor: Executor) -> dict[str, Any]:
-    return {**item.key, **(taken_on(executor.device) if item.timed else {})}
+def _entry_of(item: WorkItem, executor: Executor) -> tuple[str, dict[str, Any]]:
+    """Return an item's kind and key in a journal."""
+    return item.kind, {**item.key, **(taken_on(executor.device) if item.timed else {})}

@@ -65,7 +65,7 @@ def test_a_time_is_of_one_gpu(journal):
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["one by one", "together"])
 def test_a_failure_loses_nothing_that_was_measured_before(seconds, journal, monkeypatch):
-    monkeypatch.setattr(module, "WRITE", seconds)
+    monkeypatch.setattr(module, "WRITE_INTERVAL_S", seconds)
     with pytest.raises(ModelError, match="no root"):
         measured([Square(1), Square(2), Square(-1), Square(4)], pretended(GEOMETRY, GPU), journal)
     assert [key["number"] for key in journal.keys("square")] == [1, 2]
