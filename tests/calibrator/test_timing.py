@@ -23,8 +23,8 @@ def device(request, monkeypatch):
         assert (device, flushes) == (GPU, timing.FLUSHES)
         return by_clock
 
-    monkeypatch.setattr(timing, "_by_clock", by_clock if request.param == CPU else None)
-    monkeypatch.setattr(timing, "_on_gpu", on_gpu if request.param == GPU else None)
+    monkeypatch.setattr(timing, "_time_by_clock", by_clock if request.param == CPU else None)
+    monkeypatch.setattr(timing, "_time_on_gpu", on_gpu if request.param == GPU else None)
     return request.param
 
 
@@ -132,7 +132,7 @@ def test_a_call_is_timed_on_its_own_gpu(monkeypatch):
         def elapsed_time(self, end):
             return 3.0
 
-    monkeypatch.setattr(timing, "_event", Event)
+    monkeypatch.setattr(timing, "_create_event", Event)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=8))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.zeros(size, dtype=dtype))
@@ -141,7 +141,7 @@ def test_a_call_is_timed_on_its_own_gpu(monkeypatch):
 
 
 class PretendedGPU:
-    """What `_on_gpu` uses of torch, on a clock in milliseconds: each flush takes the GPU one, each launch `launch`."""
+    """What `_time_on_gpu` uses of torch, on a clock in milliseconds: each flush takes the GPU one, each launch `launch`."""
 
     uint8 = None
 
@@ -185,14 +185,14 @@ class PretendedGPU:
 def test_a_call_that_is_launched_too_late_is_timed_again_behind_more_work(launch, ahead, monkeypatch):
     gpu = PretendedGPU(launch, work=2.0)
     monkeypatch.setattr(timing, "torch", gpu)
-    monkeypatch.setattr(timing, "_event", gpu.event)
-    assert timing._on_gpu(GPU)(gpu.call) == pytest.approx(2e-3)
+    monkeypatch.setattr(timing, "_create_event", gpu.event)
+    assert timing._time_on_gpu(GPU)(gpu.call) == pytest.approx(2e-3)
     assert gpu.calls == ahead
 
 
 def test_a_long_call_is_not_timed_again(monkeypatch):
     gpu = PretendedGPU([9.0], work=1000 * timing.LONG)
     monkeypatch.setattr(timing, "torch", gpu)
-    monkeypatch.setattr(timing, "_event", gpu.event)
-    assert timing._on_gpu(GPU)(gpu.call) == pytest.approx(timing.LONG + 1e-3)  # launched a millisecond too late
+    monkeypatch.setattr(timing, "_create_event", gpu.event)
+    assert timing._time_on_gpu(GPU)(gpu.call) == pytest.approx(timing.LONG + 1e-3)  # launched a millisecond too late
     assert len(gpu.calls) == 1

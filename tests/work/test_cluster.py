@@ -120,7 +120,7 @@ def test_items_that_kill_hang_or_fail_run_elsewhere_and_not_for_ever(workers, tm
     hung = tmp_path / "hung"
     executor.submit(Act("hang", hung)).result()
     assert hung.read_text() == "xx"
-    assert executor.workers.lost == 2
+    assert executor.workers.lost_count == 2
     with pytest.raises(ResourceError, match=r"failed 3 times \(its worker is gone"):
         executor.submit(Act("always die", tmp_path / "poison")).result()
     assert (tmp_path / "poison").read_text() == "xxx"
@@ -249,7 +249,7 @@ def test_a_worker_of_another_kind_is_not_used_whenever_it_joins(executor_on, tmp
     assert (executor.device, executor.size) == (small, 1)
     client.devices += [L40S, small, large]
     for _ in range(2):  # they are asked first
-        executor.workers.look(at_once=True)
+        executor.workers.refresh(at_once=True)
     assert executor.addresses_for(Act("nothing", tmp_path / "0")) == [2, 4]
     assert caplog.messages.count(f"worker 3 is not used: it has {L40S}, and the run is for {small}") == 1
     assert sum("is not used" in text for text in caplog.messages) == 4
@@ -286,6 +286,6 @@ def test_a_scheduler_of_ones_own_with_a_worker_that_joins_late(tiny_folder, undi
 
 @EXHAUSTIVE
 def test_a_scheduler_that_does_not_answer_is_one_sentence(tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "CONNECT", 1)
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 1)
     with pytest.raises(ResourceError, match=r"tcp://127.0.0.1:9 does not answer"):
         calibrate(made(tiny_folder, tmp_path / "p", scheduler="tcp://127.0.0.1:9"), progress=False)
