@@ -64,7 +64,7 @@ class Journal:
         self._connections = ExitStack()
         lock_path = path.with_name(f"{path.name}.lock")
         new = self._writable and not lock_path.exists()
-        with self._translate_errors(), self._connections:  # closed again if anything fails
+        with self._convert_errors(), self._connections:  # closed again if anything fails
             if self._writable:
                 lock = self._connect(lock_path, "rwc", timeout=0)
                 lock.execute("PRAGMA journal_mode = MEMORY")  # so that a kill leaves no third file
@@ -153,7 +153,7 @@ class Journal:
             raise ValueError(f"the value of {kind} is None, which means not measured")
         rows = [(kind, _encode_key(key), *_encode(value)) for key, value in entries]
         replaced = [(old_kind, _encode_key(key)) for old_kind, key in instead_of]
-        with self._lock, self._translate_errors(), self._database:
+        with self._lock, self._convert_errors(), self._database:
             self._database.execute("BEGIN")
             self._database.executemany(PUT, rows)
             self._database.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", replaced)
@@ -186,7 +186,7 @@ class Journal:
                     self._database.execute(statement)
                 self._database.execute("INSERT INTO meta VALUES ('identity', ?)", (json.dumps(identity),))
             elif application != APPLICATION_ID:
-                raise self._foreign_error("another program's database")
+                raise self._make_foreign_error("another program's database")
             elif schema != SCHEMA:
                 version = f"{'an older' if schema < SCHEMA else 'a newer'} version of S2O"
                 problem = f"is of {version} (schema {schema}, this one has {SCHEMA})"
@@ -203,7 +203,7 @@ class Journal:
             raise InputError(f"journal {self.path} {problem}: {self._start_over}")
 
     def _select(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        with self._lock, self._translate_errors():
+        with self._lock, self._convert_errors():
             return self._database.execute(query, values).fetchall()
 
     def _decode(self, text: str, tensors: bytes | None) -> Any:
@@ -219,7 +219,7 @@ class Journal:
             raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
 
     @contextmanager
-    def _translate_errors(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         """Turn what SQLite raises into this package's errors."""
         try:
             yield
@@ -235,9 +235,9 @@ class Journal:
         except sqlite3.DatabaseError as error:
             if "not a database" not in str(error):
                 raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
-            raise self._foreign_error("no database") from error
+            raise self._make_foreign_error("no database") from error
 
-    def _foreign_error(self, content: str) -> InputError:
+    def _make_foreign_error(self, content: str) -> InputError:
         return InputError(f"{self.path} is not a journal of S2O (found {content}): give another {self._option}")
 
 

@@ -69,7 +69,7 @@ def assemble_prompt(
         text, origins = join_documents(tokenizer, documents, length)
         ids, answers = hide_and_ask_within(tokenizer, text, asked, rng, len(start_of(tokenizer)))
     else:
-        retrieval = Retrieval.of(tokenizer, asked, rng).within(length // 4)
+        retrieval = Retrieval.of(tokenizer, asked, rng).cap_questions(length // 4)
         length -= len(retrieval.questions)
         if first.turns:
             turns, origins = _join_turns(tokenizer, documents, length)

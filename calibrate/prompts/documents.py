@@ -108,7 +108,7 @@ def drop_duplicates(documents: Iterable[Document]) -> list[Document]:
 
 
 @cache
-def found_documents(domain: str) -> dict[str, list[Document]]:
+def read_found_documents(domain: str) -> dict[str, list[Document]]:
     """Read the documents of found text by purpose.
 
     A module of the standard library belongs to its package. Its held-out files are never calibrated or adjusted on, so
@@ -116,7 +116,7 @@ def found_documents(domain: str) -> dict[str, list[Document]]:
     """
     by_purpose: dict[str, list[Document]] = {purpose: [] for purpose in PURPOSES}
     if domain == "code":
-        for name in library_files():
+        for name in list_library_files():
             folders = name.split("/")
             group = folders[0].removesuffix(".py").strip("_")
             purpose = PURPOSE_CYCLE[zlib.crc32(group.encode()) % len(PURPOSE_CYCLE)]
@@ -144,7 +144,7 @@ class DocumentPool:
 
     def __init__(self, purpose: str, rng: random.Random) -> None:
         self._rng = rng
-        self._found = {domain: _shuffle_groups(found_documents(domain)[purpose], rng) for domain in FOUND}
+        self._found = {domain: _shuffle_groups(read_found_documents(domain)[purpose], rng) for domain in FOUND}
         self.used_up: set[str] = set()
 
     def take(self, domain: str) -> Iterator[Document]:
@@ -406,7 +406,7 @@ def _read_turn(message: Any) -> Turn:
 
 
 @cache
-def library_files() -> dict[str, Path]:
+def list_library_files() -> dict[str, Path]:
     """List the sources of the standard library that runs this program, in order, without installed packages.
 
     Returns:
@@ -421,15 +421,15 @@ def library_files() -> dict[str, Path]:
 
 
 def read_source(name: str) -> str | None:
-    """Return the text of one of `library_files` after a line with its name; None if it cannot be read."""
+    """Return the text of one of `list_library_files` after a line with its name; None if it cannot be read."""
     try:
-        return f"# {name}\n{library_files()[name].read_text(encoding='utf-8')}\n"
+        return f"# {name}\n{list_library_files()[name].read_text(encoding='utf-8')}\n"
     except (OSError, UnicodeDecodeError):
         return None
 
 
 def is_held_out(name: str) -> bool:
-    """Tell whether one of `library_files` is never calibrated on."""
+    """Tell whether one of `list_library_files` is never calibrated on."""
     return zlib.crc32(name.encode()) % _HELD_OUT_FILES == 0
 
 
@@ -443,7 +443,7 @@ def sources(rng: random.Random, used: set[str] | None = None) -> Iterator[Docume
         used: names of files to leave out. The files that are taken are added to it.
     """
     folders: dict[Path, list[str]] = {}
-    for name, path in library_files().items():
+    for name, path in list_library_files().items():
         folders.setdefault(path.parent, []).append(name)
     used = set() if used is None else used
     for folder in rng.sample(sorted(folders), len(folders)):
@@ -475,7 +475,7 @@ def built_in(tokenizer: Any, length: int, count: int, seed: int) -> list[Prompt]
     used: set[str] = set()
     prompts = []
     for _ in range(count):
-        retrieval = Retrieval.of(tokenizer, make_needles(count_needles(length), rng), rng).within(length // 4)
+        retrieval = Retrieval.of(tokenizer, make_needles(count_needles(length), rng), rng).cap_questions(length // 4)
         text = first_tokens(tokenizer, sources(rng, used), length - len(retrieval.questions))
         ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
         prompts.append(Prompt(torch.tensor(ids), answers))

@@ -23,8 +23,8 @@ from calibrate.prompts.documents import (
     DocumentPool,
     TooShortError,
     drop_duplicates,
-    found_documents,
     read_documents,
+    read_found_documents,
 )
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import Recipe
@@ -175,7 +175,7 @@ def _cut_built_in(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[s
     kinds = recipe.used_domains
     used_up: set[str] = set()
     for kind in FOUND:
-        found_documents(kind)  # read once, not by each thread
+        read_found_documents(kind)  # read once, not by each thread
 
     def cut(purpose: str, length: int) -> list[Prompt]:
         rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
@@ -256,10 +256,10 @@ def _take_turns(chosen: Iterable[list[Document]]) -> list[list[Document]]:
     domains: dict[str, dict[str, list[list[Document]]]] = {}
     for part in chosen:
         domains.setdefault(part[0].domain, {}).setdefault(part[0].group, []).append(part)
-    return _interleave([_interleave(list(groups.values())) for groups in domains.values()])
+    return _merge_in_turns([_merge_in_turns(list(groups.values())) for groups in domains.values()])
 
 
-def _interleave(lists: Sequence[list[list[Document]]]) -> list[list[Document]]:
+def _merge_in_turns(lists: Sequence[list[list[Document]]]) -> list[list[Document]]:
     return [part for row in zip_longest(*lists) for part in row if part is not None]
 
 

@@ -176,7 +176,7 @@ class Retrieval:
         lines = [needle.fact for needle in asked] if facts is None else facts
         return cls(encode_all(tokenizer, lines), questions, answers, order)
 
-    def within(self, most: int) -> Retrieval:
+    def cap_questions(self, most: int) -> Retrieval:
         """Return the first `most` tokens of the questions, with the answers that are whole within them."""
         answers = [span for span in self.answers if span[1] <= most]
         return replace(self, questions=self.questions[:most], answers=answers, asked=self.asked[: len(answers)])

@@ -102,7 +102,7 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
             device = "cuda:0" if recipe.device.startswith("cuda") else recipe.device
             loaded = load(recipe.model, device, seed=recipe.seed, **recipe.loading)
             self_test(loaded)
-            self._state = self._open.enter_context(WorkerState(loaded).working())
+            self._state = self._open.enter_context(WorkerState(loaded).open())
             self._state.register_prompts(self._prompts)
         return self._state
 
@@ -132,12 +132,12 @@ class _Submitted:
 
     def _submit(self) -> None:
         self._tries += 1
-        self._addresses = self._executor.addresses_for(self.item)
+        self._addresses = self._executor.list_addresses(self.item)
         self.future = self._executor.workers.submit(
             self._addresses, "run", self.item, retries=ATTEMPTS - self._tries, priority=self._priority
         )
 
-    def resubmit_if_lost(self) -> None:
+    def submit_again_if_lost(self) -> None:
         """Submit the item again if all workers that were to run it are gone, and its result with them.
 
         Raises:
@@ -147,14 +147,14 @@ class _Submitted:
             return
         self.future.cancel()
         if self._tries == ATTEMPTS:
-            raise self._failure("its worker is gone")
+            raise self._make_failure("its worker is gone")
         log.warning("%s runs elsewhere: its worker is gone", self.item)
         self._submit()
 
     def result(self) -> Any:
         while True:
             self._executor.workers.refresh()
-            self.resubmit_if_lost()
+            self.submit_again_if_lost()
             try:
                 value, seconds = self.future.result(timeout=FETCH_TIMEOUT_S if self.future.done() else POLL_INTERVAL_S)
                 break
@@ -162,13 +162,13 @@ class _Submitted:
                 if self.future.status != "error":
                     continue  # it runs, or its worker is gone before the result was fetched
                 cause = "its worker is gone" if isinstance(error, KilledWorker) else first_line(error)
-                raise self._failure(cause) from error
+                raise self._make_failure(cause) from error
         if isinstance(value, S2OError):
             raise value
         self._executor.work.setdefault(self.item.stage, StageWork()).add(seconds)
         return value
 
-    def _failure(self, cause: str) -> ResourceError:
+    def _make_failure(self, cause: str) -> ResourceError:
         return ResourceError(f"{self.item} failed {ATTEMPTS} times ({cause}): see the workers' logs")
 
 
@@ -355,7 +355,7 @@ class ClusterExecutor:
             self.workers.wait_for_one_of(list(waiting))
             self.workers.refresh()
             for _, submitted in waiting.values():
-                submitted.resubmit_if_lost()
+                submitted.submit_again_if_lost()
             finished = [future for future in waiting if future.done() and waiting[future][1].future is future]
             for item, submitted in [waiting.pop(future) for future in finished]:
                 yield item, submitted.result()
@@ -364,7 +364,7 @@ class ClusterExecutor:
     def background(self, call: Callable[[], T]) -> Pending[T]:
         return self._threads.submit(call)
 
-    def addresses_for(self, item: WorkItem) -> list[str]:
+    def list_addresses(self, item: WorkItem) -> list[str]:
         """Return the workers that may run an item: the home of its affinity, or all.
 
         Raises:

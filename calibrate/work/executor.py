@@ -98,7 +98,7 @@ class WorkerState:
             self._attention = None
 
     @contextmanager
-    def working(self) -> Iterator[WorkerState]:
+    def open(self) -> Iterator[WorkerState]:
         """Run items inside the block: the weights that were used last stay on the device until it ends."""
         self.loaded.weights.keeps_last = True
         try:
@@ -220,7 +220,7 @@ class LocalExecutor:
 @contextmanager
 def local_executor(loaded: LoadedModel) -> Iterator[LocalExecutor]:
     """Yield the executor of this process for a loaded model, which is left as it was."""
-    with WorkerState(loaded).working() as worker:
+    with WorkerState(loaded).open() as worker:
         yield LocalExecutor(worker)
 
 
@@ -261,7 +261,7 @@ def measured(items: Sequence[WorkItem], executor: Executor, journal: Journal | N
 
 def unmeasured(items: Sequence[Item], executor: Executor, journal: Journal) -> list[Item]:
     """Return the items whose results the journal does not have."""
-    return [item for item in items if journal.get(*_entry_of(item, executor)) is None]
+    return [item for item in items if journal.get(*_get_entry(item, executor)) is None]
 
 
 class Measuring:
@@ -272,7 +272,7 @@ class Measuring:
 
     def __init__(self, items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> None:
         self._journal = journal
-        self._entries = [_entry_of(item, executor) for item in items]
+        self._entries = [_get_entry(item, executor) for item in items]
         self._results = [None if journal is None else journal.get(*entry) for entry in self._entries]
         self._pending = {
             number: executor.submit(item) for number, item in enumerate(items) if self._results[number] is None
@@ -303,6 +303,6 @@ class Measuring:
         numbers.clear()
 
 
-def _entry_of(item: WorkItem, executor: Executor) -> tuple[str, dict[str, Any]]:
+def _get_entry(item: WorkItem, executor: Executor) -> tuple[str, dict[str, Any]]:
     """Return an item's kind and key in a journal."""
     return item.kind, {**item.key, **(taken_on(executor.device) if item.timed else {})}

@@ -31,9 +31,9 @@ from calibrate.prompts.documents import (
     Document,
     DocumentPool,
     built_in,
-    found_documents,
     one_text,
     read_documents,
+    read_found_documents,
 )
 from calibrate.prompts.prompts import _take_turns, load_prompts, make_parts, split
 from calibrate.prompts.retrieval import FACTS, count_needles
@@ -196,7 +196,7 @@ def test_domains_are_checked():
 )
 def test_found_text_is_split_without_overlap_and_suffices_as_far_as_the_docs_say(domain, length, prompts, characters):
     """For so many prompts of each set. A token has about four and a half characters of English, four of code."""
-    by_purpose = found_documents(domain)
+    by_purpose = read_found_documents(domain)
     groups = [{document.group for document in by_purpose[purpose]} for purpose in PURPOSES]
     digests = Counter(document.digest for purpose in PURPOSES for document in by_purpose[purpose])
     assert all(groups)
@@ -268,7 +268,7 @@ def test_found_text_is_handed_out_once_whatever_takes_excerpts_of_it(monkeypatch
     ]
     documents = {"prose": few, "code": [], "chinese": []}
     monkeypatch.setattr(
-        "calibrate.prompts.documents.found_documents", lambda domain: dict.fromkeys(PURPOSES, documents[domain])
+        "calibrate.prompts.documents.read_found_documents", lambda domain: dict.fromkeys(PURPOSES, documents[domain])
     )
     pool = DocumentPool(CERTIFY, random.Random(1))
     begun = [next(pool.take("prose")) for _ in range(3)]
@@ -287,7 +287,7 @@ def test_a_kind_that_runs_out_gives_its_place_to_others(tokenizer, monkeypatch, 
         purpose: [Document("prose", f"{purpose}{number}", words(start + number, 140)) for number in range(2)]
         for start, purpose in zip((100, 200, 300), PURPOSES, strict=True)
     }
-    monkeypatch.setattr("calibrate.prompts.documents.found_documents", lambda domain: few)
+    monkeypatch.setattr("calibrate.prompts.documents.read_found_documents", lambda domain: few)
     options = {"lengths": (1024,), "check_lengths": (), "num_certify": 6}
     drawn = load_prompts(recipe(domains=("prose", "logs"), **options), tokenizer)
     assert "the built-in text of prose at 1024 is used up" in caplog.text

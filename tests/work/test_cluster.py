@@ -250,7 +250,7 @@ def test_a_worker_of_another_kind_is_not_used_whenever_it_joins(executor_on, tmp
     client.devices += [L40S, small, large]
     for _ in range(2):  # they are asked first
         executor.workers.refresh(at_once=True)
-    assert executor.addresses_for(Act("nothing", tmp_path / "0")) == [2, 4]
+    assert executor.list_addresses(Act("nothing", tmp_path / "0")) == [2, 4]
     assert caplog.messages.count(f"worker 3 is not used: it has {L40S}, and the run is for {small}") == 1
     assert sum("is not used" in text for text in caplog.messages) == 4
 
