@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "a group of documents is split between the sets",
-        "calibrate/prompts/prompts.py", "free.remove(name)", "pass", ("tests/prompts/test_split.py",),
+        "calibrate/prompts/prompts.py", "free.remove(name)", "pass", ("tests/prompts/test_prompts.py",),
     ),
     # what a layer may spend
     Mutant(
@@ -384,8 +384,8 @@ MUTANTS = (
     # prompts
     Mutant(
         "a group of many documents takes the place of other groups to certify on",
-        "calibrate/prompts/prompts.py", "len(tallies[CERTIFY].groups)", "tallies[CERTIFY].prompts",
-        ("tests/prompts/test_split.py",),
+        "calibrate/prompts/prompts.py", "len(tallies[CERTIFY].groups)", "tallies[CERTIFY].by_domain.total()",
+        ("tests/prompts/test_prompts.py",),
     ),
 )  # fmt: skip
 
