@@ -407,11 +407,7 @@ def _read_turn(message: Any) -> Turn:
 
 @cache
 def list_library_files() -> dict[str, Path]:
-    """List the sources of the standard library that runs this program, in order, without installed packages.
-
-    Returns:
-        Their paths by their names: paths from the library's folder, with slashes.
-    """
+    """List the sources of the running standard library in order, by their paths from its folder, with slashes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, folders, names in os.walk(root):
@@ -460,16 +456,13 @@ def first_tokens(tokenizer: Any, documents: Iterator[Document], length: int) -> 
 
 
 def built_in(tokenizer: Any, length: int, count: int, seed: int) -> list[Prompt]:
-    """Make prompts of the standard library's sources that are held out, with needles.
+    """Make `count` prompts of `length` tokens of the standard library's held-out sources, with needles.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        length: tokens of each prompt; a quarter at most are the questions at the end.
-        count: number of prompts. No file is in two of them.
-        seed: draws the text and the needles.
+    No file is in two of them, and a quarter of a prompt at most are the questions at its end. `seed` draws the text and
+    the needles.
 
     Raises:
-        InputError: The sources are too short.
+        TooShortError: The sources are too short.
     """
     rng = random.Random(f"{seed}/{length}/held out")
     used: set[str] = set()
@@ -483,13 +476,9 @@ def built_in(tokenizer: Any, length: int, count: int, seed: int) -> list[Prompt]
 
 
 def one_text(tokenizer: Any, length: int, count: int, rng: random.Random) -> tuple[list[list[int]], list[str]]:
-    """Make prompts that hide the same codes in the same held-out text, and each ask for another of them.
+    """Make `count` prompts that hide the same codes in the same held-out text, and each ask for another of them.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        length: tokens of the longest prompt.
-        count: number of codes, and of prompts.
-        rng: draws the text and the codes.
+    The longest has `length` tokens; `rng` draws the text and the codes.
 
     Returns:
         Each prompt's token ids, and the codes that answer them.
