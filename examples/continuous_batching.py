@@ -16,7 +16,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from calibrate.model.models import load
-from calibrate.prompts.stdlib import built_in
+from calibrate.prompts.documents import built_in
 from s2o_runtime import explain, load_profile, patch
 
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"

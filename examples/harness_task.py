@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from calibrate.model.models import load
-from calibrate.prompts.stdlib import built_in
+from calibrate.prompts.documents import built_in
 from s2o_runtime import explain, load_profile, patched
 
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"

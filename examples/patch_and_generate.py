@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from calibrate.model.models import LoadedModel, load
-from calibrate.prompts.stdlib import built_in
+from calibrate.prompts.documents import built_in
 from s2o_runtime import explain, load_profile, patched
 
 

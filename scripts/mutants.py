@@ -108,7 +108,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("the path goes on behind a look that failed",
          "            return taken or (means, seen)\n", "            continue\n"),
     )),
-    ("calibrate/prompts/split.py", "tests/prompts/test_split.py", (
+    ("calibrate/prompts/prompts.py", "tests/prompts/test_prompts.py", (
         ("a group of documents is split between the sets", "free.remove(name)", "pass"),
     )),
     # what a layer may spend
@@ -229,9 +229,9 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
          "other._calls, other._parts = {}, {}", "other._calls, other._parts = self._calls, self._parts"),
     )),
     # prompts
-    ("calibrate/prompts/split.py", "tests/prompts/test_split.py", (
+    ("calibrate/prompts/prompts.py", "tests/prompts/test_prompts.py", (
         ("a group of many documents takes the place of other groups to certify on",
-         "len(tallies[CERTIFY].groups)", "tallies[CERTIFY].prompts"),
+         "len(tallies[CERTIFY].groups)", "tallies[CERTIFY].by_domain.total()"),
     )),
 )  # fmt: skip
 MUTANTS = tuple(

@@ -18,8 +18,7 @@ from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
-from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.executor import Executor, WorkerState, WorkItem, executor_of, shares
 from s2o_runtime.config import REPRESENTATIVES
 
 STAGE = "curves"

@@ -14,9 +14,7 @@ from calibrate.curves.curves import RankingConfig
 from calibrate.journal import Journal, taken_on
 from calibrate.recipe import Recipe
 from calibrate.timing import FAILURES, medians
-from calibrate.work.executor import Executor
-from calibrate.work.items import WorkerState, WorkItem
-from calibrate.work.measured import measured
+from calibrate.work.executor import Executor, WorkerState, WorkItem, measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import GRAIN, MAX_TAU, LayerConfig
 from s2o_runtime.devices import DeviceIdentity

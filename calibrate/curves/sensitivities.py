@@ -11,9 +11,7 @@ from calibrate.model.models import LoadedModel
 from calibrate.model.sensitivity import Sensitivity, sensitivity
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
-from calibrate.work.executor import Executor, executor_of
-from calibrate.work.items import WorkerState, WorkItem
-from calibrate.work.measured import measured
+from calibrate.work.executor import Executor, WorkerState, WorkItem, executor_of, measured
 
 KIND = "sensitivity"  # of entries in the journal
 PROMPTS = 4  # one of each kind of the built-in text; single prompts differ by a factor of two to three

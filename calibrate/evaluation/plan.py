@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibrate.options import option, options_of, shared
-from calibrate.prompts.facts import FACTS, MOST
+from calibrate.prompts.retrieval import FACTS, MOST
 from calibrate.recipe import MAX_COUNT
 from calibrate.recipe import OPTIONS as CALIBRATION
 from s2o_runtime.config import LayerConfig, StopRule, TileConfig

@@ -19,7 +19,7 @@ from calibrate.evaluation.score import BUCKETS
 from calibrate.evaluation.tasks import cases
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
-from calibrate.prompts.files import read_text
+from calibrate.prompts.documents import read_text
 from calibrate.versions import versions
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import split_fingerprint

@@ -13,11 +13,9 @@ import torch
 
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, EvaluationPlan
 from calibrate.prompts.assembly import encode_served
-from calibrate.prompts.facts import FACTS
-from calibrate.prompts.files import check_text, document_of, parse_entries
+from calibrate.prompts.documents import check_text, document_of, first_tokens, parse_entries, sources
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import Retrieval, encode, start_of
-from calibrate.prompts.stdlib import first_tokens, sources
+from calibrate.prompts.retrieval import FACTS, Retrieval, encode, start_of
 from s2o_runtime.errors import InputError
 
 EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'

@@ -53,9 +53,7 @@ from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKin
 from calibrate.proof.verify import LayerProof, LengthProof, Progress, Prover, prove
 from calibrate.recipe import Recipe
 from calibrate.search.choice import ChosenDense
-from calibrate.work.executor import Executor
-from calibrate.work.items import WorkerState
-from calibrate.work.measured import measured
+from calibrate.work.executor import Executor, WorkerState, measured
 from s2o_runtime.fields import counted
 from s2o_runtime.profile.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
 from s2o_runtime.reference.dense import sdpa_backend

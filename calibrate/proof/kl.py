@@ -30,9 +30,7 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import LayerSetting, ProofItem, compare, layer_state
 from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choose import Chosen
-from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState
-from calibrate.work.measured import measured
+from calibrate.work.executor import Executor, WorkerState, executor_of, measured, shares
 from s2o_runtime.config import HeadConfig, LayerConfig
 
 PASSES = 3

@@ -27,7 +27,7 @@ from calibrate.model.estimate import plenty_is_free, within_memory
 from calibrate.model.layers import DecoderLayer, LayerwiseForward, Stream, begin, layer_on_device
 from calibrate.model.logits import agreement, logits_on_device, rows_at_once
 from calibrate.prompts.prompt import Prompt
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.executor import WorkerState, WorkItem
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf

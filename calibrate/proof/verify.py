@@ -38,9 +38,7 @@ from calibrate.proof.layers import (
 from calibrate.proof.state import Candidate
 from calibrate.recipe import Budget, Recipe
 from calibrate.timing import medians
-from calibrate.work.executor import Executor, executor_of
-from calibrate.work.items import WorkerState
-from calibrate.work.measured import Measuring, measured
+from calibrate.work.executor import Executor, Measuring, WorkerState, executor_of, measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.identity import Geometry

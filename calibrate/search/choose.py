@@ -36,8 +36,7 @@ from calibrate.search.choice import (
 from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
-from calibrate.work.executor import Executor, Pending, completed
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, completed
 from s2o_runtime.config import HeadConfig, LayerConfig, Tail, TileConfig
 
 log = logging.getLogger("calibrate")

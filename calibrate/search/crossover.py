@@ -13,9 +13,7 @@ from calibrate.compiling import any_stride, form
 from calibrate.journal import Journal
 from calibrate.search.tiles import Compilation, random_inputs
 from calibrate.timing import medians
-from calibrate.work.executor import Executor
-from calibrate.work.items import WorkerState, WorkItem
-from calibrate.work.measured import measured, unmeasured
+from calibrate.work.executor import Executor, WorkerState, WorkItem, measured, unmeasured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import GRAIN, MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.identity import Geometry

@@ -14,9 +14,7 @@ from torch import Tensor
 from calibrate.compiling import any_stride, compile_ahead, with_tiles
 from calibrate.journal import Journal
 from calibrate.timing import FAILURES, medians, reason
-from calibrate.work.executor import Executor
-from calibrate.work.items import WorkerState, WorkItem
-from calibrate.work.measured import measured, unmeasured
+from calibrate.work.executor import Executor, WorkerState, WorkItem, measured, unmeasured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError

@@ -44,7 +44,7 @@ from typing import Any, ClassVar
 import torch
 
 from calibrate.model.models import load_config, load_tokenizer, resolve
-from calibrate.prompts.stdlib import first_tokens, one_text, sources
+from calibrate.prompts.documents import first_tokens, one_text, sources
 from calibrate.recipe import DEFAULT_LAST_ROWS
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.devices import identify

@@ -125,7 +125,7 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
     """
     from calibrate.model.layers import layers
     from calibrate.model.models import load, load_config
-    from calibrate.prompts.stdlib import built_in
+    from calibrate.prompts.documents import built_in
 
     limit = positions(load_config(model))
     if length > limit:

@@ -34,8 +34,8 @@ from calibrate.evaluation.run import (
 from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check, read_user_prompts
 from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
-from calibrate.prompts.facts import FAMILY
 from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import FAMILY
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
