@@ -396,7 +396,7 @@ def test_a_plan_without_a_tokenizer_says_so_and_reads_the_files_all_the_same(com
 def test_a_scheduler_that_does_not_answer_is_named_while_it_is_waited_for(command, monkeypatch):
     from calibrate.work import cluster
 
-    monkeypatch.setattr(cluster, "CONNECT", 1.0)
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 1.0)
     outcome = command(*GOOD, "--scheduler", "tcp://127.0.0.1:9", "--dry-run")
     waiting, sentence = (line for line in outcome.stderr.splitlines() if "127.0.0.1" in line)
     assert (outcome.returncode, waiting) == (4, "waiting for scheduler tcp://127.0.0.1:9, at most 1 s ..")
