@@ -44,9 +44,8 @@ from calibrate.proof.verify import Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen, choose
-from calibrate.search.crossover import Layer, crossovers
 from calibrate.search.study import open_storage
-from calibrate.search.tiles import LONGEST, random_inputs, tiles_for
+from calibrate.search.tiles import LONGEST, Layer, crossovers, random_inputs, tiles_for
 from calibrate.versions import versions
 from calibrate.work.executor import Executor, StageWork, local_executor
 from s2o_runtime.attention.api import s2o_attention

@@ -140,7 +140,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("thresholds are mixed although the buckets check the stop unlike",
          "return config.tile.block_m, config.tile.stride", "return config.tile.block_m, 0"),
     )),
-    ("s2o_runtime/serving/layer.py", "tests/serving/test_vllm_fit.py", (
+    ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
         ("the shortest calibrated length itself is too short",
          "if keys < self.min_length", "if keys <= self.min_length"),
     )),
@@ -154,7 +154,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("the last segment's rows count only to the end of a whole one",
          "end = min(begin + segment, len(q))\n        if", "end = min(begin + segment, len(q) - 1)\n        if"),
     )),
-    ("s2o_runtime/attention/windowed.py", "tests/attention/test_windowed.py -k naive", (
+    ("s2o_runtime/attention/compute.py", "tests/attention/test_windowed.py -k naive", (
         ("a sliding window holds one key too many", "(key > position - window)", "(key >= position - window)"),
         ("the first row of a block loses the oldest key of its window",
          "shape.offset + begin - window + 1)", "shape.offset + begin - window + 2)"),
@@ -173,7 +173,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
         ("a server's last rows begin one row late", "self._last_rows[step] - left", "self._last_rows[step] - left - 1"),
     )),
-    ("s2o_runtime/serving/pieces.py", "tests/serving/test_backends.py", (
+    ("s2o_runtime/serving/plan.py", "tests/serving/test_backends.py", (
         ("a piece of a request sees the keys behind it",
          "(request, keys - last, 0, last, False)", "(request, keys, 0, last, False)"),
     )),
@@ -184,7 +184,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     ("s2o_runtime/vllm/prompts.py", "tests/serving/test_vllm_prompts.py", (
         ("a preempted request's prompt ends where it first did", "len(running.all_token_ids[request])", "0"),
     )),
-    ("s2o_runtime/serving/layer.py", "tests/serving/test_vllm_fit.py", (
+    ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
         ("every rank runs the first rank's heads",
          "config.heads[self.heads.start : self.heads.stop]", "config.heads[: len(self.heads)]"),
     )),

@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
-from calibrate.curves.row_errors import worst_of
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs, worst_of
 from calibrate.model.layers import Captured
+from s2o_runtime.call import capped
 from s2o_runtime.config import GRAIN, dense_from
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.attention import dense_window
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means
-from s2o_runtime.scoring import capped
 
 STEP = 128
 GPU_BYTES, CPU_BYTES = 8 << 30, 256 << 20  # workspace of one pass

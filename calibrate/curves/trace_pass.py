@@ -9,14 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
-from calibrate.curves.row_errors import worst_of
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs, worst_of
 from calibrate.model.layers import Captured
 from calibrate.recipe import SAMPLED_ROWS
 from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, dense_from
 from s2o_runtime.devices import capability
-from s2o_runtime.shapes import laid_out
+from s2o_runtime.sequences import laid_out
 from s2o_runtime.tiles import MIN_CAPABILITY, padded_head_dim, trace_tile
 
 WINDOW = 2048  # rows of a window of a sample, or one segment where that is longer

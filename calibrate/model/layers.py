@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from calibrate.model.models import LoadedModel
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
@@ -24,7 +25,6 @@ from s2o_runtime.huggingface.layers import layer_obstacle
 from s2o_runtime.identity import device_of, geometry, numbered_modules
 from s2o_runtime.quantisation import as_cached
 from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.scoring import Scoring
 
 
 @contextmanager
@@ -362,7 +362,7 @@ class Captured:
 
     q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: what q k^T is multiplied
     by. layer: its row in a profile's tables. prompt: the prompt's index in the list that was given. softcap, sinks: as
-    in `s2o_runtime.scoring.Scoring`. exact: the keys and values before they were rounded; None if they were not.
+    in `s2o_runtime.call.Scoring`. exact: the keys and values before they were rounded; None if they were not.
     """
 
     q: Tensor

@@ -38,8 +38,8 @@ from calibrate.model.layers import (
 )
 from calibrate.model.logits import ROWS, logits_on_device
 from calibrate.model.models import LoadedModel
+from s2o_runtime.call import Scoring, capped, softmax
 from s2o_runtime.errors import ModelError
-from s2o_runtime.scoring import Scoring, capped, softmax
 
 Sensitivity = tuple[tuple[float, ...], ...]  # of each layer and head: nats per token for each unit of the head's mse
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from calibrate.compiling import compile_ahead, with_tiles
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, RankingConfig, Shape
-from calibrate.curves.passes import measure
+from calibrate.curves.curves import TAUS, RankingConfig, Shape, overhead
+from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
-from calibrate.search.crossover import Layer, with_crossover
+from calibrate.search.tiles import Layer, with_crossover
 from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, StopRule, TileConfig

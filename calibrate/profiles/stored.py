@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibrate.curves import ranking_cost
+from calibrate.curves import measure
 from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
 from calibrate.curves.measure import recipe_key
 from calibrate.journal import Journal
@@ -49,7 +49,7 @@ class StoredCurves:
         }
         for key, value in reversed(self.entries):
             if key == expected_key | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
-                cost = ranking_cost.stored_cost(
+                cost = measure.stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
                 curves = with_fixed_cost(unpacked(value), cost)
@@ -109,7 +109,7 @@ def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str)
             profile,
             recipe,
             opened.entries("curves"),
-            opened.entries(ranking_cost.KIND),
+            opened.entries(measure.RANKING_COST),
         )
 
 

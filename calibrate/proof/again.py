@@ -32,7 +32,7 @@ from s2o_runtime.errors import InputError
 from s2o_runtime.fields import counted
 from s2o_runtime.identity import fingerprint_mismatch, geometry
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.profile.device_fit import fitted
+from s2o_runtime.profile.profile import fitted
 from s2o_runtime.profile.record import CertifiedLength, CertifiedRetrieval
 
 

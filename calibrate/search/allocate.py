@@ -14,8 +14,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, RankingConfig
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, overhead
 from s2o_runtime.config import HeadConfig, Tail
 
 

@@ -1,4 +1,4 @@
-"""The second stage: from curves to what every layer does at every length. Groups of layers share a search."""
+"""Search what every layer does at every length."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
+from sklearn.cluster import AgglomerativeClustering
 
 from calibrate.compiling import compile_ahead, form, with_tiles
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Curves, RankingConfig, Shape, dense_power, methods
+from calibrate.curves.curves import TAUS, Curve, Curves, RankingConfig, Shape, dense_power, methods, overhead
 from calibrate.curves.measure import LayersCurves, dense_forward
 from calibrate.journal import Journal, taken_on
 from calibrate.model.estimate import free_memory
 from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import SearchConstraints
+from calibrate.search.allocate import SearchConstraints, allocate_each
 from calibrate.search.choice import (
     Choice,
     SearchPoint,
@@ -33,11 +33,48 @@ from calibrate.search.choice import (
     search_constraints,
     weights_of,
 )
-from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
 from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, completed
 from s2o_runtime.config import HeadConfig, LayerConfig, Tail, TileConfig
+
+BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
+APART = 0.08  # of dense attention's time: layers whose costs differ by more than this somewhere are searched apart
+
+
+def groups(
+    layers: Sequence[Mapping[int, Mapping[RankingConfig, Curve]]],
+    budgets: Sequence[float],
+    constraints: SearchConstraints,
+) -> list[list[int]]:
+    """Layers grouped by complete linkage: no two layers of a group are further apart than `APART`.
+
+    Args:
+        layers: of each layer, by segment, the curves of what its heads may choose.
+        budgets: each layer's, as mean squared error.
+        constraints: what heads may choose.
+
+    Returns:
+        Layer numbers, group by group, each ascending, the groups by their first layer.
+    """
+    if len(layers) < 2:
+        return [[layer] for layer in range(len(layers))]
+    costs = [
+        [
+            allocation.cost
+            for curves in by_segment.values()
+            for allocation in allocate_each(curves, [share * budget for share in BUDGETS], constraints)
+        ]
+        for by_segment, budget in zip(layers, budgets, strict=True)
+    ]
+    clustering = AgglomerativeClustering(
+        n_clusters=None, metric="chebyshev", linkage="complete", distance_threshold=APART
+    )
+    labels = clustering.fit_predict(costs).tolist()
+    return [
+        [layer for layer, layer_label in enumerate(labels) if layer_label == label] for label in dict.fromkeys(labels)
+    ]
+
 
 log = logging.getLogger("calibrate")
 

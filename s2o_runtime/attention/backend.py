@@ -13,7 +13,7 @@ from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability, interpreted, tensor_obstacle
 from s2o_runtime.errors import InputError
-from s2o_runtime.shapes import CallShape, needs_gradients
+from s2o_runtime.sequences import CallShape, needs_gradients
 from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, Capability, fewest_queries, tile_obstacle
 
 Backend = Literal["auto", "triton", "reference", "dense"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.result import Attention
+from s2o_runtime.attention.compute import Attention
 from s2o_runtime.command_line import NO_RESOURCE
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import capability, fit, identify, launching_on

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from s2o_runtime.call import Scoring, ScoringOptions, capped
 from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
-from s2o_runtime.scoring import Scoring, ScoringOptions, capped
-from s2o_runtime.shapes import call_shape, check_heads, window_start
+from s2o_runtime.sequences import call_shape, check_heads, window_start
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

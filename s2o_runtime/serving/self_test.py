@@ -17,9 +17,8 @@ from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import S2OError
 from s2o_runtime.lengths import length_step
-from s2o_runtime.pages import FP8_TYPES
-from s2o_runtime.serving.batch import Batch
-from s2o_runtime.serving.calls import SparseCall
+from s2o_runtime.sequences import FP8_TYPES
+from s2o_runtime.serving.calls import Batch, SparseCall
 from s2o_runtime.serving.fit import TEST_KEYS, LayerFit
 from s2o_runtime.serving.plan import Run
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import row_errors, worst_of
+from calibrate.curves.curves import row_errors, worst_of
 from calibrate.evaluation.plan import configure_layer, find_baseline, normalise_setting
 from calibrate.evaluation.run import DIGEST
 from calibrate.timing import samples

@@ -28,9 +28,9 @@ from calibrate.model.layers import attention_implementation
 from calibrate.model.models import LoadedModel, load
 from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.scoring import Scoring
 from scripts.bench.calls import bisect, device_tile, flash_attention
 from scripts.bench.common import Parser, add_machine, bench_parser, float_list, int_list, machine, run_command, spread
 from scripts.bench.inputs import QKV

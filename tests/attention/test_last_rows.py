@@ -10,7 +10,7 @@ from s2o_runtime.attention.backend import why_dense
 from s2o_runtime.attention.torch_op import config_from_text
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.reference.dense import dense_attention, log_sum_exp
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.sequences import CallShape
 from support.kernels import TILE, drawn, mixed_config
 from support.layouts import pack, unpacked
 from support.marks import INTERPRETED

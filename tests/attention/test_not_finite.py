@@ -13,12 +13,12 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-from s2o_runtime.attention.windowed import window_attention
+from s2o_runtime.attention.compute import window_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention
-from s2o_runtime.scoring import Scoring
 from support.marks import INTERPRETED, pairwise
 
 LENGTH, SEGMENT, HEADS, HEAD_DIM, PADDING = 250, 64, 2, 64, 170

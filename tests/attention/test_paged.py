@@ -9,7 +9,7 @@ import torch
 from s2o_runtime import HeadConfig, InputError, LayerConfig, TileConfig, s2o_attention_paged
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered, in_place_obstacle
-from s2o_runtime.pages import PagedKeys
+from s2o_runtime.sequences import PagedKeys
 from support.marks import INTERPRETED, pairwise
 from support.paging import LAYOUTS, PagedBatch, paged
 

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from calibrate.curves import torch_pass, trace_pass
-from calibrate.curves.curves import TAUS, RankingConfig, Shape, mean_curve, window_pairs
-from calibrate.curves.passes import measure
-from calibrate.curves.row_errors import WORST, row_errors, tile_worst
+from calibrate.curves.curves import TAUS, WORST, RankingConfig, Shape, mean_curve, row_errors, tile_worst, window_pairs
+from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.shapes import call_shape, density
+from s2o_runtime.sequences import call_shape, density
 from support.marks import pairwise
 
 SLOW = pytest.mark.slow(reason="more tiles and rankings of the same")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate.curves import measure, passes
+from calibrate.curves import measure
 from calibrate.curves.curves import RankingConfig, Shape, mean_curve
 from calibrate.curves.measure import _with_all_shapes, measure_model
 from calibrate.journal import Journal
@@ -53,7 +53,7 @@ class Watched:
     def __post_init__(self):
         def watch(prompt, rankings, shapes, last_rows):
             self.measured.append((prompt.layer, int(prompt.q.shape[2])))
-            return passes.measure(prompt, rankings, shapes, last_rows)
+            return measure.measure(prompt, rankings, shapes, last_rows)
 
         self.monkeypatch.setattr(measure, "measure", watch)
 
@@ -114,7 +114,7 @@ def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
         for layer in range(2):
             assert set(curves[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
             for (method, shape), curve in curves[length][layer].items():
-                of_prompts = [passes.measure(each[layer][0], [method], [shape])[method, shape] for each in alone]
+                of_prompts = [measure.measure(each[layer][0], [method], [shape])[method, shape] for each in alone]
                 expected = mean_curve(of_prompts)
                 torch.testing.assert_close(curve.stacked(), expected.stacked(), rtol=1e-4, atol=1e-9)
                 assert curve.dense_power == pytest.approx(expected.dense_power, rel=1e-5)

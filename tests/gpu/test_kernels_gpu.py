@@ -14,7 +14,7 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.rank.order import order
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
-from s2o_runtime.shapes import call_shape, density
+from s2o_runtime.sequences import call_shape, density
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import SHAPES, SHAPES_256, drawn, inputs, relative_error
 from support.kernels import kernel_ranking

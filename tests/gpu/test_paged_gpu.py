@@ -7,7 +7,7 @@ from s2o_runtime import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered
 from s2o_runtime.kernels.pages import gather_pages
-from s2o_runtime.pages import PagedKeys
+from s2o_runtime.sequences import PagedKeys
 from support.marks import pairwise
 from support.paging import LAYOUTS, PagedBatch
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from calibrate.search.crossover import Layer, with_crossover
+from calibrate.search.tiles import Layer, with_crossover
 from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig

@@ -5,8 +5,7 @@ import torch
 
 from calibrate.curves import torch_pass as plain_pass
 from calibrate.curves import trace_pass as kernel_pass
-from calibrate.curves.curves import TAUS, RankingConfig, Shape, head_norms
-from calibrate.curves.row_errors import row_errors
+from calibrate.curves.curves import TAUS, RankingConfig, Shape, head_norms, row_errors
 from calibrate.model.layers import Captured
 from calibrate.timing import medians
 from s2o_runtime import LayerConfig, s2o_attention

@@ -24,7 +24,7 @@ from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, part_means
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.sequences import CallShape
 from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, mixed_config, prefix_of, run_both
 from support.layouts import as_transformers, pack, unpacked
 from support.marks import INTERPRETED, all_but_first, pairwise

@@ -5,11 +5,11 @@ import torch
 
 from calibrate.model import layers
 from s2o_runtime import patch
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.scoring import Scoring
 from support.marks import all_but_first
 from support.models import ARCHITECTURES, make_profile, save, stream
 from support.naive import naive_attention

@@ -13,7 +13,7 @@ from s2o_runtime import explain, load_profile, patch
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import ROPE, compose_fingerprint, fingerprint, fingerprint_mismatch, split_fingerprint
-from s2o_runtime.profile.device_fit import with_safe_tile
+from s2o_runtime.profile.profile import with_safe_tile
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.tiles import candidate_tiles
 from support.models import make_profile, new_model, twin

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from calibrate.curves.curves import TAUS, RankingConfig, Shape
-from calibrate.curves.passes import measure
+from calibrate.curves.measure import measure
 from calibrate.profiles import retile as module
 from calibrate.profiles.retile import OTHER_HEIGHT, legal_tiles, retile, tau_for
 from calibrate.timing import Timing

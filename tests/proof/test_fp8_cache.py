@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from calibrate.curves.curves import TAUS, RankingConfig, Shape
-from calibrate.curves.passes import measure
+from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
 from calibrate.proof.layers import LayerSetting
 from calibrate.proof.verify import prove

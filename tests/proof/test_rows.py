@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from calibrate.curves.row_errors import row_errors, worst_of
+from calibrate.curves.curves import row_errors, worst_of
 from calibrate.proof.layers import errors_of_rows
 from s2o_runtime.reference.dense import exact_attention
 from scripts.bench import inputs

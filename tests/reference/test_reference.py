@@ -5,7 +5,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import State, query_order, s2o_attention_reference, with_tail
 from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means, rank
-from s2o_runtime.shapes import call_shape, density
+from s2o_runtime.sequences import call_shape, density
 from support.marks import pairwise
 from support.naive import naive_attention, naive_s2o
 

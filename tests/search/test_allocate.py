@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, RankingConfig
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, overhead
 from calibrate.search.allocate import (
     ErrorWeights,
     SearchConstraints,

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from calibrate.compiling import form
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, unpacked
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, overhead, unpacked
 from calibrate.curves.measure import combined, of_prompt
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured

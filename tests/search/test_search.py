@@ -10,9 +10,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from calibrate.curves.curves import Shape, unpacked
+from calibrate.curves.curves import Shape, row_errors, tile_worst, unpacked
 from calibrate.curves.measure import combined, of_prompt
-from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
 from calibrate.search import study

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from s2o_runtime.call import Call
+from s2o_runtime.call import Call, Scoring
 from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.prefill import Ranker, s2o_prefill
@@ -14,7 +14,6 @@ from s2o_runtime.kernels.rank.order import BUCKETS
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import RankedPrefix
-from s2o_runtime.scoring import Scoring
 
 TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s2o_runtime import LayerConfig, s2o_attention
 from s2o_runtime.attention.backend import Backend
-from s2o_runtime.attention.result import Attention
+from s2o_runtime.attention.compute import Attention
 from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.identity import Geometry
