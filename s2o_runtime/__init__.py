@@ -54,7 +54,7 @@ __all__ = [
 _HOMES = {
     "attention.api": ("s2o_attention", "s2o_attention_varlen"),
     "attention.paged": ("s2o_attention_paged",),
-    "attention.result": ("Attention", "AttentionStats"),
+    "attention.compute": ("Attention", "AttentionStats"),
     "config": ("HeadConfig", "LayerConfig", "TileConfig"),
     "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "ResourceError", "S2OError"),
     "huggingface.explanation": ("Explanation", "explain"),

@@ -51,9 +51,11 @@ class Watched:
     reused: int = 0
 
     def __post_init__(self):
+        real = measure.measure
+
         def watch(prompt, rankings, shapes, last_rows):
             self.measured.append((prompt.layer, int(prompt.q.shape[2])))
-            return measure.measure(prompt, rankings, shapes, last_rows)
+            return real(prompt, rankings, shapes, last_rows)
 
         self.monkeypatch.setattr(measure, "measure", watch)
 

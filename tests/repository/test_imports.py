@@ -13,7 +13,7 @@ from support.pages import ROOT
 # __init__ is what users import: names from all rooms, loaded on first use.
 RUNTIME = [
     "version", "lazy", "errors", "fields", "logs", "command_line", "files", "lengths", "dense_reason",
-    "config", "layer_kinds", "identity", "shapes", "scoring", "quantisation", "pages", "call", "tiles", "devices",
+    "config", "layer_kinds", "identity", "quantisation", "sequences", "call", "tiles", "devices",
     "reference", "kernels", "attention", "profile", "monitor", "serving", "huggingface", "vllm", "sglang",
     "doctor", "__init__",
 ]  # fmt: skip

@@ -119,11 +119,11 @@ def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
     }  # fmt: skip
     with Journal.open(tmp_path / "j", {}) as journal:
         executor = pretended(GEOMETRY, GPU)
-        tiles = tiles.crossovers(executor, layers, journal)
+        crossed = tiles.crossovers(executor, layers, journal)
         for name, layer in layers.items():
-            assert tiles[name] == tiles.with_crossover(layer, GEOMETRY, CPU)
+            assert crossed[name] == tiles.with_crossover(layer, GEOMETRY, CPU)
         assert executor.work["crossovers"].items == 2
-        assert tiles.crossovers(executor, layers, journal) == tiles
+        assert tiles.crossovers(executor, layers, journal) == crossed
         assert executor.work["crossovers"].items == 2
 
 
