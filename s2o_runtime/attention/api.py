@@ -12,10 +12,10 @@ from torch import Tensor
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend, is_decode
 from s2o_runtime.attention.compute import Attention, AttentionStats, compute
+from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
 from s2o_runtime.call import Call, Scoring, ScoringOptions, without_gradients
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
-from s2o_runtime.kernels.plan import Answer, Inputs, RepeatedCall, repeated_call
 from s2o_runtime.sequences import Packed
 
 if TYPE_CHECKING:

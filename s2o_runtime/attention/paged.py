@@ -12,11 +12,11 @@ from torch import Tensor
 from s2o_runtime.attention.api import computed, numbers, recording, refuse, whole_numbers
 from s2o_runtime.attention.backend import Backend, choose_backend
 from s2o_runtime.attention.compute import Attention, AttentionStats, takes_output
+from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.call import Call, Scoring
 from s2o_runtime.config import GRAIN, HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
-from s2o_runtime.kernels.plan import repeated_call
 from s2o_runtime.sequences import KERNEL_TYPES, Packed, PagedKeys, packed_starts
 from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
 

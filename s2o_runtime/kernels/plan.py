@@ -1,22 +1,26 @@
-"""Plans: the launches of a call, recorded to be replayed."""
+"""Plans: repeating a call's launches without the Python code that led to them.
+
+Checking the arguments, choosing a backend, binding launches and allocating tensors one by one takes longer on the
+host than a few thousand tokens take on the GPU. All of it follows from shapes, strides, types and the config, so
+for a call that comes again it can be kept as a plan: the launches, with every pointer as an offset from an input,
+an output or a workspace, or as an address that stays. A replay fills in the addresses of its own tensors.
+
+A plan keeps alive only those tensors of the recorded call that existed before it, such as the tables of a config.
+A call is recorded only if it does nothing but launch kernels: see `Recorder`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.backend import BackendChoice
-from s2o_runtime.call import Call
-from s2o_runtime.config import LayerConfig
 from s2o_runtime.kernels.launch import Compiled, Picker, hooked, observed, picker
-from s2o_runtime.reference.dense import unchecked_attention
-from s2o_runtime.sequences import CallShape, check_config
 
 # Calls that need more workspace are bound by the GPU, and slices of their rows take turns in one piece of memory.
 LARGEST_WORKSPACE = 512 << 20
@@ -241,104 +245,3 @@ def _is_whole(tensor: Tensor) -> bool:
     """Whether a tensor fills its storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.storage_offset() == 0 and (last + 1) * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-PLANS = 4096  # plans kept, such as those of 32 layers at 128 lengths; one takes about 15 KiB
-STEPS = 64  # kinds of decode steps kept: each has one more key than the last, and its layers follow one another
-
-Inputs = tuple[Tensor | None, ...]
-CallKey = tuple[object, ...]
-CallOutputs = tuple[Tensor, Tensor | None, Tensor | None]  # out, visited, lse, as `compute.Outputs`
-Answer = tuple[BackendChoice, CallShape, CallOutputs]
-
-
-class RepeatedCall:
-    """All calls with one key, and what is known of them once there was one.
-
-    The first call compiles kernels and fills caches; the ones after it are recorded, three if need be.
-    """
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._known: tuple[LaunchPlan, BackendChoice, CallShape] | None = None
-        self._dense: tuple[float, BackendChoice, CallShape] | None = None
-
-    def replay(self, inputs: Inputs) -> Answer | None:
-        """Run the plan with these tensors; None where there is no plan, or it does not fit what goes on around it."""
-        if self._dense is not None:
-            scale, choice, shape = self._dense
-            q, k, v = inputs[:3]
-            return choice, shape, (unchecked_attention(q, k, v, scale), None, None)  # type: ignore[arg-type]
-        if self._known is None:
-            return None
-        plan, choice, shape = self._known
-        outputs = plan.replay(inputs)
-        return None if outputs is None else (choice, shape, outputs)
-
-    def goes_dense(self, call: Call, choice: BackendChoice) -> None:
-        """Remember that these calls run dense attention, if that is all that they need."""
-        scale, softcap, sinks = call.scoring
-        plain = softcap is None and sinks is None and call.kv_start is None
-        if plain and not (call.packed or call.with_lse):
-            assert scale is not None
-            self._dense = float(scale), choice, call.shape
-
-    def recorder(self, inputs: Inputs) -> Recorder | None:
-        """What is to record the call that comes now; None if it is not to be recorded."""
-        self._calls += 1
-        if self._known is not None or not 2 <= self._calls <= 4:
-            return None
-        if inputs[0] is None or not inputs[0].is_cuda:
-            return None
-
-        return Recorder(inputs)
-
-    def keep(self, recorder: Recorder, answer: Answer) -> None:
-        """Keep the plan of the recorded call that had this answer, if it can be repeated."""
-        choice, shape, outputs = answer
-        plan = recorder.plan([None if output is None or recorder.was_given(output) else output for output in outputs])
-        if plan is not None:
-            self._known = plan, choice, shape
-
-
-def repeated_call(
-    inputs: Inputs, config: LayerConfig, options: CallKey, is_decode: bool = False, any_length: int = 0
-) -> RepeatedCall | None:
-    """The calls that are like this one, this one included; None if nothing is kept of such calls.
-
-    Args:
-        inputs: the tensors of the call, q first; None for those that it does not have.
-        config: of the layer.
-        options: every other argument, hashable.
-        is_decode: whether such calls go dense whatever the config.
-        any_length: so many of the inputs, the first ones, may have any first size, which no launch depends on.
-    """
-    checked = check_config(config)
-    key: list[object] = [checked.num_heads if is_decode else checked.identity, options]
-    gradients = torch.is_grad_enabled()
-    for tensor in inputs:
-        if tensor is None:
-            key.append(None)
-        elif type(tensor) is not Tensor or (gradients and tensor.requires_grad):
-            return None
-        else:
-            shape = tensor.shape if any_length <= 0 else tensor.shape[1:]
-            key += (shape, tensor.stride(), tensor.dtype, tensor.device)
-        any_length -= 1
-    return (_steps if is_decode else _calls)(tuple(key))
-
-
-def forget_plans() -> None:
-    """Drop everything that is known of calls."""
-    _calls.cache_clear()
-    _steps.cache_clear()
-
-
-@lru_cache(maxsize=PLANS)
-def _calls(key: CallKey) -> RepeatedCall:
-    return RepeatedCall()
-
-
-@lru_cache(maxsize=STEPS)
-def _steps(key: CallKey) -> RepeatedCall:
-    return RepeatedCall()

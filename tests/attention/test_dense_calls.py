@@ -7,9 +7,9 @@ import torch
 
 from s2o_runtime.attention import api
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.replay import STEPS, _steps, forget_plans
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.kernels.plan import STEPS, _steps, forget_plans
 from s2o_runtime.reference import dense
 from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention, sdpa_backend
 from support.naive import naive_attention

@@ -53,7 +53,7 @@ class Watched:
     def __post_init__(self):
         real = measure.measure
 
-        def watch(prompt, rankings, shapes, last_rows):
+        def watch(prompt, rankings, shapes, last_rows=0):
             self.measured.append((prompt.layer, int(prompt.q.shape[2])))
             return real(prompt, rankings, shapes, last_rows)
 

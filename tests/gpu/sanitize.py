@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.pages import gather_pages
-from s2o_runtime.kernels.plan import forget_plans
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.sequences import PagedKeys
 from scripts.bench.baselines.flash_prefill import head_mass, log_mass

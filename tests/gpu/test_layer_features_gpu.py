@@ -9,10 +9,10 @@ import triton
 from calibrate.timing import medians
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.call import Scoring
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.kernels.plan import forget_plans
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import drawn, inputs, relative_error

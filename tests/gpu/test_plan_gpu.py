@@ -8,10 +8,10 @@ import torch
 import triton
 
 from s2o_runtime import HeadConfig, LayerConfig, TileConfig, s2o_attention, s2o_attention_paged, s2o_attention_varlen
+from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.kernels.plan import forget_plans
 from s2o_runtime.profile import Profile
 from s2o_runtime.sequences import packed_starts
 from s2o_runtime.serving.fit import Rank

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from s2o_runtime import HeadConfig, LayerConfig, TileConfig, s2o_attention, warmup
+from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.call import Call, Scoring
 from s2o_runtime.devices import resources
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.plan import forget_plans
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.shares import key_shares
 from s2o_runtime.reference.dense import exact_attention

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.compute import takes_output
 from s2o_runtime.attention.paged import s2o_attention_paged
+from s2o_runtime.attention.replay import PLANS, _calls, forget_plans, repeated_call
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
@@ -19,7 +20,7 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import plan as plan_module
 from s2o_runtime.kernels.groups import Levels
 from s2o_runtime.kernels.launch import hooked, launch, observed
-from s2o_runtime.kernels.plan import PLANS, Recorder, _calls, forget_plans, repeated_call
+from s2o_runtime.kernels.plan import Recorder
 from support.paging import LAYOUTS, PagedBatch
 
 SLOW = pytest.mark.slow(reason="runs kernels in Triton's interpreter, seconds each")

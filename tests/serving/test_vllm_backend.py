@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from s2o_runtime.attention import paged
+from s2o_runtime.attention.replay import repeated_call
 from s2o_runtime.errors import InputError
-from s2o_runtime.kernels.plan import repeated_call
 from s2o_runtime.monitor import counters
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits

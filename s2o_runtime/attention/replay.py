@@ -1,0 +1,128 @@
+"""A cache of the launches, and of the decision to go dense, of calls that repeat.
+
+The launches of a call that the kernels compute are recorded once and replayed, without the Python that led to them
+(`kernels.plan`). A call that goes dense is remembered as such, and its repetitions skip the checks.
+
+Two calls are alike if everything that their checks, their backend and their launches follow from is equal: the config,
+the options, and the shape, strides, type and device of every tensor. Of packed queries whose output is given only the
+longest sequence counts, which is one of the options. Of a decode step, which goes dense whatever the
+layer, the number of heads counts for the config, so that the layers of a model are alike.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from s2o_runtime.attention.backend import BackendChoice
+from s2o_runtime.call import Call
+from s2o_runtime.config import LayerConfig
+from s2o_runtime.reference.dense import unchecked_attention
+from s2o_runtime.sequences import CallShape, check_config
+
+if TYPE_CHECKING:
+    from s2o_runtime.kernels.plan import LaunchPlan, Recorder
+
+PLANS = 4096  # plans kept, such as those of 32 layers at 128 lengths; one takes about 15 KiB
+STEPS = 64  # kinds of decode steps kept: each has one more key than the last, and its layers follow one another
+
+Inputs = tuple[Tensor | None, ...]
+CallKey = tuple[object, ...]
+CallOutputs = tuple[Tensor, Tensor | None, Tensor | None]  # out, visited, lse, as `compute.Outputs`
+Answer = tuple[BackendChoice, CallShape, CallOutputs]
+
+
+class RepeatedCall:
+    """All calls with one key, and what is known of them once there was one.
+
+    The first call compiles kernels and fills caches; the ones after it are recorded, three if need be.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._known: tuple[LaunchPlan, BackendChoice, CallShape] | None = None
+        self._dense: tuple[float, BackendChoice, CallShape] | None = None
+
+    def replay(self, inputs: Inputs) -> Answer | None:
+        """Run the plan with these tensors; None where there is no plan, or it does not fit what goes on around it."""
+        if self._dense is not None:
+            scale, choice, shape = self._dense
+            q, k, v = inputs[:3]
+            return choice, shape, (unchecked_attention(q, k, v, scale), None, None)  # type: ignore[arg-type]
+        if self._known is None:
+            return None
+        plan, choice, shape = self._known
+        outputs = plan.replay(inputs)
+        return None if outputs is None else (choice, shape, outputs)
+
+    def goes_dense(self, call: Call, choice: BackendChoice) -> None:
+        """Remember that these calls run dense attention, if that is all that they need."""
+        scale, softcap, sinks = call.scoring
+        plain = softcap is None and sinks is None and call.kv_start is None
+        if plain and not (call.packed or call.with_lse):
+            assert scale is not None
+            self._dense = float(scale), choice, call.shape
+
+    def recorder(self, inputs: Inputs) -> Recorder | None:
+        """What is to record the call that comes now; None if it is not to be recorded."""
+        self._calls += 1
+        if self._known is not None or not 2 <= self._calls <= 4:
+            return None
+        if inputs[0] is None or not inputs[0].is_cuda:
+            return None
+        from s2o_runtime.kernels.plan import Recorder  # imports triton
+
+        return Recorder(inputs)
+
+    def keep(self, recorder: Recorder, answer: Answer) -> None:
+        """Keep the plan of the recorded call that had this answer, if it can be repeated."""
+        choice, shape, outputs = answer
+        plan = recorder.plan([None if output is None or recorder.was_given(output) else output for output in outputs])
+        if plan is not None:
+            self._known = plan, choice, shape
+
+
+def repeated_call(
+    inputs: Inputs, config: LayerConfig, options: CallKey, is_decode: bool = False, any_length: int = 0
+) -> RepeatedCall | None:
+    """The calls that are like this one, this one included; None if nothing is kept of such calls.
+
+    Args:
+        inputs: the tensors of the call, q first; None for those that it does not have.
+        config: of the layer.
+        options: every other argument, hashable.
+        is_decode: whether such calls go dense whatever the config.
+        any_length: so many of the inputs, the first ones, may have any first size, which no launch depends on.
+    """
+    checked = check_config(config)
+    key: list[object] = [checked.num_heads if is_decode else checked.identity, options]
+    gradients = torch.is_grad_enabled()
+    for tensor in inputs:
+        if tensor is None:
+            key.append(None)
+        elif type(tensor) is not Tensor or (gradients and tensor.requires_grad):
+            return None
+        else:
+            shape = tensor.shape if any_length <= 0 else tensor.shape[1:]
+            key += (shape, tensor.stride(), tensor.dtype, tensor.device)
+        any_length -= 1
+    return (_steps if is_decode else _calls)(tuple(key))
+
+
+def forget_plans() -> None:
+    """Drop everything that is known of calls."""
+    _calls.cache_clear()
+    _steps.cache_clear()
+
+
+@lru_cache(maxsize=PLANS)
+def _calls(key: CallKey) -> RepeatedCall:
+    return RepeatedCall()
+
+
+@lru_cache(maxsize=STEPS)
+def _steps(key: CallKey) -> RepeatedCall:
+    return RepeatedCall()
