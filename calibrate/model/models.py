@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from calibrate.model import models
 from calibrate.model.weights import (
     INDEX,
     SINGLE,
@@ -31,58 +30,6 @@ from calibrate.model.weights import (
 from s2o_runtime.errors import ModelError, ResourceError, first_line
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config
-
-SUFFIX = ".gguf"
-PACKAGES = ("gguf", "accelerate")  # without either, transformers fails after minutes
-SPACES = ("▁", "Ġ")  # how vocabularies write the space before a word: those of SentencePiece, and those of bytes
-WORDS = ("people", "because", "between", "different", "important", "capital", "country", "system", "France", "return")
-
-
-class Vocabulary(NamedTuple):
-    """What a GGUF file says of its tokens: their ids by their texts, and whether texts begin with a BOS, if it says."""
-
-    ids: Mapping[str, int]
-    adds_bos: bool | None
-
-
-def check_packages(name: str) -> None:
-    """Raises ResourceError if what reads a GGUF file is not installed."""
-    if missing := [package for package in PACKAGES if find_spec(package) is None]:
-        raise ResourceError(
-            f"model {name!r} is a GGUF file, and {' and '.join(missing)}, which it is read with, cannot be imported: "
-            "pip install 's2o[gguf]'"
-        )
-
-
-def read_vocabulary(path: Path) -> Vocabulary:
-    """The vocabulary in a file."""
-    from gguf import GGUFReader
-
-    fields = GGUFReader(path).fields
-    tokens, adds_bos = (fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "add_bos_token"))
-    ids = {token: number for number, token in enumerate(tokens.contents() if tokens else ())}
-    return Vocabulary(ids, None if adds_bos is None else bool(adds_bos.contents()))
-
-
-def wrong_tokens(tokenizer: Any, vocabulary: Vocabulary) -> str | None:
-    """What a tokenizer does otherwise than the vocabulary says; None if it is right.
-
-    Common words that are one token in the vocabulary must come out as that token, and a BOS must if the file says so.
-    """
-    for word in WORDS:
-        expected = next((vocabulary.ids[space + word] for space in SPACES if space + word in vocabulary.ids), None)
-        ids = tokenizer(f"a {word}", add_special_tokens=False).input_ids
-        if expected is not None and ids[-1] != expected:
-            return f"it makes the tokens {ids} of 'a {word}', where the file has token {expected} for the last word"
-    adds_bos = tokenizer.bos_token_id in tokenizer("a").input_ids[:1]
-    if vocabulary.adds_bos not in (None, adds_bos):
-        return (
-            "it puts no BOS before a text, as the file asks"
-            if vocabulary.adds_bos
-            else ("it puts a BOS before a text, which the file does not ask for")
-        )
-    return None
-
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 ARCHITECTURES = Path(__file__).parents[1] / "architectures"
@@ -103,12 +50,14 @@ ALIASES = {
     "gpt-oss-20b": "openai/gpt-oss-20b",
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
 }
-
-
 TRUST = "--trust-remote-code"
 TOKENIZER_FILES = "put tokenizer.json and what belongs to it beside the model's config.json"
 HUB_TIMEOUT = 5.0  # seconds for the first answer
 SAMPLE = "def read(path): return 12"  # every tokenizer makes several tokens of it
+SUFFIX = ".gguf"
+PACKAGES = ("gguf", "accelerate")  # without either, transformers fails after minutes
+SPACES = ("▁", "Ġ")  # how vocabularies write the space before a word: those of SentencePiece, and those of bytes
+WORDS = ("people", "because", "between", "different", "important", "capital", "country", "system", "France", "return")
 
 log = logging.getLogger("calibrate")
 
@@ -132,22 +81,21 @@ class LoadedModel:
 
 
 def resolve(name: str) -> str:
-    """The folder or hub id behind a name.
+    """Return the folder, GGUF file or hub id behind a name.
 
     Raises:
         ModelError: The name is not known, or a folder holds no model; it names the nearest aliases.
     """
     if name in ALIASES:
         return ALIASES[name]
-    if Path(name).suffix == models.SUFFIX and Path(name).is_file():
+    if Path(name).suffix == SUFFIX and Path(name).is_file():
         return name
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise ModelError(f"folder {name} holds no config.json: give a folder that transformers can load")
         return name
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
-        return name
-    if name.endswith(models.SUFFIX) and name.count("/") >= 2 and not name.startswith((".", "/", "~")):
+    on_hub = (name.count("/") == 1 and not name.endswith("/")) or (name.count("/") > 1 and name.endswith(SUFFIX))
+    if on_hub and not name.startswith((".", "/", "~")):
         return name
     near = difflib.get_close_matches(name, ALIASES, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(ALIASES)}."
@@ -155,12 +103,18 @@ def resolve(name: str) -> str:
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a name is that of a GGUF file, here or on the Hub."""
-    return name.endswith(models.SUFFIX) and not Path(name).is_dir()
+    """Return whether a name is that of a GGUF file, here or on the Hub."""
+    return name.endswith(SUFFIX) and not Path(name).is_dir()
 
 
-def _source(name: str) -> tuple[str, dict[str, Any]]:
-    """What transformers' `from_pretrained` takes for a name: a folder or hub id, and for a GGUF file its name in it."""
+def shipped_sizes(name: str) -> Path | None:
+    """Return the configuration of an alias that is part of this package."""
+    path = ARCHITECTURES / f"{name}.json"
+    return path if name in ALIASES and path.is_file() else None
+
+
+def _find_source(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the arguments of `from_pretrained`: a folder or hub id, and for a GGUF file its name in it."""
     path = resolve(name)
     if not is_gguf(path):
         return path, {}
@@ -171,7 +125,7 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def load_config(name: str, *, random_weights: bool = False, trust_remote_code: bool = False) -> Any:
-    """The model's configuration.
+    """Load a model's configuration.
 
     Args:
         name: an alias, a local folder, a GGUF file or a hub id.
@@ -185,10 +139,13 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     from transformers import AutoConfig
 
     shipped = shipped_sizes(name) if random_weights else None
-    source, options = (str(shipped), {}) if shipped else _source(name)
-    if options:
-        models.check_packages(name)
-    with _loading(name, source):
+    source, options = (str(shipped), {}) if shipped else _find_source(name)
+    if options and (missing := [package for package in PACKAGES if find_spec(package) is None]):
+        raise ResourceError(
+            f"model {name!r} is a GGUF file, and {' and '.join(missing)}, which it is read with, cannot be imported: "
+            "pip install 's2o[gguf]'"
+        )
+    with _translate_errors(name, source):
         _ask_hub(source, options.get("gguf_file", "config.json"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     geometry(config)
@@ -200,7 +157,7 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
 def load_tokenizer(
     name: str, *, random_weights: bool = False, trust_remote_code: bool = False, tokenizer: str | None = None
 ) -> Any:
-    """The model's tokenizer; the demo model's if the weights are random and the model has none at hand.
+    """Load a model's tokenizer; the demo model's if the weights are random and the model has none at hand.
 
     Args:
         name: the model. A GGUF file's tokenizer is read once in a process, because that takes half a minute.
@@ -220,10 +177,10 @@ def load_tokenizer(
 def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, own: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    source, options = _source(name) if own is None else (ALIASES.get(own, own), {})
+    source, options = _find_source(name) if own is None else (ALIASES.get(own, own), {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-        problem = _unreadable(tokenizer)
+        problem = _check_reading(tokenizer)
         cause: Exception | None = None
     except (OSError, ValueError, ImportError) as error:
         if not random_weights:
@@ -232,7 +189,7 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
         if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
             problem = f"its files are missing: {TOKENIZER_FILES}"
     if problem is None:
-        if is_gguf(name) and not random_weights and (wrong := models.wrong_tokens(tokenizer, _vocabulary(name))):
+        if is_gguf(name) and not random_weights and (wrong := compare_tokens(tokenizer, *_read_vocabulary(name))):
             raise ModelError(
                 f"the tokenizer that transformers {'makes' if own is None else 'loads'} for {name!r} is not the "
                 f"file's: {wrong}; give --tokenizer and the folder of the model that the file was made of"
@@ -247,17 +204,38 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
 _read_once = lru_cache(maxsize=1)(_read_tokenizer)
 
 
-def _vocabulary(name: str) -> models.Vocabulary:
-    """What a GGUF file says of its tokens."""
+def _read_vocabulary(name: str) -> tuple[dict[str, int], bool | None]:
+    """Read the token ids of a GGUF file by their texts, and whether it asks for a BOS, None if it does not say."""
+    from gguf import GGUFReader
     from transformers.utils.hub import cached_file
 
-    source, options = _source(name)
-    with _loading(name, source):
-        return models.read_vocabulary(Path(cached_file(source, options["gguf_file"])))
+    source, options = _find_source(name)
+    with _translate_errors(name, source):
+        fields = GGUFReader(cached_file(source, options["gguf_file"])).fields
+    tokens, adds_bos = (fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "add_bos_token"))
+    ids = {token: number for number, token in enumerate(tokens.contents() if tokens else ())}
+    return ids, None if adds_bos is None else bool(adds_bos.contents())
 
 
-def _unreadable(tokenizer: Any) -> str | None:
-    """Why a tokenizer cannot make prompts; None if it can. Transformers makes some without any files, with no words."""
+def compare_tokens(tokenizer: Any, ids: Mapping[str, int], adds_bos: bool | None) -> str | None:
+    """Return how a tokenizer differs from a GGUF file's vocabulary; None if it is right.
+
+    Common words that are one token in the vocabulary must come out as that token, and a BOS must if the file says so.
+    """
+    for word in WORDS:
+        expected = next((ids[space + word] for space in SPACES if space + word in ids), None)
+        tokens = tokenizer(f"a {word}", add_special_tokens=False).input_ids
+        if expected is not None and tokens[-1] != expected:
+            return f"it makes the tokens {tokens} of 'a {word}', where the file has token {expected} for the last word"
+    if adds_bos is None or adds_bos == (tokenizer.bos_token_id in tokenizer("a").input_ids[:1]):
+        return None
+    if adds_bos:
+        return "it puts no BOS before a text, as the file asks"
+    return "it puts a BOS before a text, which the file does not ask for"
+
+
+def _check_reading(tokenizer: Any) -> str | None:
+    """Return why a tokenizer cannot make prompts; None if it can."""
     if not callable(tokenizer):
         return f"{type(tokenizer).__name__} is no tokenizer"
     try:
@@ -266,6 +244,7 @@ def _unreadable(tokenizer: Any) -> str | None:
         return f"{type(tokenizer).__name__} does not say where in a text its tokens are, as a fast tokenizer does"
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):
         return f"{type(tokenizer).__name__} reads no text"
+    # transformers makes some tokenizers without any files, with no words
     return None if len(set(ids)) > 1 else f"its files are missing or hold no words: {TOKENIZER_FILES}"
 
 
@@ -285,14 +264,12 @@ def load(
     time. All others are loaded as a whole, by transformers.
 
     Args:
-        name: an alias, a local folder, a GGUF file or a hub id.
+        name, trust_remote_code, tokenizer: as `load_config` and `load_tokenizer` take them.
         device: a torch device, such as "cuda:0" or "cpu".
         random_weights: take only the model's architecture, and draw its weights.
-        seed: what random weights are drawn from.
+        seed: of random weights.
         resident: whether all weights stay on the device, so that `model` can be called; None keeps them if they take
             a quarter of the memory or less, or cannot go layer by layer.
-        trust_remote_code: whether code that comes with the model may run; else it never does.
-        tokenizer: the folder or hub id of a tokenizer to use in place of the model's.
 
     Raises:
         ModelError: The model cannot be found, downloaded or read, or is not supported.
@@ -309,29 +286,27 @@ def load(
             "give it a tokenizer of its own"
         )
     torch_device = torch.device(device)
-    source, options = _source(name) if not random_weights else ("", {})
-    model = None
+    source, options = ("", {}) if random_weights else _find_source(name)
     if not options and (random_weights or quantisation(config) is None):
         model = skeleton(config, torch.bfloat16 if torch_device.type == "cuda" else torch.float32, torch_device)
-    if random_weights:
-        weights = Weights(model, RandomWeights(model, seed), torch_device, resident)
-        return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights, True)
-    checkpoint = None if model is None else _checkpoint(name, source, model)
-    if model is not None and checkpoint is not None and streaming_obstacle(config, model, checkpoint.names) is None:
-        weights = Weights(model, checkpoint, torch_device, resident)
-        return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights)
-    with _loading(name, source):
-        whole = load_whole(source, config, torch_device, name, trust_remote_code=trust_remote_code, **options)
-    return in_memory(whole, reader, name)
+        parameters = RandomWeights(model, seed) if random_weights else _find_checkpoint(name, source, model)
+        if isinstance(parameters, RandomWeights) or (
+            parameters is not None and streaming_obstacle(config, model, parameters.names) is None
+        ):
+            weights = Weights(model, parameters, torch_device, resident)
+            return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights, random_weights)
+    with _translate_errors(name, source):
+        model = load_whole(source, config, torch_device, name, trust_remote_code=trust_remote_code, **options)
+    return in_memory(model, reader, name)
 
 
 def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedModel:
-    """A transformers model that is loaded already: quantised, with adapters, spread over like GPUs or as it is.
+    """Take a transformers model that is loaded already: quantised, with adapters, spread over like GPUs or as it is.
 
     Args:
         model: in evaluation mode, all of its parameters in memory.
         tokenizer: the model's tokenizer, or the processor of a model with further inputs.
-        name: what it is called in profiles; by default what it was loaded from, or its class.
+        name: in profiles; by default what it was loaded from, or its class.
 
     Raises:
         ModelError: It is no such model, has no layer of full attention, or there is no tokenizer.
@@ -343,7 +318,7 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
     if model.training:
         raise ModelError("the model is in training mode, expected evaluation: call model.eval()")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    if (problem := _unreadable(tokenizer)) is not None:
+    if (problem := _check_reading(tokenizer)) is not None:
         raise ModelError(f"the tokenizer of {type(model).__name__} cannot be used: {problem}; give the model's own")
     shape = geometry(model.config)
     weights = InMemory(model)
@@ -351,14 +326,8 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
     return LoadedModel(name, model, tokenizer, shape, weights.fingerprint, weights)
 
 
-def shipped_sizes(name: str) -> Path | None:
-    """The configuration of an alias that is part of this package."""
-    path = ARCHITECTURES / f"{name}.json"
-    return path if name in ALIASES and path.is_file() else None
-
-
-def _checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
-    """The safetensors files with the weights, downloaded if need be; None if there are weights in other files only.
+def _find_checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
+    """Find the safetensors files with the weights, downloaded if need be; None if there are other files only.
 
     The model gets the generation settings beside them.
     """
@@ -369,12 +338,12 @@ def _checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
     disable_progress_bar()
 
     def find(file: str) -> str | None:
-        with _loading(name, source):
+        with _translate_errors(name, source):
             path: str | None = cached_file(source, file, _raise_exceptions_for_missing_entries=False)
         return path
 
     if find("generation_config.json") is not None:
-        with _loading(name, source):
+        with _translate_errors(name, source):
             model.generation_config = GenerationConfig.from_pretrained(source)
     others = ("pytorch_model.bin", "pytorch_model.bin.index.json")
     if find(SINGLE) is None and find(INDEX) is None and any(find(file) for file in others):
@@ -383,8 +352,8 @@ def _checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
 
 
 @contextmanager
-def _loading(name: str, source: str) -> Iterator[None]:
-    """Turns what transformers raises into one sentence."""
+def _translate_errors(name: str, source: str) -> Iterator[None]:
+    """Turn what transformers raises into one sentence."""
     try:
         yield
     except ModelError:
@@ -401,25 +370,21 @@ def _loading(name: str, source: str) -> Iterator[None]:
 
 
 def _ask_hub(source: str, file: str) -> None:
-    """Say what is asked of the Hub, and try once: transformers would try for half a minute, without a word.
-
-    Raises:
-        ConnectionError: There is no way to the Hub. Nothing is asked of it for what is here already.
-    """
+    """Ask the Hub once, with a line in the log, unless the file is here. Raises ConnectionError without an answer."""
     import httpx
     from huggingface_hub import constants, get_session, try_to_load_from_cache
 
     if Path(source).exists() or constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(source, file), str):
         return
     log.warning("asking the Hub for %s", source)
-    try:
+    try:  # transformers would try for half a minute, without a word
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
     except httpx.TransportError as error:
         raise ConnectionError(str(error)) from error
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether transformers failed because there is no way to the Hub, or none is allowed (HF_HUB_OFFLINE)."""
+    """Return whether transformers failed because the Hub is out of reach, or not allowed (HF_HUB_OFFLINE)."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)):
@@ -428,7 +393,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def _refuse_code(name: str, error: Exception) -> None:
-    """Raises ModelError if transformers said that the model has code of its own."""
+    """Raise ModelError if transformers said that the model has code of its own."""
     if "trust_remote_code" in str(error):
         raise ModelError(
             f"model {name!r} comes with code of its own, which is not run: give {TRUST} if you have read and trust it"

@@ -33,8 +33,8 @@ from calibrate.model.layers import (
     begin,
     check_finite,
     layer_on_device,
+    override_attention,
     register,
-    watched,
 )
 from calibrate.model.logits import ROWS, logits_on_device
 from calibrate.model.models import LoadedModel
@@ -129,7 +129,7 @@ def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Te
         outputs.append(_differentiable(*call))
         return outputs[-1]
 
-    with torch.enable_grad(), nullcontext() if layer.attention is None else watched(layer.attention, keep):
+    with torch.enable_grad(), nullcontext() if layer.attention is None else override_attention(layer.attention, keep):
         after = replace(before, hidden=hidden).through(layer.module, layer.number).hidden
     if not all(output.requires_grad for output in outputs):  # quantised q, k and v
         raise _without_gradients(layer)

@@ -97,7 +97,7 @@ def test_sinks_and_caps_are_captured():
         kept.append((q, k, v, scoring))
         return dense_attention(q, k, v, **scoring.arguments())
 
-    with layers.watched(module, keep):
+    with layers.override_attention(module, keep):
         out, _ = layers._attention(module, q, k, v, None, scaling=0.3, softcap=1.5, s_aux=sinks)
     assert all(ours is theirs for ours, theirs in zip(kept[0], (q, k, v), strict=False))
     assert kept[0][3] == Scoring(0.3, 1.5, sinks)

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from calibrate import calibrate
 from calibrate.commands.profile import main as profile_command
-from calibrate.model import layers
-from calibrate.model import models as gguf_files
+from calibrate.model import layers, models
 from calibrate.model.layers import attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import in_memory, load, load_config, load_tokenizer
@@ -158,12 +157,12 @@ class Reader:
     ],
 )
 def test_a_tokenizer_is_compared_with_the_vocabulary_of_a_gguf_file(words, adds_bos, file_adds_bos, wrong):
-    said = gguf_files.wrong_tokens(Reader(words, adds_bos), gguf_files.Vocabulary(VOCABULARY, file_adds_bos))
+    said = models.compare_tokens(Reader(words, adds_bos), VOCABULARY, file_adds_bos)
     assert said is wrong is None or wrong in said
 
 
 def test_a_gguf_file_needs_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_files, "find_spec", lambda package: None)
+    monkeypatch.setattr(models, "find_spec", lambda package: None)
     (tmp_path / "m.gguf").touch()
     with pytest.raises(ResourceError, match=r"gguf and accelerate, .* pip install 's2o\[gguf\]'"):
         load_config(str(tmp_path / "m.gguf"))
