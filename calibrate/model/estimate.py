@@ -45,7 +45,7 @@ def within_memory(device: torch.device, length: int, resident: int, what: str) -
         total = int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
         match = re.search(r"Tried to allocate ([\d.]+) (KiB|MiB|GiB)", str(error))
         requested = int(float(match[1]) * UNITS[match[2]]) if match else 0
-        fits = longest_that_fits(length, torch.cuda.max_memory_allocated(device) + requested, resident, total)
+        fits = find_longest_length(length, torch.cuda.max_memory_allocated(device) + requested, resident, total)
         raise ResourceError(
             f"{total / GIB:.1f} GiB of GPU memory ran out while {what} at {length} tokens, one layer and one "
             f"prompt at a time: about {fits} tokens fit, use shorter --lengths or fewer --num-prompts; "
@@ -68,7 +68,7 @@ def plenty_is_free(device: torch.device) -> bool:
     return free_memory(device) >= torch.cuda.get_device_properties(device).total_memory / 2
 
 
-def longest_that_fits(length: int, needed: int, resident: int, total: int) -> int:
+def find_longest_length(length: int, needed: int, resident: int, total: int) -> int:
     """Return a length in tokens that fits, if all memory but what is resident grows with the length.
 
     Args:
@@ -191,38 +191,38 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         sizes, geometry: of the model.
         device: what it runs on.
     """
-    rates, on_gpu, layers = rates_of(device), device.kind == "cuda", geometry.layers
+    rates, on_gpu, layers = scale_rates(device), device.kind == "cuda", geometry.layers
 
-    def attention(length: int) -> float:  # dense, in one layer
+    def time_attention(length: int) -> float:  # dense, in one layer
         return 2 * geometry.query_heads * geometry.head_dim * length * length / rates.attention
 
-    def forward(length: int) -> float:  # all layers of the dense model
-        return 2 * sizes.of_token * length / rates.products + layers * attention(length)
+    def time_forward(length: int) -> float:  # all layers of the dense model
+        return 2 * sizes.of_token * length / rates.products + layers * time_attention(length)
 
-    def both(length: int) -> float:  # both models together, with every layer's errors and both models' predictions
-        errors = layers * (attention(length) + length / rates.tokens)
+    def time_both(length: int) -> float:  # both models together, with every layer's errors and both models' predictions
+        errors = layers * (time_attention(length) + length / rates.tokens)
         logits = 2 * sizes.vocabulary * length * (2 * sizes.hidden / rates.products + 1 / rates.logits)
-        return 2 * forward(length) + errors + logits
+        return 2 * time_forward(length) + errors + logits
 
     weights = sizes.parameters * number_width(recipe.device) / (DRAWN if recipe.random_weights else READ)
     read = 0.0 if sizes.resident else weights
     measuring = read + on_gpu * COMPILING
-    searching = on_gpu * (COMPILING + CROSSOVERS * attention(CROSSOVER_LENGTH))
+    searching = on_gpu * (COMPILING + CROSSOVERS * time_attention(CROSSOVER_LENGTH))
     trials = TRIED * recipe.trials * min(layers, GROUPS * math.sqrt(layers))
     head_layers = layers * geometry.query_heads * max(1.0, geometry.head_dim / 128)
     for length in recipe.lengths:
         pairs = length * (length + 1) / 2 / max(1, length // SAMPLED_ROWS if on_gpu else 1)
-        measuring += recipe.num_prompts * head_layers * pairs * _rankings(recipe, length) / rates.curves
-        measuring += recipe.num_prompts * forward(length)
-        timed = TIMED if attention(length) < LONG else TIMED_ALONE
-        searching += trials * (TRIAL + on_gpu * timed * attention(length))
+        measuring += recipe.num_prompts * head_layers * pairs * _count_rankings(recipe, length) / rates.curves
+        measuring += recipe.num_prompts * time_forward(length)
+        timed = TIMED if time_attention(length) < LONG else TIMED_ALONE
+        searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
     if recipe.budget.is_kl:
-        searching += KL_PASSES * recipe.held_out * sum(map(both, recipe.lengths))
+        searching += KL_PASSES * recipe.held_out * sum(map(time_both, recipe.lengths))
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
-    timing = on_gpu * layers * sum(TRIAL + TIMED_LAYERS * attention(length) for length in proven)
-    proving = read + timing + PROOFS * recipe.held_out * sum(map(both, proven))
-    certifying = read + ATTEMPTS * recipe.num_certify * sum(map(both, proven)) * (3 if recipe.per_prompt else 1)
-    certifying += on_gpu * sum(min(NOISE, recipe.num_certify) * 2 * forward(length) for length in proven)
+    timing = on_gpu * layers * sum(TRIAL + TIMED_LAYERS * time_attention(length) for length in proven)
+    proving = read + timing + PROOFS * recipe.held_out * sum(map(time_both, proven))
+    certifying = read + ATTEMPTS * recipe.num_certify * sum(map(time_both, proven)) * (3 if recipe.per_prompt else 1)
+    certifying += on_gpu * sum(min(NOISE, recipe.num_certify) * 2 * time_forward(length) for length in proven)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     seconds = {
         "loading the model": START * (1 + on_gpu) + weights - read,
@@ -231,10 +231,12 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         "proving": proving / shared,
         "certifying": certifying / shared if recipe.num_certify else 0.0,
     }
-    return Estimate({name: value for name, value in seconds.items() if value}, _memory(recipe, sizes, geometry))
+    return Estimate(
+        {name: value for name, value in seconds.items() if value}, _estimate_memory(recipe, sizes, geometry)
+    )
 
 
-def rates_of(device: DeviceIdentity) -> Rates:
+def scale_rates(device: DeviceIdentity) -> Rates:
     """Scale an H200's rates by the peak of a GPU, one thread's by a CPU's threads."""
     if device.kind != "cuda":
         return Rates(*(rate * torch.get_num_threads() for rate in CPU_THREAD))
@@ -244,14 +246,14 @@ def rates_of(device: DeviceIdentity) -> Rates:
     return Rates(*(rate * peak for rate in H200))
 
 
-def _rankings(recipe: Recipe, length: int) -> int:
+def _count_rankings(recipe: Recipe, length: int) -> int:
     """Count the rankings that have curves at a length; those of linear tails take as long as two."""
     curves_of_segment = len(recipe.scores) * len(recipe.representatives)
     linear = 2 * len(recipe.linear_segments_for(length))
     return len(recipe.grains) * (len(recipe.segments_for(length)) * curves_of_segment + linear)
 
 
-def _memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:
+def _estimate_memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:
     """Estimate the bytes on the device: weights, the prompts on their way, the inside of one layer of one prompt."""
     width = number_width(recipe.device)
     longest = max((*recipe.lengths, *recipe.checked_lengths))

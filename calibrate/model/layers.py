@@ -34,7 +34,7 @@ Calls = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]  # of layers: positi
 
 
 @contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace the forward passes of modules inside the block; their hooks run as before."""
     # accelerate replaces forward passes too, to spread a model over GPUs: its own come back after the block
     before = {module: module.__dict__.get("forward") for module in forwards}
@@ -69,7 +69,7 @@ class AttentionCall(NamedTuple):
 
 def register() -> None:
     """Make transformers know the attention implementation `NAME`, which `override_attention` works with."""
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME, _compute_attention)
     AttentionMaskInterface.register(NAME, s2o_mask)
 
 
@@ -83,7 +83,7 @@ def override_attention(attention: nn.Module, function: Attention) -> Iterator[No
         del attention.__dict__[NAME]
 
 
-def _attention(
+def _compute_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute the module's own function; modules without one stay what they are."""
@@ -150,7 +150,7 @@ def decoder_layers(model: Any) -> list[DecoderLayer]:
         ModelError: They cannot be found, or a layer of full attention has no attention module.
     """
     served = {number: (row, attention) for row, (number, attention) in enumerate(numbered_modules(model))}
-    modules = enumerate(layer_list(model))
+    modules = enumerate(find_layer_list(model))
     return [
         DecoderLayer(number, row, module, attention)
         for number, module in modules
@@ -164,7 +164,7 @@ def decoder_of(model: Any) -> Any:
     return decoder.model if decoder is model or hasattr(decoder, "lm_head") else decoder  # Llama 4's own is itself
 
 
-def layer_list(model: Any) -> nn.ModuleList:
+def find_layer_list(model: Any) -> nn.ModuleList:
     """Return the module list that holds a decoder's layers. Raises ModelError if there is no such list."""
     expected = geometry(model.config).decoder_layers
     for child in decoder_of(model).children():
@@ -175,9 +175,9 @@ def layer_list(model: Any) -> nn.ModuleList:
     )
 
 
-def beside_layers(model: Any) -> list[nn.Module]:
+def list_other_parts(model: Any) -> list[nn.Module]:
     """List the parts of a decoder that are no layers: embeddings, positions, norms."""
-    layers = layer_list(model)
+    layers = find_layer_list(model)
     return [part for part in decoder_of(model).children() if part is not layers]
 
 
@@ -189,12 +189,12 @@ def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls
         prompts: token ids, int64 [L] each. Those of one length share positions and masks.
         calls: the layers' calls by length, of other prompts under the same implementation; new ones are added.
     """
-    device, layers = loaded.weights.device, layer_list(loaded.model)
+    device, layers = loaded.weights.device, find_layer_list(loaded.model)
     calls = {} if calls is None else calls
     streams = []
-    with loaded.weights.on_device(*beside_layers(loaded.model)):
+    with loaded.weights.on_device(*list_other_parts(loaded.model)):
         for index, ids in enumerate(prompts):
-            hidden, layer_calls = _layer_inputs(decoder_of(loaded.model), layers, ids.to(device))
+            hidden, layer_calls = _record_layer_inputs(decoder_of(loaded.model), layers, ids.to(device))
             streams.append(Stream(index, hidden, calls.setdefault(len(ids), layer_calls)))
     return streams
 
@@ -204,7 +204,7 @@ def layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Mod
     """Put a layer's parameters on the device inside the block; its parts that work row by row run in pieces."""
     with loaded.weights.on_device(layer.module):
         parts = [part for name, part in layer.module.named_children() if name in BY_ROWS]
-        with replaced_forwards({part: partial(_run_in_pieces, part.forward) for part in parts}):
+        with replace_forwards({part: partial(_run_in_pieces, part.forward) for part in parts}):
             yield layer.module
 
 
@@ -238,7 +238,7 @@ class _ReachedError(Exception):
     """The last decoder layer was reached."""
 
 
-def _layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Tensor, Calls]:
+def _record_layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Tensor, Calls]:
     """Return the first layer's hidden state, and what the decoder calls each layer with besides. No layer runs."""
     # what a layer gets besides the hidden state (masks of its kind, positions) does not depend on layers before it
     calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
@@ -252,7 +252,7 @@ def _layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Ten
             raise _ReachedError
         return first
 
-    with replaced_forwards(dict.fromkeys(layers, record)):
+    with replace_forwards(dict.fromkeys(layers, record)):
         try:
             decoder(input_ids=ids[None], use_cache=False)
         except _ReachedError:
@@ -429,7 +429,7 @@ class DenseForward:
         A prompt runs when its inputs are asked for; those that were not asked for run before the next layer.
         """
         number = self._loaded.geometry.layer_number(row)
-        forward = self._before(number)
+        forward = self._start_before(number)
         while forward.number < number:
             for _ in _capture_next(forward):
                 pass
@@ -439,7 +439,7 @@ class DenseForward:
     def inputs_up_to(self, row: int) -> Iterator[Captured]:
         """Give every prompt's attention inputs at all layers of full attention on its way to one, that one's last."""
         number = self._loaded.geometry.layer_number(row)
-        forward = self._before(number)
+        forward = self._start_before(number)
         while forward.number <= number:
             yield from _capture_next(forward)
 
@@ -449,7 +449,7 @@ class DenseForward:
             pass
 
     @torch.no_grad()
-    def _before(self, number: int) -> LayerwiseForward:
+    def _start_before(self, number: int) -> LayerwiseForward:
         """Return the forward pass, before this decoder layer or one that comes earlier."""
         self.finish()
         if self._forward is None or self._forward.number > number:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from calibrate.model.layers import beside_layers, decoder_of, layer_list, replaced_forwards
+from calibrate.model.layers import decoder_of, find_layer_list, list_other_parts, replace_forwards
 from calibrate.model.models import LoadedModel
 from s2o_runtime.errors import ModelError
 
@@ -28,7 +28,7 @@ def logits_on_device(loaded: LoadedModel) -> Iterator[Logits]:
         A function from hidden states behind the last layer, [1, R, H], to logits, [1, R, V].
     """
     model = loaded.model
-    with loaded.weights.on_device(*beside_layers(model), model.get_output_embeddings()):
+    with loaded.weights.on_device(*list_other_parts(model), model.get_output_embeddings()):
         norm = getattr(decoder_of(model), "norm", None)
         head = model.get_output_embeddings()
 
@@ -36,7 +36,7 @@ def logits_on_device(loaded: LoadedModel) -> Iterator[Logits]:
             # decoders of older versions want a tuple of their layers, of which a tensor is none: it leads to errors
             for output in (rows, (rows,)):
                 with suppress(IndexError, RuntimeError):
-                    logits = _run_replaced(model, rows, *layer_list(model), output=output)
+                    logits = _run_replaced(model, rows, *find_layer_list(model), output=output)
                     if logits.shape[:2] == rows.shape[:2]:
                         return logits
             raise ModelError(
@@ -62,7 +62,7 @@ def logits_of(model: Any) -> Logits:
 def _run_replaced(model: Any, rows: Tensor, *modules: torch.nn.Module, output: Any) -> Tensor:
     """Compute the whole model's logits where these modules return `output`, made of rows [1, R, H]."""
     ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)  # any: no layer sees them
-    with replaced_forwards(dict.fromkeys(modules, lambda *arguments, **named: output)):
+    with replace_forwards(dict.fromkeys(modules, lambda *arguments, **named: output)):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
 

@@ -22,10 +22,10 @@ from calibrate.model.weights import (
     RandomWeights,
     Weights,
     check_quantisation,
+    explain_no_streaming,
+    find_quantisation,
     load_whole,
-    quantisation,
     skeleton,
-    streaming_obstacle,
 )
 from s2o_runtime.errors import ModelError, ResourceError, first_line
 from s2o_runtime.identity import Geometry, geometry
@@ -76,7 +76,7 @@ class LoadedModel:
     tokenizer: Any
     geometry: Geometry
     fingerprint: str
-    weights: Weights | InMemory
+    weights: Weights
     random: bool = False
 
 
@@ -145,7 +145,7 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
             f"model {name!r} is a GGUF file, and {' and '.join(missing)}, which it is read with, cannot be imported: "
             "pip install 's2o[gguf]'"
         )
-    with _translate_errors(name, source):
+    with _wrap_errors(name, source):
         _ask_hub(source, options.get("gguf_file", "config.json"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     geometry(config)
@@ -210,7 +210,7 @@ def _read_vocabulary(name: str) -> tuple[dict[str, int], bool | None]:
     from transformers.utils.hub import cached_file
 
     source, options = _find_source(name)
-    with _translate_errors(name, source):
+    with _wrap_errors(name, source):
         fields = GGUFReader(cached_file(source, options["gguf_file"])).fields
     tokens, adds_bos = (fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "add_bos_token"))
     ids = {token: number for number, token in enumerate(tokens.contents() if tokens else ())}
@@ -287,15 +287,15 @@ def load(
         )
     torch_device = torch.device(device)
     source, options = ("", {}) if random_weights else _find_source(name)
-    if not options and (random_weights or quantisation(config) is None):
+    if not options and (random_weights or find_quantisation(config) is None):
         model = skeleton(config, torch.bfloat16 if torch_device.type == "cuda" else torch.float32, torch_device)
         parameters = RandomWeights(model, seed) if random_weights else _find_checkpoint(name, source, model)
         if isinstance(parameters, RandomWeights) or (
-            parameters is not None and streaming_obstacle(config, model, parameters.names) is None
+            parameters is not None and explain_no_streaming(config, model, parameters.names) is None
         ):
             weights = Weights(model, parameters, torch_device, resident)
             return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights, random_weights)
-    with _translate_errors(name, source):
+    with _wrap_errors(name, source):
         model = load_whole(source, config, torch_device, name, trust_remote_code=trust_remote_code, **options)
     return in_memory(model, reader, name)
 
@@ -338,12 +338,12 @@ def _find_checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
     disable_progress_bar()
 
     def find(file: str) -> str | None:
-        with _translate_errors(name, source):
+        with _wrap_errors(name, source):
             path: str | None = cached_file(source, file, _raise_exceptions_for_missing_entries=False)
         return path
 
     if find("generation_config.json") is not None:
-        with _translate_errors(name, source):
+        with _wrap_errors(name, source):
             model.generation_config = GenerationConfig.from_pretrained(source)
     others = ("pytorch_model.bin", "pytorch_model.bin.index.json")
     if find(SINGLE) is None and find(INDEX) is None and any(find(file) for file in others):
@@ -352,7 +352,7 @@ def _find_checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
 
 
 @contextmanager
-def _translate_errors(name: str, source: str) -> Iterator[None]:
+def _wrap_errors(name: str, source: str) -> Iterator[None]:
     """Turn what transformers raises into one sentence."""
     try:
         yield

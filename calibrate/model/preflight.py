@@ -14,7 +14,7 @@ import torch
 from calibrate.model.estimate import ModelSizes, number_width
 from calibrate.model.layers import decoder_layers
 from calibrate.model.models import is_gguf, resolve
-from calibrate.model.weights import INDEX, SINGLE, Checkpoint, quantisation, skeleton, streaming_obstacle
+from calibrate.model.weights import INDEX, SINGLE, Checkpoint, explain_no_streaming, find_quantisation, skeleton
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.obstacles import foreseen_obstacle
 from s2o_runtime.identity import Geometry, geometry
@@ -64,11 +64,11 @@ def preflight(
     if shape.others:
         numbers = ", ".join(map(str, shape.layer_numbers))
         layers = f"{shape.layers} of {shape.decoder_layers} run S2O ({numbers}); {shape.other_layers} stay as they are"
-    shares = {length: attention_share(config, length) for length in lengths}
-    return Preflight(shape, layers, shares, loading(name, config, model, sizes, device, random_weights), sizes)
+    shares = {length: compute_attention_share(config, length) for length in lengths}
+    return Preflight(shape, layers, shares, describe_loading(name, config, model, sizes, device, random_weights), sizes)
 
 
-def attention_share(config: Any, length: int) -> float:
+def compute_attention_share(config: Any, length: int) -> float:
     """Compute the share of a prefill's attention in layers of full attention, by pairs of queries and keys.
 
     Every layer counts alike. Layers without softmax attention count nothing: their time grows with the length alone.
@@ -78,10 +78,10 @@ def attention_share(config: Any, length: int) -> float:
         length: tokens of the prompt.
     """
     full = length * (length + 1) / 2
-    return geometry(config).layers * full / sum(_pairs(kind, length, config) for kind in layer_kinds(config))
+    return geometry(config).layers * full / sum(_count_pairs(kind, length, config) for kind in layer_kinds(config))
 
 
-def _pairs(kind: str, length: int, config: Any) -> float:
+def _count_pairs(kind: str, length: int, config: Any) -> float:
     """Count the pairs of queries and keys in a layer of this kind, of one head."""
     seen = visible_keys(kind, config)
     near = length if seen is None else min(length, seen)
@@ -92,7 +92,7 @@ def _pairs(kind: str, length: int, config: Any) -> float:
     return chunks * triangle + rest * (rest + 1) / 2
 
 
-def loading(name: str, config: Any, model: Any, sizes: ModelSizes, device: str, random_weights: bool) -> str:
+def describe_loading(name: str, config: Any, model: Any, sizes: ModelSizes, device: str, random_weights: bool) -> str:
     """Describe how the weights of a model are loaded and what memory that takes.
 
     Args:
@@ -103,18 +103,18 @@ def loading(name: str, config: Any, model: Any, sizes: ModelSizes, device: str, 
     layer = sizes.largest_layer * number_width(device) / GB
     names = None
     if not random_weights:
-        if (method := quantisation(config)) is not None:
-            bits = _bits(config)
+        if (method := find_quantisation(config)) is not None:
+            bits = _read_bits(config)
             size = "of a size that its config does not tell"
             if bits is not None:
                 size = f"about {sizes.parameters * bits / 8 / GB:.3g} GB"
             if method == DECOMPRESSED:
                 size += f", {sizes.parameters * 2 / GB:.3g} GB once it runs"
-            return f"as a whole, {size}: {streaming_obstacle(config, model, None)}"
+            return f"as a whole, {size}: {explain_no_streaming(config, model, None)}"
         obstacle: str | None = "GGUF files are read by transformers"
         if not is_gguf(name):
-            names = _stored_names(name)
-            obstacle = streaming_obstacle(config, model, names)
+            names = _list_stored_names(name)
+            obstacle = explain_no_streaming(config, model, names)
         if obstacle is not None:
             return f"as a whole, {total:.3g} GB: {obstacle}"
     if sizes.resident:
@@ -125,7 +125,7 @@ def loading(name: str, config: Any, model: Any, sizes: ModelSizes, device: str, 
     return f"{streamed}; as a whole if its files do not hold the model's own tensors"
 
 
-def _stored_names(name: str) -> Any:
+def _list_stored_names(name: str) -> Any:
     """List the tensors in a local folder's safetensors files; None if there are none here."""
     folder = Path(resolve(name))
     if not any((folder / file).is_file() for file in (SINGLE, INDEX)):
@@ -133,7 +133,7 @@ def _stored_names(name: str) -> Any:
     return Checkpoint(lambda file: str(folder / file) if (folder / file).is_file() else None).names
 
 
-def _bits(config: Any) -> float | None:
+def _read_bits(config: Any) -> float | None:
     """Return the bits of a quantised weight; None if the configuration does not say it in a way that is known here."""
     settings = config.quantization_config
     settings = settings if isinstance(settings, Mapping) else settings.to_dict()
@@ -145,4 +145,4 @@ def _bits(config: Any) -> float | None:
     widths = [group.get("weights", {}).get("num_bits") for group in groups.values() if isinstance(group, Mapping)]
     if widths and all(widths):
         return float(max(widths))
-    return BITS.get(str(quantisation(config)))
+    return BITS.get(str(find_quantisation(config)))

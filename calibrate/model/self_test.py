@@ -25,10 +25,10 @@ from calibrate.model.layers import (
     AttentionCall,
     DecoderLayer,
     attention_implementation,
-    beside_layers,
     decoder_layers,
     decoder_of,
-    replaced_forwards,
+    list_other_parts,
+    replace_forwards,
 )
 from calibrate.model.models import LoadedModel
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -74,8 +74,8 @@ def self_test(loaded: LoadedModel) -> None:
     comparison = _Comparison(loaded.geometry, loaded.model)
     AttentionInterface.register(NAME, comparison.attention)
     AttentionMaskInterface.register(NAME, comparison.mask)
-    with attention_implementation(loaded.model, NAME), _prepared(loaded, layers, config, comparison):
-        for case, calls in _cases(loaded.model, length, device).items():
+    with attention_implementation(loaded.model, NAME), _prepare(loaded, layers, config, comparison):
+        for case, calls in _make_cases(loaded.model, length, device).items():
             comparison.start(case)
             memory = None
             for call, real in calls:
@@ -100,7 +100,7 @@ def choose_test_config(geometry: Geometry, device: torch.device) -> LayerConfig 
     return LayerConfig.uniform(geometry.query_heads, segment=max(64, tile.rows), tile=tile).as_exact()
 
 
-def _cases(
+def _make_cases(
     model: Any, length: int, device: torch.device
 ) -> dict[str, list[tuple[dict[str, Any], Tensor | None]]]:  # fmt: skip
     """Make the calls of the decoder for each case, and beside each its positions that are no padding, bool [B, L]."""
@@ -119,7 +119,7 @@ def _cases(
 
 
 @contextmanager
-def _prepared(
+def _prepare(
     loaded: LoadedModel, layers: list[DecoderLayer], config: LayerConfig, comparison: _Comparison
 ) -> Iterator[None]:
     """Let the decoder run these layers alone inside the block, with S2O beside their attention.
@@ -142,8 +142,8 @@ def _prepared(
         hf.attach(attention, hf.LayerState(number, lambda keys: config, min_length=0, meter=None))
     try:
         with (
-            loaded.weights.on_device(*beside_layers(loaded.model), *modules),
-            replaced_forwards(dict.fromkeys(others, skip)),
+            loaded.weights.on_device(*list_other_parts(loaded.model), *modules),
+            replace_forwards(dict.fromkeys(others, skip)),
         ):
             yield
     finally:
@@ -202,14 +202,14 @@ class _Comparison:
         """Compute eager attention in float32, compared with S2O where the module is one of full attention."""
 
         # in 16 bits eager attention rounds its scores, which changes weights by percents where scores are large
-        def raised(tensor: Tensor | None) -> Tensor | None:
+        def cast_up(tensor: Tensor | None) -> Tensor | None:
             return tensor.float() if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
         own: Callable[..., tuple[Tensor, Any]] = getattr(  # torch's SDPA where the model's file has no eager attention
             sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward
         )
         named.setdefault("scaling", None)
-        exact = own(module, *map(raised, (query, key, value, attention_mask)), **named)[0]
+        exact = own(module, *map(cast_up, (query, key, value, attention_mask)), **named)[0]
         state: hf.LayerState | None = module.__dict__.get(STATE)
         if state is not None:
             AttentionCall.from_transformers(state.layer, query, key, value, named)

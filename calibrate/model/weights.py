@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,10 @@ class Weights:
             items of work on one layer read its weights once.
     """
 
+    resident = False
+    keeps_last = False
+    _last: tuple[nn.Module, ...] = ()
+
     def __init__(
         self, model: Any, source: Checkpoint | RandomWeights, device: torch.device, resident: bool | None = None
     ) -> None:
@@ -129,9 +133,6 @@ class Weights:
             module: {attribute: names[id(blank)] for attribute, blank in module.named_parameters(recurse=False)}
             for module in model.modules()
         }
-        self.resident = False
-        self.keeps_last = False
-        self._last: tuple[nn.Module, ...] = ()
         if stays_resident(self.bytes, device) if resident is None else resident:
             self._put(model)
             self.resident = True
@@ -146,7 +147,7 @@ class Weights:
         """The bytes that are on the device all the time."""
         return self.bytes if self.resident else 0
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """The same as `s2o_runtime.identity.fingerprint` of the whole model, for weights from a checkpoint."""
         return with_rope(self.source.fingerprint(self._blanks), self.model.config)
@@ -188,20 +189,14 @@ class Weights:
                 setattr(module, attribute, parameters[name])
 
 
-class InMemory:
-    """Parameters that are in memory all the time, wherever they are; used as `Weights` is.
-
-    Raises ModelError if some parameters of the model are not in memory.
-    """
-
-    resident = True
-    keeps_last = False
+class InMemory(Weights):
+    """Parameters that are in memory all the time, wherever they are. Raises ModelError if some of a model's are not."""
 
     def __init__(self, model: Any) -> None:
         if (missing := offloaded(model)) is not None:
             raise ModelError(f"{missing}: load the model without offloading")
-        self.model = model
-        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.model, self.resident = model, True
+        self.device = model.get_input_embeddings().weight.device
         self.fingerprint = fingerprint(model)
 
     @property
@@ -209,16 +204,6 @@ class InMemory:
         """The bytes of all parameters and buffers."""
         tensors = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    held = bytes
-
-    @contextmanager
-    def on_device(self, *parts: nn.Module) -> Iterator[None]:
-        """Do nothing: the parameters are where they run."""
-        yield
-
-    def release(self) -> None:
-        """Do nothing."""
 
 
 def stays_resident(weights: int, device: torch.device) -> bool:
@@ -269,7 +254,7 @@ class Checkpoint:
 
     def read(self, name: str, blank: nn.Parameter, device: torch.device) -> Tensor:
         """Read a parameter, in the shape and dtype of the skeleton's."""
-        with self._checked(name, blank) as stored:
+        with self._check_tensor(name, blank) as stored:
             value: Tensor = stored[:]
         return value.to(device, copy=True).to(blank.dtype)
 
@@ -278,18 +263,18 @@ class Checkpoint:
         tensors_of = cache(lambda file: stored_tensors(Path(str(self._find(file)))))
 
         def sample(name: str, indices: range) -> Tensor:
-            with self._checked(name, blanks[name]):
+            with self._check_tensor(name, blanks[name]):
                 return tensors_of(self._file_of[name])[name].elements(indices).to(blanks[name].dtype)
 
         return sampled_fingerprint({name: blank.shape for name, blank in blanks.items()}, sample)
 
     @contextmanager
-    def _checked(self, name: str, blank: nn.Parameter) -> Iterator[Any]:
+    def _check_tensor(self, name: str, blank: nn.Parameter) -> Iterator[Any]:
         """Yield a tensor, not read yet, of the shape that the model expects; errors inside become one sentence."""
         if name not in self._file_of:
             raise ModelError(f"the checkpoint has no tensor {name}, which its config.json asks for: download it again")
         file = self._file_of[name]
-        with _translate_errors(file):
+        with _wrap_errors(file):
             stored = self._open(file).get_slice(name)
             if stored.get_shape() != list(blank.shape):
                 raise ModelError(
@@ -308,13 +293,13 @@ class Checkpoint:
             path = self._find(file)
             if path is None:
                 raise ModelError(f"the checkpoint has no file {file}, which {INDEX} names: download it again")
-            with _translate_errors(file):
+            with _wrap_errors(file):
                 self._files[file] = safe_open(path, framework="pt")
         return self._files[file]
 
 
 @contextmanager
-def _translate_errors(file: str) -> Iterator[None]:
+def _wrap_errors(file: str) -> Iterator[None]:
     """Turn what safetensors raises into one sentence."""
     try:
         yield
@@ -351,7 +336,7 @@ class RandomWeights:
         return f"{RANDOM}{self._seed}-{hashlib.sha256(architecture.encode()).hexdigest()[:16]}"
 
 
-def quantisation(config: Any) -> str | None:
+def find_quantisation(config: Any) -> str | None:
     """Return the format that weights are quantised in, by transformers' name ("gptq", "fp8"); None if they are not."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
@@ -371,7 +356,7 @@ def check_quantisation(config: Any, name: str) -> None:
         ModelError: Transformers does not know the format.
         ResourceError: A package is missing.
     """
-    method = quantisation(config)
+    method = find_quantisation(config)
     if method is None:
         return
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -382,7 +367,7 @@ def check_quantisation(config: Any, name: str) -> None:
         )
     except ImportError as error:
         if "requires a GPU" in str(error):  # no package helps
-            raise _not_on("cpu", name, config, error) from error
+            raise _make_device_error("cpu", name, config, error) from error
         raise ResourceError(
             f"model {name!r} is quantised ({method}) and a package for that is missing ({first_line(error)}): "
             "install it"
@@ -396,7 +381,7 @@ def check_quantisation(config: Any, name: str) -> None:
         pass
 
 
-def streaming_obstacle(config: Any, model: Any, names: Collection[str] | None) -> str | None:
+def explain_no_streaming(config: Any, model: Any, names: Collection[str] | None) -> str | None:
     """Return why a checkpoint cannot be read one layer at a time; None if it can.
 
     Args:
@@ -404,7 +389,7 @@ def streaming_obstacle(config: Any, model: Any, names: Collection[str] | None) -
         model: its skeleton.
         names: the tensors in the safetensors files; None if there are no such files, or if they are not known yet.
     """
-    method = quantisation(config)
+    method = find_quantisation(config)
     if method is not None:
         return f"its weights are quantised ({method})"
     for prefix, module in model.named_modules():
@@ -440,7 +425,7 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
         ResourceError: A package that reads it is missing, or the device's memory does not suffice.
         OSError, ValueError: What transformers says of files that it cannot read.
     """
-    quantised = quantisation(config) is not None
+    quantised = find_quantisation(config) is not None
     dtype: Any = torch.bfloat16 if device.type == "cuda" else torch.float32
     options |= {"dtype": "auto" if quantised else dtype, "output_loading_info": True}
     if device.type == "cuda" and (quantised or find_spec("accelerate") is not None):
@@ -463,7 +448,7 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
     except RuntimeError as error:
         if not quantised:
             raise
-        raise _not_on(device.type, name, config, error) from error
+        raise _make_device_error(device.type, name, config, error) from error
     if missing := sorted(info.get("missing_keys") or ()):
         raise ModelError(
             f"the checkpoint of {name!r} has no tensor {missing[0]}, which its config asks for: download it again"
@@ -471,8 +456,9 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
     return model.eval().requires_grad_(False)
 
 
-def _not_on(device: str, name: str, config: Any, error: Exception) -> ModelError:
+def _make_device_error(device: str, name: str, config: Any, error: Exception) -> ModelError:
+    method = find_quantisation(config)
     return ModelError(
-        f"model {name!r} is quantised ({quantisation(config)}) in a format that cannot be loaded on a {device} device "
+        f"model {name!r} is quantised ({method}) in a format that cannot be loaded on a {device} device "
         f"({first_line(error)}): use another device, or a checkpoint in another format"
     )

@@ -98,7 +98,7 @@ def test_sinks_and_caps_are_captured():
         return dense_attention(q, k, v, **scoring.arguments())
 
     with layers.override_attention(module, keep):
-        out, _ = layers._attention(module, q, k, v, None, scaling=0.3, softcap=1.5, s_aux=sinks)
+        out, _ = layers._compute_attention(module, q, k, v, None, scaling=0.3, softcap=1.5, s_aux=sinks)
     assert all(ours is theirs for ours, theirs in zip(kept[0], (q, k, v), strict=False))
     assert kept[0][3] == Scoring(0.3, 1.5, sinks)
     expected = naive_attention(q, k, v, scale=0.3, softcap=1.5, sinks=sinks)

@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from calibrate.model import estimate as module
-from calibrate.model.estimate import GIB, ModelSizes, estimate, rates_of
+from calibrate.model.estimate import GIB, ModelSizes, estimate, scale_rates
 from calibrate.model.models import load_config
 from calibrate.model.weights import skeleton
 from calibrate.recipe import Recipe
@@ -129,9 +129,9 @@ def test_more_work_takes_longer(more):
 def test_a_device_is_as_fast_as_its_peak():
     half = replace(H200, name="half", sm_count=66)
     a100 = DeviceIdentity("cuda", "NVIDIA A100", (8, 0), 108, 80 << 30)
-    assert rates_of(half).products == pytest.approx(rates_of(H200).products / 2)
-    assert rates_of(a100).products == pytest.approx(rates_of(H200).products * 108 / 132 / 2)
-    assert rates_of(replace(H200, capability=(9, 9))) == rates_of(H200)  # the newest that is known before it
+    assert scale_rates(half).products == pytest.approx(scale_rates(H200).products / 2)
+    assert scale_rates(a100).products == pytest.approx(scale_rates(H200).products * 108 / 132 / 2)
+    assert scale_rates(replace(H200, capability=(9, 9))) == scale_rates(H200)  # the newest that is known before it
     on_cpu = {"model": "qwen2.5-7b", "lengths": (1024, 2048)}
     assert estimated(CPU, **on_cpu).total > 3600
     assert estimated(CPU, **on_cpu, gpus=4) == estimated(CPU, **on_cpu)  # workers share the threads that there are

@@ -15,7 +15,7 @@ from calibrate.model import layers, models
 from calibrate.model.layers import attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import in_memory, load, load_config, load_tokenizer
-from calibrate.model.weights import InMemory, model_class, skeleton, streaming_obstacle
+from calibrate.model.weights import InMemory, explain_no_streaming, model_class, skeleton
 from s2o_runtime import load_profile, patch
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -75,14 +75,14 @@ def logits_layer_by_layer(loaded):
 def test_why_a_checkpoint_cannot_be_streamed():
     model = skeleton(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), torch.float32, torch.device("cpu"))
     names = [name for name, _ in model.named_parameters()]
-    assert streaming_obstacle(model.config, model, names) is None
-    assert streaming_obstacle(model.config, model, None) is None
+    assert explain_no_streaming(model.config, model, names) is None
+    assert explain_no_streaming(model.config, model, None) is None
     fused = [name for name in names if "experts" not in name] + ["model.layers.0.mlp.experts.0.gate_proj.weight"]
-    assert "transformers makes its tensors of others" in streaming_obstacle(model.config, model, fused)
+    assert "transformers makes its tensors of others" in explain_no_streaming(model.config, model, fused)
     missing = [name for name in names if name != "model.layers.1.self_attn.q_proj.weight"]
-    assert streaming_obstacle(model.config, model, missing) is None  # so reading it says what is missing
+    assert explain_no_streaming(model.config, model, missing) is None  # so reading it says what is missing
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    assert streaming_obstacle(model.config, model, names) == "its weights are quantised (gptq)"
+    assert explain_no_streaming(model.config, model, names) == "its weights are quantised (gptq)"
 
 
 @pytest.mark.slow(reason="two calibrations")

@@ -2,16 +2,16 @@ import pytest
 import torch
 
 from calibrate.model import estimate
-from calibrate.model.estimate import free_memory, longest_that_fits, within_memory
+from calibrate.model.estimate import find_longest_length, free_memory, within_memory
 from s2o_runtime.errors import ResourceError
 
 GIB = 1 << 30
 
 
 def test_what_fits():
-    assert longest_that_fits(131072, 40 * GIB, 10 * GIB, 25 * GIB) == int(0.9 * 0.5 * 131072) // 1024 * 1024
-    assert longest_that_fits(131072, 40 * GIB, 30 * GIB, 25 * GIB) == 1024  # not even the weights do
-    assert longest_that_fits(8192, 10 * GIB, 0, 24 * GIB) == 7168  # fragmented: less than was tried all the same
+    assert find_longest_length(131072, 40 * GIB, 10 * GIB, 25 * GIB) == int(0.9 * 0.5 * 131072) // 1024 * 1024
+    assert find_longest_length(131072, 40 * GIB, 30 * GIB, 25 * GIB) == 1024  # not even the weights do
+    assert find_longest_length(8192, 10 * GIB, 0, 24 * GIB) == 7168  # fragmented: less than was tried all the same
 
 
 def test_it_is_one_sentence_with_a_length(monkeypatch):

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from calibrate.model.estimate import ModelSizes
-from calibrate.model.preflight import attention_share, loading, preflight
+from calibrate.model.preflight import compute_attention_share, describe_loading, preflight
 from calibrate.model.weights import skeleton
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import geometry
@@ -82,15 +82,15 @@ def test_the_share_of_attention():
     length = 3000
     window = sum(min(row + 1, 1024) for row in range(length))
     full = length * (length + 1) // 2
-    assert attention_share(GEMMA, length) == pytest.approx(4 * full / (4 * full + 22 * window), rel=1e-9)
-    assert attention_share(GEMMA, 1000) == pytest.approx(4 / 26)
-    assert attention_share(GEMMA, 131072) == pytest.approx(0.92, abs=0.01)
-    assert attention_share(Qwen3NextConfig(), 1000) == 1.0  # linear layers have no pairs
-    assert attention_share(CONFIGS["llama"], 7) == 1.0
+    assert compute_attention_share(GEMMA, length) == pytest.approx(4 * full / (4 * full + 22 * window), rel=1e-9)
+    assert compute_attention_share(GEMMA, 1000) == pytest.approx(4 / 26)
+    assert compute_attention_share(GEMMA, 131072) == pytest.approx(0.92, abs=0.01)
+    assert compute_attention_share(Qwen3NextConfig(), 1000) == 1.0  # linear layers have no pairs
+    assert compute_attention_share(CONFIGS["llama"], 7) == 1.0
     chunks = CASES["llama4"].config  # of 48
     chunked = sum(row % 48 + 1 for row in range(480))
     full = 480 * 481 // 2
-    assert attention_share(chunks, 480) == pytest.approx(full / (full + chunked), rel=1e-9)
+    assert compute_attention_share(chunks, 480) == pytest.approx(full / (full + chunked), rel=1e-9)
 
 
 def test_how_a_checkpoint_is_loaded(tmp_path):
@@ -99,7 +99,7 @@ def test_how_a_checkpoint_is_loaded(tmp_path):
     resident = ModelSizes.of(model, "cpu")
 
     def said(name, sizes):
-        return loading(name, CONFIGS["llama"], model, sizes, "cpu", False)
+        return describe_loading(name, CONFIGS["llama"], model, sizes, "cpu", False)
 
     total = sum(parameter.numel() for parameter in model.parameters()) * 4 / 1e9
     assert said(folder, resident) == f"{total:.3g} GB, which stay on the device"
