@@ -99,15 +99,8 @@ class Rates(NamedTuple):
 H200 = Rates(products=6e14, attention=6e14, curves=3.25e11, logits=1e11, tokens=1.25e6)
 CPU_THREAD = Rates(products=8e10, attention=2.2e10, curves=5e7, logits=3e8, tokens=5e5)
 H200_SMS = 132
-FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle
-    (8, 0): 2048,
-    (8, 6): 1024,
-    (8, 9): 1024,
-    (9, 0): 4096,
-    (10, 0): 8192,
-    (10, 3): 8192,
-    (12, 0): 1024,
-}
+# of dense 16-bit products, in a cycle, by compute capability
+FLOPS_OF_SM = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 1024}
 START = 10.0  # seconds to load and test a small model on a CPU; on a GPU, which starts too, twice that
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
 COMPILING = 15.0  # seconds for the kernels of a stage, on a GPU

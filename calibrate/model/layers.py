@@ -181,6 +181,7 @@ def list_other_parts(model: Any) -> list[nn.Module]:
     return [part for part in decoder_of(model).children() if part is not layers]
 
 
+@torch.no_grad()
 def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> list[Stream]:
     """Embed prompts, with the masks of the model's attention implementation.
 
@@ -384,14 +385,9 @@ class Captured:
 
 
 def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
-    """Run prompts through the model and capture what reaches attention.
+    """Run prompts, int64 [L] each, through the model and capture what reaches attention.
 
-    A prompt runs through a layer when its inputs are asked for, so that the inputs of one prompt exist at a time;
-    prompts that were not asked for run before the next layer. The hidden states of all prompts stay on the device.
-
-    Args:
-        loaded: the model.
-        prompts: token ids, int64 [L] each.
+    The inputs of one prompt exist at a time. The hidden states of all prompts stay on the device.
 
     Yields:
         For each layer of full attention in turn, an iterator over the attention inputs of every prompt.
@@ -410,6 +406,9 @@ def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Capt
 class DenseForward:
     """Prompts on their way through the dense model, whose attention implementation is `NAME` meanwhile.
 
+    A prompt moves through a layer when its inputs there are asked for; those that were not asked for move before any
+    others are.
+
     Args:
         loaded: the model.
         prompts: token ids, int64 [L] each.
@@ -421,40 +420,28 @@ class DenseForward:
     ) -> None:  # fmt: skip
         self._loaded, self._prompts, self._calls = loaded, prompts, calls
         self._forward: LayerwiseForward | None = None
-        self._open: Iterator[Captured] = iter(())  # prompts of which some may not have moved through their layer
+        self._open: Iterator[Captured] = iter(())  # inputs of which some may not have been asked for
 
     def inputs(self, row: int) -> Iterator[Captured]:
-        """Move every prompt through a layer of full attention, and give its attention inputs there.
-
-        A prompt runs when its inputs are asked for; those that were not asked for run before the next layer.
-        """
-        number = self._loaded.geometry.layer_number(row)
-        forward = self._start_before(number)
-        while forward.number < number:
-            for _ in _capture_next(forward):
-                pass
-        self._open = _capture_next(forward)
-        return self._open
+        """Return every prompt's attention inputs at a layer of full attention."""
+        return (captured for captured in self.inputs_up_to(row) if captured.layer == row)
 
     def inputs_up_to(self, row: int) -> Iterator[Captured]:
-        """Give every prompt's attention inputs at all layers of full attention on its way to one, that one's last."""
-        number = self._loaded.geometry.layer_number(row)
-        forward = self._start_before(number)
-        while forward.number <= number:
-            yield from _capture_next(forward)
+        """Return every prompt's attention inputs at all layers of full attention on its way to one, that one's last."""
+        self.finish()
+        self._open = self._capture_up_to(self._loaded.geometry.layer_number(row))
+        return self._open
 
     def finish(self) -> None:
         """Let all prompts move through the layer whose inputs were asked for last."""
         for _ in self._open:
             pass
 
-    @torch.no_grad()
-    def _start_before(self, number: int) -> LayerwiseForward:
-        """Return the forward pass, before this decoder layer or one that comes earlier."""
-        self.finish()
+    def _capture_up_to(self, number: int) -> Iterator[Captured]:
         if self._forward is None or self._forward.number > number:
             self._forward = LayerwiseForward(self._loaded, begin(self._loaded, self._prompts, self._calls))
-        return self._forward
+        while self._forward.number <= number:
+            yield from _capture_next(self._forward)
 
 
 def _capture_next(forward: LayerwiseForward) -> Iterator[Captured]:

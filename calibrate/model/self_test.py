@@ -213,7 +213,14 @@ class _Comparison:
         state: hf.LayerState | None = module.__dict__.get(STATE)
         if state is not None:
             AttentionCall.from_transformers(state.layer, query, key, value, named)
-            self._check_sizes(state.layer, query, key)
+            expected = self.geometry.query_heads, self.geometry.kv_heads, self.geometry.head_dim
+            sizes = query.shape[1], key.shape[1], query.shape[3]
+            if sizes != expected:
+                heads = "{} query heads, {} KV heads and a head dim of {}"
+                raise ModelError(
+                    f"layer {state.layer} has {heads.format(*sizes)}, its configuration says "
+                    f"{heads.format(*expected)}: the model is not supported"
+                )
             state.counts.clear()
             mask = self.find_s2o_mask(attention_mask)
             ours = hf.s2o_attention_forward(module, query, key, value, mask, **named)[0]
@@ -224,17 +231,6 @@ class _Comparison:
                 self.reasons.setdefault(module, reason)
             self._compare(state.layer, ours, exact)
         return exact.to(query.dtype), None
-
-    def _check_sizes(self, number: int, query: Tensor, key: Tensor) -> None:
-        """Raise ModelError if a layer has other sizes than the configuration says."""
-        expected = self.geometry.query_heads, self.geometry.kv_heads, self.geometry.head_dim
-        sizes = query.shape[1], key.shape[1], query.shape[3]
-        if sizes != expected:
-            heads = "{} query heads, {} KV heads and a head dim of {}"
-            raise ModelError(
-                f"layer {number} has {heads.format(*sizes)}, its configuration says {heads.format(*expected)}: the "
-                "model is not supported"
-            )
 
     def without_padding(self, tensor: Tensor) -> Tensor:
         """Return a tensor [B, L, ...] without its positions that are padding."""

@@ -348,10 +348,6 @@ def find_quantisation(config: Any) -> str | None:
 def check_quantisation(config: Any, name: str) -> None:
     """Check, before anything is downloaded, that the packages of a quantised checkpoint are installed.
 
-    Args:
-        config: the model's transformers configuration.
-        name: the model, as the user gave it.
-
     Raises:
         ModelError: Transformers does not know the format.
         ResourceError: A package is missing.
@@ -385,8 +381,7 @@ def explain_no_streaming(config: Any, model: Any, names: Collection[str] | None)
     """Return why a checkpoint cannot be read one layer at a time; None if it can.
 
     Args:
-        config: the model's configuration.
-        model: its skeleton.
+        config, model: the model's configuration and its skeleton.
         names: the tensors in the safetensors files; None if there are no such files, or if they are not known yet.
     """
     method = find_quantisation(config)
@@ -396,8 +391,9 @@ def explain_no_streaming(config: Any, model: Any, names: Collection[str] | None)
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 return f"it keeps more than parameters ({prefix + '.' if prefix else ''}{name})"
-    for lacking, _ in model.named_parameters() if names is not None else ():
-        assert names is not None
+    if names is None:
+        return None
+    for lacking, _ in model.named_parameters():
         # transformers makes a parameter of others if the checkpoint has some under the parameter's module, or nothing
         # of its layer at all under this prefix; else the tensor is simply missing, which reading it says
         module_name = lacking.rpartition(".")[0]
@@ -415,9 +411,7 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
 
     Args:
         source: a folder or a hub id.
-        config: the model's configuration.
-        device: of all parameters.
-        name: the model, as the user gave it.
+        config, name: the model's configuration, and its name as the user gave it.
         **options: for `from_pretrained`, such as `gguf_file`.
 
     Raises:
