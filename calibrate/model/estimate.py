@@ -28,16 +28,13 @@ SAFE = 0.9  # of the length that memory in use would allow by its own
 
 @contextmanager
 def within_memory(device: torch.device, length: int, resident: int, what: str) -> Iterator[None]:
-    """Turn torch's error into one sentence if the GPU's memory runs out inside the block.
+    """Raise ResourceError if the GPU's memory runs out inside the block.
 
     Args:
         device: where the block runs.
         length: tokens of the prompt it works on.
         resident: bytes in use whatever the length, such as the weights.
         what: the block's work, in words.
-
-    Raises:
-        ResourceError: The memory ran out.
     """
     try:
         yield
@@ -178,11 +175,6 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
 
     Layers without full attention count by the products of their weights alone. What the journal has already is not left
     out. Several GPUs share all of the work.
-
-    Args:
-        recipe: what is calibrated, on what.
-        sizes, geometry: of the model.
-        device: what it runs on.
     """
     rates, on_gpu, layers = scale_rates(device), device.kind == "cuda", geometry.layers
 

@@ -144,11 +144,7 @@ class DecoderLayer:
 
 
 def decoder_layers(model: Any) -> list[DecoderLayer]:
-    """List all layers of a model's decoder, in order.
-
-    Raises:
-        ModelError: They cannot be found, or a layer of full attention has no attention module.
-    """
+    """List all layers of a model's decoder. Raises ModelError if one of full attention has no attention module."""
     served = {number: (row, attention) for row, (number, attention) in enumerate(numbered_modules(model))}
     modules = enumerate(find_layer_list(model))
     return [
@@ -276,18 +272,12 @@ Through = Callable[[DecoderLayer, Stream], Stream]  # runs a layer in another wa
 
 
 class LayerwiseForward:
-    """Prompts on their way through a model.
-
-    Streams that are one object are moved once where a layer runs as the model has it.
+    """Prompts on their way through a model: `streams`, before layer `number` of `layers`.
 
     Args:
         loaded: the model.
-        streams: the prompts before the first layer, as `begin` gives them; one may be there several times.
-
-    Attributes:
-        streams: the prompts before the next layer.
-        layers: all decoder layers.
-        number: of the next layer.
+        streams: the prompts before the first layer, as `begin` gives them. Those that are one object are moved once
+            where a layer runs as the model has it.
     """
 
     def __init__(self, loaded: LoadedModel, streams: Sequence[Stream]) -> None:
@@ -308,9 +298,6 @@ class LayerwiseForward:
 
         Yields:
             The index of each stream after it moved.
-
-        Raises:
-            ModelError: A hidden state is not finite.
         """
         layer = self.next_layer
         self.number += 1

@@ -125,10 +125,9 @@ def _find_source(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def load_config(name: str, *, random_weights: bool = False, trust_remote_code: bool = False) -> Any:
-    """Load a model's configuration.
+    """Load a model's configuration by an alias, a local folder, a GGUF file or a hub id.
 
     Args:
-        name: an alias, a local folder, a GGUF file or a hub id.
         random_weights: whether only the architecture is needed.
         trust_remote_code: whether code that comes with the model may run; else it never does.
 
@@ -160,9 +159,8 @@ def load_tokenizer(
     """Load a model's tokenizer; the demo model's if the weights are random and the model has none at hand.
 
     Args:
-        name: the model. A GGUF file's tokenizer is read once in a process, because that takes half a minute.
+        name, trust_remote_code: as `load_config` takes them.
         random_weights: whether any tokenizer will do.
-        trust_remote_code: whether code that comes with it may run; else it never does.
         tokenizer: the folder or hub id of one to use in place of the model's.
 
     Raises:
@@ -170,7 +168,7 @@ def load_tokenizer(
     """
     if random_weights and tokenizer is None and shipped_sizes(name):
         tokenizer = str(DEMO_FOLDER)
-    read = _read_once if is_gguf(name) else _read_tokenizer
+    read = _read_once if is_gguf(name) else _read_tokenizer  # a GGUF file's takes half a minute
     return read(name, random_weights, trust_remote_code, tokenizer)
 
 

@@ -54,9 +54,6 @@ def self_test(loaded: LoadedModel) -> None:
     Of a model whose weights are not all on the device, the layers up to the first one of full attention are checked;
     those behind it are of the same classes.
 
-    Args:
-        loaded: the model.
-
     Raises:
         ModelError: It cannot, with the first layer and the reason.
     """
@@ -154,12 +151,10 @@ def _prepare(
 
 
 class _Comparison:
-    """The attention function and the mask function of the test, and what they saw.
+    """The attention function and the mask function of the test, and what they saw in the current case.
 
-    geometry: the sizes by the configuration. model: its weights are examined where numbers are not finite. case: what
-    is tested. real: the positions that are no padding, bool [B, L]; None if all are. reasons: why attention modules
-    did not run S2O in this case, empty for those that did. masks: eager attention's masks of this case, and beside
-    each S2O's.
+    real: the positions that are no padding, bool [B, L]; None if all are. reasons: why attention modules did not run
+    S2O, empty for those that did. masks: eager attention's masks, and beside each S2O's.
     """
 
     def __init__(self, geometry: Geometry, model: Any) -> None:

@@ -111,12 +111,7 @@ def _draw_tokens(log_p: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _run_backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Run the backward pass of one layer.
-
-    Args:
-        layer: the decoder layer.
-        before: the prompt before the layer.
-        gradient: with respect to the hidden state behind the layer, [1, L, H].
+    """Run the backward pass of one layer, given the gradient with respect to the hidden state behind it, [1, L, H].
 
     Returns:
         The gradient with respect to the hidden state before the layer, and half the mean over rows of the squared norm

@@ -113,13 +113,11 @@ class Weights:
         device: where they are put.
         resident: put all of them there at once and let them stay, so that the model is one like any other; None
             decides by `stays_resident`.
-
-    Attributes:
-        keeps_last: parameters that `on_device` put there last stay until others are needed, or `release`. So several
-            items of work on one layer read its weights once.
     """
 
     resident = False
+    # parameters that `on_device` put there last stay until others are needed, or `release`: so several items of work
+    # on one layer read its weights once
     keeps_last = False
     _last: tuple[nn.Module, ...] = ()
 
@@ -226,11 +224,8 @@ class Checkpoint:
 
     A file is opened when its first tensor is asked for, and mapped: only what is read moves.
 
-    Args:
-        find: gives the path of a file by its name, or None if the checkpoint has no such file.
-
-    Raises:
-        ModelError: There are no weights, or an index cannot be read.
+    `find` gives the path of a file by its name, or None if the checkpoint has no such file. Raises ModelError if there
+    are no weights, or an index cannot be read.
     """
 
     def __init__(self, find: Callable[[str], str | None]) -> None:
