@@ -79,8 +79,9 @@ def self_test(loaded: LoadedModel) -> None:
                 comparison.real = real
                 memory = getattr(decoder(**{cache: memory}, **call), cache)
             for layer in layers:
-                if layer.attention is not None and (reason := comparison.reasons.get(layer.attention)) != "":
-                    reason = reason or "it does not call transformers' attention function"
+                missing = "it does not call transformers' attention function"
+                reason = comparison.reasons.get(layer.attention, missing) if layer.attention is not None else ""
+                if reason:  # empty where S2O ran
                     raise ModelError(
                         f"layer {layer.number} cannot run S2O ({reason}, {case} prompt): the model is not supported"
                     )

@@ -95,7 +95,7 @@ def test_random_weights_are_the_same_every_time_and_spread_as_the_architecture_s
             assert all(torch.equal(first[key], same[key]) for same in (second, held) for key in first)
             key = "self_attn.q_proj.weight"
             assert not torch.equal(first[key], of_another_seed[key])
-            assert not torch.equal(first[key], first["self_attn.o_proj.weight"].T)
+            assert not torch.equal(first["self_attn.k_proj.weight"], first["self_attn.v_proj.weight"])
     with streamed.on_device(streamed.model.model.embed_tokens, streamed.model.lm_head):
         tied = torch.equal(streamed.model.lm_head.weight, streamed.model.model.embed_tokens.weight)
         assert tied == MODELS[name].tie_word_embeddings
