@@ -34,6 +34,7 @@ def test_a_model_is_left_as_it_was():
     assert held.model.config._attn_implementation == "sdpa"
     for part, attributes in zip(held.model.modules(), before, strict=True):
         assert part.__dict__.keys() == attributes.keys()
+        assert not part._forward_hooks
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
