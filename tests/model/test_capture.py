@@ -1,4 +1,6 @@
-"""What the calibrator captures layer by layer is what a normal forward pass hands to attention."""
+"""The calibrator captures, layer by layer, what a normal forward pass hands to attention."""
+
+from itertools import islice
 
 import pytest
 import torch
@@ -36,9 +38,9 @@ def test_layers_see_what_the_whole_model_sees(folder, resident):
             model(ids[None], use_cache=False)
         assert sorted(seen) == [0, 1]
         for layer, (*tensors, scale) in seen.items():
-            one = captured[layer][number]
-            assert (one.layer, one.prompt, one.scale) == (layer, number, scale)
-            torch.testing.assert_close([one.q, one.k, one.v], tensors, rtol=1e-4, atol=1e-5)
+            mine = captured[layer][number]
+            assert (mine.layer, mine.prompt, mine.scale) == (layer, number, scale)
+            torch.testing.assert_close([mine.q, mine.k, mine.v], tensors, rtol=1e-4, atol=1e-5)
 
 
 def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(folder):
@@ -61,12 +63,11 @@ def test_any_layer_gives_the_same_inputs_after_any_other(folder):
     with layers.attention_implementation(loaded.model, layers.NAME):
         forward = layers.DenseForward(loaded, PROMPTS)
         # on from there; again; back; all of a layer after one prompt of the layer before it
-        for row, first, ask in ((0, 0, list), (1, 1, list), (1, 0, list), (0, 0, next), (1, 1, list)):
+        for row, first, count in ((0, 0, 2), (1, 1, 2), (1, 0, 4), (0, 0, 1), (1, 1, 2)):
             expected = [captured for of_layer in whole[first : row + 1] for captured in of_layer]
-            mine = ask(forward.inputs_up_to(row))
-            for one, other in zip([mine] if ask is next else mine, expected[: 1 if ask is next else None], strict=True):
-                assert (one.layer, one.prompt) == (other.layer, other.prompt)
-                assert torch.equal(one.q, other.q)
+            for mine, theirs in zip(islice(forward.inputs_up_to(row), count), expected[:count], strict=True):
+                assert (mine.layer, mine.prompt) == (theirs.layer, theirs.prompt)
+                assert torch.equal(mine.q, theirs.q)
         assert [captured.layer for captured in forward.inputs(1)] == [1, 1]
 
 

@@ -87,11 +87,11 @@ def test_a_whole_run_takes_what_was_measured(file):
 
 
 def test_a_real_model_by_the_default_command():
-    told = estimated(model="coder", lengths=(8192, 32768))
-    assert_near(told.total, CODER_SECONDS)
-    assert list(told.seconds) == list(CODER_PHASES)
+    predicted = estimated(model="coder", lengths=(8192, 32768))
+    assert_near(predicted.total, CODER_SECONDS)
+    assert list(predicted.seconds) == list(CODER_PHASES)
     for phase, seconds in CODER_PHASES.items():
-        assert_near(told.seconds[phase], seconds, factor=2)
+        assert_near(predicted.seconds[phase], seconds, factor=2)
 
 
 @pytest.mark.parametrize(("run", "options"), [("one", {}), ("many", {"gpus": 2})])
@@ -105,8 +105,8 @@ def test_models_with_other_layers_and_experts(name):
     measured = json.loads((RESULTS / f"rehearsals-{name}-h200.json").read_text())
     settings, row = measured["settings"], measured["rows"][0]
     options = {name: settings[name] for name in ("num_prompts", "num_certify", "trials")}
-    told = estimated(model=row["model"], random_weights=True, lengths=tuple(settings["lengths"]), **options)
-    assert_near(told.total, row["seconds"]["calibration"] + row["seconds"]["weights"])
+    predicted = estimated(model=row["model"], random_weights=True, lengths=tuple(settings["lengths"]), **options)
+    assert_near(predicted.total, row["seconds"]["calibration"] + row["seconds"]["weights"])
 
 
 def test_the_memory_is_what_was_measured():
@@ -144,14 +144,14 @@ def test_a_device_is_as_fast_as_its_peak():
 
 def test_the_plan_names_time_and_memory():
     model, recipe = model_of("qwen2.5-7b"), Recipe.of({"out": Path("p"), "device": "cuda"} | ONE_7B)
-    told = estimate(recipe, ModelSizes.of(model, "cuda"), geometry(model.config), H200)
+    predicted = estimate(recipe, ModelSizes.of(model, "cuda"), geometry(model.config), H200)
     preflight = SimpleNamespace(geometry=geometry(model.config), layers="all", shares={}, loading="")
-    lines = plan(recipe, preflight, told, H200, frozenset())
+    lines = plan(recipe, preflight, predicted, H200, frozenset())
     assert re.fullmatch(
         r"about \d+ min \(.*measuring .*, searching .*, certifying .*\), less what the journal has", lines["takes"]
     )
     assert re.fullmatch(r"about \d+ GiB of the GPU's 140", lines["memory"])
-    small = plan(recipe, preflight, told, replace(H200, memory_bytes=16 << 30), frozenset())
+    small = plan(recipe, preflight, predicted, replace(H200, memory_bytes=16 << 30), frozenset())
     assert "of the GPU's 16, which is too little: use shorter --lengths or a lower --num-certify" in small["memory"]
 
 
