@@ -288,9 +288,7 @@ def load(
     if not options and (random_weights or find_quantisation(config) is None):
         model = skeleton(config, torch.bfloat16 if torch_device.type == "cuda" else torch.float32, torch_device)
         parameters = RandomWeights(model, seed) if random_weights else _find_checkpoint(name, source, model)
-        if isinstance(parameters, RandomWeights) or (
-            parameters is not None and explain_no_streaming(config, model, parameters.names) is None
-        ):
+        if parameters is not None:
             weights = Weights(model, parameters, torch_device, resident)
             return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights, random_weights)
     with _wrap_errors(name, source):
@@ -325,7 +323,7 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
 
 
 def _find_checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
-    """Find the safetensors files with the weights, downloaded if need be; None if there are other files only.
+    """Find the safetensors files with the weights, downloaded if need be; None if they cannot go layer by layer.
 
     The model gets the generation settings beside them.
     """
@@ -346,7 +344,8 @@ def _find_checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
     others = ("pytorch_model.bin", "pytorch_model.bin.index.json")
     if find(SINGLE) is None and find(INDEX) is None and any(find(file) for file in others):
         return None
-    return Checkpoint(find)
+    checkpoint = Checkpoint(find)
+    return checkpoint if explain_no_streaming(model.config, model, checkpoint.names) is None else None
 
 
 @contextmanager
