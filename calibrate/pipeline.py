@@ -25,7 +25,7 @@ from calibrate.curves.measure import LayersCurves, measure_model, of_prompt
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel, load, load_config, load_tokenizer
-from calibrate.model.self_test import SEGMENTS, never_stops, self_test
+from calibrate.model.self_test import SEGMENTS, choose_test_config, self_test
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.prompts import load_prompts
@@ -137,7 +137,7 @@ def _first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[]
         shape = geometry(load_config(recipe.model, **options))
     else:
         shape = loaded.geometry
-    tested = never_stops(shape, device)
+    tested = choose_test_config(shape, device)
     if tested is None:
         return []
 

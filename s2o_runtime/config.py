@@ -286,6 +286,11 @@ class LayerConfig:
         heads = tuple(replace(head, mode="dense") for head in self.heads)
         return replace(self, heads=heads, scores="input", last_rows=0)
 
+    def as_exact(self) -> LayerConfig:
+        """The same layer with S2O that never stops, so that it computes dense attention."""
+        heads = (replace(head, tau=0.0) for head in self.heads)
+        return replace(self, heads=tuple(heads), scores="input")
+
     def with_tile(self, tile: TileConfig) -> LayerConfig:
         """The same layer with another tile. Raises ConfigError as `validate` does."""
         return replace(self, tile=tile).validate()

@@ -8,7 +8,6 @@ written, another scale of the scores, and masks or biases that only the stock ba
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,14 +42,10 @@ def short_prompt(batch: Batch) -> Run | None:
     return None
 
 
-def never_stops(layer: LayerFit) -> LayerConfig | None:
+def exact_config(layer: LayerFit) -> LayerConfig | None:
     """A configuration of the layer's kernels with which it is dense attention; None if the layer is always dense."""
-    for length in layer.lengths:
-        config = layer.config(length)
-        if not config.is_dense:
-            heads = (replace(head, tau=0.0) for head in config.heads)
-            return replace(config, heads=tuple(heads), scores="input")
-    return None
+    configs = map(layer.config, layer.lengths)
+    return next((config.as_exact() for config in configs if not config.is_dense), None)
 
 
 def self_test(
@@ -76,7 +71,7 @@ def self_test(
         scale: of the scores.
     """
     layer.tested = True
-    config = never_stops(layer)
+    config = exact_config(layer)
     if config is None:
         return
     edges, seq_lens, table = batch.tensors_of(run)

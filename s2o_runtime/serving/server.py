@@ -27,7 +27,7 @@ from s2o_runtime.profile.find import find_profile
 from s2o_runtime.sequences import PagedKeys, packed_starts
 from s2o_runtime.serving.calls import cache_obstacle
 from s2o_runtime.serving.fit import STRICT, NoFit, ProfileFit, Rank, check_model, row_weights, weights_mismatch
-from s2o_runtime.serving.self_test import never_stops
+from s2o_runtime.serving.self_test import exact_config
 from s2o_runtime.version import __version__
 
 PROFILE_VARIABLE = "S2O_PROFILE"
@@ -240,7 +240,7 @@ class Server:
         """
         kinds: dict[object, LayerConfig] = {}
         for layer in self.fit.layers:
-            for config in filter(None, [*map(layer.config, self.fit.profile.lengths), never_stops(layer)]):
+            for config in filter(None, [*map(layer.config, self.fit.profile.lengths), exact_config(layer)]):
                 if not config.is_dense:
                     kinds.setdefault(_compiled_kind(config), config)
         at_once = min(THREADS, os.cpu_count() or 1) if query.is_cuda else 1  # Triton's interpreter is for one
