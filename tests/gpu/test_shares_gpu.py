@@ -139,7 +139,7 @@ def test_a_chunk_behind_a_long_prompt_is_split_here():
     gpu = resources(torch.device("cuda"))
     programs = max(1, gpu.sm_count // 8)
     sizes = (8, 128 * programs), (2, 256 * programs + 131072), (2, 256 * programs + 131072)
-    tensors = (torch.empty(1, *size, 128, device="meta") for size in sizes)
+    tensors = (torch.empty(1, *size, 128, dtype=torch.bfloat16, device="cuda") for size in sizes)
     assert key_shares(Call.of(*tensors, config_of(HOPPER)), programs, gpu) >= 4
 
 
