@@ -52,8 +52,8 @@ def test_stopping_follows_the_reference(shape, stop_rule, tau, nan_filled):
     ours, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
     theirs, _, expected = s2o_attention(q, k, v, config, kv_start=kv_start, backend="reference", return_stats=True)
     ours_error, theirs_error = relative_error(ours, truth), relative_error(theirs, truth)
-    # The kernel leaves steps of one bucket of ranks as they lie, the reference sorts them. The paper's rule looks at one
-    # chunk alone, so this order decides where it stops; REST looks at all that is left. 5e-3 is the rounding to bf16, 2^-8.
+    # The kernel leaves steps of one bucket of ranks as they lie, and the reference sorts them: with the paper's rule,
+    # which looks at one chunk alone, this order decides where a tile stops. 5e-3 is the rounding to bf16, 2^-8.
     assert abs(ours_error - theirs_error) <= (1.5 if stop_rule is StopRule.PAPER else 0.1) * theirs_error + 5e-3
     one_check = config.tile.stride / (k.shape[2] / 2)  # of the keys that a row sees on average
     torch.testing.assert_close(stats.density, expected.density, rtol=0.03, atol=0.005 + one_check / 2)

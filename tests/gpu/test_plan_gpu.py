@@ -179,6 +179,7 @@ def test_pointers_that_are_not_aligned_run_the_long_way(replays):
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("return_stats", [False, True], ids=["", "stats"])
+@pytest.mark.usefixtures("alone")
 def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsys):
     config = LayerConfig.uniform(32, tau=0.5, segment=256, tile=tile)
     q, k, v = laid_out(4096, heads=32, kv_heads=8)
