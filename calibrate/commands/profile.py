@@ -36,7 +36,7 @@ EXAMPLES = (
 )
 # the options of s2o-calibrate that a command takes, and their defaults in it
 REBUDGET = {
-    "budget_mse": "", "ceiling_rel_mse": f"{DEFAULT_CEILING:g}", "budget_rel_mse": "", "budget_kl": "",
+    "budget_mse": "", "ceiling_rel_mse": f"{DEFAULT_CEILING:g}", "budget_rel_mse": "",
     "worst_rows": "the profile's", "journal": "beside the profile", "out": "<budget>.safetensors here",
 }  # fmt: skip
 RETILE = {"device": "a GPU if there is one", "out": "<profile>-<gpu>.safetensors here"}
@@ -152,7 +152,7 @@ def rebudget(flags: Flags) -> int:
     flags: "profile" and some of `REBUDGET`.
     """
     if not {f"budget_{kind}" for kind in KINDS} & flags.keys():
-        raise ConfigError("rebudget needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl")
+        raise ConfigError("rebudget needs the new budget: give --budget-mse or --budget-rel-mse")
     budget, worst_rows = Budget.of(flags), flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
     ceiling = f"-ceiling-{budget.ceiling or 0:g}" if "ceiling_rel_mse" in flags else ""

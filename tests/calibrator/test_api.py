@@ -37,7 +37,7 @@ def test_it_does_what_the_command_does(tiny_folder, tmp_path, monkeypatch, capsy
     recipe = Recipe.of(given | {"model": str(tiny_folder), "out": Path("b/named.safetensors")})
     assert recipe.budget == Budget("rel_mse", 1e-2)
     assert calibrate(recipe, progress=False).journal_reused > 0
-    flags = "--budget-rel-mse 1e-2 --lengths 512 --segments 64,128 --trials 1 --representatives 1,4 --num-prompts 1"
+    flags = "--budget-rel-mse 1e-2 --lengths 512 --segments 64,128 --trials 1 --num-prompts 1"
     flags += " --num-held-out 1 --num-certify 0 --device cpu --json --out c/named.safetensors --journal"
     capsys.readouterr()
     assert command.main([*flags.split(), str(journal), "--model", str(tiny_folder)]) == 0

@@ -108,8 +108,8 @@ def test_dry_run_prints_the_plan_and_stops(command, plan_of, tmp_path):
     lines = command(*GOOD, "--seed", 3, "--dry-run").stdout.splitlines()
     assert [re.split("  +", line)[0] for line in lines if not line.startswith("busy")] == [*first, "seed", "device"]
     assert all(f"{plan[name]}\n" in "\n".join([*lines, ""]) for name in first)
-    text = re.sub(" +", " ", command(*GOOD, "--dry-run", "--representatives", "8,1", "--verbose").stdout)
-    for line in ("representatives 1, 8 (given)", "num held out 10 of each length", "trials 16 for"):
+    text = re.sub(" +", " ", command(*GOOD, "--dry-run", "--scores", "input,int8", "--verbose").stdout)
+    for line in ("scores input, int8 (given)", "num held out 10 of each length", "trials 16 for"):
         assert f"\n{line}" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -189,8 +189,6 @@ def test_a_dry_run_writes_a_recipe_that_runs_the_same(command, plan_of, tmp_path
         (["SLOWER"], ["longer prompts", "dense"], "error"),
         (["OVER_LIMIT", "LOST_NEEDLES"], ["allow less error"], "more error"),
         (["OVER_LIMIT", "OVER_LIMIT", "SLOWER"], ["allow more error", "longer prompts"], "less error"),
-        (["OVER_KL"], ["--num-prompts"], "error"),
-        (["OVER_KL", "SLOWER"], ["longer prompts"], "--num-prompts"),
     ],
 )
 def test_what_helps_depends_on_what_failed(kinds, phrases, never):
@@ -346,7 +344,7 @@ def test_a_plan_without_a_tokenizer_says_so_and_reads_the_files_all_the_same(com
 def test_a_scheduler_that_does_not_answer_is_named_while_it_is_waited_for(command, monkeypatch):
     from calibrate.work import cluster
 
-    monkeypatch.setattr(cluster, "CONNECT", 1.0)
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 1.0)
     outcome = command(*GOOD, "--scheduler", "tcp://127.0.0.1:9", "--dry-run")
     waiting, sentence = (line for line in outcome.stderr.splitlines() if "127.0.0.1" in line)
     assert (outcome.returncode, waiting) == (4, "waiting for scheduler tcp://127.0.0.1:9, at most 1 s ..")

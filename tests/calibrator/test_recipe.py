@@ -32,7 +32,7 @@ TOGETHER = {  # options that have to fit others, as sets of them that do
     "check_lengths": [{}, {"check_lengths": None}, {"check_lengths": ()}, {"check_lengths": (3 << 19, 3 << 20)}],
     "budgets": [{}, {"budget_rel_mse": 0.5}, {"budget_mse": 1e-5}, {"budget_mse": 0.1, "ceiling_rel_mse": None},
                 {"budget_mse": 1e-5, "ceiling_rel_mse": 2e-3, "budget_scope": "model", "kv_cache_dtype": "fp8"},
-                {"budget_kl": 5e-3}, {"kv_cache_dtype": "fp8"}],
+                {"kv_cache_dtype": "fp8"}],
     "texts": [{}, {"domains": ("prose", "chinese")}, {"prompts": (Path("mine.jsonl"), Path("folder/b"))}],
     "workers": [{}, {"gpus": 2}, {"scheduler": "tcp://head:8786", "target_gpu": "H200"}],
     "files": [{"out": Path("profiles/p.safetensors")}],
@@ -69,8 +69,7 @@ def save(folder, text):
 @given(options=options_that_fit())
 def test_a_recipe_survives_yaml_and_its_record(options, folder):
     made = Recipe.of(options)
-    assert all(getattr(made, OPTIONS[name].field) == value for name, value in options.items() if "mse" not in name
-               and name != "budget_kl")  # fmt: skip
+    assert all(getattr(made, OPTIONS[name].field) == value for name, value in options.items() if "mse" not in name)
     from_yaml = load_yaml(save(folder, made.to_yaml()))
     others = {f"budget_{kind}" for kind in KINDS} - {f"budget_{made.budget.kind}"}
     others |= set() if made.budget.kind == "mse" else {"ceiling_rel_mse"}
@@ -148,8 +147,7 @@ def test_flags_override_a_file():
     assert merge_options(file, {}) == file
     assert merge_options(file, {"trials": 9}) == file | {"trials": 9}
     assert merge_options(file, {"budget_mse": 2.0}) == file | {"budget_mse": 2.0}
-    for budget in ({"budget_rel_mse": 0.1}, {"budget_kl": 0.1}):
-        assert merge_options(file, budget) == without_budget | budget
+    assert merge_options(file, {"budget_rel_mse": 0.1}) == without_budget | {"budget_rel_mse": 0.1}
 
 
 def test_a_budget_in_mse_has_a_ceiling_unless_it_is_switched_off():
@@ -186,11 +184,8 @@ def test_a_layer_may_have_the_smaller_of_the_two_limits():
         ({"check_lengths": (512, 1536)}, "check length 512 is below 1024, the shortest that is calibrated"),
         ({"lengths": (4096, 4200)}, "lengths 4096 and 4200 are less than an eighth of an octave apart"),
         ({"budget_mse": 1.0, "budget_rel_mse": 1.0}, "budget_mse and budget_rel_mse are both given: choose one"),
-        ({"budget_kl": 5e-3, "budget_rel_mse": 0.1}, "budget_rel_mse and budget_kl are both given: choose one"),
-        ({"budget_kl": 1e-3, "budget_scope": "layer"}, "budget_scope layer does not go with budget_kl.*: leave"),
-        ({"budget_kl": 1e-3, "kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 does not go with budget_kl"),
         ({"ceiling_rel_mse": 0.1}, r"ceiling_rel_mse 0\.1 goes with budget_mse only, but the budget is rel_mse 0\.001"),
-        ({"budget_kl": 0.1, "ceiling_rel_mse": 0.1}, r"with budget_mse only, but the budget is kl 0\.1: leave it out"),
+        ({"budget_rel_mse": 0.1, "ceiling_rel_mse": 0.1}, r"mse only, but the budget is rel_mse 0\.1: leave it out"),
         ({"prompts": (Path("a"),), "domains": ("code",)}, "domains code are of the built-in text, but prompts are"),
         ({"domains": ("code", "code")}, "domains code,code name one twice: leave one out"),
         ({"gpus": 2, "scheduler": "tcp://a:1"}, "gpus 2 starts workers here, but scheduler tcp://a:1 has its own"),
@@ -270,11 +265,3 @@ def test_a_record_of_another_version_is_refused(change, message):
     record = {name: value for name, value in (record | change).items() if value is not None or name not in change}
     with pytest.raises(ValueError, match=message):
         Recipe.from_record(record, Path("p"))
-
-
-def test_a_budget_in_kl_is_of_the_model():
-    made = recipe(budget_kl=5e-3)
-    assert (made.scope, made.budget.unit, str(made.budget)) == ("model", "mse", "kl-0.005")
-    assert recipe().with_budget(made.budget) == made
-    assert made.with_budget(DEFAULT_BUDGET) == recipe()
-    assert recipe(budget_scope="model").with_budget(Budget("mse", 1.0)).scope == "model"
