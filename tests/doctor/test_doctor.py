@@ -22,7 +22,7 @@ from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.doctor import findings, profile_check, self_test
 from s2o_runtime.doctor.command import examine, main
-from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit_code
+from s2o_runtime.doctor.findings import Finding, Section, choose_exit_code, render_json, render_text
 from s2o_runtime.reference import attention
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.serving.fit import ProfileFit, Rank
@@ -44,7 +44,7 @@ CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Thu
 @pytest.fixture
 def quick(monkeypatch):
     """Without the self-test, which has tests of its own."""
-    monkeypatch.setattr(self_test, "self_test", lambda device: [Finding("kernel", "left out")])
+    monkeypatch.setattr(self_test, "run_self_test", lambda device: [Finding("kernel", "left out")])
 
 
 def doctor(capsys, *arguments, run=main):
@@ -91,12 +91,12 @@ def test_the_text_marks_what_to_read(capsys, tmp_path):
 def test_problems_decide_the_exit_code_bad_input_first():
     fine, missing = Finding("a", "b"), Finding("c", "d", "e", NO_RESOURCE)
     wrong = Finding("f", "g\x1b[31m", "h", BAD_INPUT)
-    assert exit_code([Section("s", [fine])]) == OK
-    assert exit_code([Section("s", [fine, missing])]) == NO_RESOURCE
+    assert choose_exit_code([Section("s", [fine])]) == OK
+    assert choose_exit_code([Section("s", [fine, missing])]) == NO_RESOURCE
     sections = [Section("s", [missing]), Section("t", [wrong, Finding("i", "j", "k")])]
-    assert exit_code(sections) == BAD_INPUT
-    assert as_json(sections)["t"]["findings"][0]["verdict"] == "problem"
-    assert as_text(sections) == "s\n! c  d: e\n\nt\n! f  g [31m: h\n- i  j: k\n\nnot ready: c, f (marked with !)"
+    assert choose_exit_code(sections) == BAD_INPUT
+    assert render_json(sections)["t"]["findings"][0]["verdict"] == "problem"
+    assert render_text(sections) == "s\n! c  d: e\n\nt\n! f  g [31m: h\n- i  j: k\n\nnot ready: c, f (marked with !)"
 
 
 def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
@@ -114,18 +114,18 @@ def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
 
 
 def test_without_torch_nothing_else_is_looked_at(monkeypatch):
-    monkeypatch.setattr(findings, "installed", lambda package: None)
+    monkeypatch.setattr(findings, "find_version", lambda package: None)
     (section,) = examine(DEMO_PROFILE)
     assert by_name(section.findings)["torch"].code == NO_RESOURCE
-    assert exit_code([section]) == NO_RESOURCE
+    assert choose_exit_code([section]) == NO_RESOURCE
 
 
 def test_a_torch_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    finding = findings.installation("torch")
+    finding = findings.check_package("torch")
     assert finding.code == NO_RESOURCE
     assert "it cannot be imported (ModuleNotFoundError: " in finding.advice
-    assert {"torch", "vllm", "sglang"} <= set(by_name(findings.environment()))
+    assert {"torch", "vllm", "sglang"} <= set(by_name(findings.check_environment()))
 
 
 @pytest.mark.parametrize(("text", "version"), [(OPEN_DRIVER, "570.86.15"), (CLOSED_DRIVER, "535.161.08")])
@@ -135,22 +135,22 @@ def test_a_driver_that_torch_cannot_use_is_a_problem(text, version, tmp_path, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (finding,) = findings.driver()
+    finding = findings.check_driver()
     assert finding == Finding(
         "driver", f"NVIDIA {version}", "this torch is built without CUDA: install a CUDA build of it", NO_RESOURCE
     )
-    assert next(findings.driver(wants_gpu=False)).verdict == "note"
+    assert findings.check_driver(wants_gpu=False).verdict == "note"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert "driver must be one for CUDA 12.8 or newer" in next(findings.driver()).advice
+    assert "driver must be one for CUDA 12.8 or newer" in findings.check_driver().advice
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES is ''" in next(findings.driver()).advice
+    assert "CUDA_VISIBLE_DEVICES is ''" in findings.check_driver().advice
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert next(findings.driver()) == Finding("driver", f"NVIDIA {version}")
+    assert findings.check_driver() == Finding("driver", f"NVIDIA {version}")
 
 
 def test_no_driver_is_no_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(findings, "DRIVER", tmp_path / "version")
-    assert list(findings.driver()) == [Finding("driver", "no NVIDIA driver is loaded")]
+    assert findings.check_driver() == Finding("driver", "no NVIDIA driver is loaded")
 
 
 def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
@@ -161,13 +161,13 @@ def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
     ]
     monkeypatch.setattr(findings.metadata, "requires", lambda package: requires)
     versions = {"triton": "3.5.1", "transformers": "5.1.0"}
-    monkeypatch.setattr(findings, "installed", versions.get)
-    assert findings.installation("transformers") == Finding("transformers", "5.1.0")
-    assert findings.installation("triton").advice == (
+    monkeypatch.setattr(findings, "find_version", versions.get)
+    assert findings.check_package("transformers") == Finding("transformers", "5.1.0")
+    assert findings.check_package("triton").advice == (
         "S2O is made for triton>=3.6,<3.10: install one of these versions"
     )
-    assert findings.required("torch") == ">=2.6"
-    assert findings.required("numpy") is None
+    assert findings.find_requirement("torch") == ">=2.6"
+    assert findings.find_requirement("numpy") is None
 
 
 def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
@@ -175,12 +175,15 @@ def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
     monkeypatch.setattr(findings.shutil, "which", lambda name: None)
     monkeypatch.setattr(findings.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.delenv("CC", raising=False)
-    assert [(one.name, one.verdict) for one in findings.compiler()] == [("C compiler", "note"), ("headers", "note")]
+    assert [(one.name, one.verdict) for one in findings.check_compiler()] == [
+        ("C compiler", "note"),
+        ("headers", "note"),
+    ]
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(findings.shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
-    assert list(findings.compiler()) == []
+    assert list(findings.check_compiler()) == []
     monkeypatch.setenv("CC", "mycc")
-    assert "CC names mycc" in next(findings.compiler()).advice
+    assert "CC names mycc" in next(findings.check_compiler()).advice
 
 
 @pytest.fixture
@@ -191,9 +194,9 @@ def installation_of(tmp_path, monkeypatch):
     def make(name, version):
         spec = SimpleNamespace(origin=str(tmp_path / name / "__init__.py"))
         monkeypatch.setattr(importlib.util, "find_spec", lambda package: spec if package == name else real(package))
-        monkeypatch.setattr(findings, "installed", {name: version}.get)
-        (server,) = (server for server in findings.SERVERS if server.package == name)
-        return partial(findings.server_installation, server)
+        monkeypatch.setattr(findings, "find_version", {name: version}.get)
+        (server,) = (server for server in findings.SERVERS if server[0] == name)
+        return partial(findings.check_server, *server)
 
     return make
 
@@ -233,7 +236,7 @@ def test_a_server_is_known_by_its_sources_alone(
 
 
 def test_the_servers_are_named_whether_or_not_they_are_here(monkeypatch):
-    shown = by_name(findings.environment(wants_gpu=False))
+    shown = by_name(findings.check_environment(wants_gpu=False))
     assert {"vllm", "sglang"} <= set(shown)
 
 
@@ -305,7 +308,7 @@ def test_a_wrong_reference_is_noticed(monkeypatch):
         return result._replace(out=result.out * 1.001)
 
     monkeypatch.setattr(self_test, "s2o_attention", wrong)
-    (finding,) = self_test.self_test(CPU)
+    (finding,) = self_test.run_self_test(CPU)
     assert finding.code == NO_RESOURCE
     assert "expected an error of 1e-05 at most without stopping" in finding.advice
 
@@ -315,13 +318,13 @@ def test_what_keeps_the_self_test_from_running_is_said(monkeypatch):
         raise RuntimeError("Failed to find C compiler.\nmore")
 
     monkeypatch.setattr(self_test, "s2o_attention", broken)
-    (finding,) = self_test.self_test(CPU)
+    (finding,) = self_test.run_self_test(CPU)
     assert (finding.value, finding.code) == ("RuntimeError: Failed to find C compiler.", NO_RESOURCE)
 
 
 def test_naive_attention_is_softmax_row_by_row():
-    q, k, v = self_test.inputs(9, 8, torch.float64, CPU)
-    out = self_test.naive_attention(q, k, v)
+    q, k, v = self_test.make_inputs(9, 8, torch.float64, CPU)
+    out = self_test.compute_naive_attention(q, k, v)
     for head, row in [(0, 0), (1, 4), (3, 8)]:
         weights = torch.softmax(k[0, head // 2, : row + 1] @ q[0, head, row] / 8**0.5, 0)
         torch.testing.assert_close(out[0, head, row], weights @ v[0, head // 2, : row + 1])
@@ -348,7 +351,7 @@ def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypat
 
     def advice(head, factor):
         monkeypatch.setattr(self_test, "s2o_attention", wrong(head, factor))
-        return self_test.kernel_test(CPU, tile, 573, torch.float32)[1]
+        return self_test.check_kernel(CPU, tile, 573, torch.float32)[1]
 
     assert advice(0, 1.0) == ""
     assert advice(2, 1.01).startswith("expected at most twice SDPA's error in head 2")
@@ -367,7 +370,7 @@ def test_these_are_the_tiles_of_every_gpu(monkeypatch):
     tiles = {}
     for gpu in [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]:
         monkeypatch.setattr(self_test, "capability", lambda device, gpu=gpu: gpu)
-        tiles[gpu] = list(self_test.kernel_tiles(CPU))
+        tiles[gpu] = self_test.list_kernel_tiles(CPU)
     assert {tile for of_gpu in tiles.values() for tile in of_gpu} == set(GPU_TILES.values())
     assert {gpu: {tile.specialized for tile in of_gpu} for gpu, of_gpu in tiles.items()} == {
         gpu: {False, True} if gpu == (9, 0) else {False} for gpu in tiles
@@ -380,10 +383,10 @@ by_reference = partial(s2o_attention, backend="reference", return_stats=True)
 @cache
 def compared(tile, length):
     """q, k and v of the self-test, to be read only, and a function that judges a result for them as a kernel's."""
-    q, k, v = self_test.inputs(length, 128, torch.bfloat16, CPU, 0)
-    theirs = by_reference(q, k, v, self_test.layer(tile))
+    q, k, v = self_test.make_inputs(length, 128, torch.bfloat16, CPU, 0)
+    theirs = by_reference(q, k, v, self_test.make_layer(tile))
     truth, dense = exact_attention(q, k, v), dense_attention(q, k, v)
-    return (q, k, v), lambda ours: self_test.judged_kernel(tile, ours, theirs, truth, dense)[1]
+    return (q, k, v), lambda ours: self_test.judge_kernel(tile, ours, theirs, truth, dense)[1]
 
 
 OF_TILES = [
@@ -409,8 +412,8 @@ def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, 
         return real(gain, begin, end, prefix, head, tile)
 
     monkeypatch.setattr(attention, "stops", stops)
-    q, k, v = self_test.inputs(length, head_dim, torch.bfloat16, CPU, seed)
-    result = by_reference(q, k, v, self_test.layer(tile))
+    q, k, v = self_test.make_inputs(length, head_dim, torch.bfloat16, CPU, seed)
+    result = by_reference(q, k, v, self_test.make_layer(tile))
     ratio = torch.cat(ratios)
     assert not ((ratio > 0.5) & (ratio < 4)).any(), ratio
     assert (ratio <= 0.5).any()
@@ -445,7 +448,7 @@ def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
         off_q, off_k = rounded(q), rounded(k)
         assert not torch.equal(off_q, q)
         assert not torch.equal(off_k, k)
-        assert not judged(by_reference(off_q, off_k, v, self_test.layer(tile)))
+        assert not judged(by_reference(off_q, off_k, v, self_test.make_layer(tile)))
 
 
 def wrong_kernel(inputs=lambda *qkv: qkv, order=lambda ranked: ranked, output=lambda *tensors: None, **of_heads):
@@ -507,7 +510,7 @@ WRONG_KERNELS = {
 )
 def test_a_wrong_kernel_does_not_pass(wrong, expected, tile):
     tensors, judged = compared(tile, 2045)
-    assert expected in judged(wrong_kernel(**wrong)(*tensors, self_test.layer(tile)))
+    assert expected in judged(wrong_kernel(**wrong)(*tensors, self_test.make_layer(tile)))
 
 
 # profiles and models
@@ -525,7 +528,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
         with torch.no_grad():
             model(torch.arange(length)[None] + 100, logits_to_keep=1)
         ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
-        foreseen = profile_check.outcomes(ProfileFit(profile, Rank(), CPU), length)
+        foreseen = profile_check.list_outcomes(ProfileFit(profile, Rank(), CPU), length)
         assert {(layer, path) for layer, path, _ in foreseen} == ran.keys()
         assert all(ran[layer, path] == reason for layer, path, reason in foreseen if path == "dense")
         seen |= {path for _, path, _ in foreseen}
@@ -578,7 +581,7 @@ def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
     ("numbers", "words"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0 to 2, 5"), ([1, 3, 4], "1, 3 to 4")]
 )
 def test_ranges_in_words(numbers, words):
-    assert profile_check.ranges(numbers) == words
+    assert profile_check.format_ranges(numbers) == words
 
 
 @pytest.mark.usefixtures("quick", "offline")
@@ -597,7 +600,7 @@ def test_the_calibrators_doctor_knows_aliases_and_what_a_calibration_would_find(
 
 def test_transformers_is_needed_for_a_model_only(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr(self_test, "self_test", lambda device: [])
+    monkeypatch.setattr(self_test, "run_self_test", lambda device: [])
     sections = {section.name: section for section in examine(model="a/b", profile=DEMO_PROFILE, device="cpu")}
     assert by_name(sections["model"].findings)["model"].code == NO_RESOURCE
     assert "1024 tokens" in by_name(sections["profile"].findings)

@@ -27,13 +27,13 @@ from transformers import (
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import s2o_runtime
-import s2o_runtime.huggingface.hf as hf
 from calibrate import Recipe, pipeline
 from calibrate.model.models import in_memory
 from calibrate.model.weights import model_class
 from s2o_runtime import explain, patch, patched, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import Geometry, fingerprint, geometry
+from s2o_runtime.logs import log_once
 from s2o_runtime.profile import Profile, load_profile
 from support.architectures import ALL_RUN, CASES, COMPILED, LINEAR, RUNNING, RUNS, SILENT, SLIDING, WINDOWED, Case
 from support.marks import all_but_first
@@ -287,7 +287,7 @@ def test_loaded_by_name_without_a_profile(name, eager, info_log):
     """Such a model is dense, says so, and takes a profile later."""
     s2o_runtime.register()
     model, ids = twin(eager, "s2o"), prompt(LENGTH)
-    hf._say_unpatched.cache_clear()
+    log_once.cache_clear()
     close(model(ids).logits, eager(ids).logits)
     check_batch(model, eager, *padded_batch(length=LENGTH))
     assert info_log.text.count("runs dense: the model has no profile") == CASES[name].runs

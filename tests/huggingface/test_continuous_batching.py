@@ -154,7 +154,7 @@ def test_models_that_the_profile_is_not_of_have_transformers_own(taken_over, mon
     prompts = prompts_of()
     monkeypatch.setattr(sdpa, "s2o_paged_forward", None)  # is not called
     ours = generated(model, prompts)
-    sdpa.give_back()
+    sdpa.restore_sdpa()
     assert [result.logprobs for result in ours] == [result.logprobs for result in generated(model, prompts)]
 
 

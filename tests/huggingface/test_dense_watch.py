@@ -74,7 +74,7 @@ def test_more_than_nine_in_ten_and_the_most_frequent_reason(caplog):
     for watch, dense in ((few, 900), (many, 901)):
         for call in range(1000):
             reason = "rare" if call % 3 == 0 else "frequent"
-            watch.see(*(("dense", reason) if call < dense else ("s2o", "it runs")), 100)
+            watch.count(*(("dense", reason) if call < dense else ("s2o", "it runs")), 100)
     [warning] = warnings(caplog)
     assert "901 of the first 1000 calls" in warning
     assert f"most often (600) for this reason: frequent; {OTHERWISE}" in warning
@@ -83,7 +83,7 @@ def test_more_than_nine_in_ten_and_the_most_frequent_reason(caplog):
 def test_short_prompts_that_are_not_nearly_all_leave_the_long_ones_to_be_judged(caplog):
     watch = DenseWatch(1, 100)
     for call in range(2000):
-        watch.see("dense", "a reason", 99 if call % 2 else 100)
+        watch.count("dense", "a reason", 99 if call % 2 else 100)
     [warning] = warnings(caplog)
     assert "1000 of the first 1000 calls of attention layers with 100 keys or more" in warning
 
@@ -158,7 +158,7 @@ def test_requests_of_a_batch_are_long_by_their_keys(model, caplog, longest, said
     """A batch of continuous batching has the new tokens of all requests in one row."""
     model.set_attn_implementation("eager")
     [attention] = [layer.self_attn for layer in model.model.layers if layer.self_attn._forward_pre_hooks]
-    layer_states(model)[0].watch.see_forward(attention, (torch.zeros(1, 300, 64),), {"max_length_k": longest})
+    layer_states(model)[0].watch.check_forward(attention, (torch.zeros(1, 300, 64),), {"max_length_k": longest})
     assert len(warnings(caplog)) == said
 
 

@@ -6,10 +6,10 @@ import pickle
 import pytest
 import torch
 
-import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import Explanation, LayerConfig, TileConfig, explain, patch, s2o_attention
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.counters import SAMPLES, WARM, Meter
 from support.models import LENGTH, RUNS, make_profile, new_model, padded_batch, prompt
 
@@ -101,7 +101,7 @@ def test_samples_are_few_and_spread_over_all_calls():
         if sample is not None:
             kept.append(number)
             meter.end(sample, ("dense", "kind"), None, CPU)
-    held = sorted(sample.number for sample in meter._kinds["kind"].kept.values())
+    held = sorted(sample.number for sample in meter._kept["kind"].values())
     assert len(held) == SAMPLES
     # uniform over 4000: of 16 the median lies this far from the middle once in 10^4 times at most
     assert 400 < held[SAMPLES // 2] < 3600
@@ -130,7 +130,7 @@ def test_copies_start_anew(model):
 
 @torch.no_grad()
 def test_one_log_line_for_a_reason_and_none_for_a_call(model, info_log):
-    layers._say_once.cache_clear()
+    log_once.cache_clear()
     for length in (LENGTH, 40, LENGTH, 40, 50):
         model(prompt(length))
     assert sorted(record.getMessage() for record in info_log.records if "layers run" in record.getMessage()) == [

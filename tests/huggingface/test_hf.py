@@ -31,6 +31,7 @@ from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.identity import fingerprint
+from s2o_runtime.logs import log_once
 from s2o_runtime.profile import device_fit, save_profile
 from support.models import LENGTH, SIZES, close, make_profile, new_model, padded_batch, paths, prompt, twin, used_s2o
 from support.naive import naive_attention
@@ -82,7 +83,7 @@ def test_the_last_rows_of_each_call_are_dense(eager):
 
 @torch.no_grad()
 def test_attention_weights_that_are_asked_for_are_said_to_be_none(patched, ids, caplog):
-    hf._warn_attentions.cache_clear()
+    log_once.cache_clear()
     for _ in range(2):
         assert not patched(ids, output_attentions=True).attentions
     assert [record.getMessage().partition(":")[0] for record in caplog.records if record.name == "s2o_runtime"] == [
