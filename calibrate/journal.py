@@ -242,6 +242,11 @@ class Journal:
                 raise ResourceError(
                     f"journal {self.path} is being written by another run: wait for it, or give another {self._option}"
                 ) from error
+            if self.identity and (not self.path.exists() or "DBMOVED" in getattr(error, "sqlite_errorname", "")):
+                raise ResourceError(
+                    f"journal {self.path} was removed or replaced during this run, and what was measured is lost: run "
+                    "the same command again"
+                ) from error
             code = errno.ENOSPC if "full" in str(error) else errno.EIO
             raise write_failure(self.path, OSError(code, str(error))) from error
         except sqlite3.DatabaseError as error:

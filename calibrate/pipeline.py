@@ -57,7 +57,7 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity, capability
 from s2o_runtime.errors import InputError, S2OError
-from s2o_runtime.identity import geometry
+from s2o_runtime.identity import geometry, split_fingerprint
 from s2o_runtime.profile import Profile, save_profile
 from s2o_runtime.tiles import candidate_tiles
 
@@ -354,7 +354,7 @@ def _candidate(run: _Run, chosen: dict[int, Chosen]) -> Candidate:
 def journal_identity(model: LoadedModel | Executor, device: DeviceIdentity) -> dict[str, Any]:
     """What a journal's measurements hold for."""
     return {
-        "model": {"name": model.name, "fingerprint": model.fingerprint, **model.geometry.as_json()},
+        "model": {"name": model.name, **split_fingerprint(model.fingerprint), **model.geometry.as_json()},
         "device": {"kind": device.kind},  # keys of times say which GPU
-        "versions": {name: text for name, text in versions().items() if name in ("s2o", "torch", "triton")},
+        "versions": {name: text for name, text in versions().items() if name not in ("python", "optuna")},
     }

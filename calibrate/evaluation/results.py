@@ -22,6 +22,7 @@ from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.versions import versions
 from s2o_runtime.devices import identify
+from s2o_runtime.identity import split_fingerprint
 
 DENSE_CAN = 0.5  # a task of which the dense model answers less says nothing about what a variant loses
 
@@ -41,7 +42,7 @@ def open_journal(plan: EvaluationPlan, loaded: LoadedModel) -> Journal:
     """
     device = identify(loaded.weights.device)
     identity = {
-        "model": {"name": loaded.name, "fingerprint": loaded.fingerprint},
+        "model": {"name": loaded.name, **split_fingerprint(loaded.fingerprint)},
         "device": {"kind": device.kind, "name": device.name, "sm_count": device.sm_count},
         "versions": {name: text for name, text in versions().items() if name != "optuna"},
         "tokenizer": plan.tokenizer,

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from s2o_runtime.errors import ModelError, ResourceError, first_line
 from s2o_runtime.identity import (
     RANDOM,
+    compose_fingerprint,
     fingerprint,
     geometry,
     offloaded,
     sampled_fingerprint,
     stored_tensors,
-    with_rope,
 )
 
 RESIDENT_SHARE = 4  # a model stays on the device if its weights take no more than this part of the memory: a quarter
@@ -178,7 +178,7 @@ class Weights:
     @property
     def fingerprint(self) -> str:
         """The same as `s2o_runtime.identity.fingerprint` of the whole model, for weights from a checkpoint."""
-        return with_rope(self.source.fingerprint(self._blanks), self.model.config)
+        return compose_fingerprint(self.source.fingerprint(self._blanks), self.model.config)
 
     @contextmanager
     def on_device(self, *parts: nn.Module) -> Iterator[None]:

@@ -15,7 +15,7 @@ from calibrate.journal import Journal
 from calibrate.model.sensitivity import Sensitivity
 from calibrate.recipe import DEFAULT_CEILING, Recipe
 from s2o_runtime.errors import InputError
-from s2o_runtime.identity import Geometry
+from s2o_runtime.identity import Geometry, config_mismatch, split_fingerprint
 from s2o_runtime.profile import Profile
 
 
@@ -130,7 +130,8 @@ def calibrate_command(recipe: Recipe) -> str:
 
 def _check_identity(journal: Journal, profile: Profile) -> None:
     """Raise InputError if the journal's measurements are of another model or kind of device than the profile."""
-    expected = {("model", "fingerprint"): profile.fingerprint, ("device", "kind"): profile.device.kind}
+    calibrated = split_fingerprint(profile.fingerprint)
+    expected = {("model", "fingerprint"): calibrated["fingerprint"], ("device", "kind"): profile.device.kind}
     for (part, name), value in expected.items():
         measured = journal.identity.get(part)
         actual = measured.get(name) if isinstance(measured, dict) else None
@@ -139,6 +140,8 @@ def _check_identity(journal: Journal, profile: Profile) -> None:
                 f"journal {journal.path} was made with {part}.{name} {actual}, the profile with {value}: "
                 "give the profile's own --journal"
             )
+    if mismatch := config_mismatch(journal.identity["model"].get("config", {}), calibrated.get("config", {})):
+        raise InputError(f"journal {journal.path} is of another model: {mismatch}: give the profile's own --journal")
 
 
 def _prompt_hashes(profile: Profile, length: int) -> list[str | None]:

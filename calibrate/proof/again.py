@@ -100,7 +100,7 @@ def opened(
     before_loading(recipe, preflight(model, config, device=device, lengths=recipe.lengths, random_weights=random))
     loaded = load(model, device, seed=recipe.seed, **recipe.loading)
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
-        raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
+        raise InputError(f"{path} is not of {model}: {mismatch} of the profile: calibrate this model")
     return Opened(profile, recipe, loaded, prompts)
 
 

@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from s2o_runtime.config import HeadConfig, LayerConfig
+from s2o_runtime.identity import split_fingerprint
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import ProvenLength, RecordedBudget
 
@@ -18,7 +19,7 @@ def summary(profile: Profile) -> dict[str, Any]:
     return {
         "model": profile.model_name,
         "architecture": str(profile.geometry),
-        "fingerprint": profile.fingerprint,
+        "fingerprint": split_fingerprint(profile.fingerprint)["fingerprint"],
         "device": str(profile.device),
         "budget": _budget(record.budget),
         "objective": record.objective,

@@ -17,7 +17,7 @@ from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.serving.fit import COMPARED, ProfileFit, Rank, check_model
+from s2o_runtime.serving.fit import ANOTHER, COMPARED, ProfileFit, Rank, check_model
 
 GIB = 1 << 30
 
@@ -195,9 +195,9 @@ def _check_proof(profile: Profile) -> list[Finding]:
 
 def _match_model(profile: Profile, view: ModelView) -> Finding:
     try:
-        compared = check_model(profile, view.config, view.folder)
+        compared = check_model(profile, view.config, view.folder, (ANOTHER,))
     except ProfileError as error:
         return Finding("model", view.name, str(error), BAD_INPUT)
-    if compared == COMPARED:
-        return Finding("model", f"{view.name} is the profile's: {compared}")
+    if compared.startswith(COMPARED):
+        return Finding("model", f"{view.name} is the profile's: {compared}", profile.config_unknown or "")
     return Finding("model", f"{view.name} has the profile's sizes", compared)

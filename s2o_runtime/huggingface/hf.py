@@ -107,8 +107,8 @@ def patch(
         model: a transformers model.
         profile: the model's profile, or the path of its file; None for the one that `s2o_runtime.profile.find` finds in
             the folders of S2O_PROFILES, in `profiles` of the current folder or in the catalogue of the package.
-        strict: refuse a model whose weights or RoPE parameters are not the ones that were calibrated; otherwise that
-            is a warning.
+        strict: refuse a model that computes another function than the calibrated one, by its weights, active adapters,
+            RoPE parameters or config.json, or cannot be compared with it; otherwise that is a warning.
         drift: how it is checked now and then that the errors keep to the profile's budget: a `DriftCheck`; "warn" or
             "dense", that action with the other settings as they are; None or "off", not at all; "auto", "warn" if the
             profile says what errors it allows.
@@ -147,6 +147,10 @@ def patch(
             raise ProfileError(broken or f"{message}: calibrate this model, or patch with strict=False")
         consequence = "the model stays dense" if rejected else broken or "errors and densities may differ"
         log.warning("%s: %s", message, consequence)
+    if unknown := profile.config_unknown:
+        if strict:
+            raise ProfileError(f"{unknown}, or patch with strict=False")
+        log.info("config not compared: %s", unknown)
     states = make_states(profile, list(map(device_of, modules)), drift, beyond, rejected)
     for module, state in zip(modules, states, strict=True):
         state.heads = find_local_heads(module, profile.geometry.query_heads)
@@ -380,7 +384,7 @@ def s2o_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a call of transformers: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] -> [B, Lq, Hq, D]."""
+    """Compute attention: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] -> [B, Lq, Hq, D]."""
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     call = TransformersCall(module, query, key, value, attention_mask, options)
     compiling, scoring = torch.compiler.is_compiling(), call.scoring

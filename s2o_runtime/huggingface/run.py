@@ -226,7 +226,7 @@ def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tup
 
 
 def weights_mismatch(models: list[Any], profile: Profile) -> str | None:
-    """Return how a model's weights or RoPE parameters differ from a profile's, or why that is not known; else None.
+    """Return how a model's function differs from a profile's, or why that is not known; None if it does not.
 
     Args:
         models: the one that was loaded, and what it consists of or is a part of; empty if they are not known.

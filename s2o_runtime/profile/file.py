@@ -40,7 +40,7 @@ from s2o_runtime.config import (
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError, ProfileError
 from s2o_runtime.files import write_atomically
-from s2o_runtime.identity import Geometry, tensor_bytes
+from s2o_runtime.identity import Geometry, join_fingerprint, split_fingerprint, tensor_bytes
 from s2o_runtime.lengths import MAX_LENGTH, length_step
 from s2o_runtime.profile.profile import Profile
 from s2o_runtime.profile.record import Record
@@ -169,7 +169,7 @@ def described(profile: Profile) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "baselines": [],  # versions that gave heads to other methods listed them here
-        "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **profile.geometry.as_json()},
+        "model": {"name": profile.model_name, **split_fingerprint(profile.fingerprint), **profile.geometry.as_json()},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
         "record": profile.record.to_json(),
@@ -391,13 +391,18 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     tile_fields = len(TILE_FIELDS) - (schema == 6)
     _check_tensors(tensors, expected, geometry.query_heads, tile_fields)
     device = _device(_field(document, "device", dict))
-    model_name, fingerprint = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
+    model_name, hashes = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
+    base, config = (
+        _field(model, name, kind, "model.") if name in model else None
+        for name, kind in (("base_fingerprint", str), ("config", dict))
+    )
     record = _record(_field(document, "record", dict), schema)
     if _field(document, "digest", str) != _digest(document, tensors):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
     layers = tuple(
         tuple(_layer(tensors, bucket, index) for index in range(geometry.layers)) for bucket in range(len(lengths))
     )
+    fingerprint = join_fingerprint(hashes, base, config)
     return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from s2o_runtime.config import HeadConfig, KvCacheDtype, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.identity import RANDOM, Geometry
+from s2o_runtime.identity import CONFIG, RANDOM, Geometry
 from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, far_apart, length_step
 from s2o_runtime.profile.record import Record
 
@@ -19,7 +19,7 @@ class Profile:
     """One model's calibration.
 
     model_name: what the calibration was given: an alias, a folder or a hub id.
-    geometry: the sizes of the model; fingerprint: a hash of its weights (`identity.fingerprint`).
+    geometry: the sizes of the model; fingerprint: what names its function (`identity.fingerprint`).
     device: what the tiles were tuned on.
     lengths: the calibrated buckets in tokens, ascending; layers[bucket][layer] is that layer's configuration.
     record: how it was made and what was shown. Of it the runtime reads the budget and the limits of the
@@ -48,6 +48,12 @@ class Profile:
     def kv_cache_dtype(self) -> KvCacheDtype:
         """The type of the server's KV cache that the profile was made for."""
         return "fp8" if (self.record.recipe or {}).get("kv_cache_dtype") == "fp8" else "auto"
+
+    @property
+    def config_unknown(self) -> str | None:
+        """Why a model's config.json cannot be compared with the profile's; None if it can."""
+        known = CONFIG in self.fingerprint
+        return None if known else f"the profile of {self.model_name} lacks the values of config.json: calibrate again"
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """The configuration of a layer for a prompt of `length` keys.

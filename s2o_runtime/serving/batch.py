@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,10 +23,14 @@ class Batch:
         pieces: its requests, or the pieces of them; wherever requests are spoken of here, they are meant.
         max_keys: of one sparse run.
         build_part: makes what the stock backend needs of a run.
+        adapted: whether each request of the server's batch has a LoRA adapter, and is dense; empty if none has.
     """
 
-    def __init__(self, pieces: Pieces, max_keys: int, build_part: Callable[[Run], Any]) -> None:
+    def __init__(
+        self, pieces: Pieces, max_keys: int, build_part: Callable[[Run], Any], adapted: Sequence[bool] = ()
+    ) -> None:
         self.pieces, self._max_keys, self._build_part = pieces, max_keys, build_part
+        self._adapted = adapted
         self._plans: dict[object, BatchPlan] = {}
         self._calls: dict[Run, SparseCall] = {}
         self._parts: dict[Run, Any] = {}
@@ -40,7 +44,7 @@ class Batch:
         """What becomes of the batch's requests in a layer."""
         kind = layer.kind
         if kind not in self._plans:
-            self._plans[kind] = plan(self.pieces, layer.why_dense, self._max_keys)
+            self._plans[kind] = plan(self.pieces, layer.why_dense, self._max_keys, self._adapted)
         return self._plans[kind]
 
     def sparse_call(self, run: Run, page_size: int = 1) -> SparseCall:

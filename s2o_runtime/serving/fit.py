@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, with_rope
+from s2o_runtime.identity import RANDOM, compose_fingerprint, fingerprint_mismatch, geometry
 from s2o_runtime.layer_kinds import text_config
 from s2o_runtime.lengths import length_step
 from s2o_runtime.profile import Profile
@@ -27,7 +28,8 @@ from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
 NO_GPU = (0, 0)  # the capability of a CPU
 TEST_KEYS = 256  # of a prompt that layers are tested on, at least
-COMPARED = "weights compared"  # what `check_model` answers if the weights are the profile's
+COMPARED = "weights compared"  # what `check_model` answers, with "config not compared" behind it where that is so
+STRICT = ANOTHER, UNSEEN, UNKNOWN = "another function", "weights not compared", "config not compared"
 
 log = logging.getLogger("s2o_runtime")
 
@@ -269,53 +271,59 @@ def row_weights(config: Any) -> int:
     return hidden * (2 * head_dim * (heads + kv_heads) + 3 * inner * max(1, experts))
 
 
-def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:
-    """Check that a profile is of the model that is served.
+def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused: Sequence[str] = STRICT) -> str:
+    """Check that a profile is of the model that is served. Returns what was compared, for the log.
 
     Args:
         profile: the profile.
         config: the model's transformers configuration.
         checkpoint: the folder of its safetensors files; None where it is not known.
-        strict: refuse other weights; else they are only reported.
-
-    Returns:
-        What was compared, for the log.
+        refused: what is, of `STRICT`; the rest is only reported. A profile of random weights, a rehearsal's, is not.
 
     Raises:
-        ProfileError: it is of another model; the sentence names the difference.
+        ProfileError: it is of another model; the sentence names the difference. Other sizes are always refused.
     """
     try:
         served = geometry(config)
     except ModelError as error:
         raise ProfileError(f"the served model has no profiles: {error}") from error
+    name = profile.model_name
     if difference := served.difference(profile.geometry):
         raise ProfileError(
-            f"the profile is of {profile.model_name} ({profile.geometry}) but the served model has {difference}: "
+            f"the profile is of {name} ({profile.geometry}) but the served model has {difference}: "
             "calibrate the model that you serve"
         )
-    if profile.fingerprint.startswith(RANDOM) or not profile.fingerprint:
+    if profile.fingerprint.startswith(RANDOM):
         return "weights not compared: the profile is of random ones"
+    calibrated, unseen = profile.fingerprint.partition("+")[0], ""
+    hashes: tuple[str, ...] = (calibrated,)
     if getattr(config, "quantization_config", None) is not None:
-        return "weights not compared: their types differ between checkpoint and model"
-    hashes = () if checkpoint is None else checkpoint_hashes(checkpoint, config)
-    if checkpoint is None or not hashes:
-        return "weights not compared: the checkpoint has no safetensors files here"
-    hashed = next((known for known in hashes if profile.fingerprint.startswith(known)), None)
-    if hashed is None and not names_are_known(config, checkpoint):
-        return "weights not compared: how transformers names those of such a model is not known"
-    mismatch = fingerprint_mismatch(with_rope(hashed or hashes[0], config), profile.fingerprint)
-    if mismatch and strict:
-        raise ProfileError(
-            f"{mismatch} of {profile.model_name}: calibrate the model that you serve, or say "
-            '"strict": false to serve it unproven'
-        )
-    return f"{mismatch} of {profile.model_name}: nothing is proven" if mismatch else COMPARED
+        unseen = "their types differ between checkpoint and model"
+    elif checkpoint is None or not (stored := checkpoint_hashes(checkpoint, config)):
+        unseen = "the checkpoint has no safetensors files here"
+    else:
+        hashes = tuple(known for known in stored if known.startswith(calibrated)) or stored
+        if not hashes[0].startswith(calibrated) and not names_are_known(config, checkpoint):
+            unseen, hashes = "how transformers names those of such a model is not known", (calibrated,)
+    mismatch = fingerprint_mismatch(compose_fingerprint(hashes[0], config), profile.fingerprint)
+    sentences = {
+        ANOTHER: mismatch and f"{mismatch} of {name}: calibrate the model that you serve, or",
+        UNSEEN: unseen and f"weights not compared: {unseen}:",
+        UNKNOWN: profile.config_unknown and f"{profile.config_unknown}, or",
+    }
+    for kind in refused:
+        if sentences[kind]:
+            raise ProfileError(f'{sentences[kind]} say "strict": false to serve it unproven')
+    if mismatch:
+        return f"{mismatch} of {name}: nothing is proven"
+    weights = f"weights not compared: {unseen}" if unseen else COMPARED
+    return f"{weights}, config not compared" if profile.config_unknown else weights
 
 
 def weights_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> str | None:
     """Why a profile that was found is not known to be of the served model; None if it is. Args: `check_model`'s."""
     try:
-        compared = check_model(profile, config, checkpoint)
+        compared = check_model(profile, config, checkpoint, (ANOTHER, UNSEEN))
     except ProfileError as error:
         return str(error)
-    return None if compared == COMPARED else compared
+    return None if compared.startswith(COMPARED) else compared

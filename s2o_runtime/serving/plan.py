@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -70,7 +70,7 @@ class BatchPlan:
         return not any(run.is_sparse for run in self.runs)
 
 
-def plan(pieces: Pieces, why_dense: WhyDense, max_keys: int) -> BatchPlan:
+def plan(pieces: Pieces, why_dense: WhyDense, max_keys: int, adapted: Sequence[bool] = ()) -> BatchPlan:
     """Share the requests of a batch, or the pieces of them, between S2O and the stock backend, which has last rows.
 
     Neighbours join one run if both go to the stock backend, or if both are sparse, of the same length step, and have at
@@ -81,6 +81,7 @@ def plan(pieces: Pieces, why_dense: WhyDense, max_keys: int) -> BatchPlan:
         pieces: of the batch; what is said of requests here is said of them.
         why_dense: asked for every request with queries.
         max_keys: of one sparse run, unless a single request has more.
+        adapted: whether each request of the server's batch has an adapter; empty if none has.
     """
     runs: list[Run] = []
     dense_rows: defaultdict[str, int] = defaultdict(int)
@@ -89,7 +90,9 @@ def plan(pieces: Pieces, why_dense: WhyDense, max_keys: int) -> BatchPlan:
     starts, lengths = pieces.starts, pieces.lengths
     for request, (keys, ends) in enumerate(zip(lengths, pieces.ends, strict=True)):
         queries = starts[request + 1] - starts[request]
-        reason = (why_dense(queries, keys) or (DenseReason.LAST_ROWS if ends else None)) if queries > 0 else ""
+        others = DenseReason.ADAPTER if adapted and adapted[pieces.requests[request]] else None
+        others = others or (DenseReason.LAST_ROWS if ends else None)
+        reason = (why_dense(queries, keys) or others) if queries > 0 else ""
         if reason:
             dense_rows[reason] += queries
         own_step = length_step(keys) if reason is None else None

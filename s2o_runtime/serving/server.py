@@ -25,7 +25,7 @@ from s2o_runtime.pages import PagedKeys, packed_starts
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.find import find_profile
 from s2o_runtime.serving.calls import cache_obstacle
-from s2o_runtime.serving.fit import NoFit, ProfileFit, Rank, check_model, row_weights, weights_mismatch
+from s2o_runtime.serving.fit import STRICT, NoFit, ProfileFit, Rank, check_model, row_weights, weights_mismatch
 from s2o_runtime.serving.self_test import never_stops
 from s2o_runtime.serving.settings import Settings
 from s2o_runtime.version import __version__
@@ -233,14 +233,14 @@ def _fit_of(settings: Settings, context: ServerContext) -> tuple[ProfileFit, str
     model, decode_queries = context.model_config, context.decode_queries
     if settings.profile is not None:
         profile = load_profile(settings.profile)
-        compared = check_model(profile, model, context.checkpoint, strict=settings.strict)
+        compared = check_model(profile, model, context.checkpoint, STRICT if settings.strict else ())
         taken = f"{settings.profile} of {profile.model_name} ({compared})"
     else:
         try:
             found = find_profile(model, context.device, lambda one: weights_mismatch(one, model, context.checkpoint))
         except (ProfileError, ModelError) as error:
             return NoFit(str(error), decode_queries), ""
-        profile, taken = found.profile, str(found)
+        profile, taken = found.profile, f"{found}{', config not compared' if found.profile.config_unknown else ''}"
     host_flops = HOST_FLOPS if context.device.type == "cuda" else 0.0
     weights = row_weights(model) // context.rank.size
     return ProfileFit(

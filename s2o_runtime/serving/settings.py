@@ -25,7 +25,8 @@ class Settings:
         beyond: what prompts of more than 1.5 times the longest calibrated length run.
         drift: what happens where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense
             from then on), "off", or "auto", which warns where the profile says what it allows.
-        strict: refuse a profile of other weights of the same sizes; else they are reported, and nothing is proven.
+        strict: refuse a profile of another function of the same sizes, and weights or a config.json that cannot be
+            compared; else that is reported, and nothing is proven.
         metrics_port: where the first process serves its counters to Prometheus, the others at the ports after it; None
             for nowhere.
         metrics_host: the address of the machine at which those ports answer; "0.0.0.0" is all of them.

@@ -28,7 +28,7 @@ def vllm_api() -> VllmApi:
     """What S2O's classes ask of this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return VllmApi(server, extract_layer_index, PROMPTS.left)
+    return VllmApi(server, extract_layer_index, PROMPTS.left, PROMPTS.adapted)
 
 
 @lru_cache(maxsize=1)
@@ -51,6 +51,7 @@ def server() -> Server:
 
     PROMPTS.watch(Worker)
     config = get_current_vllm_config()
+    PROMPTS.lora = getattr(config, "lora_config", None) is not None
     model = config.model_config
     on_cpu = current_platform.is_cpu()
     context = ServerContext(

@@ -429,7 +429,7 @@ def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[
         from s2o_runtime.vllm.plugin import backend_name
 
         profile = even_profile(args, folder / "even.safetensors") if drawn else args.profile.resolve()
-        options["additional_config"] = {"s2o": {"profile": str(profile), "drift": "off"}}
+        options["additional_config"] = {"s2o": {"profile": str(profile), "strict": False, "drift": "off"}}
         if args.device == "cuda":
             options["attention_backend"] = backend_name()
     return options

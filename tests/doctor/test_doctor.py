@@ -524,7 +524,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     seen = set()
     for length in (200, 256, 300, 384, 577):
-        s2o_runtime.patch(model, tmp_path / "p.safetensors", strict=True)
+        s2o_runtime.patch(model, tmp_path / "p.safetensors")
         with torch.no_grad():
             model(torch.arange(length)[None] + 100, logits_to_keep=1)
         ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
@@ -540,7 +540,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
 def test_a_profile_and_its_model(capsys):
     code, sections = doctor(capsys, "--profile", DEMO_PROFILE, "--model", DEMO)
     assert code == OK
-    assert sections["profile"]["model"]["value"].endswith("is the profile's: weights compared")
+    assert sections["profile"]["model"]["value"].endswith("is the profile's: weights compared, config not compared")
     assert sections["model"]["model"]["value"].endswith("llama, 6 layers, 8 query heads, 2 KV heads, head dim 128")
     assert sections["profile"]["drift check"]["verdict"] == "ok"
 
@@ -592,7 +592,7 @@ def test_the_calibrators_doctor_knows_aliases_and_what_a_calibration_would_find(
     code, sections = doctor(capsys, "--model", "demo", "--profile", DEMO_PROFILE, run=run)
     assert code == OK
     assert sections["model"]["attention in them"]["value"] == "100% at 1024, 100% at 1536, 100% at 2048 tokens"
-    assert sections["profile"]["model"]["value"] == "demo is the profile's: weights compared"
+    assert sections["profile"]["model"]["value"] == "demo is the profile's: weights compared, config not compared"
     code, sections = doctor(capsys, "--model", "demoo", run=run)
     assert code == BAD_INPUT
     assert "did you mean demo?" in sections["model"]["model"]["advice"]

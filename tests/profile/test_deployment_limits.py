@@ -12,7 +12,7 @@ import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import explain, load_profile, patch
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.identity import ROPE, fingerprint, fingerprint_mismatch, with_rope
+from s2o_runtime.identity import ROPE, compose_fingerprint, fingerprint, fingerprint_mismatch, split_fingerprint
 from s2o_runtime.profile.device_fit import with_safe_tile
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.tiles import candidate_tiles
@@ -131,7 +131,7 @@ def test_other_rope_parameters_are_another_model(eager, caplog):
 
 
 def test_the_rope_part_of_a_fingerprint_is_the_same_in_every_transformers(eager):
-    assert fingerprint(eager).partition(ROPE)[2] == "907973fa8095631b"
+    assert split_fingerprint(fingerprint(eager))["fingerprint"].partition(ROPE)[2] == "907973fa8095631b"
 
 
 @pytest.mark.parametrize("parameters", [YARN, {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}])
@@ -146,6 +146,6 @@ def test_the_former_name_of_a_rope_type_changes_no_fingerprint(eager, parameters
         }
 
     def named(rope_parameters):
-        return with_rope("weights", SimpleNamespace(rope_parameters=rope_parameters))
+        return compose_fingerprint("weights", SimpleNamespace(rope_parameters=rope_parameters))
 
     assert named(with_type(parameters, kept=True)) == named(with_type(parameters, kept=False)) == named(parameters)

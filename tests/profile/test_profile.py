@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
 from s2o_runtime.files import write_atomically
-from s2o_runtime.identity import Geometry
+from s2o_runtime.identity import Geometry, join_fingerprint
 from s2o_runtime.profile import SCHEMA, Profile, Record, load_profile, save_profile, serialize
 from s2o_runtime.profile import file as profile_file
 from s2o_runtime.profile.file import WITHDRAWN
@@ -99,6 +100,9 @@ def test_the_format_names_every_field_and_tensor_and_no_other():
     fields |= field_paths(document_of(serialize(mixed()))) - {"record"}
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}
     fields |= {"record.recipe.kv_cache_dtype", "record.recipe.last_rows"}  # where cache or version have it
+    identified = replace(full(), fingerprint=join_fingerprint("a", "b", {"hidden_act": "silu"}))
+    fields |= {path for path in field_paths(document_of(serialize(identified))) if path.startswith("model.")}
+    fields = {re.sub(r"^model\.config\..*", "model.config", field) for field in fields}
     parents = {row for row in rows if any(field.startswith((f"{row}.", f"{row}[]")) for field in fields)}
     assert rows - parents == fields | set(profile_file.TENSORS | profile_file.OPTIONAL_TENSORS)
     for name in profile_file.TILE_FIELDS:

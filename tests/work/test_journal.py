@@ -108,6 +108,19 @@ def test_a_kill_loses_nothing_that_was_acknowledged(seed, path):
     assert len(acknowledged) > 5
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_journal_that_is_gone_is_said_to_be_and_not_to_be_kept(replaced, path):
+    with Journal.open(path, IDENTITY) as journal:
+        journal.put("curve", {"layer": 0}, [1.0])
+        path.unlink()
+        if replaced:
+            path.write_bytes(b"another")
+        with pytest.raises(
+            ResourceError, match="was removed or replaced during this run, and what was measured is lost"
+        ):
+            journal.put("curve", {"layer": 1}, [2.0])
+
+
 def test_an_empty_file_starts_over(path):
     path.touch()
     with pytest.raises(InputError, match="is empty: calibrate first"):
