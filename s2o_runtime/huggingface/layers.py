@@ -321,12 +321,8 @@ def layer_states(model: nn.Module) -> list[LayerState]:
 
 
 def list_states(model: nn.Module) -> list[LayerState]:
-    """Return the states of all attention layers of a patched model, in order, also of those without a profile's row.
-
-    Raises:
-        ModelError: it is not patched.
-    """
-    layer_states(model)
+    """Return the states of all attention layers of a patched model, in order, also of those without a profile's row."""
+    layer_states(model)  # which raises ModelError if it is not patched
     states = (module.__dict__.get(STATE) for modules in decoder_attention(model).values() for module in modules)
     return sorted((state for state in states if isinstance(state, LayerState)), key=lambda state: state.layer)
 
@@ -413,15 +409,8 @@ def make_states(
 def find_local_heads(attention: nn.Module, query_heads: int) -> range | None:
     """Return the query heads that an attention module computes in this process; None if all of them.
 
-    Torch cuts the rows of the projections into equal parts, in the order of the ranks, so a rank holds neighbouring
-    heads. A module whose parameters are whole computes all heads.
-
-    Args:
-        attention: the module; its split parameters are torch's DTensors.
-        query_heads: of the whole model.
-
-    Raises:
-        ProfileError: the ranks cannot share so many heads.
+    Torch cuts the rows of the projections, which are DTensors then, into equal parts in the order of the ranks, so a
+    rank holds neighbouring heads. Raises ProfileError if the ranks cannot share the model's `query_heads`.
     """
     for parameter in attention.parameters():
         mesh = getattr(parameter, "device_mesh", None)

@@ -7,8 +7,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from s2o_runtime.attention.result import AttentionStats
-from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.monitor.drift import DriftMonitor
-from s2o_runtime.shapes import CallShape, pairs
 
 CALLS = 1000  # of every layer, after which it is judged
 MOST = 0.9  # of the calls: if more than this share is dense, it is said
@@ -134,11 +131,10 @@ class SampledMeans(NamedTuple):
 
 @dataclass
 class Sample:
-    """One call that is measured.
+    """One call that is measured: the number-th of its kind.
 
-    kind, number: it is the number-th of its kind; slot: where its kind keeps it; key: its path and reason. computed:
-    int64 [B, row tiles], the prefix keys that all heads together computed, None for a dense call; stats: the op's,
-    without the visited keys of every head.
+    slot: where its kind keeps it; key: its path and reason; density: of each head, float64 [Hq] on the call's device,
+    None for a dense call.
     """
 
     kind: str | None
@@ -147,8 +143,16 @@ class Sample:
     begin: Moment
     end: Moment = 0.0
     key: Key = ("", "")
-    computed: Tensor | None = None
-    stats: AttentionStats | None = None
+    density: Tensor | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The time between begin and end; waits for the device."""
+        begin, end = self.begin, self.end
+        if isinstance(begin, float) or isinstance(end, float):
+            return float(end) - float(begin)  # type: ignore[arg-type]
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 class Meter:
@@ -177,8 +181,7 @@ class Meter:
         """End a sampled call. stats: of the op, None if it did not run."""
         sample.end, sample.key = _read_clock(device), key
         if stats is not None and stats.visited is not None:
-            sample.computed = stats.visited.sum(1)
-            sample.stats = replace(stats, visited=None)
+            sample.density = stats.density  # computed on the device: the visited keys would take much memory
         self._kept[sample.kind][sample.slot] = sample
 
     def read(self) -> dict[Key, SampledMeans]:
@@ -189,9 +192,9 @@ class Meter:
                 by_key[sample.key].append(sample)
         means = {}
         for key, samples in by_key.items():
-            warm = [sample for sample in samples if sample.number > WARM]
-            seconds = fmean(_get_seconds(sample) for sample in warm or samples)
-            means[key] = SampledMeans(fmean(_compute_density(sample) for sample in samples), seconds)
+            warm = [sample for sample in samples if sample.number > WARM] or samples
+            density = fmean(1.0 if sample.density is None else float(sample.density.mean()) for sample in samples)
+            means[key] = SampledMeans(density, fmean(sample.seconds for sample in warm))
         return means
 
 
@@ -201,47 +204,6 @@ def _read_clock(device: torch.device) -> Moment:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _get_seconds(sample: Sample) -> float:
-    begin, end = sample.begin, sample.end
-    if isinstance(begin, float) or isinstance(end, float):
-        return float(end) - float(begin)  # type: ignore[arg-type]
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def _compute_density(sample: Sample) -> float:
-    """Compute pairs of all heads together over causal pairs, as `AttentionStats.density` does for each head."""
-    if sample.computed is None or sample.stats is None:
-        return 1.0
-    config, shape, starts = sample.stats.config, sample.stats.shape, sample.stats.kv_start
-    computed = sample.computed.cpu()
-    if starts is None:
-        windows, causal = _count_unpadded(config, shape)
-        starts = torch.zeros(shape.batch, dtype=torch.int64)
-    else:
-        starts = starts.cpu()
-        windows, causal = _count_windows(config, shape, starts)
-    single = replace(config, heads=config.heads[:1])
-    with_window, _ = pairs(computed[:, None], single, shape.q_len, shape.offset, starts)
-    window, _ = pairs(torch.zeros_like(computed)[:, None], single, shape.q_len, shape.offset, starts)
-    return (windows + float(with_window - window)) / max(1.0, causal * config.num_heads)
-
-
-def _count_windows(config: LayerConfig, shape: CallShape, starts: Tensor) -> tuple[float, float]:
-    """Count pairs in the windows of all heads, and causal pairs of one head; heads alike are counted once."""
-    counts = Counter((head.segment, head.mode) for head in config.heads)
-    unlike = {(head.segment, head.mode): head for head in config.heads}
-    few = replace(config, heads=tuple(unlike.values()))
-    none = torch.zeros(shape.batch, len(unlike), shape.row_tiles(config.tile.block_m), dtype=torch.int64)
-    windows, causal = pairs(none, few, shape.q_len, shape.offset, starts)
-    return sum(counts[key] * float(count) for key, count in zip(unlike, windows, strict=True)), float(causal)
-
-
-@lru_cache(maxsize=256)
-def _count_unpadded(config: LayerConfig, shape: CallShape) -> tuple[float, float]:
-    return _count_windows(config, shape, torch.zeros(shape.batch, dtype=torch.int64))
 
 
 SAMPLED_EVERY = 256  # sparse calls of a layer: the density of one of them is kept

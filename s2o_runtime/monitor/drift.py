@@ -266,14 +266,7 @@ def _summarise(sums: Sequence[float], checks: int, margin: float) -> DriftNumber
 
 
 def _find_problem(sums: Sequence[float], checks: int, check: DriftCheck, unit: str) -> str | None:
-    """Return in words what is too much about a layer's errors, None if nothing is.
-
-    Args:
-        sums: the running sums and the history, as `DriftMonitor` keeps them.
-        checks: that these are from.
-        check: what is too much.
-        unit: the unit of the budget.
-    """
+    """Return in words what is too much about a layer's errors, None if nothing is. sums: as `DriftMonitor` has them."""
     numbers, margin = _summarise(sums, checks, check.margin), check.margin
     if checks >= check.after:
         means = ((numbers.mean, margin, ""), (numbers.last, LAST_SHARE * margin, " in the last eighth of the prompts"))
