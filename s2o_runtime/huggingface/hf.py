@@ -52,8 +52,8 @@ from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.layers import scoring_of as scoring_of
-from s2o_runtime.huggingface.paged import per_request
-from s2o_runtime.huggingface.run import SOFT_CAP, attach_profile, available, weights_mismatch
+from s2o_runtime.huggingface.paged import split_requests
+from s2o_runtime.huggingface.run import SOFT_CAP, attach_profile, find_weights_mismatch, read_available
 from s2o_runtime.identity import attention_modules, device_of, geometry, not_finite, offloaded
 from s2o_runtime.layer_kinds import chunk, positions, sees_window, window
 from s2o_runtime.logs import log_once
@@ -129,7 +129,7 @@ def patch(
     check_policy(beyond)
     if profile is None:
         device = device_of(attention_modules(model)[0])
-        match = find_profile(model.config, device, lambda candidate: weights_mismatch([model], candidate))
+        match = find_profile(model.config, device, lambda candidate: find_weights_mismatch([model], candidate))
         log.info("S2O takes the profile %s", match)
         profile = match.profile
     if not isinstance(profile, Profile):
@@ -140,7 +140,7 @@ def patch(
     modules = attention_modules(model)
     others = make_other_states(model)
     rejected = offloaded(model)
-    if mismatch := weights_mismatch([model], profile):
+    if mismatch := find_weights_mismatch([model], profile):
         message = rejected or f"{mismatch} that the profile was calibrated on"
         broken = not_finite(model)
         if strict:
@@ -252,7 +252,7 @@ def register() -> None:
     >>> "s2o" in AttentionInterface().valid_keys()
     True
     """
-    available()
+    read_available()
     _register()
 
 
@@ -343,7 +343,7 @@ def _expand_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def _large_window(call: dict[str, Any]) -> int | None:
-    """Return the keys that a query sees under a mask of causal windows alone that is too large to be made; else None."""
+    """Return the keys that a query sees under a mask of causal windows that is too large to be made; else None."""
     local, config = call.get("local_size"), call.get("config")
     if local is None or not call.get("allow_is_causal_skip", False) or torch.compiler.is_compiling():
         return None
@@ -476,7 +476,7 @@ def _attend_request(call: TransformersCall, window: int | None) -> Tensor:
     return call._replace(mask=mask).compute(s2o_attention_forward)
 
 
-s2o_paged_forward = per_request(_attend_request)
+s2o_paged_forward = split_requests(_attend_request)
 
 
 def _run_node(

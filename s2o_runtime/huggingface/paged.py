@@ -28,13 +28,13 @@ OF_BATCH = (
 
 
 class Edges(NamedTuple):
-    """Where the queries and the keys of each request begin in the packed rows, and where the last end."""
+    """Rows at which the queries and the keys of each request begin in a batch, and at which the last end."""
 
     queries: list[int]
     keys: list[int]
 
 
-def per_request(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]]:
+def split_requests(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]]:
     """Make an attention function for continuous batching that computes each request of a batch by itself.
 
     Args:

@@ -70,7 +70,7 @@ class Available(NamedTuple):
 _read: list[Available] = []  # what `available` returns; torch.compile can look at a list
 
 
-def available() -> Available:
+def read_available() -> Available:
     """Return what the models of this process may get, read once.
 
     Raises:
@@ -107,7 +107,7 @@ def read_drift() -> DriftChoice:
 
 def find_misfit(config: Any) -> str | None:
     """Return why a model with this transformers configuration gets no profile, by its sizes alone; None if it may."""
-    named, found = available()
+    named, found = read_available()
     try:
         return none_like(found or (), config) if named is None else named.misfit(geometry(config))
     except (ModelError, ValueError, AttributeError) as error:  # anybody's configuration
@@ -116,7 +116,7 @@ def find_misfit(config: Any) -> str | None:
 
 def find_obstacle(config: Any) -> str | None:
     """Return why a model with this configuration, which could as well run SDPA, gets no profile; None if it may."""
-    if available() == (None, None):
+    if read_available() == (None, None):
         return f"{VARIABLE} is not set"
     if getattr(config, SOFT_CAP, None) is not None:  # SDPA does not cap scores: the model is left as it is
         return "the model caps its attention scores"
@@ -126,7 +126,7 @@ def find_obstacle(config: Any) -> str | None:
 def warn_dense(reason: str) -> None:
     """Warn once that a model stays as it is."""
     refused[reason] = None
-    speaker = "" if available().named is None else f"{VARIABLE}: "
+    speaker = "" if read_available().named is None else f"{VARIABLE}: "
     log_once(logging.WARNING, f"{speaker}%s; it stays dense", reason)
 
 
@@ -136,7 +136,7 @@ def attach_profile(module: nn.Module, device: torch.device) -> LayerState | None
     None if there is no profile, the module is no decoder's attention, or it was unpatched.
     """
     is_attention = hasattr(module, "layer_idx") and hasattr(module, "config")
-    if available() == (None, None) or is_detached(module) or not is_attention:
+    if read_available() == (None, None) or is_detached(module) or not is_attention:
         return None
     modules, states, query_heads = [module], dict[int, LayerState](), 0
     reason = find_misfit(module.config)
@@ -209,9 +209,9 @@ def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tup
     Raises:
         ProfileError: no profile that was found fits.
     """
-    profile, found = available()
+    profile, found = read_available()
     if profile is None:
-        match = fitting_profile(found or (), config, device, lambda candidate: weights_mismatch(models, candidate))
+        match = fitting_profile(found or (), config, device, lambda candidate: find_weights_mismatch(models, candidate))
         log.info("S2O takes the profile %s", match)
         return match.profile, None
     rejected = next(filter(None, map(offloaded, models)), None)
@@ -219,13 +219,13 @@ def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tup
         warn_dense(rejected)
     elif not models:
         log_once(logging.WARNING, f"{VARIABLE}: {NO_MODEL}: its weights are not checked")
-    elif mismatch := weights_mismatch(models, profile):
+    elif mismatch := find_weights_mismatch(models, profile):
         consequence = "that the profile was calibrated on: errors and densities may differ"
         log_once(logging.WARNING, f"{VARIABLE}: %s {consequence}", mismatch)
     return profile, rejected
 
 
-def weights_mismatch(models: list[Any], profile: Profile) -> str | None:
+def find_weights_mismatch(models: list[Any], profile: Profile) -> str | None:
     """Return how a model's function differs from a profile's, or why that is not known; None if it does not.
 
     Args:
@@ -256,7 +256,7 @@ EXAMPLES = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Become the command; return an exit code only if there is no profile that can be used, or no such command."""
     args = parser().parse_args(arguments)
-    return exit_code(PROGRAM, lambda: _become(args))
+    return exit_code(PROGRAM, lambda: _execute(args))
 
 
 def parser() -> Parser:
@@ -286,14 +286,14 @@ def parser() -> Parser:
     return out
 
 
-def _become(args: argparse.Namespace) -> int:
+def _execute(args: argparse.Namespace) -> int:
     flags = {"S2O_PROFILE": args.profile, "S2O_BEYOND": args.beyond, "S2O_DRIFT": args.drift}
     os.environ.update({variable: value for variable, value in flags.items() if value is not None})
     from s2o_runtime.profile.find import VARIABLE as FOLDERS
     from s2o_runtime.profile.find import folders
 
     try:
-        available()
+        read_available()
     except ProfileError as error:
         if args.profile is None:
             raise

@@ -19,7 +19,7 @@ from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.monitor.drift import DriftMonitor
 
 CALLS = 1000  # of every layer, after which it is judged
-MOST = 0.9  # of the calls: if more than this share is dense, it is said
+MOST = 0.9  # of the calls: if more than this share is dense, a warning says so
 
 REMEDIES: dict[DenseReason | None, str] = {  # what to do about a dense call
     DenseReason.TOO_LONG: 'calibrate with longer --lengths, or patch with beyond="warn"',
@@ -222,7 +222,7 @@ class Counters:
         sampled: statistics of each layer's last sampled call.
         drift: the checks of the layers' errors, of those that have one.
         meters: sampled times of each layer's calls, of batches in which S2O may have had a part.
-        said: when the last line was logged, by `time.monotonic`.
+        last_logged: when the last line was logged, by `time.monotonic`.
     """
 
     log_every: float = 0.0
@@ -231,7 +231,7 @@ class Counters:
     sampled: dict[int, AttentionStats] = field(default_factory=dict)
     drift: dict[int, DriftMonitor] = field(default_factory=dict)
     meters: defaultdict[int, Meter] = field(default_factory=lambda: defaultdict(Meter))
-    said: float = field(default_factory=time.monotonic)
+    last_logged: float = field(default_factory=time.monotonic)
     _rows: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _timed: Counter[tuple[int, str]] = field(default_factory=Counter)
     # Batches that the stock backend computed, and their rows, by layers and reason: one entry a batch, because such
@@ -256,12 +256,12 @@ class Counters:
                 timed[layer, "dense"] += batches
         return timed
 
-    def leave(self, layers: tuple[int, ...], reason: str, rows: int) -> None:
+    def count_stock_batch(self, layers: tuple[int, ...], reason: str, rows: int) -> None:
         """Count a batch of so many rows that the stock backend computes in these layers, in one call each."""
         batches = self._left.setdefault((layers, reason), [0, 0])
         batches[0] += 1
         batches[1] += rows
-        self.say()
+        self.log_summary()
 
     def add(self, layer: int, path: str, reason: str, rows: int) -> None:
         """Count query rows of a layer."""
@@ -278,7 +278,7 @@ class Counters:
         self.prompts[layer] += is_prompt
         return (is_prompt and self.prompts[layer] <= EARLY) or self.calls[layer] % SAMPLED_EVERY == 1
 
-    def keep(self, layer: int, stats: AttentionStats) -> None:
+    def store_sample(self, layer: int, stats: AttentionStats) -> None:
         """Store a sampled call's statistics; nothing is read from the device before somebody asks."""
         self.sampled[layer] = stats
 
@@ -292,7 +292,7 @@ class Counters:
         if sample is not None:
             self.meters[layer].end(sample, (path, ""), None, device)
 
-    def stock(self, layer: int, device: torch.device, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    def call_stock(self, layer: int, device: torch.device, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Call the stock backend for a layer."""
         sample = self.begin(layer, "dense", device)
         answer = call(*arguments, **named)
@@ -330,10 +330,10 @@ class Counters:
             parts.append(f"sampled errors up to {max(errors):.2f} of what is allowed")
         return "; ".join(parts) or "no rows yet"
 
-    def say(self) -> None:
+    def log_summary(self) -> None:
         """Log the summary, if it is time."""
-        if self.log_every and time.monotonic() - self.said >= self.log_every:
-            self.said = time.monotonic()
+        if self.log_every and time.monotonic() - self.last_logged >= self.log_every:
+            self.last_logged = time.monotonic()
             log.info("S2O: %s", self.summary())
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import sdpa
-from s2o_runtime.huggingface.paged import per_request
+from s2o_runtime.huggingface.paged import split_requests
 from support.architectures import CASES, RUNS
 from support.marks import all_but_first
 from support.models import make_profile, new_model, twin
@@ -193,7 +193,7 @@ def test_requests_are_cut_out_of_the_batch(of_layer):
         seen.append((q[0, 0, :, 0].tolist(), k[0, 0, :, 0].tolist(), v[0, 0, :, 0].tolist(), window, scaling, rest))
         return q.transpose(1, 2) + 1
 
-    forward = per_request(attention)
+    forward = split_requests(attention)
     rows = torch.arange(6.0)[None, None, :, None].expand(1, 4, 6, 8)
     cache = Cache(torch.arange(9.0)[:, None, None].expand(9, 2, 8), -torch.arange(9.0)[:, None, None].expand(9, 2, 8))
     module = SimpleNamespace(layer_idx=0)
@@ -228,7 +228,7 @@ def test_requests_are_cut_out_of_the_batch(of_layer):
 )
 def test_what_is_no_batch_for_s2o_is_refused(changes, message, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "compiling" in changes)
-    forward, query = per_request(lambda *_: None), torch.zeros(1, 1, 1, 1)
+    forward, query = split_requests(lambda *_: None), torch.zeros(1, 1, 1, 1)
     arguments = {} if changes == "no batch" else batch(Cache(None, None), [0, 1], [0, 1], changes)
     with pytest.raises(ModelError, match=message):
         forward(SimpleNamespace(layer_idx=0), query, None, None, None, **arguments)
