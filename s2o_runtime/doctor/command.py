@@ -91,14 +91,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM, view_of
 def examine(
     profile: Path | None = None, model: str | None = None, device: str | None = None, view_of: FindModel | None = None
 ) -> list[Section]:
-    """Return all that s2o-doctor finds, in the order in which it is printed.
-
-    Args:
-        profile: a profile's file.
-        model: a model's name.
-        device: a torch device; by default a GPU if there is one.
-        view_of: as for `main`.
-    """
+    """Return all that s2o-doctor finds for its flags, in the order in which it is printed. view_of: as for `main`."""
     installed = check_environment(wants_gpu=device != "cpu")
     if any(finding.name == "torch" and finding.code for finding in installed):
         return [Section("environment", installed)]  # nothing else can be looked at

@@ -129,14 +129,7 @@ def compute_naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def check_kernel(
     device: torch.device, tile: TileConfig, length: int = 2045, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, str]:
-    """Return a sentence about what a kernel computes, and what is wrong with it, if anything.
-
-    Args:
-        device: that the kernel runs on.
-        tile: of the kernel, legal there.
-        length: tokens of the prompt.
-        dtype: of q, k and v.
-    """
+    """Return a sentence about what a kernel computes with a tile, and what is wrong with it, if anything."""
     with launching_on(device):
         q, k, v = make_inputs(length, 128, dtype, device)
         ours, theirs = (
@@ -149,10 +142,8 @@ def check_kernel(
 def judge_kernel(tile: TileConfig, ours: Attention, theirs: Attention, truth: Tensor, dense: Tensor) -> tuple[str, str]:
     """Return a sentence about a kernel's result, and what is wrong with it, if anything.
 
-    Args:
-        tile: of the kernel.
-        ours, theirs: the kernel's and the reference's result for the heads of `make_layer`, with statistics.
-        truth: dense attention in float32; dense: torch's SDPA in the type of the inputs.
+    ours, theirs: the kernel's and the reference's result for the heads of `make_layer`, with statistics; truth: dense
+    attention in float32; dense: torch's SDPA in the type of the inputs.
     """
     errors, expected, sdpa = (measure_errors(out, truth) for out in (ours.out, theirs.out, dense))
     density, expected_density = ours.density.tolist(), theirs.density.tolist()

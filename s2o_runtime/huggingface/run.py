@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -56,18 +56,10 @@ attached: list[LayerState] = []  # of all layers that a profile was meant for, f
 refused: dict[str, None] = {}  # why models stayed dense, in the order in which it was said
 
 
-class Available(NamedTuple):
-    """Profiles that the models of this process may get.
-
-    named: the profile that S2O_PROFILE names. found: without one, in a program that `s2o-run` started, the profiles in
-    the folders where `s2o_runtime.profile.find` looks; None in other programs.
-    """
-
-    named: Profile | None = None
-    found: tuple[Found, ...] | None = None
-
-
-_read: list[Available] = []  # what `available` returns; torch.compile can look at a list
+# The profile that S2O_PROFILE names; without one, in a program that `s2o-run` started, the profiles that
+# `s2o_runtime.profile.find` sees in its folders. None for what is not there.
+Available = tuple[Profile | None, tuple[Found, ...] | None]
+_read: list[Available] = []  # what `read_available` returns; torch.compile can look at a list
 
 
 def read_available() -> Available:
@@ -88,9 +80,9 @@ def read_available() -> Available:
                     error_limits(profile)
             except ProfileError as error:
                 raise ProfileError(f"{VARIABLE}: {error}") from error
-            _read.append(Available(named=profile))
+            _read.append((profile, None))
         else:
-            _read.append(Available(found=tuple(profiles()) if STARTED in os.environ else None))
+            _read.append((None, tuple(profiles()) if STARTED in os.environ else None))
     return _read[0]
 
 
@@ -107,9 +99,9 @@ def read_drift() -> DriftChoice:
 
 def find_misfit(config: Any) -> str | None:
     """Return why a model with this transformers configuration gets no profile, by its sizes alone; None if it may."""
-    named, found = read_available()
+    named, candidates = read_available()
     try:
-        return none_like(found or (), config) if named is None else named.misfit(geometry(config))
+        return none_like(candidates or (), config) if named is None else named.misfit(geometry(config))
     except (ModelError, ValueError, AttributeError) as error:  # anybody's configuration
         return str(error)
 
@@ -126,7 +118,7 @@ def find_obstacle(config: Any) -> str | None:
 def warn_dense(reason: str) -> None:
     """Warn once that a model stays as it is."""
     refused[reason] = None
-    speaker = "" if read_available().named is None else f"{VARIABLE}: "
+    speaker = "" if read_available()[0] is None else f"{VARIABLE}: "
     log_once(logging.WARNING, f"{speaker}%s; it stays dense", reason)
 
 
@@ -199,19 +191,12 @@ def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tup
     """Return the profile that a model of a fitting geometry gets, and why it must stay dense with it, if so.
 
     A profile that was found is of the model's weights, and one line of the log says which it is; of the one that
-    S2O_PROFILE names, other weights are a warning.
-
-    Args:
-        models: as `_find_siblings` gives them.
-        config: the transformers configuration of the model.
-        device: where its attention runs.
-
-    Raises:
-        ProfileError: no profile that was found fits.
+    S2O_PROFILE names, other weights are a warning. `models` are those of `_find_siblings`. Raises ProfileError if no
+    profile that was found fits.
     """
-    profile, found = read_available()
+    profile, candidates = read_available()
     if profile is None:
-        match = fitting_profile(found or (), config, device, lambda candidate: find_weights_mismatch(models, candidate))
+        match = fitting_profile(candidates or (), config, device, lambda one: find_weights_mismatch(models, one))
         log.info("S2O takes the profile %s", match)
         return match.profile, None
     rejected = next(filter(None, map(offloaded, models)), None)

@@ -306,29 +306,20 @@ def test_naive_attention_is_softmax_row_by_row():
 @pytest.mark.slow(reason="runs the kernels in Triton's interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_doctor_gpu.py runs the compiled kernel")
 def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypatch):
-    tile = TileConfig(64, 32, 2, 4, 1)
     real, results = self_test.s2o_attention, {}
+    factors = torch.ones(1, 4, 1, 1)  # of the kernel's heads
 
-    def wrong(head, factor):
-        """The real results, which are the same each time, with one head of the kernel's multiplied by a factor."""
+    def attention(q, k, v, config, backend, **options):
+        if backend not in results:  # the same each time
+            results[backend] = real(q, k, v, config, backend=backend, **options)
+        return results[backend]._replace(out=results[backend].out * (factors if backend == "triton" else 1.0))
 
-        def attention(q, k, v, config, backend, **options):
-            if backend not in results:
-                results[backend] = real(q, k, v, config, backend=backend, **options)
-            result = results[backend]
-            factors = torch.ones(4)
-            factors[head] = factor if backend == "triton" else 1.0
-            return result._replace(out=result.out * factors[None, :, None, None])
-
-        return attention
-
-    def advice(head, factor):
-        monkeypatch.setattr(self_test, "s2o_attention", wrong(head, factor))
-        return self_test.check_kernel(CPU, tile, 573, torch.float32)[1]
-
-    assert advice(0, 1.0) == ""
-    assert advice(2, 1.01).startswith("expected at most twice SDPA's error in head 2")
-    assert "expected the reference's error in head 3" in advice(3, 1.3)
+    monkeypatch.setattr(self_test, "s2o_attention", attention)
+    for head, factor, advice in ((0, 1.0, ""), (2, 1.01, "expected at most twice SDPA's"), (3, 1.3, "error in head 3")):
+        factors[:] = 1.0
+        factors[:, head] = factor
+        given = self_test.check_kernel(CPU, TileConfig(64, 32, 2, 4, 1), 573, torch.float32)[1]
+        assert advice in given if advice else given == ""
 
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="the same on further tiles and seeds, a second each")

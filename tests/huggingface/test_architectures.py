@@ -399,13 +399,6 @@ def test_the_text_part_of_a_model_with_images():
     assert model.config.vision_config._attn_implementation == "sdpa"
 
 
-def test_patched_undoes_itself_after_an_error():
-    model = models("llama")[1]
-    with pytest.raises(RuntimeError, match="on purpose"), patched(model, profile_of(model)):
-        raise RuntimeError("on purpose")
-    assert model.config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
