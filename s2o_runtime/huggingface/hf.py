@@ -39,11 +39,10 @@ from s2o_runtime.huggingface.layers import (
     TransformersCall,
     check_model,
     check_policy,
-    find_local_heads,
     find_state,
     layer_obstacle,
-    make_other_states,
     make_states,
+    pair_states,
 )
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
@@ -54,7 +53,7 @@ from s2o_runtime.huggingface.layers import layer_states as layer_states
 from s2o_runtime.huggingface.layers import scoring_of as scoring_of
 from s2o_runtime.huggingface.paged import split_requests
 from s2o_runtime.huggingface.run import SOFT_CAP, attach_profile, find_weights_mismatch, read_available
-from s2o_runtime.identity import attention_modules, device_of, geometry, not_finite, offloaded
+from s2o_runtime.identity import attention_modules, decoder_attention, device_of, geometry, not_finite, offloaded
 from s2o_runtime.layer_kinds import chunk, positions, sees_window, window
 from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.counters import DenseWatch
@@ -137,8 +136,6 @@ def patch(
     if misfit := profile.misfit(geometry(model.config)):
         raise ProfileError(f"{misfit}; calibrate this model")
     profile.check_trained()
-    modules = attention_modules(model)
-    others = make_other_states(model)
     rejected = offloaded(model)
     if mismatch := find_weights_mismatch([model], profile):
         message = rejected or f"{mismatch} that the profile was calibrated on"
@@ -151,12 +148,12 @@ def patch(
         if strict:
             raise ProfileError(f"{unknown}, or patch with strict=False")
         log.info("config not compared: %s", unknown)
-    states = make_states(profile, list(map(device_of, modules)), drift, beyond, rejected)
-    for module, state in zip(modules, states, strict=True):
-        state.heads = find_local_heads(module, profile.geometry.query_heads)
+    states = make_states(profile, list(map(device_of, attention_modules(model))), drift, beyond, rejected)
+    modules = [module for modules in decoder_attention(model).values() for module in modules]
+    pairs = pair_states(modules, states, model.config, profile.geometry.query_heads)
     unpatch(model)
     states[0].previous = implementations(model)
-    _attach_all([*zip(modules, states, strict=True), *others])
+    _attach_all(pairs)
     _register()
     model.set_attn_implementation(NAME)
     return model

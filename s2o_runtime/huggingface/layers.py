@@ -6,7 +6,7 @@ import hashlib
 import logging
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -323,28 +323,34 @@ def layer_states(model: nn.Module) -> list[LayerState]:
 def list_states(model: nn.Module) -> list[LayerState]:
     """Return the states of all attention layers of a patched model, in order, also of those without a profile's row."""
     layer_states(model)  # which raises ModelError if it is not patched
-    states = (module.__dict__.get(STATE) for modules in decoder_attention(model).values() for module in modules)
+    states = {module.__dict__.get(STATE) for modules in decoder_attention(model).values() for module in modules}
     return sorted((state for state in states if isinstance(state, LayerState)), key=lambda state: state.layer)
 
 
-def make_other_states(model: nn.Module) -> list[tuple[nn.Module, LayerState]]:
-    """Return the attention modules that a profile has no row for, each with a state that keeps it as it is.
+def pair_states(
+    modules: Iterable[nn.Module], states: Iterable[LayerState], config: Any, query_heads: int | None = None
+) -> list[tuple[nn.Module, LayerState]]:
+    """Pair attention modules with the states of their layers; those of other kinds get states that leave them as is.
 
-    They are those of layers of other kinds, such as sliding ones; layers without softmax attention have none.
+    Args:
+        modules: of a model, in any order; layers without softmax attention have none.
+        states: of its layers that a profile is for. They learn which heads they have in this process.
+        config: the model's transformers configuration.
+        query_heads: of the model; None where no state runs S2O.
+
+    Raises:
+        ProfileError: the ranks of the process group cannot share so many heads.
     """
-    served = attention_modules(model)
-    return [
-        (module, make_other_state(number, model.config))
-        for number, modules in sorted(decoder_attention(model).items())
-        for module in modules
-        if all(module is not other for other in served)
-    ]
-
-
-def make_other_state(number: int, config: Any) -> LayerState:
-    """Return the state of a decoder layer, by its number, that has no full attention in a model of this config."""
-    reason = kind_in_words(layer_kinds(config)[number], config)
-    return LayerState(number, refuse_config, 0, other_kind=reason, meter=None, source=DENSE)
+    by_layer, pairs = {state.layer: state for state in states}, []
+    for module in modules:
+        number = int(module.layer_idx)  # type: ignore[arg-type]
+        if number not in by_layer:
+            reason = kind_in_words(layer_kinds(config)[number], config)
+            by_layer[number] = LayerState(number, refuse_config, 0, other_kind=reason, meter=None, source=DENSE)
+        elif query_heads is not None and by_layer[number].other_kind is None:
+            by_layer[number].heads = find_local_heads(module, query_heads)
+        pairs.append((module, by_layer[number]))
+    return pairs
 
 
 def refuse_config(length: int) -> LayerConfig:

@@ -24,10 +24,9 @@ from s2o_runtime.huggingface.layers import (
     LongPromptPolicy,
     attach,
     check_policy,
-    find_local_heads,
     is_detached,
-    make_other_state,
     make_states,
+    pair_states,
     refuse_config,
 )
 from s2o_runtime.identity import (
@@ -130,27 +129,22 @@ def attach_profile(module: nn.Module, device: torch.device) -> LayerState | None
     is_attention = hasattr(module, "layer_idx") and hasattr(module, "config")
     if read_available() == (None, None) or is_detached(module) or not is_attention:
         return None
-    modules, states, query_heads = [module], dict[int, LayerState](), 0
-    reason = find_misfit(module.config)
+    modules, states, query_heads, reason = [module], list[LayerState](), None, find_misfit(module.config)
     if reason is None:
         modules, models = _find_siblings(module)
         try:
             profile, rejected = _choose_profile(models, module.config, device)
-            profiled = make_states(profile, device, read_drift(), read_long_prompts(), rejected)
-            states, query_heads = {state.layer: state for state in profiled}, profile.geometry.query_heads
+            states = make_states(profile, device, read_drift(), read_long_prompts(), rejected)
+            query_heads = profile.geometry.query_heads
         except ProfileError as error:
             reason = str(error)
-    numbers: list[int] = [int(member.layer_idx) for member in modules]  # type: ignore[arg-type]
     if reason is not None:
         warn_dense(reason)
-        states = {number: LayerState(number, refuse_config, 0, reason, source=DENSE) for number in numbers}
-    for member, number in zip(modules, numbers, strict=True):
-        if number not in states:
-            states[number] = make_other_state(number, module.config)
-        elif reason is None:
-            states[number].heads = find_local_heads(member, query_heads)
-        attach(member, states[number])
-        attached.append(states[number])
+        numbers: set[Any] = {member.layer_idx for member in modules}
+        states = [LayerState(number, refuse_config, 0, reason, source=DENSE) for number in numbers]
+    for member, state in pair_states(modules, states, module.config, query_heads):
+        attach(member, state)
+        attached.append(state)
     own: LayerState = module.__dict__[STATE]
     return own
 
