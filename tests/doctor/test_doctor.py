@@ -147,7 +147,9 @@ def test_a_driver_that_torch_cannot_use_is_a_problem(version, tmp_path, monkeypa
         assert findings.check_driver(wants_gpu=False).verdict == ("note" if advice else "ok")
 
 
-NUMBERS = st.lists(st.integers(0, 12), min_size=1, max_size=3).map(lambda numbers: ".".join(map(str, numbers)))
+NUMBERS = st.lists(st.sampled_from([0, 1, 2, 10]), min_size=1, max_size=3).map(
+    lambda numbers: ".".join(map(str, numbers))
+)
 
 
 @given(

@@ -325,3 +325,12 @@ def test_high_checks_are_forgotten(monkeypatch):
     assert (high[6], high[13], high[63]) == (1.0, 0.5, 7 / 64)
     assert high[64:72] == [count / 64 for count in (6, 5, 4, 3, 2, 1, 0, 0)]
     assert monitor.verdict is None
+
+
+@pytest.mark.parametrize(
+    ("error", "last", "high"), [(3.9, 7.9, 0.0), (4.1, 0.1, 1.0), (0.1, 8.1, 1.0), (float("nan"), 0.0, 1.0)]
+)
+def test_a_high_check_is_past_four_limits_over_all_rows_or_eight_in_the_last(monkeypatch, error, last, high):
+    monitor, check = monitor_of(monkeypatch, lambda: SampledErrors(ONE * error, ONE, ONE * last, ONE), after=1000)
+    check()
+    assert monitor.numbers().high == high
