@@ -304,7 +304,7 @@ def test_s2o_run_runs_a_program_with_the_profile(program, model, profile, tmp_pa
         *("--profile", "p.safetensors", "--explain"),
         *(*program, "--flag", "a b"),
         folder=tmp_path,
-        PYTHONPATH=str(hidden),
+        PYTHONPATH=os.pathsep.join(filter(None, (str(hidden), os.environ.get("PYTHONPATH")))),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
