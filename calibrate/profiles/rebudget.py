@@ -8,7 +8,6 @@ from pathlib import Path
 from calibrate.curves.curves import Curves
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
-from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choice import (
     Choice,
     ChosenDense,
@@ -16,7 +15,6 @@ from calibrate.search.choice import (
     allocate_model_budget,
     budget_mse,
     choice_at,
-    predicted_kl,
     weights_of,
 )
 from s2o_runtime.config import LayerConfig
@@ -35,12 +33,9 @@ def rebudget(
 ) -> Profile:
     """Write `profile` with another budget to `out`.
 
-    Every layer keeps its segment, grain and tile; its heads' thresholds, representatives and tails are allocated
+    Every layer keeps its segment and tile; its heads' thresholds, representatives and tails are allocated
     anew. A layer that was dense takes part if its budget grew and it is predicted to win clearly (`WINS`). Lengths
     without curves of their own, where the old proof had to tighten a layer, are left out.
-
-    A budget in KL needs the sensitivities that an earlier calibration with such a budget left in the journal. If the
-    profile is of one, what it was found to spend for its KL says how much to spend for the new one.
 
     Args:
         profile: the file of a calibrated profile.
@@ -55,26 +50,20 @@ def rebudget(
     Raises:
         ProfileError: the profile cannot be read.
         InputError: the profile does not say how it was made, or the journal is missing, is of another model or device,
-            or lacks the curves of a layer, or for a budget in KL the sensitivities.
+            or lacks the curves of a layer.
     """
     old = load_profile(profile)
     before = recipe_of(old, profile)
     guard = before.worst_rows if worst_rows is None else worst_rows
-    after = replace(before.with_budget(budget), out=out, worst_rows=guard).validate()
+    after = replace(before, budget=budget, out=out, worst_rows=guard).validate()
     journal = journal or before.journal_path
     stored = stored_curves(old, before, journal, calibrate_command(after))
-    if budget.is_kl and stored.sensitivity is None:
-        raise InputError(
-            f"journal {journal} has no sensitivities of the layers, which a budget in KL needs: measure them with "
-            f"{calibrate_command(after)}"
-        )
     layers, predicted = [], []
     for length in after.lengths:
         choices = _choices(stored, length, after, journal)
         layers.append(tuple(choice.config for choice in choices))
-        predicted_layers = tuple(choice.predicted(len(choices)) for choice in choices)
-        kl = predicted_kl(choices) if budget.is_kl else None
-        predicted.append(PredictedLength(length=length, kl=kl, layers=predicted_layers))
+        predicted_layers = tuple(choice.predicted() for choice in choices)
+        predicted.append(PredictedLength(length=length, layers=predicted_layers))
     record = replace(
         old.record,
         budget=after.recorded_budget,
@@ -103,39 +92,25 @@ def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) ->
                 f"journal {journal} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
                 f"measure them with {calibrate_command(after)}"
             )
-        weights = _weights(stored, length, layer, curves, after)
-        choices.append(replace(_choice(curves, config, before, after, weights), last_rows=after.last_rows_at(length)))
+        choices.append(replace(_choice(curves, config, before, after), last_rows=after.last_rows_at(length)))
     if after.scope == "model":
-        choices, _ = allocate_model_budget(choices, after, _scale(stored, length, after))
+        choices, _ = allocate_model_budget(choices, after)
     return choices
 
 
-def _weights(stored: StoredCurves, length: int, layer: int, curves: Curves, after: Recipe) -> ErrorWeights:
-    """What a layer's errors count: of a KL after a KL, as the old calibration measured the layer by itself."""
-    layers = stored.profile.geometry.layers
-    weights = weights_of(curves, after, stored.sensitivity[layer] if stored.sensitivity else None, layers)
-    predicted = stored.profile.record.predicted_at(length)
-    measured = predicted.layers[layer].sensitivity if predicted and predicted.layers else None
-    return replace(weights, layer=measured * layers) if after.budget.is_kl and measured else weights
-
-
-def _scale(stored: StoredCurves, length: int, after: Recipe) -> float:
-    """How much of a budget to spend: with a KL before and after, by what the KL was found to be over its prediction."""
-    record = stored.profile.record
-    predicted, proven = record.predicted_at(length), record.proven_at(length)
-    if not after.budget.is_kl or predicted is None or proven is None or not predicted.kl or not proven.kl:
-        return 1.0
-    return predicted.kl / proven.kl
-
-
-def _choice(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe, weights: ErrorWeights) -> Choice:
-    """A layer as it was in segment, grain and tile, with its new budget spent."""
+def _choice(
+    curves: Curves,
+    config: LayerConfig,
+    before: Recipe,
+    after: Recipe,
+) -> Choice:
+    """A layer as it was in segment and tile, with its new budget spent."""
+    weights = weights_of(curves, after)
     budget = budget_mse(weights, after)
-    choice = choice_at(SearchPoint(config.segment, config.grain, config.tile, config.scores), curves, after, weights)
+    choice = choice_at(SearchPoint(config.segment, config.tile, config.scores), curves, after, weights)
     if choice.config.is_dense:
         return choice if choice.why_dense else choice.as_dense(ChosenDense.NO_GAIN)
-    comparable = not (before.budget.is_kl or after.budget.is_kl)  # a layer's part of a KL says nothing by itself
-    if config.is_dense and comparable and budget <= budget_mse(weights_of(curves, before), before):
+    if config.is_dense and budget <= budget_mse(weights_of(curves, before), before):
         return choice.as_dense(ChosenDense.WAS_DENSE)
     if config.is_dense and choice.cost >= WINS:
         return choice.as_dense(ChosenDense.NO_CLEAR_GAIN)

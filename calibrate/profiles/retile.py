@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from calibrate.compiling import compile_ahead, with_tiles
-from calibrate.curves import linear_pass
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, RankingConfig, Shape
-from calibrate.curves.passes import measure
+from calibrate.curves.curves import TAUS, RankingConfig, Shape, overhead
+from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
-from calibrate.search.crossover import Layer, with_crossover
+from calibrate.search.tiles import Layer, with_crossover
 from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, StopRule, TileConfig
@@ -55,7 +53,6 @@ class TimingKey:
 
     length: int
     segments: tuple[int, ...]
-    grain: int
     shape: Shape
     density: int
     ranking: int
@@ -166,11 +163,10 @@ def _alike(profile: Profile, densities: _Densities) -> dict[TimingKey, list[_Lay
             if config.is_dense:
                 continue
             ranked = _ranked(config)
-            ranking = sum(overhead(_ranking(head, config), head.far) for head in ranked) / config.num_heads
+            ranking = sum(overhead(_ranking(head, config), head.tail) for head in ranked) / config.num_heads
             key = TimingKey(
                 min(length, LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
-                config.grain,
                 Shape.of(config.tile),
                 round(densities[bucket][layer] / ALIKE),
                 round(ranking / ALIKE),
@@ -222,12 +218,12 @@ def _traces(
     """Measurements of curves, one for each kernel that `_stopping` needs."""
     first_of: dict[Hashable, Callable[[], object]] = {}
     for key, config in layers:
-        ranked = [head for head in config.heads if head.has_threshold]
-        if ranked and (key.shape, key.grain, key.scores) not in first_of:
+        ranked = _ranked(config)
+        if ranked and (key.shape, key.scores) not in first_of:
             measured = partial(
                 measure, _inputs(geometry, key.length, where), [_ranking(ranked[0], config)], [key.shape]
             )
-            first_of[key.shape, key.grain, key.scores] = measured
+            first_of[key.shape, key.scores] = measured
     return first_of.values()
 
 
@@ -243,11 +239,8 @@ def legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list
 
 def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerConfig:
     """The layer with thresholds at which its heads, given the synthetic inputs, compute `density` of the pairs."""
-    ranked = [head for head in config.heads if head.has_threshold]
+    ranked = _ranked(config)
     computed = density * config.num_heads - sum(head.mode == "dense" for head in config.heads)
-    for head in _ranked(config):
-        if head.far == "linear":
-            computed -= linear_pass.density(prompt.q.shape[2], replace(config, heads=(head,)))
     target = computed / max(len(ranked), 1)
     shape = Shape.of(config.tile)
     densities_of = {
@@ -256,7 +249,7 @@ def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerCon
     }
     heads = tuple(
         head
-        if not head.has_threshold
+        if head.mode == "dense"
         else replace(head, tau=tau_for(densities_of[_ranking(head, config)][index], target), stop_rule=StopRule.REST)
         for index, head in enumerate(config.heads)
     )
@@ -300,4 +293,4 @@ def _ranked(config: LayerConfig) -> list[HeadConfig]:
 
 
 def _ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
-    return RankingConfig(head.segment, head.representatives, config.grain, config.scores, head.far == "linear")
+    return RankingConfig(head.segment, head.representatives, config.scores)

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibrate.curves import ranking_cost, sensitivities
-from calibrate.curves.costs import linear_cost
+from calibrate.curves import measure
 from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
 from calibrate.curves.measure import recipe_key
-from calibrate.curves.sensitivities import stored_sensitivity
 from calibrate.journal import Journal
-from calibrate.model.sensitivity import Sensitivity
 from calibrate.recipe import DEFAULT_CEILING, Recipe
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry, config_mismatch, split_fingerprint
@@ -26,14 +23,12 @@ class StoredCurves:
     profile, recipe: what it wrote, and what it was asked for.
     entries: keys and values of its journal, in the order in which they were measured.
     ranking_costs: the same of what ranking takes at each length.
-    sensitivity: what the errors of layers and heads cost in KL; None if it was not measured.
     """
 
     profile: Profile
     recipe: Recipe
     entries: list[tuple[dict[str, Any], Any]]
     ranking_costs: list[tuple[dict[str, Any], Any]]
-    sensitivity: Sensitivity | None = None
 
     def of_layer(self, layer: int, length: int) -> Curves | None:
         """The curves last measured for a layer at a bucket.
@@ -54,11 +49,11 @@ class StoredCurves:
         }
         for key, value in reversed(self.entries):
             if key == expected_key | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
-                cost = ranking_cost.stored_cost(
+                cost = measure.stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
-                curves = with_fixed_cost(unpacked(value), cost, linear_cost(length))
-                matching = methods(curves, config.segment, config.grain, shape, config.scores)
+                curves = with_fixed_cost(unpacked(value), cost)
+                matching = methods(curves, config.segment, shape, config.scores)
                 return curves if matching else None
         return None
 
@@ -110,13 +105,11 @@ def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str)
         raise InputError(f"journal {journal} does not exist: give --journal, or measure again with {command}")
     with Journal.read(journal) as opened:
         _check_identity(opened, profile)
-        prompts = {prompt for length in profile.lengths for prompt in _prompt_hashes(profile, length)}
         return StoredCurves(
             profile,
             recipe,
             opened.entries("curves"),
-            opened.entries(ranking_cost.KIND),
-            stored_sensitivity(opened.entries(sensitivities.KIND), prompts),
+            opened.entries(measure.RANKING_COST),
         )
 
 

@@ -11,7 +11,6 @@ from calibrate.recipe import Recipe
 from calibrate.versions import versions
 from s2o_runtime.profile.record import (
     Certificate,
-    KlPass,
     PredictedLength,
     ProvenLayer,
     ProvenLength,
@@ -40,8 +39,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
         predicted=tuple(
             PredictedLength(
                 length=length,
-                kl=chosen.predicted_kl if recipe.budget.is_kl else None,
-                layers=tuple(choice.predicted(len(chosen.choices)) for choice in chosen.choices),
+                layers=tuple(choice.predicted() for choice in chosen.choices),
             )
             for length, chosen in proven.chosen.items()
         ),
@@ -69,13 +67,6 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
             for one in certificate.domains or ()
             if one.groups == 1 and (one.prompts or 0) > 1
         ]
-        bound = certificate.mean_kl_bound
-        if bound is None or bound <= recipe.budget.value or not recipe.budget.is_kl:
-            continue
-        sentences.append(
-            f"that the mean KL of prompts like these is within the budget at {length} tokens: "
-            + (f"its bound is {bound:.1e}" if length in recipe.lengths else f"the length is only checked ({bound:.1e})")
-        )
     between = "lengths between these" if len(proven.certificates) > 1 else "other lengths"
     return (*sentences, f"text unlike these prompts, {between}, and calls that continue a prompt")
 
@@ -99,7 +90,6 @@ def _proven_length(proven: Proven, length: int) -> ProvenLength:
         length=length,
         calibrated=length in proven.chosen,
         kl=proof.kl,
-        kl_passes=tuple(KlPass(**vars(one)) for one in proven.kl_passes.get(length, ())) or None,
         top1=proof.top1,
         needles=proof.needles,
         layers=layers,

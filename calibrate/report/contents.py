@@ -15,7 +15,6 @@ from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
-from calibrate.proof.state import KlTrial
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.report.plan import option_lines
@@ -23,8 +22,8 @@ from calibrate.report.summary import head_counts
 from calibrate.search.choice import Choice, search_constraints
 from calibrate.search.choose import Chosen
 from calibrate.versions import versions
-from s2o_runtime.config import Far
-from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit, error_unit
+from s2o_runtime.config import Tail
+from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
 
@@ -33,14 +32,13 @@ FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a la
 class HeadReport:
     """What one query head does, and what it is predicted to do.
 
-    `cost` is its attention's time divided by the time of dense attention, and `error` is in the budget's unit. Where
-    `far` is "linear", `tau` says nothing.
+    `cost` is its attention's time divided by the time of dense attention, and `error` is in the budget's unit.
     """
 
     mode: str
     tau: float
     representatives: int
-    far: Far
+    tail: Tail
     density: float
     cost: float
     error: float
@@ -57,7 +55,6 @@ class LayerReport:
         tau_min: the smallest threshold of the heads that have one; None without such heads.
         tau_max: their largest threshold.
         tails: how many heads estimate what the keys behind the stop would bring.
-        linear_tails: how many others visit one chunk and estimate the rest to first order.
         representatives: how many heads have each number of representatives, which is the key.
         why_dense: why the whole layer was made dense; None if it was not.
         error_over_limit: `error` divided by `limit`.
@@ -76,7 +73,6 @@ class LayerReport:
     tails: int
     representatives: dict[str, int]
     segment: int
-    grain: int
     scores: str
     tile: str
     why_dense: str | None
@@ -94,7 +90,6 @@ class LayerReport:
     dense_seconds: float | None
     heads: tuple[HeadReport, ...]
     frontier: tuple[tuple[float, float], ...] | None
-    linear_tails: int = 0
     binds: ErrorUnit | None = None
 
 
@@ -105,7 +100,7 @@ class UniformReport:
     tau: float
     segment: int
     representatives: int
-    far: Far
+    tail: Tail
     cost: float
     seconds: float | None
 
@@ -125,7 +120,6 @@ class LengthReport:
         cost: the predicted time of all layers' attention divided by that of dense attention.
         attention_seconds: of all layers; None on a CPU, as `dense_attention_seconds`.
         groups: layers that shared one study.
-        kl_passes: how the scale of a budget in KL was found; empty with others.
     """
 
     length: int
@@ -141,7 +135,6 @@ class LengthReport:
     dense_attention_seconds: float | None
     groups: tuple[tuple[int, ...], ...]
     layers: tuple[LayerReport, ...]
-    kl_passes: tuple[KlTrial, ...] = ()
 
     @property
     def label(self) -> str:
@@ -171,7 +164,7 @@ class BudgetReport:
     @property
     def unit(self) -> ErrorUnit:
         """The unit of the layers' errors and limits."""
-        return error_unit(self.kind)
+        return self.kind
 
 
 @dataclass(frozen=True)
@@ -287,14 +280,13 @@ def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> 
         dense_attention_seconds=_total(layer.dense_seconds for layer in proof.layers),
         groups=() if chosen is None else tuple(tuple(map(layer_number, group)) for group in chosen.groups),
         layers=tuple(_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
-        kl_passes=tuple(result.kl_passes.get(length, ())),
     )
 
 
 def _uniform(chosen: Chosen | None) -> UniformReport | None:
     if chosen is None or chosen.uniform is None:
         return None
-    head = _copied(chosen.uniform.head, "tau", "segment", "representatives", "far")
+    head = _copied(chosen.uniform.head, "tau", "segment", "representatives", "tail")
     return UniformReport(**head, **_copied(chosen.uniform, "cost", "seconds"))
 
 
@@ -307,7 +299,7 @@ def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: Layer
     return LayerReport(
         layer=result.profile.geometry.layer_number(index),
         **head_counts(config.heads),
-        **_copied(config, "segment", "grain", "scores"),
+        **_copied(config, "segment", "scores"),
         **_copied(proof, "density", "worst", "seconds", "dense_seconds"),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
         tile=str(config.tile),
@@ -341,7 +333,7 @@ def _predicted_seconds(choice: Choice, choices: Sequence[Choice]) -> float | Non
 def _heads(recipe: Recipe, choice: Choice) -> tuple[HeadReport, ...]:
     return tuple(
         HeadReport(
-            **_copied(point.head, "mode", "tau", "representatives", "far"),
+            **_copied(point.head, "mode", "tau", "representatives", "tail"),
             **_copied(point, "density", "cost"),
             error=_in_unit(recipe, choice, point.mse),
         )

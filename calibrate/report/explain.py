@@ -46,7 +46,7 @@ def explain_head(
     rows = []
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
-        row = {"length": length, **plain(settings), "grain": config.grain, "scores": config.scores}
+        row = {"length": length, **plain(settings), "scores": config.scores}
         row |= {"last_rows": config.last_rows} if config.last_rows else {}
         row |= {"tile": str(config.tile), **dict.fromkeys(("density", "error", "unit"))}
         if settings.mode == "dense" and config.is_dense:
@@ -75,15 +75,14 @@ def head_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def _settings(row: Mapping[str, Any]) -> str:
     if row["mode"] == "dense":
         return "dense"
-    setting = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, "
-    threshold = "" if row["far"] == "linear" else setting
+    setting = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, tail {row['tail']}, "
     int8 = ", int8 scores" if row["scores"] == "int8" else ""
-    return f"{threshold}far {row['far']}, segment {row['segment']}, grain {row['grain']}, tile {row['tile']}{int8}"
+    return f"{setting}segment {row['segment']}, tile {row['tile']}{int8}"
 
 
 def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> tuple[dict[str, Any], str]:
     """Density and error of a head as its curve predicts them, and what keeps it from the next cheaper setting."""
-    curves_of_methods = methods(curves, config.segment, config.grain, Shape.of(config.tile), config.scores)
+    curves_of_methods = methods(curves, config.segment, Shape.of(config.tile), config.scores)
     power = dense_power(curves_of_methods)
     choices = search_constraints(recipe)
     guarded = points_of(curves_of_methods, head, choices)
@@ -121,8 +120,6 @@ def _limits(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> t
 def _spender(curves: Curves, recipe: Recipe, power: float) -> str:
     """How much error the layer, or the model, may spend, in words."""
     budget = recipe.budget
-    if budget.is_kl:
-        return f"the model may spend a KL of {budget.value * recipe.margin:.2e} nats per token"
     spend = budget.error(budget_mse(weights_of(curves, recipe), recipe), power)
     spender = "the layer" if recipe.scope == "layer" else "all layers in the mean"
     return f"{spender} may spend {spend:.2e} {budget.unit} in the mean over heads"
@@ -137,6 +134,4 @@ def _alike(one: HeadConfig, other: HeadConfig) -> bool:
 
 def _point(point: Point) -> str:
     head = point.head
-    if head.far == "linear":
-        return f"far linear (density {point.density:.3f})"
-    return f"tau {head.tau:g} (far {head.far}, repr. {head.representatives}, density {point.density:.3f})"
+    return f"tau {head.tau:g} (tail {head.tail}, repr. {head.representatives}, density {point.density:.3f})"

@@ -177,7 +177,7 @@ def head_maps(report: Report) -> list[HeadMap]:
 
 
 def _threshold(head: HeadReport) -> float | None:
-    return None if head.mode == "dense" or head.far == "linear" else head.tau
+    return None if head.mode == "dense" else head.tau
 
 
 def colours() -> list[tuple[str, str]]:
@@ -224,17 +224,14 @@ def _draw(figure: Figure, profile: Profile) -> None:
     all_axes = panels(figure, titles, (5.0, 4.0), x="head", y="layer")
     for axes, layers in zip(all_axes, profile.layers, strict=True):
         taus = [
-            [max(head.tau, TAUS[0]) if head.has_threshold else math.nan for head in layer.heads] for layer in layers
+            [max(head.tau, TAUS[0]) if head.mode == "s2o" else math.nan for head in layer.heads] for layer in layers
         ]
         image = axes.imshow(taus, norm=norm, cmap=COLOURS, aspect="auto", interpolation="nearest")
-        heads = [(head, x, y) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads)]
-        for is_dense, marker in ((True, "x"), (False, "o")):
-            marked = [(x, y) for head, x, y in heads if not head.has_threshold and (head.mode == "dense") == is_dense]
-            look: dict[str, Any] = {"color": "black"} if is_dense else {"edgecolors": "black", "facecolors": "none"}
-            axes.scatter([x for x, _ in marked], [y for _, y in marked], marker=marker, lw=0.8, s=12, **look)
+        dense = [(x, y) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads) if head.mode == "dense"]
+        axes.scatter([x for x, _ in dense], [y for _, y in dense], marker="x", lw=0.8, s=12, color="black")
         whole_numbers(axes.xaxis)
         whole_numbers(axes.yaxis, [profile.geometry.layer_number(index) for index in range(len(layers))])
-    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head; ring: linear tail)", **BAR)
+    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head)", **BAR)
 
 
 CELL = 0.14  # inches of a cell of the heat map where there are many

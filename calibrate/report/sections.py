@@ -94,8 +94,7 @@ def _of_length(length: CertifiedLength, confidence: float) -> str:
             f"and the KL within {formatted(length.kl, '.1e')} nats, together"
         )
     noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
-    bound = "" if length.mean_kl_bound is None else f", for all prompts like these at most {length.mean_kl_bound:.1e}"
-    text += f"; these had a mean KL of {formatted(length.mean_kl, '.1e')}{noise}{bound}"
+    text += f"; these had a mean KL of {formatted(length.mean_kl, '.1e')}{noise}"
     retrieval = length.retrieval
     if retrieval is None or not retrieval.found:
         return f"{length.length} tokens: {text}; retrieval not proven"
@@ -230,6 +229,9 @@ def summary_parts(profile: Profile) -> Iterator[Table | str]:
     yield from (f"not proven: {sentence}" for sentence in (*contents["problems"], *contents["not_proven"]))
     if contents["retiled"]:
         yield contents["retiled"]
+    if contents["unsupported_heads"]:
+        count = contents["unsupported_heads"]
+        yield f"dense here: {count} heads, whose tail, grain or representatives this version does not have"
     yield Table(COLUMNS, [length_cells(row) for row in contents["lengths"]])
     yield "tau: a head stops visiting keys once the rest would add less than this to its denominator; more skips more"
     yield f"prompts below {profile.min_length} tokens stay dense"
@@ -252,7 +254,7 @@ def length_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["length"]),
         tau_range(row["tau_min"], row["tau_max"]),
         f"{row['dense_heads']} of {row['heads']}",
-        tail_counts(row["tails"], row["linear_tails"]),
+        str(row["tails"]),
         formatted(row["density"], ".3f"),
         row["density_is"] or "-",
         formatted(row["error_over_limit"], ".0%"),
@@ -272,11 +274,6 @@ def tau_range(smallest: float | None, largest: float | None) -> str:
 def two_digits(tau: float) -> str:
     """A threshold as it is shown."""
     return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02
-
-
-def tail_counts(tails: int, linear_tails: int) -> Number:
-    """The heads with a tail, and beside them those with a linear one: "6+2 lin."."""
-    return Number(f"{tails}+{linear_tails} lin." if linear_tails else str(tails), tails + linear_tails)
 
 
 def times(ratio: float | None) -> str:
@@ -339,7 +336,7 @@ def certificate_parts(check: Recertified) -> Iterator[Table | str]:
     )
 
 
-DETAILS = ("tails", "repr.", "grain", "tile", "binds")  # columns that the terminal leaves to the report
+DETAILS = ("tails", "repr.", "tile", "binds")  # columns that the terminal leaves to the report
 BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
@@ -377,10 +374,7 @@ def is_worthwhile(report: Report) -> bool:
 
 def _sparse_layers(report: Report) -> dict[int, int]:
     """How many layers run S2O, by length."""
-    return {
-        length.length: sum(bool(layer.representatives or layer.linear_tails) for layer in length.layers)
-        for length in report.lengths
-    }
+    return {length.length: sum(bool(layer.representatives) for layer in length.layers) for length in report.lengths}
 
 
 def _speedups(report: Report) -> tuple[dict[int, float | None], str]:
@@ -410,7 +404,7 @@ def layer_table(report: Report, length: LengthReport, *, brief: bool = False) ->
     of the two limits binds.
     """
     relative, ceiling = report.budget.unit == "mse", report.budget.ceiling is not None
-    settings = ("layer", "tau", "dense\nheads", "tails", "repr.", "segment", "grain", "tile")
+    settings = ("layer", "tau", "dense\nheads", "tails", "repr.", "segment", "tile")
     errors = ("mse", "rel\nmse") if relative else ("rel_mse",)
     limits = ("error /\nlimit", *(("binds",) if ceiling else ()))
     outcome = ("density", *errors, *limits, "worst\nrow", "vs\ndense")
@@ -427,10 +421,9 @@ def _layer_cells(layer: LayerReport, relative: bool, ceiling: bool) -> tuple[str
         integer(layer.layer),
         tau_range(layer.tau_min, layer.tau_max),
         integer(layer.dense_heads),
-        tail_counts(layer.tails, layer.linear_tails),
+        integer(layer.tails),
         _counts(layer.representatives),
         integer(layer.segment),
-        integer(layer.grain),
         layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
         formatted(layer.density, ".3f"),
         formatted(layer.error, ".2e"),
@@ -443,10 +436,7 @@ def _layer_cells(layer: LayerReport, relative: bool, ceiling: bool) -> tuple[str
 
 
 def overview_table(report: Report) -> Table:
-    """One row a length; the error is the largest of any layer, or the mean of the layers if the budget is of the model.
-
-    A budget in KL is to be compared with the column KL.
-    """
+    """One row a length; the error is the largest of any layer, or their mean if the budget is of the model."""
     units = ("mse", "rel_mse") if report.budget.kind == "mse" else (report.budget.unit,)
     which = "largest" if report.budget.scope == "layer" else "mean"
     errors = tuple(f"{which}\n{unit}" for unit in units)
@@ -484,7 +474,8 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
         f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
         + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
     ]
-    notes += filter(None, (_kl_note(report, length), _uniform_note(length)))
+    if uniform := _uniform_note(length):
+        notes.append(uniform)
     reasons: dict[str, list[int]] = {}
     for layer in length.layers:
         if layer.why_dense:
@@ -494,17 +485,6 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
     if tightened := [layer.layer for layer in length.layers if layer.tightened]:
         notes.append(f"{layer_ranges(tightened)} tightened by what the prompts of this table showed")
     return notes
-
-
-def _kl_note(report: Report, length: LengthReport) -> str | None:
-    """How the scale of a budget in KL was found at a length."""
-    if not length.kl_passes:
-        return None
-    passes = ", ".join(f"{one.kl:.1e} (predicted {one.predicted:.1e})" for one in length.kl_passes)
-    return (
-        f"KL {length.kl:.1e} of {report.budget.value:g} allowed, on the prompts that layers were adjusted on; "
-        f"passes that found what heads may spend: {passes}; limits of layers are the mse that they were given"
-    )
 
 
 def _ceiling_note(report: Report, length: LengthReport) -> str | None:
@@ -548,7 +528,7 @@ def _uniform_note(length: LengthReport) -> str | None:
     verdict = f"{gained:.2f}x faster" if gained >= 1 else f"{1 / gained:.2f}x slower"
     return (
         f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error (tau "
-        f"{two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, far {uniform.far})"
+        f"{two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, tail {uniform.tail})"
     )
 
 

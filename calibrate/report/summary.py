@@ -28,6 +28,7 @@ def summary(profile: Profile) -> dict[str, Any]:
         "certificate": record.certificate.to_json() if record.certificate else None,
         "not_proven": list(record.not_proven or ()),
         "retiled": record.retiled.note if record.retiled else None,
+        "unsupported_heads": profile.unsupported_heads,
         "lengths": [_length(profile, length, bucket) for length, bucket in buckets],
     }
 
@@ -35,8 +36,6 @@ def summary(profile: Profile) -> dict[str, Any]:
 def _budget(budget: RecordedBudget | None) -> str | None:
     if budget is None or budget.value is None:
         return None
-    if budget.kind == "kl":
-        return f"KL {budget.value:g} (nats per token)"
     ceiling = "" if budget.ceiling_rel_mse is None else f" and rel_mse {budget.ceiling_rel_mse:g}"
     return f"{budget.kind} {budget.value:g}{ceiling} ({budget.scope})"
 
@@ -62,15 +61,14 @@ def _length(profile: Profile, length: int, bucket: Sequence[LayerConfig]) -> dic
 
 
 def head_counts(heads: Sequence[HeadConfig]) -> dict[str, Any]:
-    """The range of the thresholds, None without any, and how many heads are dense and have tails of both kinds."""
+    """The range of the thresholds, None without any, and how many heads are dense and have a tail."""
     sparse = [head for head in heads if head.mode == "s2o"]
-    taus = [head.tau for head in sparse if head.has_threshold]
+    taus = [head.tau for head in sparse]
     return {
         "tau_min": min(taus, default=None),
         "tau_max": max(taus, default=None),
         "dense_heads": len(heads) - len(sparse),
-        "tails": sum(head.far == "mean" for head in sparse),
-        "linear_tails": sum(head.far == "linear" for head in sparse),
+        "tails": sum(head.tail == "mean" for head in sparse),
     }
 
 

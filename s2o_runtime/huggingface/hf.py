@@ -27,8 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from s2o_runtime.attention import torch_op
+from s2o_runtime.attention.compute import window_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.attention.windowed import window_attention
+from s2o_runtime.call import Scoring, without_gradients
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import InputError, ModelError, ProfileError
 from s2o_runtime.fields import Rule
@@ -60,8 +61,7 @@ from s2o_runtime.monitor.counters import DenseWatch
 from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import find_profile
-from s2o_runtime.scoring import Scoring, without_gradients
-from s2o_runtime.shapes import needs_gradients
+from s2o_runtime.sequences import needs_gradients
 
 NAME = "s2o"
 PAGED = f"paged|{NAME}"  # what transformers' continuous batching calls it

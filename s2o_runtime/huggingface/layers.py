@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.compute import Attention, AttentionStats
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.attention.result import Attention, AttentionStats
+from s2o_runtime.call import Scoring, without_gradients
 from s2o_runtime.config import HEAD_DIMS, KvCacheDtype, LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ModelError
@@ -30,12 +31,10 @@ from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.counters import DenseWatch, Meter
 from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.device_fit import fitted
+from s2o_runtime.profile.profile import fitted
 from s2o_runtime.quantisation import as_cached
-from s2o_runtime.scoring import Scoring, without_gradients
-from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.layer import ServedLayer, longest_trusted
-from s2o_runtime.shapes import CallShape, needs_gradients
+from s2o_runtime.sequences import CallShape, needs_gradients
+from s2o_runtime.serving.fit import Rank, ServedLayer, longest_trusted
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 DENSE = "dense"  # in place of a profile's digest, of states that never run S2O

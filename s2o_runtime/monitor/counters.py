@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from s2o_runtime.attention.result import AttentionStats
+from s2o_runtime.attention.compute import AttentionStats
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.monitor.drift import DriftMonitor
 

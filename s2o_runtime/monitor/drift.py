@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from s2o_runtime.call import PLAIN, Scoring, capped, softmax
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.fields import Rule, check_fields, ruled
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import ErrorUnit
-from s2o_runtime.scoring import PLAIN, Scoring, capped, softmax
 
 Action = Literal["warn", "dense"]
 DriftChoice = Literal["auto", "off", "warn", "dense"]

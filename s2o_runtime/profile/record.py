@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 ErrorUnit = Literal["mse", "rel_mse"]  # of a layer's error
-BudgetKind = Literal["mse", "rel_mse", "kl"]
+BudgetKind = ErrorUnit
 BudgetScope = Literal["layer", "model"]
 BUDGET_KINDS: tuple[BudgetKind, ...] = get_args(BudgetKind)
 BUDGET_SCOPES: tuple[BudgetScope, ...] = get_args(BudgetScope)
@@ -137,26 +137,18 @@ def _written(value: Any) -> Any:
 class RecordedBudget(Part):
     """The error that the calibration was allowed."""
 
-    kind: BudgetKind | None = _recorded(
-        "`mse` or `rel_mse`: the unit of `value` and of every `limit`. `kl`: KL(dense, patched) of the next token, "
-        "mean over the adjust prompts' positions; every `limit` is an `mse` then"
-    )
-    value: float | None = _recorded("the error allowed", "its kind; `kl`: nats per token")
+    kind: BudgetKind | None = _recorded("`mse` or `rel_mse`: the unit of `value` and of every `limit`")
+    value: float | None = _recorded("the error allowed", "its kind")
     ceiling_rel_mse: float | None = _recorded(
         "beside an `mse` the largest `rel_mse`: a layer's `limit` is the smaller of `value` and this times the mean "
         "square of its dense output; absent without a ceiling"
     )
-    scope: BudgetScope | None = _recorded("`layer`: of every layer; `model`: of the mean over layers, or of the KL")
+    scope: BudgetScope | None = _recorded("`layer`: of every layer; `model`: of the mean over layers")
 
     @property
     def unit(self) -> ErrorUnit | None:
         """The unit of a layer's errors and limits; None if no budget is recorded."""
-        return None if self.kind is None else error_unit(self.kind)
-
-
-def error_unit(kind: BudgetKind) -> ErrorUnit:
-    """The unit of a layer's errors and limits under a budget of this kind: a KL belongs to no single layer."""
-    return "rel_mse" if kind == "rel_mse" else "mse"
+        return self.kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +181,6 @@ class PredictedLayer(Part):
         "attention as timed by the search; on a GPU only, and only where it was not tightened afterwards", "seconds"
     )
     dense_seconds: float | None = _recorded("dense attention, timed in turns with it", "seconds")
-    sensitivity: float | None = _recorded(
-        "KL for each unit of the layer's mse, its heads weighted by what they cost; of a budget in KL only",
-        "nats per token",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,19 +188,7 @@ class PredictedLength(Part):
     """What the curves say of one calibrated length."""
 
     length: int | None = _recorded("of the prompts", "tokens")
-    kl: float | None = _recorded(
-        "what the layers' sensitivities make of their errors, as adjusted; of a budget in KL only", "nats per token"
-    )
     layers: tuple[PredictedLayer, ...] | None = _recorded("one entry for each layer, in their order")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KlPass(Part):
-    """One allocation that was tried for a budget in KL."""
-
-    scale: float | None = _recorded("of what the budget and its margin allow, how much KL was predicted to be spent")
-    predicted: float | None = _recorded("KL of the allocation, before layers were tightened", "nats per token")
-    kl: float | None = _recorded("measured on the adjust prompts", "nats per token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +218,6 @@ class ProvenLength(Part):
     length: int | None = _recorded("of the prompts", "tokens")
     calibrated: bool | None = _recorded("false for a length that was only checked")
     kl: float | None = _recorded("mean over positions of KL(dense, patched) of the next token", "nats")
-    kl_passes: tuple[KlPass, ...] | None = _recorded("how a budget in KL was searched for; absent with others")
     top1: float | None = _recorded("of positions where both find the same token most likely", "share")
     needles: tuple[int, int] | None = _recorded(
         "needles the patched model keeps of those the dense one finds, and how many that are; absent if the prompts "
@@ -322,9 +297,6 @@ class CertifiedLength(Part):
         "KL(dense, patched) of the next token, mean over a prompt's positions; absent where it is 0", "nats"
     )
     mean_kl: float | None = _recorded("the same, mean over the prompts", "nats")
-    mean_kl_bound: float | None = _recorded(
-        "upper bound for the mean over prompts like these; of a budget in KL only", "nats"
-    )
     noise_floor: float | None = _recorded(
         "mean KL between two dense implementations on the first two prompts; absent where rounding is negligible",
         "nats",

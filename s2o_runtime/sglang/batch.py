@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.serving import batch
-from s2o_runtime.serving.pieces import Pieces
-from s2o_runtime.serving.plan import Run
+from s2o_runtime.serving import calls
+from s2o_runtime.serving.plan import Pieces, Run
 from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 
-class SglangBatch(batch.Batch):
+class SglangBatch(calls.Batch):
     """A ForwardBatch of prompts, some of which S2O may compute.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
-from s2o_runtime.pages import FP8_TYPES, page_obstacle
+from s2o_runtime.sequences import FP8_TYPES, page_obstacle
 from s2o_runtime.serving.attend import LayerCall, attend
 from s2o_runtime.serving.calls import cache_obstacle, layer_obstacle, say_once, scales_obstacle
 from s2o_runtime.serving.fit import LayerFit

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
-from s2o_runtime.serving import batch
-from s2o_runtime.serving.pieces import Pieces
-from s2o_runtime.serving.plan import Run
+from s2o_runtime.serving import calls
+from s2o_runtime.serving.plan import Pieces, Run
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
@@ -31,7 +30,7 @@ WHOLE_ONLY = {
 }
 
 
-class VllmBatch(batch.Batch):
+class VllmBatch(calls.Batch):
     """One batch, as a metadata builder was given it.
 
     Args:

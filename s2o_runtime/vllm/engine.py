@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from s2o_runtime.pages import page_obstacle
+from s2o_runtime.sequences import page_obstacle
 from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, ServerContext, start_failures
-from s2o_runtime.serving.settings import Settings
+from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, start_failures
 from s2o_runtime.vllm.backend import VllmApi
 from s2o_runtime.vllm.prompts import Prompts
 

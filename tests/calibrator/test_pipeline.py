@@ -131,7 +131,7 @@ def test_the_profile_does_what_it_says(changes, tiny_folder, run):
     scores = {config.scores for bucket in profile.layers for config in bucket if not config.is_dense}
     assert scores == set(recipe.scores)
     if "tails" in changes:
-        assert not any(head.far == "mean" for config in result.configs.values() for head in config.heads)
+        assert not any(head.tail == "mean" for config in result.configs.values() for head in config.heads)
         every = [choice.allocation.points for each in result.chosen.values() for choice in each.choices]
         assert all(point.worst <= 0.22 for points in every for point in points)
 
@@ -237,7 +237,7 @@ def test_a_run_after_an_edit_of_config_json_does_not_continue_the_one_before(tin
 def choice(timing, mode="s2o", below=0):
     config = LayerConfig.uniform(2, tau=1.0, segment=512, mode=mode, tile=TileConfig(dense_below=below))
     allocation = Allocation(tuple(Point(0.0, 0.5, 0.5, 0.0, head) for head in config.heads))
-    return Choice(SearchPoint(512, 1, config.tile), {}, 0.0, allocation, timing)
+    return Choice(SearchPoint(512, config.tile), {}, 0.0, allocation, timing)
 
 
 def test_what_was_faster_than_dense_at_a_length_runs_there():

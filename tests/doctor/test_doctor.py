@@ -446,8 +446,8 @@ WRONG_KERNELS = {
     "it never stops": ({"tau": 0.0}, "density in head 1"),
     "it stops at the first check": ({"tau": 1e6}, "density in head 1"),
     "its gains are ten times too large": ({"tau": 0.1}, "density in head 1"),
-    "it estimates no tail": ({"far": "none"}, "error in head 3"),
-    "it estimates a tail unasked": ({"far": "mean"}, "error in head 1"),
+    "it estimates no tail": ({"tail": "none"}, "error in head 3"),
+    "it estimates a tail unasked": ({"tail": "mean"}, "error in head 1"),
     "it visits in ascending order": ({"order": lambda r: r._replace(order=r.order.sort().values)}, "head 1"),
     "it visits unimportant keys first": ({"order": lambda r: r._replace(order=r.order.flip(0))}, "head 1"),
     "it visits some keys twice": (

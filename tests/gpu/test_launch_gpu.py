@@ -18,7 +18,7 @@ def test_a_direct_launch_is_tritons(tile, monkeypatch, nan_filled):
 
     It calls the launcher whatever version of Triton is here, so run it to have a version join TESTED_TRITONS.
     """
-    config = LayerConfig.uniform(8, tau=1.0, segment=256, representatives=16, far="mean", grain=4, tile=tile)
+    config = LayerConfig.uniform(8, tau=1.0, segment=256, representatives=16, tail="mean", tile=tile)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(2, 1500, heads, 128, generator=generator, device="cuda").bfloat16().transpose(1, 2)
@@ -31,7 +31,7 @@ def test_a_direct_launch_is_tritons(tile, monkeypatch, nan_filled):
         return s2o_attention(q, k, v, config, kv_start=starts, backend="triton", return_lse=True)
 
     # no call may become a plan, which would not launch through `launch`, or be recorded, which takes the listener
-    monkeypatch.setattr("s2o_runtime.attention.replay.RepeatedCall.recorder", lambda repeated, inputs: None)
+    monkeypatch.setattr("s2o_runtime.kernels.plan.RepeatedCall.recorder", lambda repeated, inputs: None)
     monkeypatch.setattr(launch_module, "_compiled", {})
     monkeypatch.setattr(launch_module, "_direct", lambda version: False)
     expected = call()

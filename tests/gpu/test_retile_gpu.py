@@ -21,9 +21,9 @@ FORMER = TileConfig(128, 32, 16, 8, 3)
 SPARSE, HALF, FULL = 0.2, 0.5, 1.0
 
 
-def layer(representatives, far):
-    heads = [HeadConfig(1.0 + index, 512, "s2o", StopRule.REST, representatives, far) for index in range(16)]
-    return LayerConfig(tuple(heads), FORMER, grain=4).validate()
+def layer(representatives, tail):
+    heads = [HeadConfig(1.0 + index, 512, "s2o", StopRule.REST, representatives, tail) for index in range(16)]
+    return LayerConfig(tuple(heads), FORMER).validate()
 
 
 def test_tiles_are_tuned_and_thresholds_kept(tmp_path):

@@ -6,8 +6,7 @@ import torch
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import save_profile
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Server, ServerContext
-from s2o_runtime.serving.settings import Settings
+from s2o_runtime.serving.server import Server, ServerContext, Settings
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine
 from support.server_batches import check_last_rows, check_mixed_batches, served_profile, served_tiles

@@ -13,7 +13,7 @@ from s2o_runtime import explain, load_profile, patch
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import ROPE, compose_fingerprint, fingerprint, fingerprint_mismatch, split_fingerprint
-from s2o_runtime.profile.device_fit import with_safe_tile
+from s2o_runtime.profile.profile import with_safe_tile
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.tiles import candidate_tiles
 from support.models import make_profile, new_model, twin
@@ -44,7 +44,7 @@ def test_the_same_stride_and_height_give_the_same_errors_with_another_tile():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 4096, 64) for heads in (2, 1, 1))
     k *= 4 * torch.rand(1, 1, 4096, 1).square()
-    mine = LayerConfig.uniform(2, tau=0.5, segment=512, tile=TileConfig(64, 128, 8, 4, 2, True), grain=4)
+    mine = LayerConfig.uniform(2, tau=0.5, segment=512, tile=TileConfig(64, 128, 8, 4, 2, True))
     dense = s2o_attention_reference(q, k, v, LayerConfig.uniform(2, mode="dense")).out
 
     def error(config):

@@ -40,7 +40,7 @@ def test_every_field_of_a_full_record_is_understood():
         inner = [part for field in value.formats() for part in parts(getattr(value, field.name))]
         return [value, *inner]
 
-    record = load_profile(path_of("schema7")).record
+    record = load_profile(path_of("schema8_grain4")).record
     assert len(parts(record)) > 15
     assert all(part.extra == {} for part in parts(record))
     assert record.budget.kind == "rel_mse"

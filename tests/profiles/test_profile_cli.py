@@ -26,9 +26,9 @@ from support.profiles import FORMAT, document_of
 
 SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
 
-FULL = path_of("schema7")
+FULL = path_of("schema8_grain4")
 QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --num-held-out 1 --trials 1 --segments 256"
-QUICK += " --representatives 1 --tails off --num-certify 3 --quiet"
+QUICK += " --tails off --keep-needles 0.8 --num-certify 3 --quiet"
 
 
 def calibrate_demo(folder):
@@ -139,6 +139,15 @@ def test_a_head_is_explained_by_its_curve(calibrated, run):
     assert text.startswith("512 tokens: ")
 
 
+def test_show_counts_the_heads_that_only_earlier_versions_could_run(run):
+    earlier = path_of("schema8")
+    count = load_profile(earlier).unsupported_heads
+    assert count > 10
+    assert f"\ndense here: {count} heads, whose tail, grain or representatives" in run("show", earlier)[1]
+    assert run("show", earlier, "--json")[1]["unsupported_heads"] == count
+    assert "dense here" not in run("show", FULL)[1]
+
+
 def test_export_holds_everything(run, tmp_path):
     profile = load_profile(FULL)
     _, document = run("export", FULL)
@@ -168,7 +177,6 @@ def test_export_holds_everything(run, tmp_path):
             "mse-0.001 OUT None None",
             "mse-0.001-ceiling-0.safetensors",
         ),
-        ("rebudget a/p.x --budget-kl 5e-3", "kl-0.005 OUT None None", "kl-0.005.safetensors"),
         (
             "rebudget a/p.x --budget-rel-mse 0.5 --worst-rows 0.8",
             "rel-mse-0.5 OUT None 0.8",
@@ -400,7 +408,7 @@ def test_what_it_wrote_itself_is_replaced(run, tmp_path, monkeypatch):
         (["show", "nobody"], "nobody cannot be read (No such file or directory)"),
         (["show", "~/none.safetensors"], f"{Path.home()}/none.safetensors cannot be read"),
         (["shw", FULL], "did you mean show?"),
-        (["rebudget", FULL], "needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl"),
+        (["rebudget", FULL], "needs the new budget: give --budget-mse or --budget-rel-mse"),
         (["rebudget", "mse-1.safetensors", "--budget-mse", "1"], "--out mse-1.safetensors is an input, so it is not"),
         (["verify", "mse-1.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5"], "is not certified"),
         (["plot", FULL, "--out", "none/p.png"], "cannot be written or read (No such file or directory)"),

@@ -102,8 +102,7 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
     """Also those that differ in nothing but one head's mode, the scores or the tile."""
     monkeypatch.setattr("s2o_runtime.serving.fit.capability", lambda device: (8, 0))
     tile = TileConfig(64, 64, 4, 4, 2, min_queries=200)
-    stopping, linear = HeadConfig(0.1, 128), HeadConfig(segment=128, far="linear")
-    plain = LayerConfig((stopping,) * 8, tile)
+    plain = LayerConfig((HeadConfig(0.1, 128),) * 8, tile)
     layers = [
         (plain, plain),
         (replace(plain, tile=TileConfig(64, 128, 4, 4, 2, specialized=True, min_queries=200)),) * 2,
@@ -111,8 +110,7 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
         (plain.as_dense(), plain.as_dense()),
         (replace(plain.as_dense(), scores="int8"),) * 2,
         (plain, plain.as_dense()),
-        (replace(plain, heads=(linear,) * 8), plain.as_dense()),
-        (replace(plain, heads=(HeadConfig(0.2, 128, representatives=4),) * 8), plain),
+        (replace(plain, heads=(HeadConfig(0.2, 128, representatives=16),) * 8), plain),
     ]
     geometry = Geometry("llama", len(layers), 8, 2, 64)
     buckets = tuple(zip(*layers, strict=True))

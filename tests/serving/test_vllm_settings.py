@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from s2o_runtime.attention.compute import AttentionStats
 from s2o_runtime.attention.paged import s2o_attention_paged
-from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
 from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import load_profile
+from s2o_runtime.sequences import CallShape
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server
-from s2o_runtime.serving.settings import Settings
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.serving.server import Process, Server, Settings
 from s2o_runtime.vllm import engine
 from s2o_runtime.vllm.engine import settings_of
 from support.fake_server import context
