@@ -20,7 +20,7 @@ from typing import Any
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.errors import S2OError
 from s2o_runtime.fields import did_you_mean
-from s2o_runtime.serving.checkpoint import ServerInterface, interface_obstacle
+from s2o_runtime.serving.sources import ServerInterface, interface_obstacle
 from s2o_runtime.sglang import compat as sglang_compat
 from s2o_runtime.version import __version__
 from s2o_runtime.vllm import compat as vllm_compat

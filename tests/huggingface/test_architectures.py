@@ -317,7 +317,7 @@ def calibrated(model: Any, folder: Path) -> Profile:
     """The profile that a model in memory is calibrated to, with a budget that makes S2O worth its ranking."""
     loaded, out = in_memory(model, tiny_tokenizer(), "tiny"), folder / "profile.safetensors"
     options = {"model": "tiny", "out": out, "budget_rel_mse": 0.5, "lengths": (512,), "segments": (64,), "trials": 1}
-    options |= {"representatives": (1,), "num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": None}
+    options |= {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": None}
     pipeline.calibrate(Recipe.of(options | {"hide_needles": False}), progress=False, loaded=loaded)
     return load_profile(out)
 
