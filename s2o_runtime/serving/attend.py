@@ -1,4 +1,4 @@
-"""One call of one layer by a server, whichever it is: the sparse runs by S2O, all else by the stock backend."""
+"""One call of one layer by a server, whichever it is: S2O computes the sparse slices, the stock backend all else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.call import Scoring
 from s2o_runtime.monitor.counters import Counters
-from s2o_runtime.serving.calls import Batch, compute
-from s2o_runtime.serving.fit import LayerFit
-from s2o_runtime.serving.plan import Run
-from s2o_runtime.serving.self_test import UNTESTED, self_test, short_prompt
+from s2o_runtime.sequences import PagedKeys
+from s2o_runtime.serving.batch import Batch, BatchSlice
+from s2o_runtime.serving.fit import ServedLayer
+from s2o_runtime.serving.self_test import UNTESTED, find_test_rows, run_self_test
 
 
 class LayerCall(NamedTuple):
@@ -23,25 +25,25 @@ class LayerCall(NamedTuple):
         batch: the batch, or why S2O has no part in it.
         query: [T, Hq, D], the rows of the batch.
         scale: of the scores.
-        pages: gives the layer's keys and values, [pages, page size, Hkv, D] each; those of the batch are among them.
-        whole: lets the stock backend compute all rows, and returns what the server gets.
-        part: lets it compute a run, given where its output goes, [T, Hq, D].
-        output: gives what the server gets where S2O computes some of the rows, and a view of it, [T, Hq, D].
+        read_pages: gives the layer's keys and values, [pages, page size, Hkv, D] each; the batch's are among them.
+        run_stock: lets the stock backend compute all rows, and returns the server's answer.
+        run_stock_slice: lets it compute a slice, given where its output goes, [T, Hq, D].
+        make_output: gives the server's answer where S2O computes some of the rows, and a view of it, [T, Hq, D].
     """
 
     number: int
-    layer: LayerFit | str
+    layer: ServedLayer | str
     batch: Batch | str
     query: Tensor
     scale: float
-    pages: Callable[[], tuple[Tensor, Tensor]]
-    whole: Callable[[], Any]
-    part: Callable[[Run, Tensor], object]
-    output: Callable[[], tuple[Any, Tensor]]
+    read_pages: Callable[[], tuple[Tensor, Tensor]]
+    run_stock: Callable[[], Any]
+    run_stock_slice: Callable[[BatchSlice, Tensor], object]
+    make_output: Callable[[], tuple[Any, Tensor]]
 
 
 def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
-    """Compute a call, and count its rows; returns what the server gets.
+    """Compute a call, and count its rows; return the server's answer.
 
     Until a layer has passed its self-test the stock backend computes it, and the first prompt that is long enough to
     test it with does.
@@ -54,38 +56,55 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
     layer, batch, device = call.layer, call.batch, call.query.device
     if isinstance(layer, str) or isinstance(batch, str):
         counters.leave((call.number,), layer if isinstance(layer, str) else str(batch), rows)
-        return call.whole()
+        return call.run_stock()
     plan = batch.plan(layer)
     dense_rows: Mapping[str, int] = plan.dense_rows
-    runs: tuple[Run, ...] = () if plan.is_dense else plan.runs
-    prompt = None
+    slices: tuple[BatchSlice, ...] = () if plan.is_dense else plan.slices
+    test_rows = None
     if not layer.tested:
-        prompt = short_prompt(batch)
-        if runs:
-            dense_rows, runs = {UNTESTED: rows}, ()
+        test_rows = find_test_rows(batch)
+        if slices:
+            dense_rows, slices = {UNTESTED: rows}, ()
     for reason, count in dense_rows.items():
         counters.add(call.number, "dense", reason, count)
     counters.say()
-    if not runs:
-        answer = counters.stock(call.number, device, call.whole)
-        if prompt is not None:
-            k, v = call.pages()
+    if not slices:
+        answer = counters.stock(call.number, device, call.run_stock)
+        if test_rows is not None:
             output = answer.view(len(call.query), *call.query.shape[1:])
-            self_test(layer, batch, prompt, query=call.query, k_pages=k, v_pages=v, scale=call.scale, output=output)
+            run_self_test(layer, batch, test_rows, call.query, call.read_pages(), call.scale, output)
         return answer
-    k, v = call.pages()
-    answer, out = call.output()
-    for run in runs:
-        if run.is_sparse:
-            compute(
-                run, batch.sparse_call(run, k.shape[1]), layer, counters, query=_rows(call.query, run),
-                pages=(k, v), scale=call.scale, out=_rows(out, run),
-            )  # fmt: skip
-        elif run.begin < run.end:
-            counters.stock(call.number, device, call.part, run, out[run.rows])
+    pages = call.read_pages()
+    answer, out = call.make_output()
+    for part in slices:
+        if part.is_sparse:
+            _compute(call, batch, layer, part, pages, out, counters)
+        elif part.begin < part.end:
+            counters.stock(call.number, device, call.run_stock_slice, part, out[part.rows])
     return answer
 
 
-def _rows(rows: Tensor, run: Run) -> Tensor:
-    """The rows of a run, a view; the tensor itself where the run has all of them, because a view takes microseconds."""
-    return rows if run.end - run.begin == rows.shape[0] else rows[run.rows]
+def _compute(
+    call: LayerCall, batch: Batch, layer: ServedLayer, part: BatchSlice, pages: tuple[Tensor, Tensor], out: Tensor,
+    counters: Counters,
+) -> None:  # fmt: skip
+    """Compute one slice with S2O, and count it; keep a sampled call's density, and check its error."""
+    # a view takes microseconds of the host: none where the slice is the batch
+    is_all = part.end - part.begin == len(call.query)
+    query, out = (call.query, out) if is_all else (call.query[part.rows], out[part.rows])
+    arguments = batch.get_call(part, pages[0].shape[1])
+    sample = counters.begin(layer.layer, "s2o", query.device)
+    stats = s2o_attention_paged(
+        query, *pages, layer.config(part.max_k), **vars(arguments), scale=call.scale, out=out, return_stats=True
+    ).stats
+    assert stats is not None
+    path = "dense" if stats.backend == "dense" else "s2o"
+    counters.end(layer.layer, path, sample, query.device)
+    counters.add(layer.layer, path, stats.reason, part.end - part.begin)
+    if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * part.max_q >= part.max_k):
+        counters.keep(layer.layer, stats)
+        if layer.drift is not None and part.last == part.first + 1:  # the check takes one prompt, unpacked
+            cache = PagedKeys(*pages, arguments.block_table, arguments.cu_k, max_k=part.max_k, total_k=part.total_k)
+            packed = (query, *gathered(cache, query.dtype), out)
+            q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
+            layer.drift.see(q, keys, values, output, Scoring(call.scale), None)

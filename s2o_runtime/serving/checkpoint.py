@@ -1,4 +1,4 @@
-"""Compare a served checkpoint with the calibrated one, and read what a server's sources say of its interface."""
+"""A served checkpoint's hashes, to compare with the calibrated one's, and a server's interface in its sources."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from s2o_runtime.layer_kinds import text_config
 
 
 class ServerInterface(ABC):
-    """What of a server a backend relies on, as names; each server's is a frozen dataclass.
+    """The names in a server on which a backend relies; each server's is a frozen dataclass.
 
-    A server promises nothing to backends outside its tree, so this is looked at, not the version alone.
+    A server promises nothing to backends outside its tree, so its sources are read, not the version alone.
     """
 
     @classmethod
     @abstractmethod
-    def in_sources(cls, folder: Path) -> ServerInterface:
-        """The interface in a server's sources. Nothing is imported: plugins are loaded where no GPU may be touched.
+    def from_sources(cls, folder: Path) -> ServerInterface:
+        """Read the interface in a server's sources. Nothing is imported: plugins load where no GPU may be touched.
 
         Args:
             folder: of the server's package.
@@ -42,25 +42,20 @@ class ServerInterface(ABC):
         """
 
     @abstractmethod
-    def obstacle(self) -> str | None:
-        """What of it the backend was not written for, or None."""
+    def find_obstacle(self) -> str | None:
+        """Return the first name that the backend was not written for, in words, or None."""
 
 
 def interface_obstacle(interface: type[ServerInterface], folder: Path) -> str | None:
-    """What of a server's interface a backend was not written for; None if it was.
-
-    Args:
-        interface: of the server.
-        folder: of the server's sources.
-    """
+    """Return the first difference, in words, of the sources in a folder from what a backend knows; None without."""
     try:
-        return interface.in_sources(folder).obstacle()
+        return interface.from_sources(folder).find_obstacle()
     except (OSError, ValueError, SyntaxError) as error:
         return f"its sources are not as expected: {error}"
 
 
-def named_classes(path: Path, *names: str) -> list[ast.ClassDef]:
-    """Classes of a file by their names. Raises OSError, SyntaxError, or ValueError if one is not there."""
+def find_classes(path: Path, *names: str) -> list[ast.ClassDef]:
+    """Return classes of a file by their names. Raises OSError, SyntaxError, or ValueError if one is not there."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     try:
@@ -69,23 +64,23 @@ def named_classes(path: Path, *names: str) -> list[ast.ClassDef]:
         raise ValueError(f"there is no class {error}") from error
 
 
-def method(owner: ast.ClassDef, name: str) -> ast.FunctionDef:
-    """A method by its name. Raises ValueError if the class has none of it."""
-    definitions = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    if not definitions:
-        raise ValueError(f"{owner.name} has no {name}")
-    return definitions[0]
+def find_method(owner: ast.ClassDef, name: str) -> ast.FunctionDef:
+    """Return a method by its name. Raises ValueError if the class has none of it."""
+    for node in owner.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    raise ValueError(f"{owner.name} has no {name}")
 
 
-def parameters(owner: ast.ClassDef, name: str) -> tuple[str, ...]:
-    """The parameters of a method, without the object or the class. Raises ValueError if the class has none of it."""
-    arguments = method(owner, name).args
+def list_parameters(owner: ast.ClassDef, name: str) -> tuple[str, ...]:
+    """List a method's parameters, without the object or the class. Raises ValueError if the class has none of it."""
+    arguments = find_method(owner, name).args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return tuple(name for name in names if name not in ("self", "cls"))
 
 
-def fields(owner: ast.ClassDef) -> dict[str, object]:
-    """The annotated names of a class, with their values where these are constants."""
+def read_fields(owner: ast.ClassDef) -> dict[str, object]:
+    """Return the annotated names of a class, with their values where these are constants."""
     return {
         node.target.id: node.value.value if isinstance(node.value, ast.Constant) else None
         for node in owner.body
@@ -96,7 +91,7 @@ def fields(owner: ast.ClassDef) -> dict[str, object]:
 BUFFERS = "rotary_emb.inv_freq"  # older checkpoints have it, no model has it as a parameter
 HEAD = "lm_head.weight"  # absent from a model that ties it to its embeddings, but not from every checkpoint
 
-Renaming = tuple[tuple[str, str], ...]  # patterns, and what transformers has in the place of what they match
+Renaming = tuple[tuple[str, str], ...]  # patterns, and the replacement of their matches in transformers
 _IMAGES_BESIDE: Renaming = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head\.", "lm_head."),
@@ -151,7 +146,7 @@ class _Experts:
         return experts, stacked * rows, columns
 
     def elements(self, indices: range) -> Tensor:
-        """Elements of the flattened tensor."""
+        """Read elements of the flattened tensor."""
         _, rows, columns = self.shape
         size = math.prod(self.matrices[0, 0].shape)
 
@@ -163,8 +158,8 @@ class _Experts:
         return torch.cat([element(index) for index in indices])
 
 
-def checkpoint_hashes(folder: Path, config: Any) -> tuple[str, ...]:
-    """The hashes that a profile may have of a checkpoint's weights: by the names in its files, and by transformers'.
+def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
+    """Return the hashes that a profile may have of a checkpoint: by the names in its files, and by transformers'.
 
     Args:
         folder: with safetensors files; without any there are no hashes.
@@ -174,18 +169,18 @@ def checkpoint_hashes(folder: Path, config: Any) -> tuple[str, ...]:
         ProfileError: a file cannot be read.
     """
     try:
-        stored = {name: part for name, part in _stored(folder).items() if not name.endswith(BUFFERS)}
+        stored = {name: part for name, part in _list_tensors(folder).items() if not name.endswith(BUFFERS)}
         tied = bool(getattr(text_config(config), "tie_word_embeddings", False))
         if not stored:
             return ()
-        renamed = _as_transformers(stored, config)
-        return (_hash(stored, tied), *(() if renamed == stored else (_hash(renamed, tied),)))
+        renamed = _rename_tensors(stored, config)
+        return (_hash_tensors(stored, tied), *(() if renamed == stored else (_hash_tensors(renamed, tied),)))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
 
 
-def local_folder(model: object, revision: str | None = None) -> Path | None:
-    """The folder of a served model's weights, by its path or hub id; None if it is not on this machine."""
+def find_local_folder(model: object, revision: str | None = None) -> Path | None:
+    """Return the folder of a served model's weights, by its path or hub id; None if it is not on this machine."""
     folder = Path(str(model))
     if folder.is_dir():
         return folder
@@ -197,8 +192,8 @@ def local_folder(model: object, revision: str | None = None) -> Path | None:
         return None
 
 
-def names_are_known(config: Any, folder: Path) -> bool:
-    """Whether `checkpoint_hashes` knows how transformers names the parameters of such a model.
+def has_known_names(config: Any, folder: Path) -> bool:
+    """Return whether `hash_checkpoint` knows the names of such a model's parameters in transformers.
 
     Args:
         config: the model's transformers configuration.
@@ -206,17 +201,17 @@ def names_are_known(config: Any, folder: Path) -> bool:
     """
     if getattr(config, "model_type", None) in RENAMED:
         return True
-    return text_config(config) is config and not any(".experts." in name for name in _stored(folder))
+    return text_config(config) is config and not any(".experts." in name for name in _list_tensors(folder))
 
 
-def _hash(tensors: Mapping[str, StoredTensor | _Experts], tied: bool) -> str:
+def _hash_tensors(tensors: Mapping[str, StoredTensor | _Experts], tied: bool) -> str:
     kept = {name: part for name, part in tensors.items() if not (tied and name == HEAD)}
     shapes = {name: part.shape for name, part in kept.items()}
     return sampled_fingerprint(shapes, lambda name, indices: kept[name].elements(indices))
 
 
-def _as_transformers(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, StoredTensor | _Experts]:
-    """The tensors of a checkpoint by the names of transformers 5, experts as it merges them."""
+def _rename_tensors(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, StoredTensor | _Experts]:
+    """Return the tensors of a checkpoint by the names of transformers 5, experts as it merges them."""
     tensors: dict[str, StoredTensor | _Experts] = {}
     merged: defaultdict[str, dict[tuple[int, int], StoredTensor]] = defaultdict(dict)
     for name, part in stored.items():
@@ -231,13 +226,13 @@ def _as_transformers(stored: Mapping[str, StoredTensor], config: Any) -> dict[st
     return tensors | {name: _Experts(matrices) for name, matrices in merged.items()}
 
 
-def _stored(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, none of them read."""
-    return {name: tensor for path in _files(folder) for name, tensor in stored_tensors(path).items()}
+def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint, none of them read."""
+    return {name: tensor for path in _list_files(folder) for name, tensor in stored_tensors(path).items()}
 
 
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, those of its index if it has one."""
+def _list_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a checkpoint, those of its index if it has one."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()

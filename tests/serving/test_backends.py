@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime.serving.calls import Batch
+from s2o_runtime.serving.batch import Batch
 from s2o_runtime.serving.fit import Rank
 from support.engines import ENGINES, VllmEngine
 from support.fake_server import FakeServer

@@ -10,7 +10,7 @@ from s2o_runtime.monitor.counters import EARLY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
 from s2o_runtime.serving import self_test
 from s2o_runtime.serving.fit import TEST_KEYS, Rank
-from s2o_runtime.serving.self_test import FEWEST_ROWS, UNTESTED, never_stops
+from s2o_runtime.serving.self_test import FEWEST_ROWS, UNTESTED, exact_config
 from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, dense, two_layers
@@ -114,10 +114,10 @@ def test_what_never_stops_has_the_heads_segments():
     for first in (profile.layers[0][0], int8):
         layers = ((first, profile.layers[0][1]),) * 2
         sparse, dense_layer = served(replace(profile, layers=layers)).fit.layers
-        config = never_stops(sparse)
+        config = exact_config(sparse, profile.lengths)
         assert {(head.tau, head.segment) for head in config.heads} == {(0.0, 64)}
         assert config.scores == "input"
-        assert never_stops(dense_layer) is None
+        assert exact_config(dense_layer, profile.lengths) is None
 
 
 def of_two_kinds(swapped):

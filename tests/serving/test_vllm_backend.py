@@ -11,10 +11,10 @@ from s2o_runtime.errors import InputError
 from s2o_runtime.monitor import counters
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
-from s2o_runtime.serving.calls import layer_obstacle
+from s2o_runtime.serving.fit import find_layer_obstacle
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.vllm.backend import BATCH
-from s2o_runtime.vllm.batch import key_and_value_pages
+from s2o_runtime.vllm.batch import get_pages
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine, Graphs, fake_backend
 from support.server_batches import FEWEST, all_dense, alone, dense, joint_density, two_layers
@@ -51,18 +51,18 @@ def test_what_a_sparse_run_is_called_with():
     engine.feed([(request, 190) for request in requests[1:]])
     _, metadata = engine.feed([(requests[0], 200), (requests[1], 110), (requests[2], 115)])
     batch = getattr(metadata, BATCH)
-    whole, behind = (run for run in batch.plan(engine.server.fit.layers[0]).runs if run.is_sparse)
-    call = batch.sparse_call(whole, engine.page_size)
+    whole, behind = (run for run in batch.plan(engine.server.fit.layers[0]).slices if run.is_sparse)
+    call = batch.get_call(whole, engine.page_size)
     assert call.cu_k is call.cu_q  # a whole prompt: nothing more to compute
     assert call.cu_q.tolist() == [0, 200]
     assert (call.max_q, call.max_k, call.total_k) == (256, 256, 256)
-    call = batch.sparse_call(behind, engine.page_size)
+    call = batch.get_call(behind, engine.page_size)
     assert call.cu_q.tolist() == [0, 110, 225]
     assert call.cu_k.tolist() == [0, 300, 605]
     assert (call.max_q, call.max_k, call.total_k) == (128, 320, 640)
     assert call.block_table.data_ptr() % 16 == 0  # the batch's second row does not begin so
     assert torch.equal(call.block_table, metadata.block_table[1:3])
-    assert batch.sparse_call(behind, engine.page_size) is call
+    assert batch.get_call(behind, engine.page_size) is call
 
 
 def test_two_ranks_compute_the_halves_of_one():
@@ -238,7 +238,7 @@ def test_the_profiling_run_reserves_what_calls_will_need():
 )
 def test_what_s2o_cannot_do_is_a_reason(made_with, reason):
     usual = {"alibi": False, "sliding_window": None, "soft_cap": None}
-    assert layer_obstacle(**{**usual, "attn_type": "decoder", "sinks": False, **made_with}) == reason
+    assert find_layer_obstacle(**{**usual, "attn_type": "decoder", "sinks": False, **made_with}) == reason
 
 
 def test_what_vllm_asks_of_the_backend():
@@ -253,7 +253,7 @@ def test_what_vllm_asks_of_the_backend():
 
 @pytest.mark.parametrize("shape", [(5, 2, 4, 3, 8), (5, 3, 4, 16)])
 def test_layouts_are_known_by_the_shape_of_the_cache(shape):
-    k, v = key_and_value_pages(torch.arange(2 * 5 * 4 * 3 * 8).view(shape), 3, 8)
+    k, v = get_pages(torch.arange(2 * 5 * 4 * 3 * 8).view(shape), 3, 8)
     assert k.shape == v.shape == (5, 4, 3, 8)
     assert not set(k.flatten().tolist()) & set(v.flatten().tolist())
 
@@ -261,6 +261,6 @@ def test_layouts_are_known_by_the_shape_of_the_cache(shape):
 @pytest.mark.parametrize("shape", [(5, 4, 3), (2, 5, 4, 3, 8), (5, 4, 3, 16)])
 def test_caches_of_another_shape_are_the_stock_backends(shape):
     with pytest.raises(InputError, match=r"the KV cache has shape \(.*expected \[pages, 3, page size, 16\] or"):
-        key_and_value_pages(torch.zeros(shape), 3, 8)
+        get_pages(torch.zeros(shape), 3, 8)
     impl = FakeEngine(server()).impl
-    assert impl._cache_obstacle(None, torch.zeros(shape)).startswith(f"the KV cache has shape {shape}")
+    assert impl._find_cache_obstacle(None, torch.zeros(shape)).startswith(f"the KV cache has shape {shape}")

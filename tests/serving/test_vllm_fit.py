@@ -13,8 +13,8 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import Geometry, compose_fingerprint, sampled_fingerprint
 from s2o_runtime.profile import Profile
-from s2o_runtime.serving.checkpoint import checkpoint_hashes
-from s2o_runtime.serving.fit import ProfileFit, Rank, check_model, row_weights, weights_mismatch
+from s2o_runtime.serving.checkpoint import hash_checkpoint
+from s2o_runtime.serving.fit import ProfileFit, Rank, check_model, count_row_weights, find_mismatch
 
 CPU = torch.device("cpu")
 
@@ -41,14 +41,14 @@ def test_ranks_hold_every_head_once_and_the_kv_heads_that_these_read(size, kv_he
         assert {head // group for head in fit.heads} == set(fit.kv_heads)
         config = fit.layers[0].config(1024)
         assert [head.tau for head in config.heads] == pytest.approx([0.1 + head for head in fit.heads])
-        layer = fit.layer(0, len(fit.heads), len(fit.kv_heads), 64)
+        layer = fit.find_layer(0, len(fit.heads), len(fit.kv_heads), 64)
         assert layer is fit.layers[0]
 
 
 def test_a_layer_of_another_model_has_no_fit():
     fit = ProfileFit(profile(), Rank(), CPU)
     for number_and_sizes in ((2, 8, 2, 64), (-1, 8, 2, 64), (0, 4, 2, 64), (0, 8, 1, 64), (0, 8, 2, 80)):
-        assert fit.layer(*number_and_sizes) == "the layer is none of the profile's"
+        assert fit.find_layer(*number_and_sizes) == "the layer is none of the profile's"
 
 
 def test_layers_are_found_by_their_numbers_in_the_decoder():
@@ -56,7 +56,7 @@ def test_layers_are_found_by_their_numbers_in_the_decoder():
     others = {"layer_numbers": (1, 3), "others": (("sliding_attention", 2),)}
     fit = ProfileFit(replace(calibrated, geometry=replace(calibrated.geometry, **others)), Rank(), CPU)
     assert [layer.layer for layer in fit.layers] == [1, 3]
-    layers = [fit.layer(number, 8, 2, 64) for number in range(5)]
+    layers = [fit.find_layer(number, 8, 2, 64) for number in range(5)]
     none = "the layer is none of the profile's"
     assert layers == [none, fit.layers[0], none, fit.layers[1], none]
 
@@ -88,11 +88,11 @@ def test_requests_with_little_work_for_a_gpu_are_dense():
     assert one.why_dense(19_900, 19_900) is None
     assert one.why_dense(2048, 90_000) == half.why_dense(19_900, 19_900) == one.why_dense(19_700, 19_700)
     sizes = {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960}
-    weights = row_weights(SimpleNamespace(**sizes))
+    weights = count_row_weights(SimpleNamespace(**sizes))
     assert weights == 2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960
     experts = {"intermediate_size": 8960, "moe_intermediate_size": 1120, "num_experts_per_tok": 8}
-    assert row_weights(SimpleNamespace(**(sizes | experts))) == weights
-    assert row_weights(SimpleNamespace(**(sizes | {"intermediate_size": [8960] * 28}))) == weights - 3 * 1536 * 8960
+    assert count_row_weights(SimpleNamespace(**(sizes | experts))) == weights
+    assert count_row_weights(SimpleNamespace(**(sizes | {"intermediate_size": [8960] * 28}))) == weights - 3 * 1536 * 8960
     larger = ProfileFit(profile(), Rank(), CPU, "s2o", host_flops=4e11, row_weights=weights).layers[0]
     assert larger.why_dense(2048, 90_000) is None  # 3.5e11 for attention, 1.9e11 for the matrices
     assert larger.why_dense(2048, 50_000) == one.why_dense(19_700, 19_700)
@@ -157,12 +157,12 @@ def test_a_checkpoint_is_hashed_as_its_model(tmp_path):
     """Without what a checkpoint may have and its model not: the head that is tied, and frequencies."""
     expected = (checkpoint(tmp_path / "plain"),)
     tied, untied = served(tie_word_embeddings=True), served()
-    assert checkpoint_hashes(tmp_path / "plain", untied) == expected
+    assert hash_checkpoint(tmp_path / "plain", untied) == expected
     more = {"lm_head.weight": torch.ones(40, 8), "model.layers.0.rotary_emb.inv_freq": torch.ones(4)}
     checkpoint(tmp_path / "more", **more)
-    assert checkpoint_hashes(tmp_path / "more", tied) == expected
-    assert checkpoint_hashes(tmp_path / "more", untied) != expected
-    assert checkpoint_hashes(tmp_path, untied) == ()
+    assert hash_checkpoint(tmp_path / "more", tied) == expected
+    assert hash_checkpoint(tmp_path / "more", untied) != expected
+    assert hash_checkpoint(tmp_path, untied) == ()
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -196,7 +196,7 @@ def test_weights_and_config_are_compared(tmp_path):
         said, refused = compared(other, model, tmp_path)
         assert re.match(rf"{mismatch}.* of made: nothing is proven$", said)
         assert re.match(rf"{mismatch}.* of made: calibrate the model that you serve, or say {UNPROVEN}", refused)
-        assert weights_mismatch(other, model, tmp_path) == refused
+        assert find_mismatch(other, model, tmp_path) == refused
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_weights_that_cannot_be_compared_are_refused_unless_they_may_be_unproven
     said, refused = compared(calibrated, served(rms_norm_eps=1e-6, **changes), folder)
     assert said == f"weights not compared: {why}"
     assert re.match(rf"{said}: say {UNPROVEN}", refused)
-    assert weights_mismatch(calibrated, served(rms_norm_eps=1e-6, **changes), folder) == refused
+    assert find_mismatch(calibrated, served(rms_norm_eps=1e-6, **changes), folder) == refused
     assert "rms_norm_eps is 0.5" in compared(calibrated, served(rms_norm_eps=0.5, **changes), folder)[1]
     assert "RoPE" in compared(calibrated, served(rope_parameters=YARN, **changes), folder)[1]
 
@@ -229,7 +229,7 @@ def test_a_profile_without_the_config_is_refused_by_name_and_taken_where_it_is_f
     assert re.match(
         rf"the profile of made lacks the values of config.json: calibrate again, or say {UNPROVEN}", refused
     )
-    assert weights_mismatch(old, served(), tmp_path) is None
+    assert find_mismatch(old, served(), tmp_path) is None
 
 
 def test_of_models_whose_names_are_not_known_weights_are_not_compared(tmp_path):
@@ -247,7 +247,7 @@ def test_of_models_whose_names_are_not_known_weights_are_not_compared(tmp_path):
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 9)
     with pytest.raises(ProfileError, match=r"the weights in .* cannot be read"):
-        checkpoint_hashes(tmp_path, served())
+        hash_checkpoint(tmp_path, served())
 
 
 def test_last_rows_are_a_requests_own_and_not_a_matter_of_configurations():
@@ -256,9 +256,9 @@ def test_last_rows_are_a_requests_own_and_not_a_matter_of_configurations():
     fit = ProfileFit(replace(made, layers=layers), Rank(), CPU)
     assert fit.layers[0].config(1024) == made.layers[0][0]
     assert fit.layers[0].config(1024) is fit.layers[0].config(1024)
-    assert [fit.last_rows(500, 2048, left) for left in (0, 56, 255, 256, 900, None)] == [256, 200, 1, 0, 0, 0]
-    assert fit.last_rows(100, 2048, 0) == 100
-    assert fit.last_rows(500, made.min_length - 1, 0) == 0
-    assert fit.last_rows(1, 2048, 0) == 0  # decode
+    assert [fit.count_last_rows(500, 2048, left) for left in (0, 56, 255, 256, 900, None)] == [256, 200, 1, 0, 0, 0]
+    assert fit.count_last_rows(100, 2048, 0) == 100
+    assert fit.count_last_rows(500, made.min_length - 1, 0) == 0
+    assert fit.count_last_rows(1, 2048, 0) == 0  # decode
     fit.host_flops = 1e18
-    assert fit.last_rows(500, 2048, 0) == 0
+    assert fit.count_last_rows(500, 2048, 0) == 0

@@ -106,7 +106,7 @@ def test_a_server_whose_layers_all_go_to_the_stock_backend_says_so(caplog):
     ],
 )
 def test_the_type_of_vllms_cache(cache, dtype):
-    assert engine._cache_dtype(SimpleNamespace(**{"cache_dtype": "auto", **cache})) == dtype
+    assert engine._get_cache_dtype(SimpleNamespace(**{"cache_dtype": "auto", **cache})) == dtype
 
 
 def test_the_demos_limits_are_checked_on_one_rank(info_log):
@@ -131,7 +131,7 @@ def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
     assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
     geometry = profile.geometry
     sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
-    assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == error_limits(profile)
+    assert [server.fit.find_layer(number, *sizes).drift.allowed for number in numbers] == error_limits(profile)
 
 
 def compiled(monkeypatch, rows, configs=()):
@@ -285,7 +285,7 @@ def test_every_process_of_vllm_has_a_port_of_its_own():
                 parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_rank=replica)
                 if not together:  # dense models: vLLM keeps the replica's number in another place
                     parallel.data_parallel_rank, parallel.data_parallel_index = 0, replica
-                process = engine._process(parallel, world_rank + 4 * replica * together, world_rank // 2)
+                process = engine._find_process(parallel, world_rank + 4 * replica * together, world_rank // 2)
                 numbers.append(process.number)
                 assert (process.stage, process.replica) == (world_rank // 2, replica)
         assert numbers == list(range(12))

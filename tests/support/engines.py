@@ -15,7 +15,7 @@ class VllmEngine(fake_vllm.FakeEngine):
         return out
 
     def runs(self):
-        return getattr(self.metadata, BATCH).plan(self.server.fit.layers[0]).runs
+        return getattr(self.metadata, BATCH).plan(self.server.fit.layers[0]).slices
 
     @property
     def stock_rows(self):
@@ -32,7 +32,7 @@ class SglangEngine(fake_sglang.FakeEngine):
         return self.feed(parts, fake_sglang.Mode.MIXED, layer={"layer_id": layer})
 
     def runs(self):
-        return self.backend.s2o_batch.plan(self.server.fit.layers[0]).runs
+        return self.backend.s2o_batch.plan(self.server.fit.layers[0]).slices
 
     @property
     def stock_rows(self):
