@@ -5,6 +5,7 @@ On a GPU the same classes drive the real kernels.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import LayerConfig
+from s2o_runtime.serving.batch import BatchSlice
 from s2o_runtime.sglang.backend import SglangApi, mix_in
 from support.fake_server import Request, Requests, take
 
@@ -153,6 +155,22 @@ class FakeEngine(Requests):
         self.backend: Any = mix_in(Stock, api)(runner)
         self.free = torch.randperm(self.slots).tolist()
         self.rows: dict[int, int] = {}  # of the table, by the request's id
+
+    stock_op = sys.modules[__name__], "s2o_attention_paged"  # by which the stock backend computes
+    adapters_by_sizes, uncounted_below = False, 0
+
+    def outputs(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> Tensor:
+        """Feed so many tokens of each request; returns their outputs [T, Hq, D]."""
+        return self.feed(parts, Mode.MIXED, layer={"layer_id": layer})
+
+    def slices(self) -> tuple[BatchSlice, ...]:
+        """Those of the last batch in the first layer."""
+        return self.backend.s2o_batch.plan(self.server.fit.layers[0]).slices
+
+    @property
+    def stock_rows(self) -> int:
+        """Rows that the stock backend computed."""
+        return self.backend.stock_rows
 
     def add_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Request:
         """A new prompt, with its slots, which are pages of one token."""

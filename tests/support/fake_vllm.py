@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.vllm.backend import VllmApi, mix_in
+from s2o_runtime.serving.batch import BatchSlice
+from s2o_runtime.vllm.backend import BATCH, VllmApi, mix_in
+from support import vllm_plain
 from support.fake_server import Request, Requests, take
+from support.server_batches import FEWEST
 from support.vllm_plain import PlainBuilder, PlainImpl
 
 
@@ -130,6 +133,9 @@ class FakeEngine(Requests):
         page_size: tokens of a page.
     """
 
+    stock_op = vllm_plain, "s2o_attention_varlen"  # by which the stock backend computes
+    adapters_by_sizes, uncounted_below = True, FEWEST
+
     server: Any
     layout: str = "side by side"
     page_size: int = 16
@@ -164,10 +170,24 @@ class FakeEngine(Requests):
         prepared = self.prepare(parts, padding, layer)
         return prepared.forward(layer)[:rows], prepared.metadata
 
+    def outputs(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> Tensor:
+        """Feed so many tokens of each request; returns their outputs [T, Hq, D]."""
+        out, self.metadata = self.feed(parts, layer, padding)
+        return out
+
+    def slices(self) -> tuple[BatchSlice, ...]:
+        """Those of the last batch in the first layer."""
+        return getattr(self.metadata, BATCH).plan(self.server.fit.layers[0]).slices
+
+    @property
+    def stock_rows(self) -> int:
+        """Rows that the stock backend computed."""
+        return self.impl.stock_rows
+
     def left(self, queries: int, keys: int) -> int | None:
-        """Tokens of the prompt behind the fed request of so many keys."""
-        of_prompts = [len(request) - keys for request in self.requests if request.done == keys]
-        return of_prompts[0] if self.ends and of_prompts else None
+        """Tokens of the prompt behind the fed request of so many queries and keys."""
+        left = [len(request) - keys for request in self.requests if (request.fed, request.done) == (queries, keys)]
+        return min(left) if self.ends and left else None
 
     def adapted(self, queries: int, keys: int) -> bool:
         """Whether a fed request of so many queries and keys has an adapter."""
