@@ -81,7 +81,7 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
 def test_a_batch_of_decodes_and_one_long_prompt():
     """The long one is at the limit of a call, and joins none."""
     split = SplitRequests.from_batch([0, 1, 2, 3, 1003, 1503], [700, 9000, 12, 4000, 1000])
-    stock, first, second = plan_batch(split, few_reason, MAX_KEYS).slices
+    stock, first, _ = plan_batch(split, few_reason, MAX_KEYS).slices
     assert (stock.requests, stock.rows, stock.is_sparse) == (slice(0, 3), slice(0, 3), False)
     assert (first.requests, first.rows, first.max_q, first.max_k) == (slice(3, 4), slice(3, 1003), 1000, 4000)
     split = SplitRequests.from_batch([0, 500, 1000, 1500], [MAX_KEYS // 2] * 3)
@@ -167,7 +167,7 @@ PROMPTS = st.tuples(st.sampled_from([64, 100, 128, 200, 300, 305]) | st.integers
     st.sampled_from([400, 2048]), st.integers(0, 1), st.integers(0, 3), st.booleans(),
 )  # fmt: skip
 def test_a_batch_is_each_request_on_its_own(name, prompts, data, last_rows, max_keys, rank, padding, older):
-    """Of prompts that are read in two batches; the second has decodes, tails, chunks, ends and adapters as they come."""
+    """Of prompts that are read in two batches, with decodes, tails, chunks, ends and adapters as they come."""
     server = FakeServer(with_last_rows(last_rows), Rank(rank, 2), "cpu", max_keys)
     engine = ENGINES[name](server, ends=True, **({"layout": "pages of two"} if older and name == "vllm" else {}))
     requests = [engine.add(length) for length, _ in prompts]

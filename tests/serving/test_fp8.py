@@ -56,7 +56,9 @@ def test_a_profile_that_was_not_made_for_it_is_dense(of_fp8):
 
 
 def test_which_caches_a_profile_is_for():
-    assert find_cache_obstacle("auto") is find_cache_obstacle("bfloat16") is find_cache_obstacle("bfloat16", "fp8") is None
+    assert (
+        find_cache_obstacle("auto") is find_cache_obstacle("bfloat16") is find_cache_obstacle("bfloat16", "fp8") is None
+    )
     assert find_cache_obstacle("fp8_e4m3", "fp8") is None
     assert find_cache_obstacle("fp8_e5m2", "fp8") == "the KV cache is fp8_e5m2"
     assert find_cache_obstacle("nvfp4", "fp8") == "the KV cache is nvfp4"

@@ -107,7 +107,11 @@ def test_requests_with_adapters_are_known_by_their_shapes_while_they_are_read():
     prompts.observe(step({"a": 300, "b": 200}, new=[("a", 1000, 0), ("b", 400, 0)], adapters="a"))
     assert (prompts.has_adapter(300, 300), prompts.has_adapter(200, 200)) == (True, False)
     prompts.observe(step({"a": 300, "b": 200, "c": 300}, new=[("c", 600, 0)], running=[("a", 300), ("b", 200)]))
-    assert (prompts.has_adapter(300, 600), prompts.has_adapter(300, 300), prompts.has_adapter(200, 400)) == (True, False, False)
+    assert (prompts.has_adapter(300, 600), prompts.has_adapter(300, 300), prompts.has_adapter(200, 400)) == (
+        True,
+        False,
+        False,
+    )
     prompts.observe(step({"a": 50, "c": 300}, new=[("a", 650, 600)], running=[("c", 300)], finished=["a"]))
     assert (prompts.has_adapter(50, 650), prompts.has_adapter(300, 600)) == (False, False)  # another one of the name
     prompts.observe(step({"d": 100, "e": 100}, new=[("d", 100, 0), ("e", 100, 0)], adapters="e"))
