@@ -21,14 +21,13 @@ class LayerCall(NamedTuple):
 
     Attributes:
         number: of the decoder layer, by which rows are counted.
-        layer: of the profile, or why there is none.
-        batch: the batch, or why S2O has no part in it.
+        layer, batch: of the profile, and of the server; or the reason why S2O has no part in the call.
         query: [T, Hq, D], the rows of the batch.
         scale: of the scores.
-        read_pages: gives the layer's keys and values, [pages, page size, Hkv, D] each; the batch's are among them.
+        read_pages: returns the layer's keys and values, [pages, page size, Hkv, D] each.
         run_stock: lets the stock backend compute all rows, and returns the server's answer.
-        run_stock_slice: lets it compute a slice, given where its output goes, [T, Hq, D].
-        make_output: gives the server's answer where S2O computes some of the rows, and a view of it, [T, Hq, D].
+        run_stock_slice: lets it compute a slice into an output, [T, Hq, D].
+        make_output: returns an empty answer, and a view of it, [T, Hq, D].
     """
 
     number: int
@@ -45,8 +44,7 @@ class LayerCall(NamedTuple):
 def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
     """Compute a call, and count its rows; return the server's answer.
 
-    Until a layer has passed its self-test the stock backend computes it, and the first prompt that is long enough to
-    test it with does.
+    The stock backend computes a layer until the first prompt that is long enough has tested it.
 
     Args:
         call: of the layer.
@@ -59,7 +57,7 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
         return call.run_stock()
     plan = batch.plan(layer)
     dense_rows: Mapping[str, int] = plan.dense_rows
-    slices: tuple[BatchSlice, ...] = () if plan.is_dense else plan.slices
+    slices = plan.slices
     test_rows = None
     if not layer.tested:
         test_rows = find_test_rows(batch)
@@ -95,7 +93,7 @@ def _compute(
     arguments = batch.get_call(part, pages[0].shape[1])
     sample = counters.begin(layer.layer, "s2o", query.device)
     stats = s2o_attention_paged(
-        query, *pages, layer.config(part.max_k), **vars(arguments), scale=call.scale, out=out, return_stats=True
+        query, *pages, layer.config(part.max_k), **arguments, scale=call.scale, out=out, return_stats=True
     ).stats
     assert stats is not None
     path = "dense" if stats.backend == "dense" else "s2o"
@@ -104,7 +102,9 @@ def _compute(
     if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * part.max_q >= part.max_k):
         counters.keep(layer.layer, stats)
         if layer.drift is not None and part.last == part.first + 1:  # the check takes one prompt, unpacked
-            cache = PagedKeys(*pages, arguments.block_table, arguments.cu_k, max_k=part.max_k, total_k=part.total_k)
+            cache = PagedKeys(
+                *pages, arguments["block_table"], arguments["cu_k"], max_k=part.max_k, total_k=part.total_k
+            )
             packed = (query, *gathered(cache, query.dtype), out)
             q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
             layer.drift.see(q, keys, values, output, Scoring(call.scale), None)

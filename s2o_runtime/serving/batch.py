@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -18,14 +18,12 @@ from s2o_runtime.serving.fit import ProfileFit, Request, ServedLayer
 
 @dataclass(frozen=True)
 class SplitRequests:
-    """The requests of a batch, those with last rows (`LayerConfig.last_rows`) as two: the others, and the last.
-
-    A split request ends where its last query is. Wherever requests of a batch are spoken of below, these are meant.
+    """The requests of a batch, those with last rows (`LayerConfig.last_rows`) as two: the other rows, and the last.
 
     Attributes:
         indices: of each, its request in the server's batch.
-        starts: one more than there are requests: the first row of each, and the end.
-        requests: sizes, and what else decides who computes them.
+        starts: the first row of each, and behind the last one the end.
+        requests: all of them; each ends where its last query is.
         earlier, later: rows of the same server's request before, and behind, each.
     """
 
@@ -40,13 +38,13 @@ class SplitRequests:
         cls, starts: Sequence[int], lengths: Sequence[int], adapters: Sequence[bool] = (),
         count_last_rows: Callable[[int, int], int] = lambda queries, keys: 0,
     ) -> SplitRequests:  # fmt: skip
-        """Take the last rows of a server's requests apart.
+        """Take the last rows of N server's requests apart.
 
         Args:
-            starts: N + 1 positions in the rows of the batch: the first row of each request, and the end.
+            starts: N + 1 positions: the first row of each request, and the end.
             lengths: N numbers of keys, those of the queries included.
             adapters: whether each request has a LoRA adapter; empty if none has.
-            count_last_rows: how many of a request's queries are last rows, by its queries and keys.
+            count_last_rows: counts a request's last rows, by its queries and keys.
         """
         split: list[tuple[int, int, Request, int, int]] = []
         for index, (keys, (begin, end)) in enumerate(zip(lengths, pairwise(starts), strict=False)):
@@ -113,35 +111,23 @@ class BatchSlice(NamedTuple):
         return slice(self.first, self.last)
 
 
-@dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(NamedTuple):
     """The slices of one batch in one layer.
 
     Attributes:
-        slices: in the order of the batch; together they are all of its requests.
+        slices: in the order of the batch, together all of its requests; none where S2O computes no row.
         dense_rows: query rows that the stock backend computes, by reason.
     """
 
     slices: tuple[BatchSlice, ...]
     dense_rows: Mapping[str, int]
 
-    @cached_property
-    def is_dense(self) -> bool:
-        """Whether the stock backend computes all of it."""
-        return not any(part.is_sparse for part in self.slices)
-
 
 def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | None], max_keys: int) -> BatchPlan:
     """Share the requests of a batch between S2O and the stock backend.
 
     Neighbours join one slice if both go to the stock backend, or if both are sparse, of the same length step, and have
-    at most `max_keys` keys together. Requests without queries, which fill up the batch of a CUDA graph, go to the
-    stock backend.
-
-    Args:
-        split: of the batch.
-        dense_reason: asked for every request with queries.
-        max_keys: of one sparse slice, unless a single request has more.
+    at most `max_keys` keys together; a single request may have more.
     """
     slices: list[BatchSlice] = []
     dense_rows: defaultdict[str, int] = defaultdict(int)
@@ -149,7 +135,7 @@ def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | Non
     step: int | None = None
     starts = split.starts
     for index, request in enumerate(split.requests):
-        reason = dense_reason(request) if request.queries > 0 else ""
+        reason = dense_reason(request) if request.queries > 0 else ""  # without queries: of a CUDA graph's padding
         if reason:
             dense_rows[reason] += request.queries
         own_step = length_step(request.keys) if reason is None else None
@@ -160,12 +146,11 @@ def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | Non
         max_q, max_k, total_k = max(max_q, request.queries), max(max_k, request.keys), total_k + request.keys
     if split.requests:
         slices.append(BatchSlice(first, len(split.requests), starts[first], starts[-1], step, max_q, max_k, total_k))
-    return BatchPlan(tuple(slices), dense_rows)
+    return BatchPlan(tuple(slices) if any(part.is_sparse for part in slices) else (), dense_rows)
 
 
-@dataclass(frozen=True)
-class SparseCall:
-    """The arguments by name of `s2o_attention_paged` for a sparse slice: the same for all layers of a cache group.
+class SparseCall(TypedDict):
+    """The arguments of `s2o_attention_paged` for a sparse slice: the same for all layers of a cache group.
 
     The three numbers are bounds that slices of other lengths share (`lengths.shared_bound`), and with them their plans.
     """
@@ -178,30 +163,28 @@ class SparseCall:
     max_k: int
     total_k: int
 
-    @classmethod
-    def from_slice(
-        cls, part: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int
-    ) -> SparseCall:
-        """Build the call of a slice with requests that S2O computes.
 
-        Args:
-            part: the slice.
-            edges: int32 [n + 1], where the queries of its requests begin in the batch; copied.
-            seq_lens: int32 [n], the keys of its requests.
-            block_table: int32 [n, M], their pages.
-            page_size: tokens of a page.
-        """
-        cu_q = edges - part.begin  # a copy: the server writes its next batch there
-        max_q, max_k = round_bounds(part.max_q, part.max_k, block_table.shape[1] * page_size)
-        return cls(
-            cu_q=cu_q,
-            cu_k=cu_q if part.total_k == part.end - part.begin else packed_starts(seq_lens),
-            seq_lens=seq_lens,
-            block_table=block_table.clone() if block_table.data_ptr() & 15 else block_table,  # plans want aligned
-            max_q=max_q,
-            max_k=max_k,
-            total_k=max_k if part.last == part.first + 1 else max(max_k, shared_bound(part.total_k)),
-        )
+def make_call(part: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> SparseCall:
+    """Return the arguments for a slice.
+
+    Args:
+        part: with requests that S2O computes.
+        edges: int32 [n + 1], where the queries of its requests begin in the batch; copied.
+        seq_lens: int32 [n], the keys of its requests.
+        block_table: int32 [n, M], their pages.
+        page_size: tokens of a page.
+    """
+    cu_q = edges - part.begin  # a copy: the server writes its next batch there
+    max_q, max_k = round_bounds(part.max_q, part.max_k, block_table.shape[1] * page_size)
+    return {
+        "cu_q": cu_q,
+        "cu_k": cu_q if part.total_k == part.end - part.begin else packed_starts(seq_lens),
+        "seq_lens": seq_lens,
+        "block_table": block_table.clone() if block_table.data_ptr() & 15 else block_table,  # plans want aligned
+        "max_q": max_q,
+        "max_k": max_k,
+        "total_k": max_k if part.last == part.first + 1 else max(max_k, shared_bound(part.total_k)),
+    }
 
 
 def round_bounds(max_q: int, max_k: int, room: int) -> tuple[int, int]:
@@ -245,15 +228,14 @@ class Batch:
             self._plans[key] = plan_batch(self.split, dense_reason, self._max_keys)
         return self._plans[key]
 
-    def get_call(self, part: BatchSlice, page_size: int = 1) -> SparseCall:
+    def get_call(self, part: BatchSlice, page_size: int) -> SparseCall:
         """Return the arguments of a sparse slice, whose cache has pages of so many tokens."""
-        call = self._calls.get(part)
-        if call is None:
-            call = self._calls[part] = SparseCall.from_slice(part, *self.get_tensors(part), page_size)
-        return call
+        if part not in self._calls:
+            self._calls[part] = make_call(part, *self.get_tensors(part), page_size)
+        return self._calls[part]
 
     def get_tensors(self, part: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the `edges`, `seq_lens` and `block_table` of `SparseCall.from_slice`."""
+        """Return the `edges`, `seq_lens` and `block_table` of `make_call`."""
         raise NotImplementedError
 
     def get_part(self, part: BatchSlice) -> Any:

@@ -43,10 +43,9 @@ class Request(NamedTuple):
     """One request's rows in a batch.
 
     Attributes:
-        queries: new tokens.
-        keys: tokens so far, the new ones included.
+        queries, keys: new tokens, and all tokens so far.
         has_adapter: whether it has, or may have, a LoRA adapter.
-        is_last_rows: whether the rows are the last ones of a prompt (`LayerConfig.last_rows`).
+        is_last_rows: whether the rows are a prompt's last ones, which are dense (`LayerConfig.last_rows`).
     """
 
     queries: int
@@ -62,13 +61,12 @@ class ServedLayer:
     layer: the number of the decoder layer, which counters and logs name.
     config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
     max_length: more keys than this stay dense too, or with warn_beyond run S2O after one warning; None for no limit.
-    rejected: why the layer cannot run S2O at all, if so.
+    rejected: the reason why the layer cannot run S2O at all, if so.
     heads: the query heads of the layer that this process computes; None for all.
     drift: checks the layer's error, None does not.
-    ends_known: whether calls are taken to hold the ends of their prompts, whose last rows then run dense
-    (`LayerConfig.last_rows`); otherwise none do.
-    tested: whether a server's self-test has looked at the layer; it is dense before.
-    limits: a number that layers share if `RankProfile.dense_reason` tells no difference between their settings.
+    ends_known: whether calls hold the ends of their prompts, so that last rows are dense (`LayerConfig.last_rows`).
+    tested: whether a server's self-test has looked at the layer, which is dense before.
+    limits: a number that layers share if `ProfileFit.dense_reason` tells no difference between their settings.
     """
 
     layer: int
@@ -117,7 +115,7 @@ class ServedLayer:
     def why_dense_at(self, keys: int) -> str | None:
         """Return the reason why a prompt of so many keys is dense by the profile and the checks so far, or None.
 
-        `RankProfile.dense_reason` asks this too; transformers' calls leave the rest to `attention.backend`.
+        `ProfileFit.dense_reason` asks this too; transformers' calls leave the rest to `attention.backend`.
         """
         if reason := self.rejected or self.past_budget:
             return reason
@@ -176,10 +174,9 @@ class ProfileFit:
     """A profile on one rank of a server.
 
     Attributes:
-        profile: as it can run on the device.
-        rejected: why nothing of it can, if so.
+        profile: as it can run on the device; rejected: the reason why nothing of it can, if so.
         made_for: the type of the KV cache that it was made for.
-        obstacle: why no request runs it, whatever its length; None if some may.
+        obstacle: the reason why no request runs it, whatever its length; None if some may.
         max_length: keys; more run dense. None for no limit.
         heads, kv_heads: of the model, those that this rank holds.
         capability: the device's, (0, 0) for a CPU.
@@ -262,8 +259,7 @@ class ProfileFit:
 
         A server asks before it makes anything of a batch: code that has not run for milliseconds is slow on the host.
 
-        Args:
-            largest: the most queries and the most keys of the batch's requests.
+        `largest` has the most queries and the most keys of the batch's requests.
         """
         if self.obstacle is not None:
             return self.obstacle
@@ -272,11 +268,9 @@ class ProfileFit:
         return self.dense_reason(largest) if self._all_tested or largest.keys < TEST_KEYS else None
 
     def count_last_rows(self, queries: int, keys: int, left: int | None) -> int:
-        """Return how many of a request's queries are dense in every layer because they are a prompt's last.
+        """Count the queries of a request that are dense in every layer because they are a prompt's last.
 
-        Args:
-            queries, keys: of the request.
-            left: tokens of its prompt behind them; None if that is not known.
+        `left` tokens of the prompt are behind them; None if that is not known.
         """
         if left is None or keys < self.profile.min_length or self.dense_reason(Request(queries, keys)):
             return 0
@@ -287,14 +281,11 @@ class ProfileFit:
         return max(0, min(queries, self._last_rows[step] - left))
 
     def find_layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ServedLayer | str:
-        """Return a decoder layer of the served model by its number, or the reason why it has no profile.
-
-        Layers of another kind have no row in a profile's tables, nor have a draft model's.
-        """
+        """Return a decoder layer of the served model by its number, or the reason why it has no profile."""
         if self.obstacle is not None:
             return self.obstacle
         expected = (len(self.heads), len(self.kv_heads), self.profile.geometry.head_dim)
-        row = self.profile.geometry.row_of(number)
+        row = self.profile.geometry.row_of(number)  # layers of another kind have none, nor have a draft model's
         if row is None or (num_heads, num_kv_heads, head_dim) != expected:
             return NOT_IN_PROFILE
         self._used.add(row)
@@ -328,14 +319,8 @@ def find_layer_obstacle(
 
 
 def find_cache_obstacle(kv_cache_dtype: str, made_for: KvCacheDtype = "auto") -> str | None:
-    """Return the reason why no layer runs S2O over a cache of this type; None if layers may.
-
-    A profile that was made for an fp8 cache keeps to its errors in one that does not round, too.
-
-    Args:
-        kv_cache_dtype: as the server calls it.
-        made_for: the type of the cache that the profile was made for.
-    """
+    """Return the reason why no layer runs S2O over a cache of this type, as a server calls it; None if layers may."""
+    # a profile that was made for an fp8 cache keeps to its errors in one that does not round, too
     if kv_cache_dtype in PLAIN_CACHES or (kv_cache_dtype in FP8_CACHES and made_for == "fp8"):
         return None
     hint = ", which the profile was not made for" if kv_cache_dtype in FP8_CACHES else ""

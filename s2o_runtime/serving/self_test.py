@@ -18,7 +18,7 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import S2OError
 from s2o_runtime.lengths import length_step
 from s2o_runtime.sequences import FP8_TYPES
-from s2o_runtime.serving.batch import Batch, BatchSlice, SparseCall
+from s2o_runtime.serving.batch import Batch, BatchSlice, make_call
 from s2o_runtime.serving.fit import TEST_KEYS, ServedLayer
 
 UNTESTED = "the layer has not passed its self-test yet"
@@ -73,10 +73,10 @@ def run_self_test(
         return
     edges, seq_lens, table = batch.get_tensors(part)
     # the rows begin behind those that the request has in the batch
-    call = SparseCall.from_slice(part, edges.clamp_min(part.begin), seq_lens, table, pages[0].shape[1])
+    call = make_call(part, edges.clamp_min(part.begin), seq_lens, table, pages[0].shape[1])
     backend: Backend = "triton" if query.is_cuda else "reference"
     try:
-        ours = s2o_attention_paged(query[part.rows], *pages, config, **vars(call), scale=scale, backend=backend)
+        ours = s2o_attention_paged(query[part.rows], *pages, config, **call, scale=scale, backend=backend)
     except S2OError as error:
         layer.refuse(f"its self-test cannot run ({error})")
         return

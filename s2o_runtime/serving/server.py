@@ -223,13 +223,9 @@ class Server:
         )  # fmt: skip
 
     def reserve(self, query: Tensor) -> None:
-        """Take, and give back, the most memory that a call of these queries will need.
+        """Take, and give back, the most memory that a call of these queries, [T, Hq, D], will need.
 
-        vLLM's backend does so while vLLM measures what a batch needs beside the KV cache, which gets what is left;
-        SGLang's when it is made, behind the cache.
-
-        Args:
-            query: [T, Hq, D], as many rows as a batch may have.
+        vLLM does so while it measures the memory of a batch, and its KV cache gets the rest; SGLang behind its cache.
         """
         if query.device.type != "cuda" or self.obstacle or len(query) <= self._reserved_rows:
             return  # the profiling run comes first and has the most rows; smaller runs capture graphs
@@ -241,12 +237,10 @@ class Server:
             self.compile_kernels(query)
 
     def compile_kernels(self, query: Tensor) -> None:
-        """Run one small call of every configuration that differs in what is compiled, so that no request waits for it.
+        """Run one small call of every configuration with kernels of its own, so that no request waits for them.
 
-        Threads share the work, because Triton leaves Python's lock while it compiles.
-
-        Args:
-            query: [T, Hq, D] on the device of the calls to come, of their type.
+        Threads share the work, because Triton leaves Python's lock while it compiles. The calls to come are of the type
+        of `query`, [T, Hq, D], and on its device.
         """
         fit, by_kernels = self.fit, dict[object, LayerConfig]()
         for layer in fit.layers:

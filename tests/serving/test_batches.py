@@ -58,9 +58,14 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
     assert split.are_whole == all(len(rows) == 1 for rows in by_request)
 
     plan = plan_batch(split, few_reason, MAX_KEYS)
-    assert [part.first for part in plan.slices] == [0, *(part.last for part in plan.slices)][: len(plan.slices)]
-    assert (plan.slices[-1].last if plan.slices else 0) == len(split.requests)
     reasons = Counter()
+    for request in split.requests:
+        if request.queries and (reason := few_reason(request)):
+            reasons[reason] += request.queries
+    assert plan.dense_rows == reasons
+    assert bool(plan.slices) == (reasons.total() < sum(queries))
+    assert [part.first for part in plan.slices] == [0, *(part.last for part in plan.slices)][: len(plan.slices)]
+    assert not plan.slices or plan.slices[-1].last == len(split.requests)
     for part in plan.slices:
         requests = split.requests[part.requests]
         assert (part.begin, part.end) == (split.starts[part.first], split.starts[part.last])
@@ -69,13 +74,9 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
         for request in requests:
             reason = few_reason(request) if request.queries else ""
             assert part.length_step == (length_step(request.keys) if reason is None else None)
-            reasons.update({reason: request.queries} if reason else {})
         assert not part.is_sparse or part.total_k <= MAX_KEYS or len(requests) == 1
     for part, after in pairwise(plan.slices):  # neighbours are joined where they may be
         assert part.length_step != after.length_step or part.total_k + split.requests[after.first].keys > MAX_KEYS
-    assert plan.dense_rows == reasons
-    assert sum(queries) - reasons.total() == sum(part.end - part.begin for part in plan.slices if part.is_sparse)
-    assert plan.is_dense == (sum(queries) == reasons.total())
 
 
 def test_a_batch_of_decodes_and_one_long_prompt():

@@ -52,15 +52,15 @@ def test_a_sparse_slices_call_has_shared_bounds_and_its_own_requests():
     batch = getattr(engine.metadata, BATCH)
     whole, behind = (part for part in engine.slices() if part.is_sparse)
     call = batch.get_call(whole, engine.page_size)
-    assert call.cu_k is call.cu_q  # a whole prompt: nothing more to compute
-    assert call.cu_q.tolist() == [0, 200]
-    assert (call.max_q, call.max_k, call.total_k) == (256, 256, 256)
+    assert call["cu_k"] is call["cu_q"]  # a whole prompt: nothing more to compute
+    assert call["cu_q"].tolist() == [0, 200]
+    assert (call["max_q"], call["max_k"], call["total_k"]) == (256, 256, 256)
     call = batch.get_call(behind, engine.page_size)
-    assert call.cu_q.tolist() == [0, 110, 225]
-    assert call.cu_k.tolist() == [0, 300, 605]
-    assert (call.max_q, call.max_k, call.total_k) == (128, 320, 640)
-    assert call.block_table.data_ptr() % 16 == 0  # the batch's second row does not begin so
-    assert torch.equal(call.block_table, engine.metadata.block_table[1:3])
+    assert call["cu_q"].tolist() == [0, 110, 225]
+    assert call["cu_k"].tolist() == [0, 300, 605]
+    assert (call["max_q"], call["max_k"], call["total_k"]) == (128, 320, 640)
+    assert call["block_table"].data_ptr() % 16 == 0  # the batch's second row does not begin so
+    assert torch.equal(call["block_table"], engine.metadata.block_table[1:3])
     assert batch.get_call(behind, engine.page_size) is call
 
 
