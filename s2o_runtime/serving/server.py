@@ -26,16 +26,8 @@ from s2o_runtime.monitor.drift import DriftChoice, DriftMonitor, check_and_limit
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.find import find_profile
 from s2o_runtime.sequences import PagedKeys, packed_starts
-from s2o_runtime.serving.fit import (
-    STRICT,
-    NoProfile,
-    ProfileFit,
-    Rank,
-    check_model,
-    count_row_weights,
-    find_cache_obstacle,
-    find_mismatch,
-)  # fmt: skip
+from s2o_runtime.serving import fit
+from s2o_runtime.serving.fit import NoProfile, ProfileFit, Rank
 from s2o_runtime.serving.self_test import exact_config
 from s2o_runtime.version import __version__
 
@@ -50,14 +42,13 @@ class Settings:
     Attributes:
         profile: the profile's file; None for the one that `s2o_runtime.profile.find` finds for the served model.
         beyond: what prompts of more than 1.5 times the longest calibrated length run.
-        drift: what happens where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense
-            from then on), "off", or "auto", which warns where the profile says what it allows.
+        drift: the action where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense from
+            then on), "off", or "auto", which warns where the profile has limits.
         strict: refuse a profile of another function of the same sizes, and weights or a config.json that cannot be
             compared; else that is reported, and nothing is proven.
-        metrics_port: where the first process serves its counters to Prometheus, the others at the ports after it; None
-            for nowhere.
+        metrics_port: of the first process's counters for Prometheus, the others' behind it; None for none.
         metrics_host: the address of the machine at which those ports answer; "0.0.0.0" is all of them.
-        log_every: seconds between two lines of the log that say what ran; 0 for none.
+        log_every: seconds between two lines of the log with the counters' summary; 0 for none.
     """
 
     profile: Path | None = ruled(None, Rule(Path, optional=True))
@@ -104,13 +95,7 @@ log = logging.getLogger("s2o_runtime")
 
 @dataclass(frozen=True)
 class Process:
-    """One of a server's processes.
-
-    Attributes:
-        number: among all that hold a part of a model, of all stages and replicas.
-        stage: of pipeline parallelism.
-        replica: of data parallelism.
-    """
+    """One of a server's processes: its number among all, its pipeline stage and its data-parallel replica."""
 
     number: int = 0
     stage: int = 0
@@ -171,7 +156,7 @@ class Server:
 
     def __init__(self, settings: Settings, context: ServerContext) -> None:
         self.fit, source = _load_fit(settings, context)
-        cache = find_cache_obstacle(context.kv_cache_dtype, self.fit.made_for)
+        cache = fit.find_cache_obstacle(context.kv_cache_dtype, self.fit.made_for)
         self.obstacle = self.fit.obstacle or context.obstacle or cache
         self.max_keys = context.max_keys
         self.counters = Counters(settings.log_every)
@@ -212,14 +197,15 @@ class Server:
                 "S2O %s in %s: all rows go to %s: %s", __version__, context.engine, context.stock, self.obstacle
             )
             return
-        profile, fit = self.fit.profile, self.fit
-        until = "on" if fit.max_length is None else f"to {fit.max_length}"
+        profile, rank = self.fit.profile, context.rank
+        until = "on" if self.fit.max_length is None else f"to {self.fit.max_length}"
         others = f"with full attention ({profile.geometry.other_layers} stay) " if profile.geometry.others else ""
         log.info(
             "S2O %s in %s: profile %s, %d of %d layers %ssparse from %d %s keys and from %d new tokens "
             "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
-            __version__, context.engine, source, fit.sparse_layers, len(fit.layers), others, profile.min_length, until,
-            fit.min_queries, context.rank.index, context.rank.size, fit.heads.start, fit.heads.stop - 1, context.stock,
+            __version__, context.engine, source, self.fit.sparse_layers, len(self.fit.layers), others,
+            profile.min_length, until, self.fit.min_queries, rank.index, rank.size, self.fit.heads.start,
+            self.fit.heads.stop - 1, context.stock,
         )  # fmt: skip
 
     def reserve(self, query: Tensor) -> None:
@@ -242,9 +228,9 @@ class Server:
         Threads share the work, because Triton leaves Python's lock while it compiles. The calls to come are of the type
         of `query`, [T, Hq, D], and on its device.
         """
-        fit, by_kernels = self.fit, dict[object, LayerConfig]()
-        for layer in fit.layers:
-            for config in (*map(layer.config, fit.profile.lengths), exact_config(layer, fit.profile.lengths)):
+        by_kernels, lengths = dict[object, LayerConfig](), self.fit.profile.lengths
+        for layer in self.fit.layers:
+            for config in (*map(layer.config, lengths), exact_config(layer, lengths)):
                 if config is not None and not config.is_dense:
                     by_kernels.setdefault(_kernels_key(config), config)
         at_once = min(THREADS, os.cpu_count() or 1) if query.is_cuda else 1  # Triton's interpreter is for one
@@ -290,18 +276,18 @@ def _load_fit(settings: Settings, context: ServerContext) -> tuple[ProfileFit, s
     model, device, checkpoint = context.model_config, context.device, context.checkpoint
     if settings.profile is not None:
         profile = load_profile(settings.profile)
-        compared = check_model(profile, model, checkpoint, STRICT if settings.strict else ())
+        compared = fit.check_model(profile, model, checkpoint, fit.STRICT if settings.strict else ())
         source = f"{settings.profile} of {profile.model_name} ({compared})"
     else:
         try:
-            match = find_profile(model, device, lambda candidate: find_mismatch(candidate, model, checkpoint))
+            match = find_profile(model, device, lambda candidate: fit.find_mismatch(candidate, model, checkpoint))
         except (ProfileError, ModelError) as error:
             return NoProfile(str(error), context.decode_queries), ""
         profile, source = match.profile, f"{match}{', config not compared' if match.profile.config_unknown else ''}"
     host_flops = HOST_FLOPS if device.type == "cuda" else 0.0
-    row_weights = count_row_weights(model) // context.rank.size
-    fit = ProfileFit(profile, context.rank, device, settings.beyond, context.decode_queries, host_flops, row_weights)
-    return fit, source
+    row_weights = fit.count_row_weights(model) // context.rank.size
+    decode_queries, beyond = context.decode_queries, settings.beyond
+    return ProfileFit(profile, context.rank, device, beyond, decode_queries, host_flops, row_weights), source
 
 
 def _kernels_key(config: LayerConfig) -> object:

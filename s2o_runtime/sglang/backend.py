@@ -13,17 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from s2o_runtime.serving import fit
 from s2o_runtime.serving.attend import LayerCall, attend
 from s2o_runtime.serving.batch import BatchSlice
-from s2o_runtime.serving.fit import (
-    FP8_CACHES,
-    Request,
-    ServedLayer,
-    find_cache_obstacle,
-    find_layer_obstacle,
-    find_scales_obstacle,
-    log_once,
-)  # fmt: skip
+from s2o_runtime.serving.fit import Request, ServedLayer
 from s2o_runtime.serving.server import Server
 from s2o_runtime.sglang.batch import SglangBatch, find_batch_obstacle
 
@@ -158,10 +151,14 @@ class _Backend:
                 api.obstacle
                 or ("keys are not written into the cache" if skips else None)
                 or find_attention_obstacle(layer)
-                or find_cache_obstacle(api.kv_cache_dtype, api.server.fit.made_for)
-                or (find_scales_obstacle(layer.k_scale, layer.v_scale) if api.kv_cache_dtype in FP8_CACHES else None)
+                or fit.find_cache_obstacle(api.kv_cache_dtype, api.server.fit.made_for)
+                or (
+                    fit.find_scales_obstacle(layer.k_scale, layer.v_scale)
+                    if api.kv_cache_dtype in fit.FP8_CACHES
+                    else None
+                )
             )
-            self.s2o_layers[index] = log_once(obstacle) or api.server.fit.find_layer(
+            self.s2o_layers[index] = fit.log_once(obstacle) or api.server.fit.find_layer(
                 index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
             )
         return self.s2o_layers[index]
@@ -177,7 +174,7 @@ class _Backend:
 def find_attention_obstacle(layer: Any) -> str | None:
     """Return the reason why a layer never runs S2O, by its RadixAttention; None if it may. Calls bring the sinks."""
     window = layer.sliding_window_size
-    obstacle = find_layer_obstacle(
+    obstacle = fit.find_layer_obstacle(
         sliding_window=window if window is not None and window > -1 else None,
         soft_cap=layer.logit_cap,
         attn_type="cross" if layer.is_cross_attention else str(layer.attn_type.value),

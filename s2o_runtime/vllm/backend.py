@@ -16,16 +16,10 @@ from torch import Tensor
 
 from s2o_runtime.errors import InputError
 from s2o_runtime.sequences import FP8_TYPES, page_obstacle
+from s2o_runtime.serving import fit
 from s2o_runtime.serving.attend import LayerCall, attend
 from s2o_runtime.serving.batch import BatchSlice
-from s2o_runtime.serving.fit import (
-    Request,
-    ServedLayer,
-    find_cache_obstacle,
-    find_layer_obstacle,
-    find_scales_obstacle,
-    log_once,
-)  # fmt: skip
+from s2o_runtime.serving.fit import Request, ServedLayer
 from s2o_runtime.serving.server import Server
 from s2o_runtime.vllm.batch import VllmBatch, find_batch_obstacle, get_pages
 from s2o_runtime.vllm.compat import INIT
@@ -160,14 +154,14 @@ class _Implementation:
         given = {**dict(zip(INIT, arguments, strict=False)), **named}
         self.s2o_server = self.s2o_api.get_server()
         self.s2o_layers: dict[str, tuple[int, ServedLayer | str]] = {}
-        self.s2o_obstacle = log_once(find_layer_obstacle(
+        self.s2o_obstacle = fit.log_once(fit.find_layer_obstacle(
             alibi=given.get("alibi_slopes") is not None,
             sliding_window=given.get("sliding_window"),
             soft_cap=given.get("logits_soft_cap"),
             attn_type=str(getattr(given.get("attn_type"), "value", given.get("attn_type", "decoder"))),
             # versions differ in the place of sinks, but no other argument behind the known ones is a tensor
             sinks=named.get("sinks") is not None or any(isinstance(extra, Tensor) for extra in arguments[len(INIT) :]),
-        ) or find_cache_obstacle(given.get("kv_cache_dtype", "auto"), self.s2o_server.fit.made_for))  # fmt: skip
+        ) or fit.find_cache_obstacle(given.get("kv_cache_dtype", "auto"), self.s2o_server.fit.made_for))  # fmt: skip
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -221,4 +215,4 @@ class _Implementation:
             return "queries are rounded to fp8, which the profile was not made for"
         if not hasattr(layer, "_k_scale") or not hasattr(layer, "_v_scale"):
             return "the scales of the fp8 cache are not where they are expected"
-        return page_obstacle(k.shape[1]) or find_scales_obstacle(layer._k_scale, layer._v_scale)
+        return page_obstacle(k.shape[1]) or fit.find_scales_obstacle(layer._k_scale, layer._v_scale)

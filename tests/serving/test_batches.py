@@ -79,7 +79,7 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
         assert part.length_step != after.length_step or part.total_k + split.requests[after.first].keys > MAX_KEYS
 
 
-def test_a_batch_of_decodes_and_one_long_prompt():
+def test_a_batch_of_decodes_and_one_long_prompt_is_planned_as_two_slices():
     """The long one is at the limit of a call, and joins none."""
     split = SplitRequests.from_batch([0, 1, 2, 3, 1003, 1503], [700, 9000, 12, 4000, 1000])
     stock, first, _ = plan_batch(split, few_reason, MAX_KEYS).slices
