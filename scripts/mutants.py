@@ -210,8 +210,8 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
          "if request.queries > 0 else \"\"", "if request.queries > 0 else None"),
     )),
     ("s2o_runtime/serving/batch.py", "tests/serving/test_vllm_backend.py", (
-        ("rows of a sparse slice begin where the batch does", "edges - part.begin", "edges.clone()"),
-        ("chunks behind a prefix are taken for whole prompts", "if part.total_k == part.end - part.begin", "if True"),
+        ("rows of a sparse slice begin where the batch does", "edges - span.begin", "edges.clone()"),
+        ("chunks behind a prefix are taken for whole prompts", "if span.total_k == span.end - span.begin", "if True"),
     )),
     ("s2o_runtime/lengths.py", "tests/serving/test_batches.py -k bounds", (
         ("a length on the edge gets the bound of the next step",

@@ -74,36 +74,36 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
         return answer
     pages = call.read_pages()
     answer, out = call.make_output()
-    for part in slices:
-        if part.is_sparse:
-            _compute(call, batch, layer, part, pages, out, counters)
-        elif part.begin < part.end:
-            counters.stock(call.number, device, call.run_stock_slice, part, out[part.rows])
+    for span in slices:
+        if span.is_sparse:
+            _compute(call, batch, layer, span, pages, out, counters)
+        elif span.begin < span.end:
+            counters.stock(call.number, device, call.run_stock_slice, span, out[span.rows])
     return answer
 
 
 def _compute(
-    call: LayerCall, batch: Batch, layer: ServedLayer, part: BatchSlice, pages: tuple[Tensor, Tensor], out: Tensor,
+    call: LayerCall, batch: Batch, layer: ServedLayer, span: BatchSlice, pages: tuple[Tensor, Tensor], out: Tensor,
     counters: Counters,
 ) -> None:  # fmt: skip
     """Compute one slice with S2O, and count it; keep a sampled call's density, and check its error."""
     # a view takes microseconds of the host: none where the slice is the batch
-    is_all = part.end - part.begin == len(call.query)
-    query, out = (call.query, out) if is_all else (call.query[part.rows], out[part.rows])
-    arguments = batch.get_call(part, pages[0].shape[1])
+    is_all = span.end - span.begin == len(call.query)
+    query, out = (call.query, out) if is_all else (call.query[span.rows], out[span.rows])
+    arguments = batch.get_call(span, pages[0].shape[1])
     sample = counters.begin(layer.layer, "s2o", query.device)
     stats = s2o_attention_paged(
-        query, *pages, layer.config(part.max_k), **arguments, scale=call.scale, out=out, return_stats=True
+        query, *pages, layer.config(span.max_k), **arguments, scale=call.scale, out=out, return_stats=True
     ).stats
     assert stats is not None
     path = "dense" if stats.backend == "dense" else "s2o"
     counters.end(layer.layer, path, sample, query.device)
-    counters.add(layer.layer, path, stats.reason, part.end - part.begin)
-    if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * part.max_q >= part.max_k):
+    counters.add(layer.layer, path, stats.reason, span.end - span.begin)
+    if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * span.max_q >= span.max_k):
         counters.keep(layer.layer, stats)
-        if layer.drift is not None and part.last == part.first + 1:  # the check takes one prompt, unpacked
+        if layer.drift is not None and span.last == span.first + 1:  # the check takes one prompt, unpacked
             cache = PagedKeys(
-                *pages, arguments["block_table"], arguments["cu_k"], max_k=part.max_k, total_k=part.total_k
+                *pages, arguments["block_table"], arguments["cu_k"], max_k=span.max_k, total_k=span.total_k
             )
             packed = (query, *gathered(cache, query.dtype), out)
             q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)

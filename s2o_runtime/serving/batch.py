@@ -60,7 +60,7 @@ class SplitRequests:
 
     @property
     def are_whole(self) -> bool:
-        """Whether no request of the server was split."""
+        """True if no request of the server was split."""
         return not any(self.earlier)
 
     @property
@@ -97,7 +97,7 @@ class BatchSlice(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether S2O computes the slice."""
+        """True if S2O computes the slice."""
         return self.length_step is not None
 
     @property
@@ -146,7 +146,7 @@ def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | Non
         max_q, max_k, total_k = max(max_q, request.queries), max(max_k, request.keys), total_k + request.keys
     if split.requests:
         slices.append(BatchSlice(first, len(split.requests), starts[first], starts[-1], step, max_q, max_k, total_k))
-    return BatchPlan(tuple(slices) if any(part.is_sparse for part in slices) else (), dense_rows)
+    return BatchPlan(tuple(slices) if any(span.is_sparse for span in slices) else (), dense_rows)
 
 
 class SparseCall(TypedDict):
@@ -164,26 +164,26 @@ class SparseCall(TypedDict):
     total_k: int
 
 
-def make_call(part: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> SparseCall:
+def make_call(span: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> SparseCall:
     """Return the arguments for a slice.
 
     Args:
-        part: with requests that S2O computes.
+        span: with requests that S2O computes.
         edges: int32 [n + 1], where the queries of its requests begin in the batch; copied.
         seq_lens: int32 [n], the keys of its requests.
         block_table: int32 [n, M], their pages.
         page_size: tokens of a page.
     """
-    cu_q = edges - part.begin  # a copy: the server writes its next batch there
-    max_q, max_k = round_bounds(part.max_q, part.max_k, block_table.shape[1] * page_size)
+    cu_q = edges - span.begin  # a copy: the server writes its next batch there
+    max_q, max_k = round_bounds(span.max_q, span.max_k, block_table.shape[1] * page_size)
     return {
         "cu_q": cu_q,
-        "cu_k": cu_q if part.total_k == part.end - part.begin else packed_starts(seq_lens),
+        "cu_k": cu_q if span.total_k == span.end - span.begin else packed_starts(seq_lens),
         "seq_lens": seq_lens,
         "block_table": block_table.clone() if block_table.data_ptr() & 15 else block_table,  # plans want aligned
         "max_q": max_q,
         "max_k": max_k,
-        "total_k": max_k if part.last == part.first + 1 else max(max_k, shared_bound(part.total_k)),
+        "total_k": max_k if span.last == span.first + 1 else max(max_k, shared_bound(span.total_k)),
     }
 
 
@@ -228,18 +228,18 @@ class Batch:
             self._plans[key] = plan_batch(self.split, dense_reason, self._max_keys)
         return self._plans[key]
 
-    def get_call(self, part: BatchSlice, page_size: int) -> SparseCall:
+    def get_call(self, span: BatchSlice, page_size: int) -> SparseCall:
         """Return the arguments of a sparse slice, whose cache has pages of so many tokens."""
-        if part not in self._calls:
-            self._calls[part] = make_call(part, *self.get_tensors(part), page_size)
-        return self._calls[part]
+        if span not in self._calls:
+            self._calls[span] = make_call(span, *self.get_tensors(span), page_size)
+        return self._calls[span]
 
-    def get_tensors(self, part: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
+    def get_tensors(self, span: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
         """Return the `edges`, `seq_lens` and `block_table` of `make_call`."""
         raise NotImplementedError
 
-    def get_part(self, part: BatchSlice) -> Any:
+    def get_part(self, span: BatchSlice) -> Any:
         """Return the stock backend's data of a slice."""
-        if part not in self._parts:
-            self._parts[part] = self._build_part(part)
-        return self._parts[part]
+        if span not in self._parts:
+            self._parts[span] = self._build_part(span)
+        return self._parts[span]

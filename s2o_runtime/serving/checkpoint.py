@@ -169,7 +169,7 @@ def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
         ProfileError: a file cannot be read.
     """
     try:
-        stored = {name: part for name, part in _list_tensors(folder).items() if not name.endswith(BUFFERS)}
+        stored = {name: tensor for name, tensor in _list_tensors(folder).items() if not name.endswith(BUFFERS)}
         tied = bool(getattr(text_config(config), "tie_word_embeddings", False))
         if not stored:
             return ()
@@ -205,8 +205,8 @@ def has_known_names(config: Any, folder: Path) -> bool:
 
 
 def _hash_tensors(tensors: Mapping[str, StoredTensor | _Experts], tied: bool) -> str:
-    kept = {name: part for name, part in tensors.items() if not (tied and name == HEAD)}
-    shapes = {name: part.shape for name, part in kept.items()}
+    kept = {name: tensor for name, tensor in tensors.items() if not (tied and name == HEAD)}
+    shapes = {name: tensor.shape for name, tensor in kept.items()}
     return sampled_fingerprint(shapes, lambda name, indices: kept[name].elements(indices))
 
 
@@ -214,15 +214,15 @@ def _rename_tensors(stored: Mapping[str, StoredTensor], config: Any) -> dict[str
     """Return the tensors of a checkpoint by the names of transformers 5, experts as it merges them."""
     tensors: dict[str, StoredTensor | _Experts] = {}
     merged: defaultdict[str, dict[tuple[int, int], StoredTensor]] = defaultdict(dict)
-    for name, part in stored.items():
+    for name, tensor in stored.items():
         for pattern, replacement in RENAMED.get(getattr(config, "model_type", ""), ()):
             name = re.sub(pattern, replacement, name)
         expert = _EXPERT.fullmatch(name)
         if expert is not None and expert["matrix"] in _MERGED:
-            matrix, place = _MERGED[expert["matrix"]]
-            merged[f"{expert['experts']}.{matrix}"][int(expert["number"]), place] = part
+            matrix, row = _MERGED[expert["matrix"]]
+            merged[f"{expert['experts']}.{matrix}"][int(expert["number"]), row] = tensor
         else:
-            tensors[name] = part
+            tensors[name] = tensor
     return tensors | {name: _Experts(matrices) for name, matrices in merged.items()}
 
 

@@ -108,7 +108,7 @@ class ServedLayer:
         return self.limits, self.rejected, self.past_budget
 
     def refuse(self, reason: str) -> None:
-        """Let the stock backend compute the layer from now on, and log why."""
+        """Leave the layer to the stock backend from now on, and log why."""
         self.rejected = reason
         log.error("S2O: layer %d is dense: %s", self.layer, reason)
 
@@ -405,9 +405,9 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused:
         UNSEEN: unseen and f"weights not compared: {unseen}:",
         UNKNOWN: profile.config_unknown and f"{profile.config_unknown}, or",
     }
-    for kind in refused:
-        if sentences[kind]:
-            raise ProfileError(f'{sentences[kind]} say "strict": false to serve it unproven')
+    for check in refused:
+        if sentences[check]:
+            raise ProfileError(f'{sentences[check]} say "strict": false to serve it unproven')
     if mismatch:
         return f"{mismatch} of {name}: nothing is proven"
     weights = f"weights not compared: {unseen}" if unseen else COMPARED

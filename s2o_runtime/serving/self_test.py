@@ -53,7 +53,7 @@ def exact_config(layer: ServedLayer, lengths: tuple[int, ...]) -> LayerConfig | 
 
 
 def run_self_test(
-    layer: ServedLayer, batch: Batch, part: BatchSlice, query: Tensor, pages: tuple[Tensor, Tensor], scale: float,
+    layer: ServedLayer, batch: Batch, span: BatchSlice, query: Tensor, pages: tuple[Tensor, Tensor], scale: float,
     output: Tensor,
 ) -> None:  # fmt: skip
     """Compare S2O with the stock backend on some rows; a layer that differs stays dense, with a log line.
@@ -62,7 +62,7 @@ def run_self_test(
 
     Args:
         layer: that is tested.
-        batch, part: the batch, and the rows of one request.
+        batch, span: the batch, and the rows of one request.
         query, output: [T, Hq, D], all rows of the batch.
         pages: keys and values, [pages, page size, Hkv, D] each, the layer's cache.
         scale: of the scores.
@@ -71,16 +71,16 @@ def run_self_test(
     config = exact_config(layer, batch.fit.profile.lengths)
     if config is None:
         return
-    edges, seq_lens, table = batch.get_tensors(part)
+    edges, seq_lens, table = batch.get_tensors(span)
     # the rows begin behind those that the request has in the batch
-    call = make_call(part, edges.clamp_min(part.begin), seq_lens, table, pages[0].shape[1])
+    call = make_call(span, edges.clamp_min(span.begin), seq_lens, table, pages[0].shape[1])
     backend: Backend = "triton" if query.is_cuda else "reference"
     try:
-        ours = s2o_attention_paged(query[part.rows], *pages, config, **call, scale=scale, backend=backend)
+        ours = s2o_attention_paged(query[span.rows], *pages, config, **call, scale=scale, backend=backend)
     except S2OError as error:
         layer.refuse(f"its self-test cannot run ({error})")
         return
-    truth = output[part.rows].double()
+    truth = output[span.rows].double()
     errors = (ours.double() - truth).square().mean((0, 2)) / truth.square().mean((0, 2)).clamp_min(1e-30)
     allowed = ALLOWED_FP8 if pages[0].dtype in FP8_TYPES else ALLOWED.get(query.dtype, ALLOWED_ROUNDED)
     # not <= rather than >: a NaN is wrong too

@@ -41,7 +41,7 @@ class SglangApi:
 
 
 def mix_in(stock: type, api: SglangApi) -> type:
-    """Derive S2O's backend from a stock one.
+    """Mix S2O into a stock backend; return the new class.
 
     Args:
         stock: a subclass of SGLang's AttentionBackend that keeps its data of a batch in `forward_metadata`, and the
@@ -108,13 +108,13 @@ class _Backend:
             is_written = True
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
 
-        def run_stock_slice(part: BatchSlice, out: Tensor) -> None:
+        def run_stock_slice(span: BatchSlice, out: Tensor) -> None:
             assert isinstance(batch, SglangBatch)
-            keys, values = (None if tensor is None else tensor[part.rows] for tensor in (k, v))
-            source, metadata = batch.get_part(part)
+            keys, values = (None if tensor is None else tensor[span.rows] for tensor in (k, v))
+            source, metadata = batch.get_part(span)
             announced, self.forward_metadata = self.forward_metadata, metadata
             try:
-                answer = stock(q[part.rows], keys, values, layer, source, False, **named)
+                answer = stock(q[span.rows], keys, values, layer, source, False, **named)
             finally:
                 self.forward_metadata = announced
             out.copy_(answer.view(out.shape))

@@ -36,18 +36,18 @@ class SglangBatch(Batch):
         split = SplitRequests.from_batch([0, *accumulate(queries)], lengths, adapters, count_last_rows)
         self._batch = batch = source if split.are_whole else split_batch(source, split)
         super().__init__(
-            split, server.fit, server.max_keys, lambda part: build_part(slice_batch(batch, split.lengths, part))
+            split, server.fit, server.max_keys, lambda span: build_part(slice_batch(batch, split.lengths, span))
         )
         self.source, self._req_to_token = source, req_to_token
         self._edges: Tensor | None = None
 
-    def get_tensors(self, part: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
+    def get_tensors(self, span: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
         if self._edges is None:
             counts = self._batch.extend_seq_lens
             self._edges = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        edges, seq_lens = self._edges[part.first : part.last + 1], self._batch.seq_lens[part.requests].int()
+        edges, seq_lens = self._edges[span.first : span.last + 1], self._batch.seq_lens[span.requests].int()
         # slots of the cache are pages of one token
-        return edges, seq_lens, self._req_to_token[self._batch.req_pool_indices[part.requests]].int()
+        return edges, seq_lens, self._req_to_token[self._batch.req_pool_indices[span.requests]].int()
 
 
 def split_batch(source: Any, split: SplitRequests) -> Any:
@@ -66,22 +66,22 @@ def split_batch(source: Any, split: SplitRequests) -> Any:
     return batch
 
 
-def slice_batch(source: Any, lengths: Sequence[int], part: BatchSlice) -> Any:
+def slice_batch(source: Any, lengths: Sequence[int], span: BatchSlice) -> Any:
     """Return the ForwardBatch of a slice, as if the batch had no other requests.
 
     Args:
         source: the whole ForwardBatch.
         lengths: the keys of each of its requests.
-        part: neighbouring requests.
+        span: neighbouring requests.
     """
     batch = copy.copy(source)
     for name in (*OF_REQUESTS, *OF_TOKENS):
         values = getattr(source, name, None)
         if values is not None:
-            setattr(batch, name, values[part.requests if name in OF_REQUESTS else part.rows])
-    batch.batch_size = part.last - part.first
-    batch.extend_num_tokens = part.end - part.begin
-    batch.seq_lens_sum = sum(lengths[part.requests])
+            setattr(batch, name, values[span.requests if name in OF_REQUESTS else span.rows])
+    batch.batch_size = span.last - span.first
+    batch.extend_num_tokens = span.end - span.begin
+    batch.seq_lens_sum = sum(lengths[span.requests])
     return batch
 
 

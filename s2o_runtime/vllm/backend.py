@@ -52,7 +52,7 @@ class VllmApi:
 
 
 def mix_in(stock: type, name: str, api: VllmApi) -> type:
-    """Derive S2O's backend from a stock one; the class names those of its builder and implementation.
+    """Mix S2O into a stock backend; the new class names those of its builder and implementation.
 
     Args:
         stock: a subclass of vLLM's AttentionBackend, such as FlashAttentionBackend.
@@ -179,9 +179,9 @@ class _Implementation:
                 self.s2o_server.reserve(query)
             return run_stock()
 
-        def run_stock_slice(part: BatchSlice, out: Tensor) -> None:
-            q, k, v = (None if tensor is None else tensor[part.rows] for tensor in (query, key, value))
-            stock(layer, q, k, v, kv_cache, batch.get_part(part), output[part.rows], *scales, **named)
+        def run_stock_slice(span: BatchSlice, out: Tensor) -> None:
+            q, k, v = (None if tensor is None else tensor[span.rows] for tensor in (query, key, value))
+            stock(layer, q, k, v, kv_cache, batch.get_part(span), output[span.rows], *scales, **named)
 
         call = LayerCall(
             *self._find_layer(layer, kv_cache), batch, query, self.scale,

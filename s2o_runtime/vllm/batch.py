@@ -54,12 +54,12 @@ class VllmBatch(Batch):
         split = SplitRequests.from_batch(starts, lengths, list(map(has_adapter, queries, lengths)), count_last_rows)
         self._common = common if split.are_whole else split_batch(common, split)
         self._build = build
-        super().__init__(split, server.fit, server.max_keys, lambda part: build(slice_batch(self._common, part)))
+        super().__init__(split, server.fit, server.max_keys, lambda span: build(slice_batch(self._common, span)))
 
-    def get_tensors(self, part: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
+    def get_tensors(self, span: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
         common = self._common
-        edges = common.query_start_loc[part.first : part.last + 1]
-        return edges, common.seq_lens[part.requests].int(), common.block_table_tensor[part.requests]
+        edges = common.query_start_loc[span.first : span.last + 1]
+        return edges, common.seq_lens[span.requests].int(), common.block_table_tensor[span.requests]
 
     def with_block_table(self, block_table: Tensor, slot_mapping: Tensor) -> VllmBatch:
         """Return the same batch of another group of layers, whose keys lie in other pages."""
@@ -67,7 +67,7 @@ class VllmBatch(Batch):
             block_table = index_by_request(block_table, self.split)
         other, build = copy.copy(self), self._build
         other._common = replace(self._common, block_table_tensor=block_table, slot_mapping=slot_mapping)
-        other._build_part = lambda part: build(slice_batch(other._common, part))
+        other._build_part = lambda span: build(slice_batch(other._common, span))
         other._calls, other._parts = {}, {}  # the plans stay
         return other
 
@@ -117,24 +117,24 @@ def split_batch(common: Any, split: SplitRequests) -> Any:
     return replace(common, **changes)
 
 
-def slice_batch(common: Any, part: BatchSlice) -> Any:
+def slice_batch(common: Any, span: BatchSlice) -> Any:
     """Return the `CommonAttentionMetadata` of some neighbouring requests, as if the batch had no others."""
     changes: dict[str, Any] = {
-        "num_reqs": part.last - part.first,
-        "num_actual_tokens": part.end - part.begin,
-        "max_query_len": part.max_q,
-        "max_seq_len": part.max_k,
+        "num_reqs": span.last - span.first,
+        "num_actual_tokens": span.end - span.begin,
+        "max_query_len": span.max_q,
+        "max_seq_len": span.max_k,
     }
     for name in (field.name for field in fields(common)):
         value = getattr(common, name)
         if name.endswith("_cache"):
             changes[name] = None  # the whole batch's, computed once
         elif name in EDGES:
-            changes[name] = value[part.first : part.last + 1] - part.begin
+            changes[name] = value[span.first : span.last + 1] - span.begin
         elif name in OF_TOKENS:
-            changes[name] = None if value is None else value[..., part.rows]  # of M-RoPE there are three rows
+            changes[name] = None if value is None else value[..., span.rows]  # of M-RoPE there are three rows
         elif name not in changes and getattr(value, "shape", None):
-            changes[name] = value[part.requests]
+            changes[name] = value[span.requests]
     return replace(common, **changes)
 
 

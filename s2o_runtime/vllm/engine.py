@@ -111,7 +111,7 @@ def _get_cache_dtype(cache: Any) -> str:
 
 
 def _show_log() -> None:
-    """Let S2O's log go where vLLM's goes."""
+    """Send S2O's log where vLLM's goes."""
     vllm_log = logging.getLogger("vllm")
     if not log.handlers:
         for handler in vllm_log.handlers:
