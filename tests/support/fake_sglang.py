@@ -16,7 +16,6 @@ from torch import Tensor
 
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.serving.batch import BatchSlice
 from s2o_runtime.sglang.backend import SglangApi, mix_in
 from support.fake_server import Request, Requests, take
 
@@ -160,16 +159,14 @@ class FakeEngine(Requests):
     adapters_by_sizes, uncounted_below = False, 0
 
     def outputs(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> Tensor:
-        """Feed so many tokens of each request; returns their outputs [T, Hq, D]."""
         return self.feed(parts, Mode.MIXED, layer={"layer_id": layer})
 
-    def slices(self) -> tuple[BatchSlice, ...]:
-        """Those of the last batch in the first layer."""
-        return self.backend.s2o_batch.plan(self.server.fit.layers[0]).slices
+    @property
+    def last_batch(self) -> Any:
+        return self.backend.s2o_batch
 
     @property
     def stock_rows(self) -> int:
-        """Rows that the stock backend computed."""
         return self.backend.stock_rows
 
     def add_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Request:
@@ -192,11 +189,7 @@ class FakeEngine(Requests):
 
     def batch(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND) -> ForwardBatch:
         """The batch of so many tokens of each request."""
-        counts, starts = [count for _, count in parts], [request.done for request, _ in parts]
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        tokens = [torch.arange(start, end) for start, end in zip(starts, lengths, strict=True)]
-        rows = [self.rows[id(request)] for request, _ in parts]
-        slots = [self.table[row].cpu()[span].long() for row, span in zip(rows, tokens, strict=True)]
+        counts, starts, lengths, positions, slots = self.lay_out(parts)
 
         def here(numbers: Any) -> Tensor:
             return torch.as_tensor(numbers).to(self.device)
@@ -204,13 +197,13 @@ class FakeEngine(Requests):
         return ForwardBatch(
             forward_mode=mode,
             batch_size=len(parts),
-            input_ids=here(torch.cat(tokens)),
-            req_pool_indices=here(rows),
+            input_ids=positions,
+            req_pool_indices=here([self.rows[id(request)] for request, _ in parts]),
             seq_lens=here(lengths),
-            out_cache_loc=here(torch.cat(slots)),
+            out_cache_loc=slots,
             seq_lens_sum=sum(lengths),
             seq_lens_cpu=torch.tensor(lengths),
-            positions=here(torch.cat(tokens)),
+            positions=positions,
             extend_num_tokens=sum(counts),
             extend_seq_lens=here(counts),
             extend_prefix_lens=here(starts),
