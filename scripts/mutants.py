@@ -176,8 +176,6 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py", (
         ("a request without its last rows sees their keys",
          "Request(first, keys - last, has_adapter)", "Request(first, keys, has_adapter)"),
-        ("adapters are told to whom the request before has one",
-         "bool(adapters) and adapters[index]", "bool(adapters) and adapters[index - 1]"),
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_batches.py", (
         ("a batch is left to the stock backend while a layer waits for its self-test",
@@ -200,8 +198,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("a layer's matrices are no work", "if attention + matrices <", "if attention <"),
     )),
     ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py -k planned", (
-        ("a slice may not be as large as its limit",
-         "total_k + request.keys > max_keys", "total_k + request.keys >= max_keys"),
+        ("a slice may not be as large as its limit", "request.keys > max_keys", "request.keys >= max_keys"),
         ("the keys of a slice are those of its last request",
          "max(max_k, request.keys), total_k + request.keys", "max(max_k, request.keys), request.keys"),
         ("requests of unlike lengths share a configuration",

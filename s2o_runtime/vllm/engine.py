@@ -61,12 +61,17 @@ def server() -> Server:
         rank=Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()),
         device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
         max_keys=int(model.max_model_len),
-        decode_queries=_count_decode_queries(config.speculative_config),
+        # its last token and those to be verified; a parallel drafter may add as many again
+        decode_queries=1 + 2 * int(getattr(config.speculative_config, "num_speculative_tokens", None) or 0),
         process=_find_process(config.parallel_config, get_world_group().rank_in_group, get_pp_group().rank_in_group),
         kv_cache_dtype=_get_cache_dtype(config.cache_config),
         obstacle=page_obstacle(config.cache_config.block_size or 1),  # 0 or None where vLLM will choose, a small one
     )
-    _show_log()
+    vllm_log = logging.getLogger("vllm")
+    if not log.handlers:  # S2O's log goes where vLLM's goes
+        for handler in vllm_log.handlers:
+            log.addHandler(handler)
+        log.setLevel(vllm_log.level or logging.INFO)
     with log_start_failures():
         return Server(settings_of(config.additional_config), context)
 
@@ -96,24 +101,6 @@ def _find_process(parallel: Any, world_rank: int, stage: int) -> Process:
     return Process(replica * of_replica + world_rank % of_replica, stage, replica)
 
 
-def _count_decode_queries(speculation: Any) -> int:
-    """Return the most queries that a request brings while it decodes.
-
-    With speculation these are its last token and those to be verified; a parallel drafter may add as many again.
-    """
-    tokens = getattr(speculation, "num_speculative_tokens", None) or 0
-    return 1 + 2 * int(tokens)
-
-
 def _get_cache_dtype(cache: Any) -> str:
     """Return the type of all caches, by vLLM's CacheConfig; "auto" where some layers are excepted from it."""
     return "auto" if getattr(cache, "kv_cache_dtype_skip_layers", None) else str(cache.cache_dtype)
-
-
-def _show_log() -> None:
-    """Send S2O's log where vLLM's goes."""
-    vllm_log = logging.getLogger("vllm")
-    if not log.handlers:
-        for handler in vllm_log.handlers:
-            log.addHandler(handler)
-        log.setLevel(vllm_log.level or logging.INFO)
