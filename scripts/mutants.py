@@ -173,13 +173,13 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
         ("a server's last rows begin one row late", "self._last_rows[step] - left", "self._last_rows[step] - left - 1"),
     )),
-    ("s2o_runtime/serving/plan.py", "tests/serving/test_backends.py", (
-        ("a piece of a request sees the keys behind it",
-         "(request, keys - last, 0, last, False)", "(request, keys, 0, last, False)"),
+    ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py", (
+        ("a request without its last rows sees their keys",
+         "Request(first, keys - last, has_adapter)", "Request(first, keys, has_adapter)"),
     )),
-    ("s2o_runtime/serving/fit.py", "tests/serving/test_backends.py", (
+    ("s2o_runtime/serving/fit.py", "tests/serving/test_batches.py", (
         ("a batch is left to the stock backend while a layer waits for its self-test",
-         "if self._tested or max_k < TEST_KEYS else None", "if self.layers else None"),
+         "if self._all_tested or largest.keys < TEST_KEYS else None", "if self.layers else None"),
     )),
     ("s2o_runtime/vllm/prompts.py", "tests/serving/test_vllm_prompts.py", (
         ("a preempted request's prompt ends where it first did", "len(running.all_token_ids[request])", "0"),
@@ -192,31 +192,31 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("a decoder layer's number is its row in the profile",
          "row = self.profile.geometry.row_of(number)", "row = number if number in range(len(self.layers)) else None"),
         ("ranks that share a KV head take them in turns",
-         "head = self.index * kv_heads // self.size", "head = self.index % kv_heads"),
+         "else self.index * kv_heads // self.size", "else self.index % kv_heads"),
         ("a request with as many queries as a decode step has is no decode",
-         "if queries <= self.decode_queries", "if queries < self.decode_queries"),
-        ("a layer's matrices are no work", "attention + 2 * queries * self.row_weights", "attention"),
+         "if request.queries <= self.decode_queries", "if request.queries < self.decode_queries"),
+        ("a layer's matrices are no work", "if attention + matrices <", "if attention <"),
     )),
-    ("s2o_runtime/serving/plan.py", "tests/serving/test_vllm_plan.py", (
-        ("a run may not be as large as its limit", "total_k + keys > max_keys", "total_k + keys >= max_keys"),
-        ("the keys of a run are those of its last request",
-         "max(max_k, keys), total_k + keys", "max(max_k, keys), keys"),
+    ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py -k planned", (
+        ("a slice may not be as large as its limit", "request.keys > max_keys", "request.keys >= max_keys"),
+        ("the keys of a slice are those of its last request",
+         "max(max_k, request.keys), total_k + request.keys", "max(max_k, request.keys), request.keys"),
         ("requests of unlike lengths share a configuration",
          "(own_step != step or", "((own_step is None) != (step is None) or"),
         ("a request that only fills up a CUDA graph is given to S2O",
-         "if queries > 0 else \"\"", "if queries > 0 else None"),
+         "if request.queries > 0 else \"\"", "if request.queries > 0 else None"),
     )),
-    ("s2o_runtime/serving/calls.py", "tests/serving/test_vllm_backend.py", (
-        ("rows of a sparse run begin where the batch does", "cu_q=cu_q,", "cu_q=cu_q + run.begin,"),
-        ("chunks behind a prefix are taken for whole prompts", "if run.total_k == run.end - run.begin", "if True"),
+    ("s2o_runtime/serving/batch.py", "tests/serving/test_vllm_backend.py", (
+        ("rows of a sparse slice begin where the batch does", "edges - span.begin", "edges.clone()"),
+        ("chunks behind a prefix are taken for whole prompts", "if span.total_k == span.end - span.begin", "if True"),
     )),
-    ("s2o_runtime/lengths.py", "tests/serving/test_vllm_plan.py", (
+    ("s2o_runtime/lengths.py", "tests/serving/test_batches.py -k bounds", (
         ("a length on the edge gets the bound of the next step",
          "return -(-length // step) * step", "return (length // step + 1) * step"),
         ("a shared bound is below the length", "return -(-length // step) * step", "return length // step * step"),
         ("steps of shared bounds are half as fine", "(1 << length.bit_length() >> 1)", "(1 << length.bit_length())"),
     )),
-    ("s2o_runtime/serving/calls.py", "tests/serving/test_vllm_plan.py", (
+    ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py -k bounds", (
         ("shared bounds reach beyond the block table",
          "min(max(shared_bound(max_k), q_bound + behind), room)", "max(shared_bound(max_k), q_bound + behind)"),
         ("bounds that are shared hide that there is a prefix", "behind = int(max_k > max_q)", "behind = 0"),

@@ -72,7 +72,7 @@ if os.environ.get(FLASH_VARIABLE) == "1":
     stand_in(
         "sgl_kernel.flash_attn", flash_attn_varlen_func=None, flash_attn_with_kvcache=None, get_scheduler_metadata=None
     )
-    s2o_engine.stock_class = flash_in_torch
+    s2o_engine.get_stock_class = flash_in_torch
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.serving.fit import ANOTHER, COMPARED, ProfileFit, Rank, check_model
+from s2o_runtime.serving.fit import ANOTHER, COMPARED, ProfileFit, Rank, Request, check_model
 
 GIB = 1 << 30
 
@@ -142,7 +142,7 @@ def describe_profile(path: Path, device: torch.device, view: ModelView | None) -
 
 def list_outcomes(on_device: ProfileFit, length: int) -> list[Outcome]:
     """Return what each layer of a profile runs for a whole prompt of `length` tokens."""
-    reasons = ((layer.layer, layer.why_dense(length, length)) for layer in on_device.layers)
+    reasons = ((layer.layer, on_device.dense_reason(Request(length, length), layer)) for layer in on_device.layers)
     return [Outcome(number, "s2o" if reason is None else "dense", reason) for number, reason in reasons]
 
 

@@ -1,4 +1,4 @@
-"""One call of one layer by a server, whichever it is: the sparse runs by S2O, all else by the stock backend."""
+"""One call of one layer by a server, whichever it is: S2O computes the sparse slices, the stock backend all else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.call import Scoring
 from s2o_runtime.monitor.counters import Counters
-from s2o_runtime.serving.calls import Batch, compute
-from s2o_runtime.serving.fit import LayerFit
-from s2o_runtime.serving.plan import Run
-from s2o_runtime.serving.self_test import UNTESTED, self_test, short_prompt
+from s2o_runtime.sequences import PagedKeys
+from s2o_runtime.serving.batch import Batch, BatchSlice
+from s2o_runtime.serving.fit import ServedLayer
+from s2o_runtime.serving.self_test import UNTESTED, find_test_rows, run_self_test
 
 
 class LayerCall(NamedTuple):
@@ -19,32 +21,30 @@ class LayerCall(NamedTuple):
 
     Attributes:
         number: of the decoder layer, by which rows are counted.
-        layer: of the profile, or why there is none.
-        batch: the batch, or why S2O has no part in it.
+        layer, batch: of the profile, and of the server; or the reason why S2O has no part in the call.
         query: [T, Hq, D], the rows of the batch.
         scale: of the scores.
-        pages: gives the layer's keys and values, [pages, page size, Hkv, D] each; those of the batch are among them.
-        whole: lets the stock backend compute all rows, and returns what the server gets.
-        part: lets it compute a run, given where its output goes, [T, Hq, D].
-        output: gives what the server gets where S2O computes some of the rows, and a view of it, [T, Hq, D].
+        read_pages: returns the layer's keys and values, [pages, page size, Hkv, D] each.
+        run_stock: lets the stock backend compute all rows, and returns the server's answer.
+        run_stock_slice: lets it compute a slice into an output, [T, Hq, D].
+        make_output: returns an empty answer, and a view of it, [T, Hq, D].
     """
 
     number: int
-    layer: LayerFit | str
+    layer: ServedLayer | str
     batch: Batch | str
     query: Tensor
     scale: float
-    pages: Callable[[], tuple[Tensor, Tensor]]
-    whole: Callable[[], Any]
-    part: Callable[[Run, Tensor], object]
-    output: Callable[[], tuple[Any, Tensor]]
+    read_pages: Callable[[], tuple[Tensor, Tensor]]
+    run_stock: Callable[[], Any]
+    run_stock_slice: Callable[[BatchSlice, Tensor], object]
+    make_output: Callable[[], tuple[Any, Tensor]]
 
 
 def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
-    """Compute a call, and count its rows; returns what the server gets.
+    """Compute a call, and count its rows; return the server's answer.
 
-    Until a layer has passed its self-test the stock backend computes it, and the first prompt that is long enough to
-    test it with does.
+    The stock backend computes a layer until the first prompt that is long enough has tested it.
 
     Args:
         call: of the layer.
@@ -54,38 +54,57 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
     layer, batch, device = call.layer, call.batch, call.query.device
     if isinstance(layer, str) or isinstance(batch, str):
         counters.count_stock_batch((call.number,), layer if isinstance(layer, str) else str(batch), rows)
-        return call.whole()
+        return call.run_stock()
     plan = batch.plan(layer)
     dense_rows: Mapping[str, int] = plan.dense_rows
-    runs: tuple[Run, ...] = () if plan.is_dense else plan.runs
-    prompt = None
+    slices = plan.slices
+    test_rows = None
     if not layer.tested:
-        prompt = short_prompt(batch)
-        if runs:
-            dense_rows, runs = {UNTESTED: rows}, ()
+        test_rows = find_test_rows(batch)
+        if slices:
+            dense_rows, slices = {UNTESTED: rows}, ()
     for reason, count in dense_rows.items():
         counters.add(call.number, "dense", reason, count)
     counters.log_summary()
-    if not runs:
-        answer = counters.call_stock(call.number, device, call.whole)
-        if prompt is not None:
-            k, v = call.pages()
+    if not slices:
+        answer = counters.call_stock(call.number, device, call.run_stock)
+        if test_rows is not None:
             output = answer.view(len(call.query), *call.query.shape[1:])
-            self_test(layer, batch, prompt, query=call.query, k_pages=k, v_pages=v, scale=call.scale, output=output)
+            run_self_test(layer, batch, test_rows, call.query, call.read_pages(), call.scale, output)
         return answer
-    k, v = call.pages()
-    answer, out = call.output()
-    for run in runs:
-        if run.is_sparse:
-            compute(
-                run, batch.sparse_call(run, k.shape[1]), layer, counters, query=_rows(call.query, run),
-                pages=(k, v), scale=call.scale, out=_rows(out, run),
-            )  # fmt: skip
-        elif run.begin < run.end:
-            counters.call_stock(call.number, device, call.part, run, out[run.rows])
+    pages = call.read_pages()
+    answer, out = call.make_output()
+    for span in slices:
+        if span.is_sparse:
+            _compute(call, batch, layer, span, pages, out, counters)
+        elif span.begin < span.end:
+            counters.call_stock(call.number, device, call.run_stock_slice, span, out[span.rows])
     return answer
 
 
-def _rows(rows: Tensor, run: Run) -> Tensor:
-    """The rows of a run, a view; the tensor itself where the run has all of them, because a view takes microseconds."""
-    return rows if run.end - run.begin == rows.shape[0] else rows[run.rows]
+def _compute(
+    call: LayerCall, batch: Batch, layer: ServedLayer, span: BatchSlice, pages: tuple[Tensor, Tensor], out: Tensor,
+    counters: Counters,
+) -> None:  # fmt: skip
+    """Compute one slice with S2O, and count it; keep a sampled call's density, and check its error."""
+    # a view takes microseconds of the host: none where the slice is the batch
+    is_all = span.end - span.begin == len(call.query)
+    query, out = (call.query, out) if is_all else (call.query[span.rows], out[span.rows])
+    arguments = batch.get_call(span, pages[0].shape[1])
+    sample = counters.begin(layer.layer, "s2o", query.device)
+    stats = s2o_attention_paged(
+        query, *pages, layer.config(span.max_k), **arguments, scale=call.scale, out=out, return_stats=True
+    ).stats
+    assert stats is not None
+    path = "dense" if stats.backend == "dense" else "s2o"
+    counters.end(layer.layer, path, sample, query.device)
+    counters.add(layer.layer, path, stats.reason, span.end - span.begin)
+    if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * span.max_q >= span.max_k):
+        counters.store_sample(layer.layer, stats)
+        if layer.drift is not None and span.last == span.first + 1:  # the check takes one prompt, unpacked
+            cache = PagedKeys(
+                *pages, arguments["block_table"], arguments["cu_k"], max_k=span.max_k, total_k=span.total_k
+            )
+            packed = (query, *gathered(cache, query.dtype), out)
+            q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
+            layer.drift.see(q, keys, values, output, Scoring(call.scale), None)

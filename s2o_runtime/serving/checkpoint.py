@@ -22,7 +22,7 @@ from s2o_runtime.layer_kinds import text_config
 BUFFERS = "rotary_emb.inv_freq"  # older checkpoints have it, no model has it as a parameter
 HEAD = "lm_head.weight"  # absent from a model that ties it to its embeddings, but not from every checkpoint
 
-Renaming = tuple[tuple[str, str], ...]  # patterns, and what transformers has in the place of what they match
+Renaming = tuple[tuple[str, str], ...]  # patterns, and the replacement of their matches in transformers
 _IMAGES_BESIDE: Renaming = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.lm_head\.", "lm_head."),
@@ -77,7 +77,7 @@ class _Experts:
         return experts, stacked * rows, columns
 
     def elements(self, indices: range) -> Tensor:
-        """Elements of the flattened tensor."""
+        """Read elements of the flattened tensor."""
         _, rows, columns = self.shape
         size = math.prod(self.matrices[0, 0].shape)
 
@@ -89,8 +89,8 @@ class _Experts:
         return torch.cat([element(index) for index in indices])
 
 
-def checkpoint_hashes(folder: Path, config: Any) -> tuple[str, ...]:
-    """The hashes that a profile may have of a checkpoint's weights: by the names in its files, and by transformers'.
+def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
+    """Return the hashes that a profile may have of a checkpoint: by the names in its files, and by transformers'.
 
     Args:
         folder: with safetensors files; without any there are no hashes.
@@ -100,18 +100,18 @@ def checkpoint_hashes(folder: Path, config: Any) -> tuple[str, ...]:
         ProfileError: a file cannot be read.
     """
     try:
-        stored = {name: part for name, part in _stored(folder).items() if not name.endswith(BUFFERS)}
+        stored = {name: tensor for name, tensor in _list_tensors(folder).items() if not name.endswith(BUFFERS)}
         tied = bool(getattr(text_config(config), "tie_word_embeddings", False))
         if not stored:
             return ()
-        renamed = _as_transformers(stored, config)
-        return (_hash(stored, tied), *(() if renamed == stored else (_hash(renamed, tied),)))
+        renamed = _rename_tensors(stored, config)
+        return (_hash_tensors(stored, tied), *(() if renamed == stored else (_hash_tensors(renamed, tied),)))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
 
 
-def local_folder(model: object, revision: str | None = None) -> Path | None:
-    """The folder of a served model's weights, by its path or hub id; None if it is not on this machine."""
+def find_local_folder(model: object, revision: str | None = None) -> Path | None:
+    """Return the folder of a served model's weights, by its path or hub id; None if it is not on this machine."""
     folder = Path(str(model))
     if folder.is_dir():
         return folder
@@ -123,8 +123,8 @@ def local_folder(model: object, revision: str | None = None) -> Path | None:
         return None
 
 
-def names_are_known(config: Any, folder: Path) -> bool:
-    """Whether `checkpoint_hashes` knows how transformers names the parameters of such a model.
+def has_known_names(config: Any, folder: Path) -> bool:
+    """Return whether `hash_checkpoint` knows the names of such a model's parameters in transformers.
 
     Args:
         config: the model's transformers configuration.
@@ -132,38 +132,38 @@ def names_are_known(config: Any, folder: Path) -> bool:
     """
     if getattr(config, "model_type", None) in RENAMED:
         return True
-    return text_config(config) is config and not any(".experts." in name for name in _stored(folder))
+    return text_config(config) is config and not any(".experts." in name for name in _list_tensors(folder))
 
 
-def _hash(tensors: Mapping[str, StoredTensor | _Experts], tied: bool) -> str:
-    kept = {name: part for name, part in tensors.items() if not (tied and name == HEAD)}
-    shapes = {name: part.shape for name, part in kept.items()}
+def _hash_tensors(tensors: Mapping[str, StoredTensor | _Experts], tied: bool) -> str:
+    kept = {name: tensor for name, tensor in tensors.items() if not (tied and name == HEAD)}
+    shapes = {name: tensor.shape for name, tensor in kept.items()}
     return sampled_fingerprint(shapes, lambda name, indices: kept[name].elements(indices))
 
 
-def _as_transformers(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, StoredTensor | _Experts]:
-    """The tensors of a checkpoint by the names of transformers 5, experts as it merges them."""
+def _rename_tensors(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, StoredTensor | _Experts]:
+    """Return the tensors of a checkpoint by the names of transformers 5, experts as it merges them."""
     tensors: dict[str, StoredTensor | _Experts] = {}
     merged: defaultdict[str, dict[tuple[int, int], StoredTensor]] = defaultdict(dict)
-    for name, part in stored.items():
+    for name, tensor in stored.items():
         for pattern, replacement in RENAMED.get(getattr(config, "model_type", ""), ()):
             name = re.sub(pattern, replacement, name)
         expert = _EXPERT.fullmatch(name)
         if expert is not None and expert["matrix"] in _MERGED:
-            matrix, place = _MERGED[expert["matrix"]]
-            merged[f"{expert['experts']}.{matrix}"][int(expert["number"]), place] = part
+            matrix, row = _MERGED[expert["matrix"]]
+            merged[f"{expert['experts']}.{matrix}"][int(expert["number"]), row] = tensor
         else:
-            tensors[name] = part
+            tensors[name] = tensor
     return tensors | {name: _Experts(matrices) for name, matrices in merged.items()}
 
 
-def _stored(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, none of them read."""
-    return {name: tensor for path in _files(folder) for name, tensor in stored_tensors(path).items()}
+def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint, none of them read."""
+    return {name: tensor for path in _list_files(folder) for name, tensor in stored_tensors(path).items()}
 
 
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, those of its index if it has one."""
+def _list_files(folder: Path) -> list[Path]:
+    """List the safetensors files of a checkpoint, those of its index if it has one."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()

@@ -1,48 +1,72 @@
-"""A profile as one rank of a server runs it: its layers, and why a request or a layer is dense."""
+"""A profile as one rank of a server runs it: its layers, and the one function that says why a request is dense."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from s2o_runtime.attention.backend import why_dense
-from s2o_runtime.config import LayerConfig
+from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.identity import RANDOM, compose_fingerprint, fingerprint_mismatch, geometry
-from s2o_runtime.layer_kinds import text_config
+from s2o_runtime.layer_kinds import sees_window, text_config
 from s2o_runtime.lengths import length_step
 from s2o_runtime.monitor.drift import DriftMonitor
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.profile import fitted
 from s2o_runtime.sequences import CallShape
-from s2o_runtime.serving.checkpoint import checkpoint_hashes, names_are_known
+from s2o_runtime.serving.checkpoint import has_known_names, hash_checkpoint
 from s2o_runtime.tiles import fewest_queries, tile_obstacle
 
 TRUSTED_BEYOND = 1.5  # a profile's settings hold up to this many times its longest calibrated length
+NO_GPU = (0, 0)  # the capability of a CPU
+TEST_KEYS = 256  # of a prompt that layers are tested on, at least
+COMPARED = "weights compared"  # what `check_model` answers, with "config not compared" behind it where that is so
+STRICT = ANOTHER, UNSEEN, UNKNOWN = "another function", "weights not compared", "config not compared"
+PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")  # of the types that queries have
+FP8_CACHES = ("fp8", "fp8_e4m3", "float8_e4m3fn")
+NOT_IN_PROFILE = "the layer is none of the profile's"
 
 log = logging.getLogger("s2o_runtime")
 
 
+class Request(NamedTuple):
+    """One request's rows in a batch.
+
+    Attributes:
+        queries, keys: new tokens, and all tokens so far.
+        has_adapter: whether it has, or may have, a LoRA adapter.
+        is_last_rows: whether the rows are a prompt's last ones, which are dense (`LayerConfig.last_rows`).
+    """
+
+    queries: int
+    keys: int
+    has_adapter: bool = False
+    is_last_rows: bool = False
+
+
 @dataclass(eq=False)
 class ServedLayer:
-    """What a layer runs, and for which prompts.
+    """The settings of one layer, and the prompts that they are for.
 
     layer: the number of the decoder layer, which counters and logs name.
     config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
     max_length: more keys than this stay dense too, or with warn_beyond run S2O after one warning; None for no limit.
-    rejected: why the layer cannot run S2O at all, if so.
+    rejected: the reason why the layer cannot run S2O at all, if so.
     heads: the query heads of the layer that this process computes; None for all.
     drift: checks the layer's error, None does not.
-    ends_known: whether calls are taken to hold the ends of their prompts, whose last rows then run dense
-    (`LayerConfig.last_rows`); otherwise none do.
+    ends_known: whether calls hold the ends of their prompts, so that last rows are dense (`LayerConfig.last_rows`).
+    tested: whether a server's self-test has looked at the layer, which is dense before.
+    limits: a number that layers share if `ProfileFit.dense_reason` tells no difference between their settings.
     """
 
     layer: int
@@ -55,31 +79,43 @@ class ServedLayer:
     drift: DriftMonitor | None = None
     ends_known: bool = True
     configs: dict[int, LayerConfig] = field(default_factory=dict)
+    tested: bool = False
+    limits: int = 0
 
     def config(self, keys: int) -> LayerConfig:
-        """The configuration of this process's heads behind so many keys; one object for lengths that share it."""
+        """Return the configuration of this process's heads for so many keys; lengths that share one get one object."""
         step = length_step(keys)
         if step not in self.configs:
-            config = self.of_heads(self.config_at(keys))
+            config = self.select_heads(self.config_at(keys))
             config = config if self.ends_known else replace(config, last_rows=0)
             self.configs[step] = next((known for known in self.configs.values() if known == config), config)
         return self.configs[step]
 
-    def of_heads(self, config: LayerConfig) -> LayerConfig:
-        """A configuration of the whole layer, cut to the heads of this process."""
+    def select_heads(self, config: LayerConfig) -> LayerConfig:
+        """Return a configuration of the whole layer, cut to the heads of this process."""
         if self.heads is None:
             return config
         return replace(config, heads=config.heads[self.heads.start : self.heads.stop])
 
     @property
     def past_budget(self) -> str | None:
-        """Why the layer runs dense because of its drift check; None if it does not."""
+        """The reason why the drift check made the layer dense; None if it did not."""
         return self.drift.verdict if self.drift is not None and self.drift.runs_dense else None
 
-    def why_dense_at(self, keys: int) -> str | None:
-        """Why a prompt of so many keys is dense in this layer, by the profile and by what was found since.
+    @property
+    def plan_key(self) -> object:
+        """A value that is equal for layers which leave the same requests to the stock backend."""
+        return self.limits, self.rejected, self.past_budget
 
-        What the call's own sizes say is `attention.backend.why_dense`.
+    def refuse(self, reason: str) -> None:
+        """Leave the layer to the stock backend from now on, and log why."""
+        self.rejected = reason
+        log.error("S2O: layer %d is dense: %s", self.layer, reason)
+
+    def why_dense_at(self, keys: int) -> str | None:
+        """Return the reason why a prompt of so many keys is dense by the profile and the checks so far, or None.
+
+        `ProfileFit.dense_reason` asks this too; transformers' calls leave the rest to `attention.backend`.
         """
         if reason := self.rejected or self.past_budget:
             return reason
@@ -93,7 +129,7 @@ class ServedLayer:
 
 
 def longest_trusted(profile: Profile) -> int:
-    """The keys up to which a profile's settings are taken to hold."""
+    """Return the most keys for which a profile's settings are taken to hold."""
     return int(TRUSTED_BEYOND * profile.lengths[-1])
 
 
@@ -106,12 +142,6 @@ def _warn_beyond(max_length: int) -> None:
     )
 
 
-NO_GPU = (0, 0)  # the capability of a CPU
-TEST_KEYS = 256  # of a prompt that layers are tested on, at least
-COMPARED = "weights compared"  # what `check_model` answers, with "config not compared" behind it where that is so
-STRICT = ANOTHER, UNSEEN, UNKNOWN = "another function", "weights not compared", "config not compared"
-
-
 @dataclass(frozen=True)
 class Rank:
     """One process of a tensor-parallel group: its index, and how many there are."""
@@ -120,7 +150,7 @@ class Rank:
     size: int = 1
 
     def heads(self, query_heads: int) -> range:
-        """The query heads of the model that this rank holds.
+        """Return the query heads of the model that this rank holds.
 
         Raises:
             ProfileError: the group cannot share so many heads.
@@ -134,93 +164,26 @@ class Rank:
         return range(self.index * count, (self.index + 1) * count)
 
     def kv_heads(self, kv_heads: int) -> range:
-        """The KV heads that this rank holds: a share of them, or one that several ranks hold."""
-        if kv_heads >= self.size:
-            count = kv_heads // self.size
-            return range(self.index * count, (self.index + 1) * count)
-        head = self.index * kv_heads // self.size
-        return range(head, head + 1)
-
-
-class LayerFit(ServedLayer):
-    """One layer of a profile on one rank.
-
-    Attributes:
-        fit: the profile on this rank.
-        lengths: that the profile was calibrated at.
-        tested: whether the self-test has looked at the layer; it is dense before.
-    """
-
-    def __init__(self, fit: ProfileFit, row: int) -> None:
-        profile = fit.profile
-        super().__init__(
-            profile.geometry.layer_number(row), partial(profile.layer_config, row), profile.min_length, fit.rejected,
-            max_length=fit.max_length, heads=fit.heads, ends_known=False,  # last rows are apart: `last_rows`
-        )  # fmt: skip
-        self.fit = fit
-        self.lengths = profile.lengths
-        self.tested = False
-        of_buckets = [bucket[row] for bucket in profile.layers]
-        limits = tuple(  # all that `why_dense` looks at
-            (
-                config.is_dense,
-                config.scores,
-                self._tile_obstacle(config),
-                config.tile.dense_below,
-                config.tile.tail_keys,
-                fewest_queries(config.tile, fit.capability),
-                config.shortest_segment,
-            )
-            for config in map(self.of_heads, of_buckets)
-        )
-        self._limits = fit.kinds.setdefault(limits, len(fit.kinds))  # one number, which takes no time to hash
-
-    @property
-    def kind(self) -> object:
-        """Equal for layers that send the same requests to the stock backend."""
-        return self._limits, self.rejected, self.past_budget
-
-    def refuse(self, reason: str) -> None:
-        """Let the stock backend compute the layer from now on, and log why."""
-        self.rejected = reason
-        log.error("S2O: layer %d is dense: %s", self.layer, reason)
-
-    def _tile_obstacle(self, config: LayerConfig) -> str | None:
-        """Why the device cannot run a configuration's tile; None if it can, or is a CPU, which runs the reference."""
-        fit = self.fit
-        if fit.capability == NO_GPU:
-            return None
-        return tile_obstacle(config.tile, fit.profile.geometry.head_dim, fit.capability)
-
-    def why_dense(self, queries: int, keys: int) -> str | None:
-        """Why a request of so many queries and keys is computed densely, by the stock backend; None if S2O does.
-
-        Args:
-            queries: new tokens of the request.
-            keys: its tokens so far, the new ones included.
-        """
-        fit = self.fit
-        if reason := fit.why_all_dense(queries, keys) or self.why_dense_at(keys):
-            return reason
-        config = self.config(keys)
-        return self._tile_obstacle(config) or why_dense(config, fit.shape(queries, keys), fit.capability)
+        """Return the KV heads that this rank holds: a share of them, or one that several ranks hold."""
+        count = max(1, kv_heads // self.size)
+        first = self.index * count if kv_heads >= self.size else self.index * kv_heads // self.size
+        return range(first, first + count)
 
 
 class ProfileFit:
     """A profile on one rank of a server.
 
     Attributes:
-        profile: as it can run on the device.
-        rejected: why nothing of it can, if so.
+        profile: as it can run on the device; rejected: the reason why nothing of it can, if so.
         made_for: the type of the KV cache that it was made for.
-        obstacle: why no request runs it, whatever its length; None if some may.
+        obstacle: the reason why no request runs it, whatever its length; None if some may.
         max_length: keys; more run dense. None for no limit.
         heads, kv_heads: of the model, those that this rank holds.
         capability: the device's, (0, 0) for a CPU.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
+        min_queries: fewer are computed by no layer; where none computes any, one more than decoding brings.
         host_flops: requests that take fewer floating-point operations in a dense layer are dense.
         row_weights: of a layer's matrices on this rank, those that a row of a request meets.
-        kinds: the limits within which layers are sparse, each with a number of its own.
         layers: of the profile, on this rank, in the order of its tables.
     """
 
@@ -235,54 +198,81 @@ class ProfileFit:
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
         self.capability, self.decode_queries = capability(device), decode_queries
         self.host_flops, self.row_weights = host_flops, row_weights
-        self.kinds: dict[object, int] = {}
         self._used: set[int] = set()  # rows of the layers that this process has, which a stage of a pipeline finds out
-        self._tested = False
+        self._all_tested = False
         self._last_rows: dict[int, int] = {}  # by the length's step
-        self.layers: tuple[LayerFit, ...] = tuple(LayerFit(self, row) for row in range(profile.geometry.layers))
-        self.obstacle: str | None = self.rejected or (
-            None if self.sparse_layers else "every layer of the profile is dense"
-        )
-
-    @cached_property
-    def min_queries(self) -> int:
-        """Fewer queries than this are computed by no layer; where none computes any, those of decoding."""
+        known_limits: dict[object, int] = {}
+        layers = []
+        for row, buckets in enumerate(zip(*self.profile.layers, strict=True)):
+            layer = ServedLayer(
+                profile.geometry.layer_number(row), partial(self.profile.layer_config, row), profile.min_length,
+                self.rejected, self.max_length, heads=self.heads, ends_known=False,  # see `count_last_rows`
+            )  # fmt: skip
+            configs = map(layer.select_heads, buckets)
+            # all that `dense_reason` reads of a configuration; a number takes no time to hash
+            limits = tuple((config.is_dense, config.scores, config.tile, config.shortest_segment) for config in configs)
+            layer.limits = known_limits.setdefault(limits, len(known_limits))
+            layers.append(layer)
+        self.layers: tuple[ServedLayer, ...] = tuple(layers)
+        no_sparse_layer = None if self.sparse_layers else "every layer of the profile is dense"
+        self.obstacle: str | None = self.rejected or no_sparse_layer
         tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
         fewest = min((fewest_queries(tile, self.capability) for tile in tiles), default=0)
-        return max(fewest, self.decode_queries + 1)
+        self.min_queries = max(fewest, decode_queries + 1)
 
-    def shape(self, queries: int, keys: int) -> CallShape:
-        """Of a request's call of one layer, on this rank."""
-        head_dim = self.profile.geometry.head_dim
-        return CallShape(1, len(self.heads), len(self.kv_heads), queries, keys, head_dim, head_dim)
+    @property
+    def sparse_layers(self) -> int:
+        """The number of layers that are sparse at some length."""
+        return sum(any(not config.is_dense for config in row) for row in zip(*self.profile.layers, strict=True))
 
-    def why_all_dense(self, queries: int, keys: int) -> str | None:
-        """Why no layer computes a request of so many queries and keys, whatever the profile says of it; else None."""
-        if queries <= self.decode_queries:
+    def dense_reason(self, request: Request, layer: ServedLayer | None = None) -> str | None:
+        """Return the reason why the stock backend computes a request in a layer; None if S2O does.
+
+        Without a layer: the reason why it does so in all of them, whatever the profile has for them.
+        """
+        if request.queries <= self.decode_queries:
             return DenseReason.DECODE
-        shape = self.shape(queries, keys)
-        attention = 4 * shape.causal_pairs * shape.query_heads * shape.head_dim
-        return DenseReason.HOST if attention + 2 * queries * self.row_weights < self.host_flops else None
+        head_dim = self.profile.geometry.head_dim
+        shape = CallShape(1, len(self.heads), len(self.kv_heads), request.queries, request.keys, head_dim, head_dim)
+        # two operations for each of a pair's numbers in scores and values, and for each weight that a row meets
+        attention, matrices = (
+            4 * shape.causal_pairs * shape.query_heads * head_dim,
+            2 * request.queries * self.row_weights,
+        )
+        if attention + matrices < self.host_flops:
+            return DenseReason.HOST
+        if layer is None:
+            return None
+        if reason := layer.why_dense_at(request.keys):
+            return reason
+        config = layer.config(request.keys)
+        if self.capability != NO_GPU and (obstacle := tile_obstacle(config.tile, head_dim, self.capability)):
+            return obstacle  # a CPU runs the reference, which takes any tile
+        if reason := why_dense(config, shape, self.capability):
+            return reason
+        if request.has_adapter:
+            return DenseReason.ADAPTER
+        return DenseReason.LAST_ROWS if request.is_last_rows else None
 
-    def why_whole(self, max_q: int, max_k: int) -> str | None:
-        """Why a batch whose requests have at most so many queries and keys is the stock backend's as a whole.
+    def batch_reason(self, largest: Request) -> str | None:
+        """Return the reason why the stock backend computes a batch as a whole; None if S2O may have a part in it.
 
-        None if a request may not be, or while a layer waits for its self-test. A server asks before it makes anything
-        of a batch: code that has not run for milliseconds is slow on the host.
+        A server asks before it makes anything of a batch: code that has not run for milliseconds is slow on the host.
+
+        `largest` has the most queries and the most keys of the batch's requests.
         """
         if self.obstacle is not None:
             return self.obstacle
-        self._tested = self._tested or (bool(self._used) and all(self.layers[row].tested for row in self._used))
-        return self.why_all_dense(max_q, max_k) if self._tested or max_k < TEST_KEYS else None
+        self._all_tested = self._all_tested or (bool(self._used) and all(self.layers[row].tested for row in self._used))
+        # a layer that waits for its self-test needs to see the first batch that is long enough
+        return self.dense_reason(largest) if self._all_tested or largest.keys < TEST_KEYS else None
 
-    def last_rows(self, queries: int, keys: int, left: int | None) -> int:
-        """How many of a request's queries are dense in every layer because they are a prompt's last.
+    def count_last_rows(self, queries: int, keys: int, left: int | None) -> int:
+        """Count the queries of a request that are dense in every layer because they are a prompt's last.
 
-        Args:
-            queries, keys: of the request.
-            left: tokens of its prompt behind them; None if that is not known.
+        `left` tokens of the prompt are behind them; None if that is not known.
         """
-        if left is None or keys < self.profile.min_length or self.why_all_dense(queries, keys):
+        if left is None or keys < self.profile.min_length or self.dense_reason(Request(queries, keys)):
             return 0
         step = length_step(keys)
         if step not in self._last_rows:
@@ -290,48 +280,75 @@ class ProfileFit:
             self._last_rows[step] = max(self.profile.layer_config(layer, keys).last_rows for layer in layers)
         return max(0, min(queries, self._last_rows[step] - left))
 
-    @property
-    def sparse_layers(self) -> int:
-        """Layers that are sparse at some length."""
-        return sum(
-            any(not bucket[layer].is_dense for bucket in self.profile.layers)
-            for layer in range(self.profile.geometry.layers)
-        )
-
-    def layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerFit | str:
-        """A decoder layer of the served model by its number, or why it is none of the profile's.
-
-        Layers of another kind have no row in a profile's tables, nor have a draft model's.
-        """
+    def find_layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ServedLayer | str:
+        """Return a decoder layer of the served model by its number, or the reason why it has no profile."""
+        if self.obstacle is not None:
+            return self.obstacle
         expected = (len(self.heads), len(self.kv_heads), self.profile.geometry.head_dim)
-        row = self.profile.geometry.row_of(number)
+        row = self.profile.geometry.row_of(number)  # layers of another kind have none, nor have a draft model's
         if row is None or (num_heads, num_kv_heads, head_dim) != expected:
-            return "the layer is none of the profile's"
+            return NOT_IN_PROFILE
         self._used.add(row)
         return self.layers[row]
 
 
-class NoFit(ProfileFit):
-    """What stands for a profile where none was found: every request is the stock backend's, for this reason."""
+class NoProfile(ProfileFit):
+    """The stand-in where no profile was found: every request is the stock backend's, for this reason."""
 
     made_for = "auto"
 
     def __init__(self, obstacle: str, decode_queries: int) -> None:
         self.obstacle, self.decode_queries, self.layers = obstacle, decode_queries, ()
-
-    @cached_property
-    def min_queries(self) -> int:
-        """Fewer queries than this are decoding's, and not counted."""
-        return self.decode_queries + 1
-
-    def layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> str:
-        """Why no layer of the served model has a profile."""
-        assert self.obstacle is not None
-        return self.obstacle
+        self.min_queries = decode_queries + 1  # the batches of decoding are not counted
 
 
-def row_weights(config: Any) -> int:
-    """How many weights of a decoder layer's matrices a row meets, by a transformers configuration.
+def find_layer_obstacle(
+    *, attn_type: str = "decoder", sliding_window: int | None = None, soft_cap: float | None = None,
+    sinks: bool = False, alibi: bool = False,
+) -> str | None:  # fmt: skip
+    """Return the reason why a layer never runs S2O, by what a server makes it with; None if it may."""
+    if attn_type != "decoder":
+        return f"the layer's attention is of type {attn_type}"
+    if sliding_window is not None:
+        return sees_window(sliding_window)
+    if soft_cap:
+        return f"the scores are soft-capped at {soft_cap:g}"
+    if sinks:
+        return "the layer has attention sinks"
+    return "the layer has ALiBi slopes" if alibi else None
+
+
+def find_cache_obstacle(kv_cache_dtype: str, made_for: KvCacheDtype = "auto") -> str | None:
+    """Return the reason why no layer runs S2O over a cache of this type, as a server calls it; None if layers may."""
+    # a profile that was made for an fp8 cache keeps to its errors in one that does not round, too
+    if kv_cache_dtype in PLAIN_CACHES or (kv_cache_dtype in FP8_CACHES and made_for == "fp8"):
+        return None
+    hint = ", which the profile was not made for" if kv_cache_dtype in FP8_CACHES else ""
+    return f"the KV cache is {kv_cache_dtype}{hint}"
+
+
+def find_scales_obstacle(*scales: float | Tensor | None) -> str | None:
+    """Return the reason why a layer runs no S2O over an fp8 cache with these scales; None if they are 1.
+
+    The calibrator rounds with a scale of 1. Reading those of a tensor waits for the device.
+    """
+    for scale in scales:
+        numbers = torch.as_tensor(1.0 if scale is None else scale)
+        if not bool((numbers == 1).all()):
+            return f"the fp8 cache has scales up to {float(numbers.max()):g}, the profile was made for 1"
+    return None
+
+
+@lru_cache(maxsize=64)
+def log_once(obstacle: str | None) -> str | None:
+    """Log why layers are the stock backend's, each reason once in a process; return the reason."""
+    if obstacle is not None:
+        log.info("S2O: layers go to the stock backend as a whole: %s", obstacle)
+    return obstacle
+
+
+def count_row_weights(config: Any) -> int:
+    """Count the weights of a decoder layer's matrices that a row meets, by a transformers configuration.
 
     Those of attention and of a gated MLP, or of the experts that a row is sent to; what a configuration does not say
     counts as none.
@@ -349,7 +366,7 @@ def row_weights(config: Any) -> int:
 
 
 def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused: Sequence[str] = STRICT) -> str:
-    """Check that a profile is of the model that is served. Returns what was compared, for the log.
+    """Check that a profile is of the model that is served; return what was compared, for the log.
 
     Args:
         profile: the profile.
@@ -376,11 +393,11 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused:
     hashes: tuple[str, ...] = (calibrated,)
     if getattr(config, "quantization_config", None) is not None:
         unseen = "their types differ between checkpoint and model"
-    elif checkpoint is None or not (stored := checkpoint_hashes(checkpoint, config)):
+    elif checkpoint is None or not (stored := hash_checkpoint(checkpoint, config)):
         unseen = "the checkpoint has no safetensors files here"
     else:
         hashes = tuple(known for known in stored if known.startswith(calibrated)) or stored
-        if not hashes[0].startswith(calibrated) and not names_are_known(config, checkpoint):
+        if not hashes[0].startswith(calibrated) and not has_known_names(config, checkpoint):
             unseen, hashes = "how transformers names those of such a model is not known", (calibrated,)
     mismatch = fingerprint_mismatch(compose_fingerprint(hashes[0], config), profile.fingerprint)
     sentences = {
@@ -388,17 +405,20 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused:
         UNSEEN: unseen and f"weights not compared: {unseen}:",
         UNKNOWN: profile.config_unknown and f"{profile.config_unknown}, or",
     }
-    for kind in refused:
-        if sentences[kind]:
-            raise ProfileError(f'{sentences[kind]} say "strict": false to serve it unproven')
+    for check in refused:
+        if sentences[check]:
+            raise ProfileError(f'{sentences[check]} say "strict": false to serve it unproven')
     if mismatch:
         return f"{mismatch} of {name}: nothing is proven"
     weights = f"weights not compared: {unseen}" if unseen else COMPARED
     return f"{weights}, config not compared" if profile.config_unknown else weights
 
 
-def weights_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> str | None:
-    """Why a profile that was found is not known to be of the served model; None if it is. Args: `check_model`'s."""
+def find_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> str | None:
+    """Return the reason why a profile that was found is not known to be of the served model, or None.
+
+    Args: those of `check_model`.
+    """
     try:
         compared = check_model(profile, config, checkpoint, (ANOTHER, UNSEEN))
     except ProfileError as error:

@@ -1,4 +1,4 @@
-"""S2O inside a server: its settings, its profile, and what it reports."""
+"""S2O inside a server: its settings, its profile, and its reports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,8 +26,8 @@ from s2o_runtime.monitor.drift import DriftChoice, DriftMonitor, check_and_limit
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.find import find_profile
 from s2o_runtime.sequences import PagedKeys, packed_starts
-from s2o_runtime.serving.calls import cache_obstacle
-from s2o_runtime.serving.fit import STRICT, NoFit, ProfileFit, Rank, check_model, row_weights, weights_mismatch
+from s2o_runtime.serving import fit
+from s2o_runtime.serving.fit import NoProfile, ProfileFit, Rank
 from s2o_runtime.serving.self_test import exact_config
 from s2o_runtime.version import __version__
 
@@ -41,14 +42,13 @@ class Settings:
     Attributes:
         profile: the profile's file; None for the one that `s2o_runtime.profile.find` finds for the served model.
         beyond: what prompts of more than 1.5 times the longest calibrated length run.
-        drift: what happens where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense
-            from then on), "off", or "auto", which warns where the profile says what it allows.
+        drift: the action where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense from
+            then on), "off", or "auto", which warns where the profile has limits.
         strict: refuse a profile of another function of the same sizes, and weights or a config.json that cannot be
             compared; else that is reported, and nothing is proven.
-        metrics_port: where the first process serves its counters to Prometheus, the others at the ports after it; None
-            for nowhere.
+        metrics_port: of the first process's counters for Prometheus, the others' behind it; None for none.
         metrics_host: the address of the machine at which those ports answer; "0.0.0.0" is all of them.
-        log_every: seconds between two lines of the log that say what ran; 0 for none.
+        log_every: seconds between two lines of the log with the counters' summary; 0 for none.
     """
 
     profile: Path | None = ruled(None, Rule(Path, optional=True))
@@ -60,12 +60,12 @@ class Settings:
     log_every: float = ruled(300.0, Rule(float, low=0, unit=DURATION))
 
     @classmethod
-    def of(cls, section: Any, name: str) -> Settings:
-        """The settings that a user gave; without a profile among them, the environment's S2O_PROFILE.
+    def from_section(cls, section: Any, name: str) -> Settings:
+        """Read the settings that a user gave; without a profile among them, the environment's S2O_PROFILE.
 
         Args:
-            section: a mapping of names to values, or what a user gave in its place.
-            name: what it is called, and where it is from.
+            section: a mapping of names to values, or whatever a user gave in its place.
+            name: of the section, and where it is from, for errors.
 
         Raises:
             ConfigError: a setting is unknown or illegal.
@@ -95,13 +95,7 @@ log = logging.getLogger("s2o_runtime")
 
 @dataclass(frozen=True)
 class Process:
-    """Which of a server's processes this is.
-
-    Attributes:
-        number: among all that hold a part of a model, of all stages and replicas.
-        stage: of pipeline parallelism.
-        replica: of data parallelism.
-    """
+    """One of a server's processes: its number among all, its pipeline stage and its data-parallel replica."""
 
     number: int = 0
     stage: int = 0
@@ -110,7 +104,7 @@ class Process:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """Where a server's process is.
+    """The surroundings of S2O in a server's process.
 
     Attributes:
         engine: the server's name and version.
@@ -121,9 +115,9 @@ class ServerContext:
         device: of this process.
         max_keys: the longest prompt that the server takes.
         decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
-        process: which of the server's this is.
+        process: of the server's, this one.
         kv_cache_dtype: of the server; "auto" where layers differ.
-        obstacle: why no layer will run S2O for another reason that is known at start.
+        obstacle: another reason, known at start, why no layer will run S2O.
     """
 
     engine: str
@@ -140,8 +134,8 @@ class ServerContext:
 
 
 @contextmanager
-def start_failures() -> Iterator[None]:
-    """Inside the block, what ends a server's start is logged as one line too: the server prints much around it."""
+def log_start_failures() -> Iterator[None]:
+    """Log an error that ends a server's start as one line too: the server prints much around it."""
     try:
         yield
     except S2OError as error:
@@ -161,16 +155,17 @@ class Server:
     """
 
     def __init__(self, settings: Settings, context: ServerContext) -> None:
-        self.fit, taken = _fit_of(settings, context)
-        cache = cache_obstacle(context.kv_cache_dtype, self.fit.made_for)
+        self.fit, source = _load_fit(settings, context)
+        cache = fit.find_cache_obstacle(context.kv_cache_dtype, self.fit.made_for)
         self.obstacle = self.fit.obstacle or context.obstacle or cache
         self.max_keys = context.max_keys
         self.counters = Counters(settings.log_every)
         self._check_drift(settings, context.rank)
         if settings.metrics_port is not None:
             host, port = settings.metrics_host, settings.metrics_port + context.process.number
+            process = {"pp": str(context.process.stage), "dp": str(context.process.replica)}
             try:
-                serve_metrics(self.counters, host, port, _labels(context))
+                serve_metrics(self.counters, host, port, {"rank": str(context.rank.index), **process})
             except OSError as error:
                 log.warning(
                     "S2O's counters are not served at %s, port %d (%s): use another metrics_port, or a metrics_host "
@@ -178,10 +173,10 @@ class Server:
                     host, port, error,
                 )  # fmt: skip
         self._reserved_rows = 0
-        self._say(context, taken)
+        self._log_start(context, source)
 
     def _check_drift(self, settings: Settings, rank: Rank) -> None:
-        """Give the layers what checks their errors; a call that is sampled is checked."""
+        """Give the layers their drift monitors, which check every sampled call."""
         if not self.fit.layers:
             return
         if rank.size > 1:  # the profile states errors of whole layers
@@ -195,31 +190,28 @@ class Server:
             layer.drift = DriftMonitor(replace(check, every=1, trial=EARLY), layer.layer, errors)
             self.counters.drift[layer.layer] = layer.drift
 
-    def _say(self, context: ServerContext, taken: str) -> None:
-        """One line that says what will run where; `taken` names the profile."""
+    def _log_start(self, context: ServerContext, source: str) -> None:
+        """Log one line that says what will run where; `source` names the profile."""
         if self.obstacle:
             log.warning(
                 "S2O %s in %s: all rows go to %s: %s", __version__, context.engine, context.stock, self.obstacle
             )
             return
-        profile, fit = self.fit.profile, self.fit
-        until = "on" if fit.max_length is None else f"to {fit.max_length}"
+        profile, rank = self.fit.profile, context.rank
+        until = "on" if self.fit.max_length is None else f"to {self.fit.max_length}"
         others = f"with full attention ({profile.geometry.other_layers} stay) " if profile.geometry.others else ""
         log.info(
             "S2O %s in %s: profile %s, %d of %d layers %ssparse from %d %s keys and from %d new tokens "
             "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
-            __version__, context.engine, taken, fit.sparse_layers, len(fit.layers), others, profile.min_length, until,
-            fit.min_queries, context.rank.index, context.rank.size, fit.heads.start, fit.heads.stop - 1, context.stock,
+            __version__, context.engine, source, self.fit.sparse_layers, len(self.fit.layers), others,
+            profile.min_length, until, self.fit.min_queries, rank.index, rank.size, self.fit.heads.start,
+            self.fit.heads.stop - 1, context.stock,
         )  # fmt: skip
 
     def reserve(self, query: Tensor) -> None:
-        """Take, and give back, the most memory that a call of these queries will need.
+        """Take, and give back, the most memory that a call of these queries, [T, Hq, D], will need.
 
-        vLLM's backend does so while vLLM measures what a batch needs beside the KV cache, which gets what is left;
-        SGLang's when it is made, behind the cache.
-
-        Args:
-            query: [T, Hq, D], as many rows as a batch may have.
+        vLLM does so while it measures the memory of a batch, and its KV cache gets the rest; SGLang behind its cache.
         """
         if query.device.type != "cuda" or self.obstacle or len(query) <= self._reserved_rows:
             return  # the profiling run comes first and has the most rows; smaller runs capture graphs
@@ -231,45 +223,40 @@ class Server:
             self.compile_kernels(query)
 
     def compile_kernels(self, query: Tensor) -> None:
-        """Run one small call of every configuration that differs in what is compiled, so that no request waits for it.
+        """Run one small call of every configuration with kernels of its own, so that no request waits for them.
 
-        Threads share the work, because Triton leaves Python's lock while it compiles.
-
-        Args:
-            query: [T, Hq, D] on the device of the calls to come, of their type.
+        Threads share the work, because Triton leaves Python's lock while it compiles. The calls to come are of the type
+        of `query`, [T, Hq, D], and on its device.
         """
-        kinds: dict[object, LayerConfig] = {}
+        by_kernels, lengths = dict[object, LayerConfig](), self.fit.profile.lengths
         for layer in self.fit.layers:
-            for config in filter(None, [*map(layer.config, self.fit.profile.lengths), exact_config(layer)]):
-                if not config.is_dense:
-                    kinds.setdefault(_compiled_kind(config), config)
+            for config in (*map(layer.config, lengths), exact_config(layer, lengths)):
+                if config is not None and not config.is_dense:
+                    by_kernels.setdefault(_kernels_key(config), config)
         at_once = min(THREADS, os.cpu_count() or 1) if query.is_cuda else 1  # Triton's interpreter is for one
-        homes = (True, False) if self._may_be_copied(query) else (True,)
+        in_pages = (True, False) if self._may_be_copied(query) else (True,)
         with ThreadPoolExecutor(at_once) as threads:
-            calls = [
-                threads.submit(self._small_call, config, query, home) for config in kinds.values() for home in homes
-            ]
+            calls = [threads.submit(self._run_small, *case, query) for case in product(by_kernels.values(), in_pages)]
             for call in calls:
                 call.result()
 
     def _may_be_copied(self, query: Tensor) -> bool:
-        """Whether a layer's cache, of a share of the GPU's memory, may be one that kernels do not read in its pages."""
+        """Return whether a layer's cache, of a share of the GPU's memory, may be too large for kernels to read."""
         if not query.is_cuda:
             return False
-        sizes = self.fit.profile.geometry
         elements = torch.cuda.get_device_properties(query.device).total_memory // query.element_size()
-        return CACHE_SHARE * elements / sizes.decoder_layers >= IN_PLACE_ELEMENTS
+        return CACHE_SHARE * elements / self.fit.profile.geometry.decoder_layers >= IN_PLACE_ELEMENTS
 
-    def _small_call(self, config: LayerConfig, query: Tensor, in_pages: bool = True) -> None:
-        segment = config.shortest_segment
-        kv_heads, page = len(self.fit.kv_heads), 16
+    def _run_small(self, config: LayerConfig, in_pages: bool, query: Tensor) -> None:
+        """Run the lengths at which a configuration's kernels differ, over the pages of a cache or over a copy."""
+        segment, kv_heads, page, device = config.shortest_segment, len(self.fit.kv_heads), 16, query.device
         lengths = sorted({min(count * segment, len(query)) for count in SEGMENTS})  # a batch has no more
         for queries, keys in [(length, length + segment) for length in lengths] + split_calls(config):
             q = query.new_zeros(queries, config.num_heads, query.shape[2])
             cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
-            seq_lens = torch.tensor([keys], dtype=torch.int32, device=query.device)
-            table = torch.zeros(1, -(-keys // page), dtype=torch.int32, device=query.device)
-            cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=query.device), packed_starts(seq_lens)
+            seq_lens = torch.tensor([keys], dtype=torch.int32, device=device)
+            table = torch.zeros(1, -(-keys // page), dtype=torch.int32, device=device)
+            cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=device), packed_starts(seq_lens)
             if in_pages:
                 s2o_attention_paged(
                     q, cache[0], cache[1], config, cu_q=cu_q, seq_lens=seq_lens, block_table=table,
@@ -281,39 +268,35 @@ class Server:
             gathered(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)  # what a check of drift reads
 
 
-def _fit_of(settings: Settings, context: ServerContext) -> tuple[ProfileFit, str]:
-    """The profile that the settings name, or else the one that is found, and what the log says of it.
+def _load_fit(settings: Settings, context: ServerContext) -> tuple[ProfileFit, str]:
+    """Load the profile that the settings name, or else one that is found; return its name for the log with it.
 
     If none is found, nothing runs S2O, for that reason.
     """
-    model, decode_queries = context.model_config, context.decode_queries
+    model, device, checkpoint = context.model_config, context.device, context.checkpoint
     if settings.profile is not None:
         profile = load_profile(settings.profile)
-        compared = check_model(profile, model, context.checkpoint, STRICT if settings.strict else ())
-        taken = f"{settings.profile} of {profile.model_name} ({compared})"
+        compared = fit.check_model(profile, model, checkpoint, fit.STRICT if settings.strict else ())
+        source = f"{settings.profile} of {profile.model_name} ({compared})"
     else:
         try:
-            found = find_profile(model, context.device, lambda one: weights_mismatch(one, model, context.checkpoint))
+            match = find_profile(model, device, lambda candidate: fit.find_mismatch(candidate, model, checkpoint))
         except (ProfileError, ModelError) as error:
-            return NoFit(str(error), decode_queries), ""
-        profile, taken = found.profile, f"{found}{', config not compared' if found.profile.config_unknown else ''}"
-    host_flops = HOST_FLOPS if context.device.type == "cuda" else 0.0
-    weights = row_weights(model) // context.rank.size
-    return ProfileFit(
-        profile, context.rank, context.device, settings.beyond, decode_queries, host_flops, weights
-    ), taken
+            return NoProfile(str(error), context.decode_queries), ""
+        profile, source = match.profile, f"{match}{', config not compared' if match.profile.config_unknown else ''}"
+    host_flops = HOST_FLOPS if device.type == "cuda" else 0.0
+    row_weights = fit.count_row_weights(model) // context.rank.size
+    decode_queries, beyond = context.decode_queries, settings.beyond
+    return ProfileFit(profile, context.rank, device, beyond, decode_queries, host_flops, row_weights), source
 
 
-def _labels(context: ServerContext) -> dict[str, str]:
-    """What names this process in its metrics: its rank, its stage of pipeline and its replica of data parallelism."""
-    return {"rank": str(context.rank.index), "pp": str(context.process.stage), "dp": str(context.process.replica)}
+def _kernels_key(config: LayerConfig) -> object:
+    """Return the parts of a configuration that make other kernels.
 
-
-def _compiled_kind(config: LayerConfig) -> object:
-    """What, of a configuration, makes other kernels: short segments are scored more at once, modes start in turns."""
-    heads = [head for head in config.heads if head.mode == "s2o"]
+    Short segments are scored more at once, and heads of several modes start in turns.
+    """
+    heads, tile = [head for head in config.heads if head.mode == "s2o"], config.tile
     counts = tuple(sorted({head.representatives for head in heads}))
-    tile = config.tile
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     modes = frozenset(head.mode for head in config.heads)
     return shape, config.scores, counts, config.has_tail, config.shortest_segment, modes

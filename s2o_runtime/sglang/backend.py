@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from operator import add
 from typing import Any
 
 from torch import Tensor
 
+from s2o_runtime.serving import fit
 from s2o_runtime.serving.attend import LayerCall, attend
-from s2o_runtime.serving.calls import FP8_CACHES, cache_obstacle, layer_obstacle, say_once, scales_obstacle
-from s2o_runtime.serving.fit import LayerFit
-from s2o_runtime.serving.plan import Run
+from s2o_runtime.serving.batch import BatchSlice
+from s2o_runtime.serving.fit import Request, ServedLayer
 from s2o_runtime.serving.server import Server
-from s2o_runtime.sglang.batch import SglangBatch, whole_only
+from s2o_runtime.sglang.batch import SglangBatch, find_batch_obstacle
 
 
 @dataclass(frozen=True)
 class SglangApi:
-    """What the backend asks of the SGLang around it.
+    """The SGLang around S2O's backend.
 
     Attributes:
         server: the profile on this rank.
@@ -42,11 +41,11 @@ class SglangApi:
 
 
 def mix_in(stock: type, api: SglangApi) -> type:
-    """The class of S2O's backend on top of a stock one.
+    """Mix S2O into a stock backend; return the new class.
 
     Args:
-        stock: a subclass of SGLang's AttentionBackend that keeps what it makes of a batch in `forward_metadata`, and
-            the pools in `req_to_token_pool` and `token_to_kv_pool`.
+        stock: a subclass of SGLang's AttentionBackend that keeps its data of a batch in `forward_metadata`, and the
+            pools in `req_to_token_pool` and `token_to_kv_pool`.
         api: the SGLang around it.
     """
 
@@ -57,7 +56,7 @@ def mix_in(stock: type, api: SglangApi) -> type:
 
 
 class _Backend:
-    """Computes the sparse runs of batches of prompts, and calls the stock backend for the others."""
+    """Computes the sparse slices of batches of prompts, and calls the stock backend for the others."""
 
     s2o_api: SglangApi
     forward_metadata: Any
@@ -67,72 +66,72 @@ class _Backend:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.s2o_batch: SglangBatch | str | None = None  # of the batch that was announced last, or why it has none
-        self.s2o_layers: dict[int, LayerFit | str] = {}
+        self.s2o_layers: dict[int, ServedLayer | str] = {}
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """SGLang announces a batch, before its layers are called."""
+        """Announce a batch, as SGLang does before its layers are called."""
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         if forward_batch.forward_mode.is_decode_or_idle():
             self.s2o_batch = None
-        elif reason := whole_only(forward_batch) or self._why_whole(forward_batch):
+        elif reason := find_batch_obstacle(forward_batch) or self._find_batch_reason(forward_batch):
             self.s2o_batch = reason
-        elif self.s2o_api.is_split(forward_batch):
-            self.s2o_batch = "the context is shared by several ranks"
         else:
-            slots, max_keys = self.req_to_token_pool.req_to_token, self.s2o_api.server.max_keys
-            ends = getattr(forward_batch, "contains_last_prefill_chunk", False)  # of which requests it does not say
-            last_rows = partial(self.s2o_api.server.fit.last_rows, left=0 if ends else None)
-            self.s2o_batch = SglangBatch(forward_batch, slots, max_keys, self._part, last_rows)
+            slots = self.req_to_token_pool.req_to_token
+            self.s2o_batch = SglangBatch(forward_batch, slots, self._build_part, self.s2o_api.server)
 
-    def _why_whole(self, forward_batch: Any) -> str | None:
-        """Why a batch is the stock backend's as a whole, by its largest numbers of queries and keys."""
+    def _find_batch_reason(self, forward_batch: Any) -> str | None:
+        """Return the reason why the stock backend computes a batch as a whole, by its sizes and ranks, or None."""
         new, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-        most_new, most_keys = max(new, default=0), max(map(add, new, cached), default=0)
-        return self.s2o_api.server.fit.why_whole(int(most_new), int(most_keys))
+        largest = Request(int(max(new, default=0)), int(max(map(add, new, cached), default=0)))
+        if reason := self.s2o_api.server.fit.batch_reason(largest):
+            return reason
+        return "the context is shared by several ranks" if self.s2o_api.is_split(forward_batch) else None
 
     def forward_extend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
         save_kv_cache: bool = True, **named: Any,
     ) -> Any:  # fmt: skip
-        """SGLang's call of one layer for rows of prompts; see its AttentionBackend."""
+        """Compute one layer for rows of prompts, as SGLang's AttentionBackend does."""
         stock = super().forward_extend  # type: ignore[misc]
         pool, rows, heads, head_dim = self.token_to_kv_pool, q.shape[0], layer.tp_q_head_num, layer.qk_head_dim
-        batch = self._sharable(q, forward_batch, named)
-        written = not save_kv_cache
+        batch = self._find_batch(q, forward_batch, named)
+        is_written = not save_kv_cache
 
-        def pages() -> tuple[Tensor, Tensor]:
-            if not written and k is not None and v is not None:
+        def read_pages() -> tuple[Tensor, Tensor]:
+            if not is_written and k is not None and v is not None:
                 self.s2o_api.write(layer, forward_batch, k, v)
             k_slots, v_slots = pool.get_kv_buffer(layer.layer_id)
             return k_slots[:, None], v_slots[:, None]
 
-        def whole() -> Any:
-            nonlocal written
-            written = True
+        def run_stock() -> Any:
+            nonlocal is_written
+            is_written = True
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **named)
 
-        def part(run: Run, out: Tensor) -> None:
+        def run_stock_slice(span: BatchSlice, out: Tensor) -> None:
             assert isinstance(batch, SglangBatch)
-            keys, values = (None if tensor is None else tensor[run.rows] for tensor in (k, v))
-            source, metadata = batch.part(run)
-            kept, self.forward_metadata = self.forward_metadata, metadata
+            keys, values = (None if tensor is None else tensor[span.rows] for tensor in (k, v))
+            source, metadata = batch.get_part(span)
+            announced, self.forward_metadata = self.forward_metadata, metadata
             try:
-                answer = stock(q[run.rows], keys, values, layer, source, False, **named)
+                answer = stock(q[span.rows], keys, values, layer, source, False, **named)
             finally:
-                self.forward_metadata = kept
+                self.forward_metadata = announced
             out.copy_(answer.view(out.shape))
 
-        def output() -> tuple[Tensor, Tensor]:
+        def make_output() -> tuple[Tensor, Tensor]:
             out = q.new_empty(rows, heads * head_dim)
             return out, out.view(rows, heads, head_dim)
 
-        fit = self._layer(layer)
-        query = q if isinstance(fit, str) else q.view(rows, heads, head_dim)
-        call = LayerCall(layer.layer_id, fit, batch, query, layer.scaling, pages, whole, part, output)
+        served = self._find_layer(layer)
+        query = q if isinstance(served, str) else q.view(rows, heads, head_dim)
+        call = LayerCall(
+            layer.layer_id, served, batch, query, layer.scaling, read_pages, run_stock, run_stock_slice, make_output
+        )
         return attend(call, rows, self.s2o_api.server.counters)
 
-    def _sharable(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> SglangBatch | str:
-        """The batch that a call is of, or why the call is the stock backend's as a whole."""
+    def _find_batch(self, q: Tensor, forward_batch: Any, named: dict[str, Any]) -> SglangBatch | str:
+        """Return the batch of a call, or the reason why the stock backend computes the call as a whole."""
         batch = self.s2o_batch
         if isinstance(batch, str):
             return batch
@@ -143,40 +142,42 @@ class _Backend:
         given = sorted(name for name, value in named.items() if value is not None and value is not False)
         return f"the layer is called with {', '.join(given)}" if given else batch
 
-    def _layer(self, layer: Any) -> LayerFit | str:
-        """The profile's layer, or why there is none."""
+    def _find_layer(self, layer: Any) -> ServedLayer | str:
+        """Return the profile's layer, or the reason why there is none."""
         index = layer.layer_id
         if index not in self.s2o_layers:
             api, skips = self.s2o_api, getattr(self, "fa_skip_kv_cache", False)  # FlashAttention's, for embeddings
             obstacle = (
                 api.obstacle
                 or ("keys are not written into the cache" if skips else None)
-                or attention_obstacle(layer)
-                or cache_obstacle(api.kv_cache_dtype, api.server.fit.made_for)
-                or (scales_obstacle(layer.k_scale, layer.v_scale) if api.kv_cache_dtype in FP8_CACHES else None)
+                or find_attention_obstacle(layer)
+                or fit.find_cache_obstacle(api.kv_cache_dtype, api.server.fit.made_for)
+                or (
+                    fit.find_scales_obstacle(layer.k_scale, layer.v_scale)
+                    if api.kv_cache_dtype in fit.FP8_CACHES
+                    else None
+                )
             )
-            self.s2o_layers[index] = say_once(obstacle) or api.server.fit.layer(
+            self.s2o_layers[index] = fit.log_once(obstacle) or api.server.fit.find_layer(
                 index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
             )
         return self.s2o_layers[index]
 
-    def _part(self, part: Any) -> tuple[Any, Any]:
-        """The ForwardBatch of a run, and the stock backend's metadata of it."""
-        kept = self.forward_metadata
-        super().init_forward_metadata(part)  # type: ignore[misc]
-        metadata, self.forward_metadata = self.forward_metadata, kept
-        return part, metadata
+    def _build_part(self, source: Any) -> tuple[Any, Any]:
+        """Return the ForwardBatch of a slice, and the stock backend's metadata of it."""
+        announced = self.forward_metadata
+        super().init_forward_metadata(source)  # type: ignore[misc]
+        metadata, self.forward_metadata = self.forward_metadata, announced
+        return source, metadata
 
 
-def attention_obstacle(layer: Any) -> str | None:
-    """Why a layer never runs S2O, by its RadixAttention; None if it may."""
+def find_attention_obstacle(layer: Any) -> str | None:
+    """Return the reason why a layer never runs S2O, by its RadixAttention; None if it may. Calls bring the sinks."""
     window = layer.sliding_window_size
-    obstacle = layer_obstacle(
-        alibi=False,
+    obstacle = fit.find_layer_obstacle(
         sliding_window=window if window is not None and window > -1 else None,
         soft_cap=layer.logit_cap,
         attn_type="cross" if layer.is_cross_attention else str(layer.attn_type.value),
-        sinks=False,  # are given to each call
     )
     if obstacle is not None:
         return obstacle
@@ -184,6 +185,4 @@ def attention_obstacle(layer: Any) -> str | None:
         return f"keys have {layer.qk_head_dim} numbers and values {layer.v_head_dim}"
     if layer.use_irope:
         return "the layer sees chunks of the context"
-    if layer.xai_temperature_len > 0:
-        return "the scores are scaled by their position"
-    return None
+    return "the scores are scaled by their position" if layer.xai_temperature_len > 0 else None

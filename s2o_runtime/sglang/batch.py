@@ -4,91 +4,89 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.serving import calls
-from s2o_runtime.serving.plan import Pieces, Run
+from s2o_runtime.serving.batch import Batch, BatchSlice, SplitRequests
+from s2o_runtime.serving.server import Server
 from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 
-class SglangBatch(calls.Batch):
+class SglangBatch(Batch):
     """A ForwardBatch of prompts, some of which S2O may compute.
 
     Args:
         source: SGLang's `ForwardBatch`; an attribute too.
         req_to_token: int32 [requests, N], the slots of the cache where each request's tokens are.
-        max_keys: of one sparse run.
-        build_part: makes what the stock backend needs of the ForwardBatch of a run.
-        last_rows: how many of a request's queries are a prompt's last rows, by its queries and keys.
+        build_part: makes the stock backend's data for the ForwardBatch of a slice.
+        server: S2O in this process.
     """
 
-    def __init__(
-        self, source: Any, req_to_token: Tensor, max_keys: int, build_part: Callable[[Any], Any],
-        last_rows: Callable[[int, int], int],
-    ) -> None:  # fmt: skip
+    def __init__(self, source: Any, req_to_token: Tensor, build_part: Callable[[Any], Any], server: Server) -> None:
         queries = [int(count) for count in source.extend_seq_lens_cpu]
-        prefixes = [int(count) for count in source.extend_prefix_lens_cpu]
-        lengths = [prefix + count for prefix, count in zip(prefixes, queries, strict=True)]
-        pieces = Pieces.of([0, *accumulate(queries)], lengths, last_rows)
-        self._pieces = parted = source if pieces.are_requests else in_pieces(source, pieces)
-        adapted = [adapter is not None for adapter in getattr(source, "lora_ids", None) or ()]
-        super().__init__(pieces, max_keys, lambda run: build_part(part_of(parted, pieces.lengths, run)), adapted)
+        lengths = [int(prefix) + count for prefix, count in zip(source.extend_prefix_lens_cpu, queries, strict=True)]
+        adapters = [adapter is not None for adapter in getattr(source, "lora_ids", None) or ()]
+        # SGLang says whether prompts end in a batch, not which of them
+        left = 0 if getattr(source, "contains_last_prefill_chunk", False) else None
+        count_last_rows = partial(server.fit.count_last_rows, left=left)
+        split = SplitRequests.from_batch([0, *accumulate(queries)], lengths, adapters, count_last_rows)
+        self._batch = batch = source if split.are_whole else split_batch(source, split)
+        super().__init__(
+            split, server.fit, server.max_keys, lambda span: build_part(slice_batch(batch, split.lengths, span))
+        )
         self.source, self._req_to_token = source, req_to_token
         self._edges: Tensor | None = None
 
-    def tensors_of(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """Where queries begin, how many keys there are, and their slots, which are pages of one token."""
+    def get_tensors(self, span: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
         if self._edges is None:
-            counts = self._pieces.extend_seq_lens
+            counts = self._batch.extend_seq_lens
             self._edges = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        edges, seq_lens = self._edges[run.first : run.last + 1], self._pieces.seq_lens[run.requests].int()
-        return edges, seq_lens, self._req_to_token[self._pieces.req_pool_indices[run.requests]].int()
+        edges, seq_lens = self._edges[span.first : span.last + 1], self._batch.seq_lens[span.requests].int()
+        # slots of the cache are pages of one token
+        return edges, seq_lens, self._req_to_token[self._batch.req_pool_indices[span.requests]].int()
 
 
-def in_pieces(source: Any, pieces: Pieces) -> Any:
-    """The ForwardBatch whose requests are the pieces of a batch's requests."""
-    parted = copy.copy(source)
-    queries = pieces.queries
-    lengths = {"extend_seq_lens": queries, "seq_lens": pieces.lengths}
-    lengths["extend_prefix_lens"] = [keys - count for keys, count in zip(pieces.lengths, queries, strict=True)]
+def split_batch(source: Any, split: SplitRequests) -> Any:
+    """Return the ForwardBatch whose requests are split."""
+    batch, queries, lengths = copy.copy(source), split.queries, split.lengths
+    prefixes = [keys - count for keys, count in zip(lengths, queries, strict=True)]
+    numbers = {"extend_seq_lens": queries, "seq_lens": lengths, "extend_prefix_lens": prefixes}
     for name in OF_REQUESTS:
-        whole = getattr(source, name, None)
-        numbers = lengths.get(name.removesuffix("_cpu"))
-        if isinstance(whole, Tensor):
-            given = pieces.requests if numbers is None else numbers
-            entries = torch.tensor(given).to(whole.device, non_blocking=True)
-            setattr(parted, name, whole[entries] if numbers is None else entries.to(whole.dtype))
-        elif whole is not None:
-            setattr(parted, name, [whole[request] for request in pieces.requests] if numbers is None else numbers)
-    parted.batch_size = len(queries)
-    return parted
+        values, new = getattr(source, name, None), numbers.get(name.removesuffix("_cpu"))
+        if isinstance(values, Tensor):
+            entries = torch.tensor(split.indices if new is None else new).to(values.device, non_blocking=True)
+            setattr(batch, name, values[entries] if new is None else entries.to(values.dtype))
+        elif values is not None:
+            setattr(batch, name, [values[index] for index in split.indices] if new is None else new)
+    batch.batch_size = len(queries)
+    return batch
 
 
-def part_of(source: Any, lengths: Sequence[int], run: Run) -> Any:
-    """The ForwardBatch of a run, as if the batch had no other requests.
+def slice_batch(source: Any, lengths: Sequence[int], span: BatchSlice) -> Any:
+    """Return the ForwardBatch of a slice, as if the batch had no other requests.
 
     Args:
         source: the whole ForwardBatch.
         lengths: the keys of each of its requests.
-        run: neighbouring requests.
+        span: neighbouring requests.
     """
-    part = copy.copy(source)
+    batch = copy.copy(source)
     for name in (*OF_REQUESTS, *OF_TOKENS):
-        whole = getattr(source, name, None)
-        if whole is not None:
-            setattr(part, name, whole[run.requests if name in OF_REQUESTS else run.rows])
-    part.batch_size = run.last - run.first
-    part.extend_num_tokens = run.end - run.begin
-    part.seq_lens_sum = sum(lengths[run.requests])
-    return part
+        values = getattr(source, name, None)
+        if values is not None:
+            setattr(batch, name, values[span.requests if name in OF_REQUESTS else span.rows])
+    batch.batch_size = span.last - span.first
+    batch.extend_num_tokens = span.end - span.begin
+    batch.seq_lens_sum = sum(lengths[span.requests])
+    return batch
 
 
-def whole_only(source: Any) -> str | None:
-    """Why a ForwardBatch is the stock backend's as a whole, whatever its requests; None if it may be shared."""
+def find_batch_obstacle(source: Any) -> str | None:
+    """Return the reason why the stock backend computes a ForwardBatch as a whole, whatever its requests, or None."""
     if source.forward_mode.name not in PROMPTS:
         return f"the batch is of mode {source.forward_mode.name}"  # such as the verification of speculated tokens
     if source.extend_seq_lens_cpu is None or source.extend_prefix_lens_cpu is None:

@@ -1,4 +1,4 @@
-"""Whether a SGLang's interface is the one that S2O's backend was written for.
+"""The interface of SGLang that S2O's backend was written for.
 
 Above all its FlashAttention backend must read nothing of a batch that a part of a batch would not have.
 """
@@ -9,7 +9,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.sources import ServerInterface, fields, method, named_classes, parameters
+from s2o_runtime.serving.sources import ServerInterface, find_classes, find_method, list_parameters, read_fields
 
 READ = ("0.5.23",)  # the versions whose sources were read; its engine was run on a CPU
 FLASH = Path("layers/attention/flashattention_backend.py")
@@ -35,7 +35,7 @@ WHOLE_ONLY = {
     "max_seq_len_override": "the batch is of a CUDA graph",
     "_attn_output": "the batch is of a CUDA graph",
 }
-# what is read of a batch that is the same for its parts: of other modes, of caches of other kinds, or of MLA
+# fields that are read of a batch and is the same for its parts: of other modes, of caches of other kinds, or of MLA
 SHARED = {
     "forward_mode", "spec_info", "spec_algorithm", "kv_loc_plan", "attn_attend_prefix_cache", "mha_one_shot",
     "prefix_chunk_cu_seq_lens", "prefix_chunk_idx", "prefix_chunk_max_seq_lens",
@@ -49,11 +49,11 @@ NEEDED = {*OF_REQUESTS, *OF_TOKENS, *COUNTS, "forward_mode"}
 
 @dataclass(frozen=True)
 class SglangInterface(ServerInterface):
-    """What of SGLang the backend relies on, as names.
+    """The names in SGLang on which the backend relies.
 
     Attributes:
         forward: the parameters of the FlashAttention backend's `forward_extend`, without self.
-        reads: what that and `init_forward_metadata` read of a batch.
+        reads: the fields of a batch that it and `init_forward_metadata` read.
         batch: the fields of ForwardBatch.
         modes: the members of ForwardMode.
         write: the parameters of `MHATokenToKVPool.set_kv_buffer`.
@@ -70,24 +70,24 @@ class SglangInterface(ServerInterface):
     layer: tuple[str, ...]
 
     @classmethod
-    def in_sources(cls, folder: Path) -> SglangInterface:
-        """The interface, from the folder of the package `sglang.srt`."""
-        (backend,) = named_classes(folder / FLASH, "FlashAttentionBackend")
-        batch, modes = named_classes(folder / BATCH, "ForwardBatch", "ForwardMode")
-        kv_pool, location = named_classes(folder / POOL, "MHATokenToKVPool", "KVWriteLoc")
-        (layer,) = named_classes(folder / RADIX, "RadixAttention")
-        readers = [method(backend, name) for name in ("init_forward_metadata", "forward_extend")]
+    def from_sources(cls, folder: Path) -> SglangInterface:
+        """Read the interface, from the folder of the package `sglang.srt`."""
+        (backend,) = find_classes(folder / FLASH, "FlashAttentionBackend")
+        batch, modes = find_classes(folder / BATCH, "ForwardBatch", "ForwardMode")
+        kv_pool, location = find_classes(folder / POOL, "MHATokenToKVPool", "KVWriteLoc")
+        (layer,) = find_classes(folder / RADIX, "RadixAttention")
+        readers = [find_method(backend, name) for name in ("init_forward_metadata", "forward_extend")]
         return cls(
-            forward=parameters(backend, "forward_extend"),
-            reads=tuple(sorted(set().union(*(_attributes(reader, "forward_batch") for reader in readers)))),
-            batch=tuple(fields(batch)),
-            modes=tuple(_assigned(modes)),
-            write=parameters(kv_pool, "set_kv_buffer"),
-            location=parameters(location, "for_layer"),
-            layer=tuple(sorted(_attributes(method(layer, "__init__"), "self"))),
+            forward=list_parameters(backend, "forward_extend"),
+            reads=tuple(sorted(set().union(*(_list_attributes(reader, "forward_batch") for reader in readers)))),
+            batch=tuple(read_fields(batch)),
+            modes=tuple(_list_assigned(modes)),
+            write=list_parameters(kv_pool, "set_kv_buffer"),
+            location=list_parameters(location, "for_layer"),
+            layer=tuple(sorted(_list_attributes(find_method(layer, "__init__"), "self"))),
         )
 
-    def obstacle(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         if self.forward[: len(FORWARD)] != FORWARD:
             return f"forward_extend takes {', '.join(self.forward)}"
         if self.write[: len(WRITE)] != WRITE:
@@ -106,8 +106,8 @@ class SglangInterface(ServerInterface):
         return None
 
 
-def _attributes(definition: ast.FunctionDef, owner: str) -> set[str]:
-    """The attributes of a parameter that a method names."""
+def _list_attributes(definition: ast.FunctionDef, owner: str) -> set[str]:
+    """Return the attributes of a parameter that a method names."""
     return {
         node.attr
         for node in ast.walk(definition)
@@ -115,6 +115,6 @@ def _attributes(definition: ast.FunctionDef, owner: str) -> set[str]:
     }
 
 
-def _assigned(owner: ast.ClassDef) -> list[str]:
+def _list_assigned(owner: ast.ClassDef) -> list[str]:
     targets = [target for node in owner.body if isinstance(node, ast.Assign) for target in node.targets]
     return [target.id for target in targets if isinstance(target, ast.Name)]

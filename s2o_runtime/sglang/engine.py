@@ -1,4 +1,4 @@
-"""The SGLang around S2O's backend: what is asked of its model runner, its ranks and its interface."""
+"""The SGLang around S2O's backend: its model runner, its ranks and its interface."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from s2o_runtime.errors import ConfigError, ResourceError
-from s2o_runtime.serving.checkpoint import local_folder
+from s2o_runtime.serving.checkpoint import find_local_folder
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, start_failures
+from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, log_start_failures
 from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.sglang.backend import SglangApi, mix_in
 from s2o_runtime.sglang.compat import READ, SglangInterface
@@ -25,16 +25,16 @@ VARIABLE = "S2O_SETTINGS"  # a JSON object: SGLang passes nothing on to a backen
 log = logging.getLogger("s2o_runtime")
 
 
-@start_failures()
+@log_start_failures()
 def create_backend(runner: Any) -> Any:
-    """S2O's backend for a model runner; the stock one for a draft model, and in a SGLang that is not known.
+    """Create S2O's backend for a model runner; the stock one for a draft model, and in a SGLang that is not known.
 
     Raises:
         S2OError: the GPU, the settings, the profile or the server's flags do not fit; the sentence says how.
     """
     import sglang
 
-    stock = stock_class(runner)
+    stock = get_stock_class(runner)
     obstacle = interface_obstacle(SglangInterface, Path(str(sglang.__file__)).parent / "srt")
     if obstacle is not None:
         log.warning(
@@ -44,11 +44,11 @@ def create_backend(runner: Any) -> Any:
         return stock(runner)
     if runner.is_draft_worker:
         return stock(runner)
-    return mix_in(stock, sglang_api(runner))(runner)
+    return mix_in(stock, make_api(runner))(runner)
 
 
-def stock_class(runner: Any) -> type[Any]:
-    """The stock backend that S2O is mixed into: FlashAttention 3, or on a CPU SGLang's own in plain torch.
+def get_stock_class(runner: Any) -> type[Any]:
+    """Return the stock backend that S2O is mixed into: FlashAttention 3, or on a CPU SGLang's own in plain torch.
 
     Raises:
         ConfigError: SGLang's FlashAttention 3 does not run on the GPU.
@@ -68,8 +68,8 @@ def stock_class(runner: Any) -> type[Any]:
     return FlashAttentionBackend  # type: ignore[no-any-return]
 
 
-def sglang_api(runner: Any) -> SglangApi:
-    """What S2O's class asks of this SGLang.
+def make_api(runner: Any) -> SglangApi:
+    """Return what S2O's class asks of this SGLang.
 
     Raises:
         S2OError: the settings, the profile or the server's flags do not fit; the sentence says how.
@@ -87,18 +87,18 @@ def sglang_api(runner: Any) -> SglangApi:
             "--disable-prefill-cuda-graph, or serve with another --prefill-attention-backend"
         )
     parallel, model = get_parallel(), runner.model_config
-    kv_cache_dtype, obstacle = str(runner.kv_cache_dtype).removeprefix("torch."), _obstacle(runner)
+    kv_cache_dtype, obstacle = str(runner.kv_cache_dtype).removeprefix("torch."), _find_obstacle(runner)
     server = Server(
         settings_of_environment(),
         ServerContext(
             engine=f"SGLang {sglang.__version__}",
             stock="torch_native" if on_cpu else "fa3",
             model_config=model.hf_config,
-            checkpoint=local_folder(model.model_path),
+            checkpoint=find_local_folder(model.model_path),
             rank=Rank(parallel.attn_tp_rank, parallel.attn_tp_size),
             device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
             max_keys=int(model.context_len),
-            process=_process(parallel),
+            process=_find_process(parallel),
             kv_cache_dtype=kv_cache_dtype,
             obstacle=obstacle,
         ),
@@ -109,17 +109,11 @@ def sglang_api(runner: Any) -> SglangApi:
         location = KVWriteLoc.for_layer(forward_batch, layer)
         runner.token_to_kv_pool.set_kv_buffer(layer, location, keys, values, layer.k_scale, layer.v_scale)
 
-    return SglangApi(
-        server=server,
-        obstacle=obstacle,
-        kv_cache_dtype=kv_cache_dtype,
-        is_split=is_cp_active,
-        write=write,
-    )
+    return SglangApi(server, obstacle, kv_cache_dtype, is_cp_active, write)
 
 
 def settings_of_environment() -> Settings:
-    """The settings in the environment's S2O_SETTINGS; without a profile there, its S2O_PROFILE.
+    """Read the settings in the environment's S2O_SETTINGS; without a profile there, its S2O_PROFILE.
 
     Raises:
         ConfigError: a setting is unknown or illegal.
@@ -128,18 +122,21 @@ def settings_of_environment() -> Settings:
         section = json.loads(os.environ.get(VARIABLE) or "{}")
     except ValueError as error:
         raise ConfigError(f'{VARIABLE} is no JSON ({error}): use an object, {{"profile": FILE}}') from error
-    return Settings.of(section, VARIABLE)
+    return Settings.from_section(section, VARIABLE)
 
 
-def _process(parallel: Any) -> Process:
-    """Which process of the server this is, by SGLang's parallel state; replicas are processes or ranks of their own."""
+def _find_process(parallel: Any) -> Process:
+    """Return this process among the server's, by SGLang's parallel state.
+
+    Replicas are processes of their own, or ranks of attention.
+    """
     apart = 0 if parallel.attn_dp_size > 1 else parallel.dp_rank or 0
     number = (apart * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank
     return Process(number, parallel.pp_rank, parallel.attn_dp_rank if parallel.attn_dp_size > 1 else apart)
 
 
-def _obstacle(runner: Any) -> str | None:
-    """Why nothing of a model runner is computed by S2O; None if something may be."""
+def _find_obstacle(runner: Any) -> str | None:
+    """Return the reason why S2O computes nothing of a model runner; None if it may."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     pool = runner.token_to_kv_pool
@@ -151,7 +148,7 @@ def _obstacle(runner: Any) -> str | None:
 
 
 def _reserve(server: Server, runner: Any, schedule: Any) -> None:
-    """Take, and give back, what S2O's calls will need, and compile its kernels: the KV cache has its memory already.
+    """Take, and give back, the memory of S2O's calls, and compile its kernels: the KV cache has its memory already.
 
     Raises:
         ResourceError: so much is not left.

@@ -1,4 +1,4 @@
-"""What SGLang loads: the entry point of the group `sglang.srt.plugins`, called in every one of its processes."""
+"""The entry point of the group `sglang.srt.plugins`, which SGLang calls in every one of its processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def create(runner: Any) -> Any:
-    """SGLang makes the backend of a model runner."""
+    """Create the backend of a model runner, for SGLang."""
     from s2o_runtime.sglang.engine import create_backend
 
     return create_backend(runner)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
-from s2o_runtime.serving import calls
-from s2o_runtime.serving.plan import Pieces, Run
+from s2o_runtime.serving.batch import Batch, BatchSlice, SplitRequests
+from s2o_runtime.serving.server import Server
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
@@ -30,49 +30,50 @@ WHOLE_ONLY = {
 }
 
 
-class VllmBatch(calls.Batch):
+class VllmBatch(Batch):
     """One batch, as a metadata builder was given it.
 
     Args:
         common: vLLM's `CommonAttentionMetadata`.
-        build_part: makes the stock backend's metadata of a part of it.
-        max_keys: of one sparse run.
-        last_rows: how many of a request's queries are a prompt's last rows, by its queries and keys.
-        adapted: whether a request may have a LoRA adapter, by the same.
+        build: makes the stock backend's metadata of a part of it.
+        server: S2O in this process.
+        count_left, has_adapter: those of `VllmApi`.
     """
 
     def __init__(
-        self, common: Any, build_part: Callable[[Any], Any], max_keys: int, last_rows: Callable[[int, int], int],
-        adapted: Callable[[int, int], bool] = lambda *_: False,
+        self, common: Any, build: Callable[[Any], Any], server: Server,
+        count_left: Callable[[int, int], int | None], has_adapter: Callable[[int, int], bool],
     ) -> None:  # fmt: skip
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        lengths = lengths_on_host(common)[: common.num_reqs].tolist()
-        pieces = Pieces.of(starts, lengths, last_rows)
-        edges = pairwise(starts)
-        with_adapter = [adapted(end - begin, keys) for keys, (begin, end) in zip(lengths, edges, strict=True)]
-        self._common = common = common if pieces.are_requests else in_pieces(common, pieces)
-        self._build = build_part
-        super().__init__(pieces, max_keys, lambda run: build_part(part_of(common, run)), with_adapter)
+        lengths = read_lengths(common)[: common.num_reqs].tolist()
+        queries = [end - begin for begin, end in pairwise(starts)]
 
-    def tensors_of(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """Where queries begin, how many keys there are, and their pages."""
+        def count_last_rows(queries: int, keys: int) -> int:
+            return server.fit.count_last_rows(queries, keys, count_left(queries, keys))
+
+        split = SplitRequests.from_batch(starts, lengths, list(map(has_adapter, queries, lengths)), count_last_rows)
+        self._common = common if split.are_whole else split_batch(common, split)
+        self._build = build
+        super().__init__(split, server.fit, server.max_keys, lambda span: build(slice_batch(self._common, span)))
+
+    def get_tensors(self, span: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
         common = self._common
-        edges = common.query_start_loc[run.first : run.last + 1]
-        return edges, common.seq_lens[run.requests].int(), common.block_table_tensor[run.requests]
+        edges = common.query_start_loc[span.first : span.last + 1]
+        return edges, common.seq_lens[span.requests].int(), common.block_table_tensor[span.requests]
 
     def with_block_table(self, block_table: Tensor, slot_mapping: Tensor) -> VllmBatch:
-        """The same batch of another group of layers, whose keys lie in other pages."""
-        if not self.pieces.are_requests:
-            block_table = of_pieces(block_table, self.pieces)
-        common = replace(self._common, block_table_tensor=block_table, slot_mapping=slot_mapping)
-        other, build_part = copy.copy(self), self._build
-        other._common, other._build_part = common, lambda run: build_part(part_of(common, run))
-        other._calls, other._parts = {}, {}
+        """Return the same batch of another group of layers, whose keys lie in other pages."""
+        if not self.split.are_whole:
+            block_table = index_by_request(block_table, self.split)
+        other, build = copy.copy(self), self._build
+        other._common = replace(self._common, block_table_tensor=block_table, slot_mapping=slot_mapping)
+        other._build_part = lambda span: build(slice_batch(other._common, span))
+        other._calls, other._parts = {}, {}  # the plans stay
         return other
 
 
-def lengths_on_host(common: Any) -> Tensor:
-    """The keys of each request, on the host; asking the device for them is the last resort, because it waits."""
+def read_lengths(common: Any) -> Tensor:
+    """Read the keys of each request on the host; asking the device for them is the last resort, because it waits."""
     for name in LENGTHS:
         lengths = getattr(common, name, None)
         if isinstance(lengths, Tensor):
@@ -80,64 +81,65 @@ def lengths_on_host(common: Any) -> Tensor:
     return torch.as_tensor(common.seq_lens).cpu()
 
 
-def whole_only(common: Any) -> str | None:
-    """Why a batch is the stock backend's as a whole, whatever its requests; None if it may be shared."""
+def find_batch_obstacle(common: Any) -> str | None:
+    """Return the reason why the stock backend computes a batch as a whole, whatever its requests, or None."""
     if common.causal is not True:
         return "the batch is not causal"
     return next((reason for name, reason in WHOLE_ONLY.items() if getattr(common, name, None) is not None), None)
 
 
-def of_pieces(values: Any, pieces: Pieces) -> Any:
-    """Of a tensor or an array with an entry for each request, one with those of each piece's request."""
-    index = torch.tensor(pieces.requests)
-    return values[index.to(values.device, non_blocking=True) if isinstance(values, Tensor) else index.numpy()]
+def index_by_request(values: Any, split: SplitRequests) -> Any:
+    """Return an entry for each split request, of values that have one for each of the server's requests."""
+    if isinstance(values, Tensor):
+        return values[torch.tensor(split.indices).to(values.device, non_blocking=True)]
+    return values[list(split.indices)]  # of numpy
 
 
-def in_pieces(common: Any, pieces: Pieces) -> Any:
-    """The `CommonAttentionMetadata` whose requests are the pieces of a batch's requests."""
+def split_batch(common: Any, split: SplitRequests) -> Any:
+    """Return the `CommonAttentionMetadata` whose requests are split."""
 
     def numbers(values: Sequence[int], like: Tensor) -> Tensor:
         return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
-    changes: dict[str, Any] = {"num_reqs": len(pieces.requests), "max_query_len": max(pieces.queries)}
-    for field in fields(common):
-        value = getattr(common, field.name)
-        if field.name.endswith("_cache"):
-            changes[field.name] = None
-        elif field.name in EDGES:
-            changes[field.name] = numbers(pieces.starts, value)
-        elif field.name not in OF_TOKENS and hasattr(value, "shape") and len(value.shape) > 0:
-            changes[field.name] = of_pieces(value, pieces)
-            if field.name in KEYS:
-                changes[field.name] -= numbers(pieces.later, value)
-            elif field.name == COMPUTED:
-                changes[field.name] += numbers(pieces.earlier, value)
+    changes: dict[str, Any] = {"num_reqs": len(split.requests), "max_query_len": max(split.queries)}
+    for name in (field.name for field in fields(common)):
+        value = getattr(common, name)
+        if name.endswith("_cache"):
+            changes[name] = None
+        elif name in EDGES:
+            changes[name] = numbers(split.starts, value)
+        elif name not in OF_TOKENS and getattr(value, "shape", None):  # one entry a request
+            changes[name] = index_by_request(value, split)
+            if name in KEYS:
+                changes[name] -= numbers(split.later, value)
+            elif name == COMPUTED:
+                changes[name] += numbers(split.earlier, value)
     return replace(common, **changes)
 
 
-def part_of(common: Any, run: Run) -> Any:
-    """The `CommonAttentionMetadata` of some neighbouring requests, as if the batch had no others."""
+def slice_batch(common: Any, span: BatchSlice) -> Any:
+    """Return the `CommonAttentionMetadata` of some neighbouring requests, as if the batch had no others."""
     changes: dict[str, Any] = {
-        "num_reqs": run.last - run.first,
-        "num_actual_tokens": run.end - run.begin,
-        "max_query_len": run.max_q,
-        "max_seq_len": run.max_k,
+        "num_reqs": span.last - span.first,
+        "num_actual_tokens": span.end - span.begin,
+        "max_query_len": span.max_q,
+        "max_seq_len": span.max_k,
     }
-    for field in fields(common):
-        value = getattr(common, field.name)
-        if field.name.endswith("_cache"):
-            changes[field.name] = None  # what the whole batch computed once
-        elif field.name in EDGES:
-            changes[field.name] = value[run.first : run.last + 1] - run.begin
-        elif field.name in OF_TOKENS:
-            changes[field.name] = None if value is None else value[..., run.rows]  # of M-RoPE there are three rows
-        elif field.name not in changes and hasattr(value, "shape") and len(value.shape) > 0:
-            changes[field.name] = value[run.requests]
+    for name in (field.name for field in fields(common)):
+        value = getattr(common, name)
+        if name.endswith("_cache"):
+            changes[name] = None  # the whole batch's, computed once
+        elif name in EDGES:
+            changes[name] = value[span.first : span.last + 1] - span.begin
+        elif name in OF_TOKENS:
+            changes[name] = None if value is None else value[..., span.rows]  # of M-RoPE there are three rows
+        elif name not in changes and getattr(value, "shape", None):
+            changes[name] = value[span.requests]
     return replace(common, **changes)
 
 
-def key_and_value_pages(cache: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The keys and the values of one layer's cache: k and v, [pages, page size, Hkv, D] views.
+def get_pages(cache: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values of one layer's cache: k and v, [pages, page size, Hkv, D] views.
 
     Args:
         cache: [pages, 2, page size, Hkv, D] as up to 0.28, or [pages, Hkv, page size, 2 D], keys before values, as from

@@ -1,4 +1,4 @@
-"""Which vLLM this is, and whether its interface is one that S2O's backend was written for.
+"""The interface of vLLM that S2O's backend was written for.
 
 The recorded interfaces in tests/vllm_interfaces are of the versions that were read.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.sources import ServerInterface, fields, named_classes, parameters
+from s2o_runtime.serving.sources import ServerInterface, find_classes, list_parameters, read_fields
 
 BACKEND = Path("v1/attention/backend.py")
 FLASH = Path("v1/attention/backends/flash_attn.py")
@@ -24,7 +24,7 @@ COMMON = {
     "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len",
     "max_seq_len", "block_table_tensor", "slot_mapping", "causal",
 }  # fmt: skip
-# fields of CommonAttentionMetadata that may be there as well, and how a part of a batch gets them: `batch.part_of`
+# fields of CommonAttentionMetadata that may be there as well, and how a part of a batch gets them: `batch.slice_batch`
 COMMON_MORE = {
     "logits_indices_padded", "num_logits_indices", "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu",
     "dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "dcp_local_seq_lens_cpu_upper_bound", "positions",
@@ -36,7 +36,7 @@ COMMON_MORE = {
 
 @dataclass(frozen=True)
 class VllmInterface(ServerInterface):
-    """What of vLLM the backend relies on, as names.
+    """The names in vLLM on which the backend relies.
 
     Attributes:
         forward, init: the parameters of the stock implementation's `forward` and `__init__`, without self.
@@ -52,21 +52,21 @@ class VllmInterface(ServerInterface):
     cache_update: bool
 
     @classmethod
-    def in_sources(cls, folder: Path) -> VllmInterface:
-        """The interface of FlashAttention's backend, from the folder of the package `vllm`."""
-        stock, implementation, builder = named_classes(
+    def from_sources(cls, folder: Path) -> VllmInterface:
+        """Read the interface of FlashAttention's backend, from the folder of the package `vllm`."""
+        stock, implementation, builder = find_classes(
             folder / FLASH, "FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder"
         )
-        (common,) = named_classes(folder / BACKEND, "CommonAttentionMetadata")
+        (common,) = find_classes(folder / BACKEND, "CommonAttentionMetadata")
         return cls(
-            parameters(implementation, "forward"),
-            parameters(implementation, "__init__"),
-            parameters(builder, "build"),
-            tuple(fields(common)),
-            fields(stock).get("forward_includes_kv_cache_update") is not False,
+            list_parameters(implementation, "forward"),
+            list_parameters(implementation, "__init__"),
+            list_parameters(builder, "build"),
+            tuple(read_fields(common)),
+            read_fields(stock).get("forward_includes_kv_cache_update") is not False,
         )
 
-    def obstacle(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         if self.forward[: len(FORWARD)] != FORWARD or set(self.forward[len(FORWARD) :]) - FORWARD_MORE:
             return f"forward takes {', '.join(self.forward)}"
         if self.init[: len(INIT)] != INIT:
@@ -77,6 +77,4 @@ class VllmInterface(ServerInterface):
             return f"CommonAttentionMetadata has no {', '.join(sorted(missing))}"
         if unknown := set(self.common) - COMMON - COMMON_MORE:
             return f"CommonAttentionMetadata has {', '.join(sorted(unknown))}, which S2O does not know"
-        if self.cache_update:
-            return "forward writes the KV cache"
-        return None
+        return "forward writes the KV cache" if self.cache_update else None

@@ -1,4 +1,4 @@
-"""The vLLM around S2O's backend: what is asked of its configuration, its ranks and its interface."""
+"""The vLLM around S2O's backend: its configuration, its ranks and its log."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from s2o_runtime.sequences import page_obstacle
-from s2o_runtime.serving.checkpoint import local_folder
+from s2o_runtime.serving.checkpoint import find_local_folder
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, start_failures
+from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, log_start_failures
 from s2o_runtime.vllm.backend import VllmApi
 from s2o_runtime.vllm.prompts import Prompts
 
@@ -23,16 +23,16 @@ PROMPTS = Prompts()  # of this process
 log = logging.getLogger("s2o_runtime")
 
 
-def vllm_api() -> VllmApi:
-    """What S2O's classes ask of this vLLM."""
+def make_api() -> VllmApi:
+    """Return the functions by which S2O's classes ask this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return VllmApi(server, extract_layer_index, PROMPTS.left, PROMPTS.adapted)
+    return VllmApi(server, extract_layer_index, PROMPTS.count_left, PROMPTS.has_adapter)
 
 
 @lru_cache(maxsize=1)
 def server() -> Server:
-    """S2O in this process, made when vLLM makes its first layer.
+    """Return S2O in this process, made when vLLM makes its first layer.
 
     Raises:
         S2OError: the settings or the profile do not fit; the sentence says how.
@@ -50,39 +50,44 @@ def server() -> Server:
 
     PROMPTS.watch(Worker)
     config = get_current_vllm_config()
-    PROMPTS.lora = getattr(config, "lora_config", None) is not None
+    PROMPTS.has_lora = getattr(config, "lora_config", None) is not None
     model = config.model_config
     on_cpu = current_platform.is_cpu()
     context = ServerContext(
         engine=f"vLLM {vllm.__version__}",
         stock="the plain backend" if on_cpu else "FLASH_ATTN",
         model_config=model.hf_config,
-        checkpoint=local_folder(model.model, model.revision),
+        checkpoint=find_local_folder(model.model, model.revision),
         rank=Rank(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()),
         device=torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device()),
         max_keys=int(model.max_model_len),
-        decode_queries=_decode_queries(config.speculative_config),
-        process=_process(config.parallel_config, get_world_group().rank_in_group, get_pp_group().rank_in_group),
-        kv_cache_dtype=_cache_dtype(config.cache_config),
+        # its last token and those to be verified; a parallel drafter may add as many again
+        decode_queries=1 + 2 * int(getattr(config.speculative_config, "num_speculative_tokens", None) or 0),
+        process=_find_process(config.parallel_config, get_world_group().rank_in_group, get_pp_group().rank_in_group),
+        kv_cache_dtype=_get_cache_dtype(config.cache_config),
         obstacle=page_obstacle(config.cache_config.block_size or 1),  # 0 or None where vLLM will choose, a small one
     )
-    _show_log()
-    with start_failures():
+    vllm_log = logging.getLogger("vllm")
+    if not log.handlers:  # S2O's log goes where vLLM's goes
+        for handler in vllm_log.handlers:
+            log.addHandler(handler)
+        log.setLevel(vllm_log.level or logging.INFO)
+    with log_start_failures():
         return Server(settings_of(config.additional_config), context)
 
 
 def settings_of(additional_config: Any) -> Settings:
-    """The settings in vLLM's `additional_config`; without a profile there, the environment's S2O_PROFILE.
+    """Read the settings in vLLM's `additional_config`; without a profile there, the environment's S2O_PROFILE.
 
     Raises:
         ConfigError: a setting is unknown or illegal.
     """
     section = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else {}
-    return Settings.of(section, f'"{SECTION}" in --additional-config')
+    return Settings.from_section(section, f'"{SECTION}" in --additional-config')
 
 
-def _process(parallel: Any, world_rank: int, stage: int) -> Process:
-    """Which process of the server this is.
+def _find_process(parallel: Any, world_rank: int, stage: int) -> Process:
+    """Return this process among those of the server.
 
     Args:
         parallel: vLLM's ParallelConfig.
@@ -96,24 +101,6 @@ def _process(parallel: Any, world_rank: int, stage: int) -> Process:
     return Process(replica * of_replica + world_rank % of_replica, stage, replica)
 
 
-def _decode_queries(speculation: Any) -> int:
-    """The most queries that a request brings while it decodes.
-
-    With speculation these are its last token and those to be verified; a parallel drafter may add as many again.
-    """
-    tokens = getattr(speculation, "num_speculative_tokens", None) or 0
-    return 1 + 2 * int(tokens)
-
-
-def _cache_dtype(cache: Any) -> str:
-    """The type of all caches, by vLLM's CacheConfig; "auto" where some layers are excepted from it."""
+def _get_cache_dtype(cache: Any) -> str:
+    """Return the type of all caches, by vLLM's CacheConfig; "auto" where some layers are excepted from it."""
     return "auto" if getattr(cache, "kv_cache_dtype_skip_layers", None) else str(cache.cache_dtype)
-
-
-def _show_log() -> None:
-    """Let S2O's log go where vLLM's goes."""
-    vllm_log = logging.getLogger("vllm")
-    if not log.handlers:
-        for handler in vllm_log.handlers:
-            log.addHandler(handler)
-        log.setLevel(vllm_log.level or logging.INFO)

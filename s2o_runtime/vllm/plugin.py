@@ -1,4 +1,4 @@
-"""What vLLM loads: the entry point of the group `vllm.general_plugins`, called in every one of its processes."""
+"""The entry point of the group `vllm.general_plugins`, which vLLM calls in every one of its processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def register() -> None:
             register_backend(NAME, path)
         # vLLM hands its configuration to processes that have not loaded plugins yet, and an enum's member is pickled by
         # its value, which is unknown there
-        copyreg.pickle(AttentionBackendEnum, _reduced)
+        copyreg.pickle(AttentionBackendEnum, _reduce_member)
     else:
         register_backend(AttentionBackendEnum.CUSTOM, path)
     if (path := os.environ.get(CPU_VARIABLE, "")) and obstacle is None:
@@ -50,19 +50,19 @@ def register() -> None:
 
 
 def backend_name() -> str:
-    """What S2O's backend is called in the installed vLLM: CUSTOM where plugins cannot name one."""
+    """Return the name of S2O's backend in the installed vLLM: CUSTOM where plugins cannot name one."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
 
 
-def _reduced(member: Any) -> tuple[Any, ...]:
-    """How pickle stores a member of vLLM's registry: S2O's by its name, the others by their values."""
-    return (backend_member, ()) if member.name == NAME else (type(member), (member.value,))
+def _reduce_member(member: Any) -> tuple[Any, ...]:
+    """Reduce a member of vLLM's registry for pickle: S2O's to its name, the others to their values."""
+    return (get_member, ()) if member.name == NAME else (type(member), (member.value,))
 
 
-def backend_member() -> Any:
-    """S2O's member of the registry, which is registered first in a process that has not done so."""
+def get_member() -> Any:
+    """Return S2O's member of the registry, which is registered first in a process that has not done so."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     register()

@@ -1,4 +1,4 @@
-"""Where prompts of vLLM's requests end and which have LoRA adapters: it tells its workers, not attention backends."""
+"""The ends of prompts and the LoRA adapters of vLLM's requests, of which it tells its workers, not its backends."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ log = logging.getLogger("s2o_runtime")
 
 
 class Prompts:
-    """The prompts that a worker has not read to their end, and what the step of now leaves of them.
+    """The prompts that a worker has not read to their end, and their sizes in the current step.
 
-    lora: whether the server lets requests have adapters of LoRA.
+    has_lora: whether the server lets requests have LoRA adapters.
     """
 
-    lora = False
+    has_lora = False
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self._left: dict[tuple[int, int], int] = {}
         self._adapters: set[str] = set()  # requests that have one
-        self._adapted: dict[tuple[int, int], bool] = {}
+        self._by_adapter: dict[tuple[int, int], bool] = {}
         self._unknown = False
         self._watched: set[type] = set()
 
     def watch(self, worker: type) -> None:
-        """See every step of a worker's class before it runs; once, however often it is asked for."""
+        """Observe every step of a worker's class before it runs; once, however often it is asked for."""
         if worker in self._watched:
             return
         self._watched.add(worker)
@@ -34,24 +34,24 @@ class Prompts:
 
         @wraps(execute)
         def execute_model(self: Any, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
-            prompts.see(scheduler_output)
+            prompts.observe(scheduler_output)
             return execute(self, scheduler_output, *arguments, **named)
 
         prompts = self
         worker.execute_model = execute_model  # type: ignore[attr-defined]
 
-    def see(self, step: Any) -> None:
+    def observe(self, step: Any) -> None:
         """Take in a step, vLLM's `SchedulerOutput`; from one that is not understood on, no prompt is known to end."""
-        self._left, self._adapted = {}, {}
+        self._left, self._by_adapter = {}, {}
         if self._unknown:
             return
         try:
-            self._see(step)
+            self._read(step)
         except (AttributeError, KeyError, TypeError) as error:
             self._unknown = True
             log.warning("S2O: this vLLM does not say where prompts end (%r): their last rows are sparse too", error)
 
-    def _see(self, step: Any) -> None:
+    def _read(self, step: Any) -> None:
         for request in step.finished_req_ids:
             self._lengths.pop(request, None)
             self._adapters.discard(request)
@@ -59,7 +59,7 @@ class Prompts:
             # vLLM's runner V2 has a preempted request here again, with what it has written
             prompt = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             self._lengths[new.req_id] = len(new.prompt_embeds if prompt is None else prompt)
-            if self.lora and new.lora_request is not None:
+            if self.has_lora and new.lora_request is not None:
                 self._adapters.add(new.req_id)
         running = step.scheduled_cached_reqs
         for request in running.resumed_req_ids:  # what it has written so far is read again, as a part of its prompt
@@ -74,16 +74,17 @@ class Prompts:
             if not queries:
                 continue
             left = length - before[request] - queries
-            shape = queries, before[request] + queries
-            self._left[shape] = min(left, self._left.get(shape, left))
-            self._adapted[shape] = request in self._adapters or self._adapted.get(shape, False)
+            # backends know requests by their sizes alone: of two alike, the one that is dense counts
+            sizes = queries, before[request] + queries
+            self._left[sizes] = min(left, self._left.get(sizes, left))
+            self._by_adapter[sizes] = request in self._adapters or self._by_adapter.get(sizes, False)
             if left <= 0:
                 del self._lengths[request]
 
-    def left(self, queries: int, keys: int) -> int | None:
-        """Tokens of a prompt behind this step's request of so many queries and keys; None if that is not known."""
+    def count_left(self, queries: int, keys: int) -> int | None:
+        """Count the tokens of a prompt behind this step's request of so many queries and keys; None if unknown."""
         return self._left.get((queries, keys))
 
-    def adapted(self, queries: int, keys: int) -> bool:
-        """Whether one of this step's requests of so many queries and keys has an adapter, or may have."""
-        return self.lora and self._adapted.get((queries, keys), True)
+    def has_adapter(self, queries: int, keys: int) -> bool:
+        """Return whether one of this step's requests of so many queries and keys has an adapter, or may have."""
+        return self.has_lora and self._by_adapter.get((queries, keys), True)

@@ -16,8 +16,8 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1735, 8.9),
-    "calibrate/commands": (595, 8.4),
+    "calibrate": (1508, 10.0),
+    "calibrate/commands": (546, 9.1),
     "calibrate/curves": (692, 12.3),
     "calibrate/evaluation": (958, 11.7),
     "calibrate/model": (1492, 9.6),
@@ -27,7 +27,7 @@ CAPS: dict[str, tuple[int, float]] = {
     "calibrate/report": (1381, 10.3),
     "calibrate/search": (1009, 10.3),
     "calibrate/work": (499, 9.6),
-    "s2o_runtime": (1754, 9.8),
+    "s2o_runtime": (1742, 9.9),
     "s2o_runtime/attention": (678, 10.6),
     "s2o_runtime/doctor": (576, 9.1),
     "s2o_runtime/huggingface": (1080, 9.9),
@@ -35,17 +35,17 @@ CAPS: dict[str, tuple[int, float]] = {
     "s2o_runtime/monitor": (471, 11.4),
     "s2o_runtime/profile": (864, 9.5),
     "s2o_runtime/reference": (409, 12.5),
-    "s2o_runtime/serving": (947, 9.7),
-    "s2o_runtime/sglang": (413, 9.2),
-    "s2o_runtime/vllm": (507, 9.4),
+    "s2o_runtime/serving": (880, 10.0),
+    "s2o_runtime/sglang": (404, 9.3),
+    "s2o_runtime/vllm": (497, 9.4),
     "scripts": (418, 7.4),
     "scripts/bench": (1468, 11.3),
     "scripts/bench/baselines": (1231, 12.6),
     "scripts/demo_model": (398, 10.9),
     "scripts/docs": (660, 10.5),
     "scripts/study": (160, 13.5),
-    "tests": (20764, 12.1),
-    "tests/support": (1885, 12.0),
+    "tests": (20554, 12.2),
+    "tests/support": (1949, 12.0),
     UNALLOCATED: (0, 0.0),
 }
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from calibrate.model.weights import model_class
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import BASE, ROPE, STORED_TYPES, fingerprint, stored_tensors, tensor_bytes
-from s2o_runtime.serving.checkpoint import checkpoint_hashes
+from s2o_runtime.serving.checkpoint import hash_checkpoint
 from support.architectures import CASES
 
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_of_several_types_and_of_experts_has_the_hash_of_its_model(
     assert {tensor.dtype for tensor in stored} == {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
     loaded = model_class(config).from_pretrained(tmp_path, dtype=torch.float32)
     files = len(os.listdir("/proc/self/fd"))
-    _, as_transformers = checkpoint_hashes(tmp_path, config)
+    _, as_transformers = hash_checkpoint(tmp_path, config)
     assert len(os.listdir("/proc/self/fd")) == files
     assert as_transformers.partition(BASE)[0] == fingerprint(loaded).partition(ROPE)[0]
 
@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(contents, reason, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(contents)
     message = rf"^the weights in .* cannot be read \({reason}\): download them again$"
     with pytest.raises(ProfileError, match=message):
-        checkpoint_hashes(tmp_path, CASES["llama"].config)
+        hash_checkpoint(tmp_path, CASES["llama"].config)
 
 
 def test_a_file_that_is_cut_off_later_is_noticed(tmp_path):

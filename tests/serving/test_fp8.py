@@ -8,8 +8,7 @@ import torch
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile.record import Record
 from s2o_runtime.quantisation import as_cached
-from s2o_runtime.serving.calls import cache_obstacle, scales_obstacle
-from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.fit import Rank, find_cache_obstacle, find_scales_obstacle
 from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, two_layers
@@ -57,16 +56,18 @@ def test_a_profile_that_was_not_made_for_it_is_dense(of_fp8):
 
 
 def test_which_caches_a_profile_is_for():
-    assert cache_obstacle("auto") is cache_obstacle("bfloat16") is cache_obstacle("bfloat16", "fp8") is None
-    assert cache_obstacle("fp8_e4m3", "fp8") is None
-    assert cache_obstacle("fp8_e5m2", "fp8") == "the KV cache is fp8_e5m2"
-    assert cache_obstacle("nvfp4", "fp8") == "the KV cache is nvfp4"
+    assert (
+        find_cache_obstacle("auto") is find_cache_obstacle("bfloat16") is find_cache_obstacle("bfloat16", "fp8") is None
+    )
+    assert find_cache_obstacle("fp8_e4m3", "fp8") is None
+    assert find_cache_obstacle("fp8_e5m2", "fp8") == "the KV cache is fp8_e5m2"
+    assert find_cache_obstacle("nvfp4", "fp8") == "the KV cache is nvfp4"
 
 
 def test_scales_of_one_are_what_the_profile_was_made_for():
-    assert scales_obstacle(None, 1.0, torch.ones(8)) is None
+    assert find_scales_obstacle(None, 1.0, torch.ones(8)) is None
     said = "the fp8 cache has scales up to 0.5, the profile was made for 1"
-    assert scales_obstacle(torch.ones(1), torch.tensor([0.25, 0.5])) == said
+    assert find_scales_obstacle(torch.ones(1), torch.tensor([0.25, 0.5])) == said
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_what_vllms_layers_must_be_like(change, reason):
     engine = ENGINES["vllm"](server, kv_cache_dtype="fp8")
     if "layer" not in change:
         engine.impl.supports_quant_query_input = change["supports_quant_query_input"]
-    assert engine.impl._cache_obstacle(SimpleNamespace(**change.get("layer", {})), engine.cache) == reason
+    assert engine.impl._find_cache_obstacle(SimpleNamespace(**change.get("layer", {})), engine.cache) == reason
 
 
 def test_rounding_is_to_the_nearest_number_of_e4m3():

@@ -26,7 +26,7 @@ def test_the_versions_that_were_read_are_recorded():
 
 @pytest.mark.parametrize("interface", RECORDED, ids=NAMES)
 def test_recorded_interfaces_are_known(interface):
-    assert interface.obstacle() is None
+    assert interface.find_obstacle() is None
 
 
 CHANGES = {
@@ -60,7 +60,7 @@ CHANGES = {
 @pytest.mark.parametrize("known", RECORDED, ids=NAMES)
 def test_what_changed_is_named(known):
     for change, obstacle in CHANGES[type(known)]:
-        said = replace(known, **change(known)).obstacle()
+        said = replace(known, **change(known)).find_obstacle()
         assert said is not None
         assert re.match(obstacle, said)
 
@@ -168,7 +168,7 @@ def test_an_interface_is_read_from_sources(tmp_path, flash, sources, expected, o
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(source, encoding="utf-8")
     interface = type(expected)
-    assert interface.in_sources(tmp_path) == expected
+    assert interface.from_sources(tmp_path) == expected
     assert interface_obstacle(interface, tmp_path) == obstacle
     classes = ("FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder")
     for source, said in (

@@ -114,10 +114,10 @@ def test_what_never_stops_has_the_heads_segments():
     for first in (profile.layers[0][0], int8):
         layers = ((first, profile.layers[0][1]),) * 2
         sparse, dense_layer = served(replace(profile, layers=layers)).fit.layers
-        config = exact_config(sparse)
+        config = exact_config(sparse, profile.lengths)
         assert {(head.tau, head.segment) for head in config.heads} == {(0.0, 64)}
         assert config.scores == "input"
-        assert exact_config(dense_layer) is None
+        assert exact_config(dense_layer, profile.lengths) is None
 
 
 def of_two_kinds(swapped):

@@ -90,10 +90,10 @@ def test_what_s2o_cannot_do_is_one_call_of_the_stock_backend(options, call, reas
 
 def test_values_of_another_width_and_embeddings_without_a_cache_are_the_stock_backends():
     fake = engine()
-    assert fake.backend._layer(fake.layer(v_head_dim=32)) == "keys have 64 numbers and values 32"
+    assert fake.backend._find_layer(fake.layer(v_head_dim=32)) == "keys have 64 numbers and values 32"
     fake = engine()
     fake.backend.fa_skip_kv_cache = True
-    assert fake.backend._layer(fake.layer()) == "keys are not written into the cache"
+    assert fake.backend._find_layer(fake.layer()) == "keys are not written into the cache"
 
 
 def test_images_are_the_stock_backends():

@@ -105,7 +105,7 @@ def test_the_gpu_must_have_flash_attention_3(monkeypatch, tmp_path, capability, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if known:
-        assert engine.stock_class(runner(device="cuda")) is NativeBackend
+        assert engine.get_stock_class(runner(device="cuda")) is NativeBackend
         return
     major, minor = capability
     with pytest.raises(ConfigError, match=rf"no kernels for compute capability {major}\.{minor} \(8 and 9 only\)"):
@@ -131,7 +131,7 @@ def test_cuda_graphs_of_prompts_are_refused(monkeypatch, tmp_path):
         },
     )
     with pytest.raises(ConfigError, match="add --disable-prefill-cuda-graph, or serve with another"):
-        engine.sglang_api(runner(device="cuda"))
+        engine.make_api(runner(device="cuda"))
 
 
 class MHATokenToKVPool:
@@ -161,7 +161,7 @@ class SWAKVPool(MHATokenToKVPool):
 def test_caches_of_other_kinds_are_left_to_the_stock_backend(monkeypatch, pool, translating, obstacle):
     put_modules(monkeypatch, {"sglang.srt.mem_cache.memory_pool": {"MHATokenToKVPool": MHATokenToKVPool}})
     translator = SimpleNamespace(is_translating=translating)
-    assert engine._obstacle(runner(token_to_kv_pool=pool, kv_index_translator=translator)) == obstacle
+    assert engine._find_obstacle(runner(token_to_kv_pool=pool, kv_index_translator=translator)) == obstacle
 
 
 @pytest.mark.parametrize("attention_replicas", [1, 2])
@@ -176,7 +176,7 @@ def test_every_process_has_a_port_of_its_own(attention_replicas):
                     attn_dp_rank=rank // 2 if attention_replicas > 1 else 0,
                     dp_rank=rank // 2 if attention_replicas > 1 else replica,
                 )  # fmt: skip
-                places.append(engine._process(parallel))
+                places.append(engine._find_process(parallel))
                 assert places[-1].stage == stage
                 assert places[-1].replica == (rank // 2 if attention_replicas > 1 else replica)
     assert [place.number for place in places] == list(range(len(places)))

@@ -11,13 +11,12 @@ from s2o_runtime.errors import InputError
 from s2o_runtime.monitor import counters
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
-from s2o_runtime.serving.calls import layer_obstacle
-from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.fit import Rank, find_layer_obstacle
 from s2o_runtime.vllm.backend import BATCH
-from s2o_runtime.vllm.batch import key_and_value_pages
+from s2o_runtime.vllm.batch import get_pages
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine, Graphs, fake_backend
-from support.server_batches import FEWEST, all_dense, alone, dense, joint_density, two_layers
+from support.server_batches import all_dense, alone, dense, joint_density, two_layers
 
 HEADS, HEAD_DIM = 4, 64
 
@@ -45,40 +44,24 @@ def test_prompts_of_nearby_lengths_are_calls_that_are_alike(monkeypatch):
     assert calls[1] is not calls[2]
 
 
-def test_what_a_sparse_run_is_called_with():
+def test_a_sparse_slices_call_has_shared_bounds_and_its_own_requests():
     engine = FakeEngine(server())
     requests = [engine.add(length) for length in (200, 300, 305)]
     engine.feed([(request, 190) for request in requests[1:]])
-    _, metadata = engine.feed([(requests[0], 200), (requests[1], 110), (requests[2], 115)])
-    batch = getattr(metadata, BATCH)
-    whole, behind = (run for run in batch.plan(engine.server.fit.layers[0]).runs if run.is_sparse)
-    call = batch.sparse_call(whole, engine.page_size)
-    assert call.cu_k is call.cu_q  # a whole prompt: nothing more to compute
-    assert call.cu_q.tolist() == [0, 200]
-    assert (call.max_q, call.max_k, call.total_k) == (256, 256, 256)
-    call = batch.sparse_call(behind, engine.page_size)
-    assert call.cu_q.tolist() == [0, 110, 225]
-    assert call.cu_k.tolist() == [0, 300, 605]
-    assert (call.max_q, call.max_k, call.total_k) == (128, 320, 640)
-    assert call.block_table.data_ptr() % 16 == 0  # the batch's second row does not begin so
-    assert torch.equal(call.block_table, metadata.block_table[1:3])
-    assert batch.sparse_call(behind, engine.page_size) is call
-
-
-def test_two_ranks_compute_the_halves_of_one():
-    torch.manual_seed(1)
-    halves = [FakeEngine(server(rank=Rank(index, 2))) for index in range(2)]
-    engine = FakeEngine(server())
-    request = engine.add(300)
-    expected, _ = engine.feed([(request, 300)])
-    for index, half in enumerate(halves):
-        part = half.add(300)
-        part.queries, part.keys, part.values = (
-            tensor[:, index * count : (index + 1) * count]
-            for tensor, count in ((request.queries, 2), (request.keys, 1), (request.values, 1))
-        )
-        out, _ = half.feed([(part, 300)])
-        torch.testing.assert_close(out, expected[:, 2 * index : 2 * index + 2], rtol=1e-4, atol=1e-5)
+    engine.outputs([(requests[0], 200), (requests[1], 110), (requests[2], 115)])
+    batch = getattr(engine.metadata, BATCH)
+    whole, behind = (part for part in engine.slices() if part.is_sparse)
+    call = batch.get_call(whole, engine.page_size)
+    assert call["cu_k"] is call["cu_q"]  # a whole prompt: nothing more to compute
+    assert call["cu_q"].tolist() == [0, 200]
+    assert (call["max_q"], call["max_k"], call["total_k"]) == (256, 256, 256)
+    call = batch.get_call(behind, engine.page_size)
+    assert call["cu_q"].tolist() == [0, 110, 225]
+    assert call["cu_k"].tolist() == [0, 300, 605]
+    assert (call["max_q"], call["max_k"], call["total_k"]) == (128, 320, 640)
+    assert call["block_table"].data_ptr() % 16 == 0  # the batch's second row does not begin so
+    assert torch.equal(call["block_table"], engine.metadata.block_table[1:3])
+    assert batch.get_call(behind, engine.page_size) is call
 
 
 def test_the_density_of_a_sampled_call_is_that_of_its_requests():
@@ -98,37 +81,21 @@ def test_the_density_of_a_sampled_call_is_that_of_its_requests():
     torch.testing.assert_close(engine.server.counters.sampled[0].density, expected)
 
 
-def test_batches_without_a_long_tail_are_the_stock_backends_untouched():
-    engine = FakeEngine(server())
-    requests = [engine.add(300), engine.add(200)]
-    engine.feed([(request, 100) for request in requests])
-    engine.impl.stock_rows = 0
-    out, metadata = engine.feed([(requests[0], 1), (requests[1], FEWEST - 1)], padding=3)
-    assert not hasattr(metadata, BATCH)
-    assert engine.impl.stock_rows == FEWEST + 3  # in one call, with the rows that fill up the graph
-    torch.testing.assert_close(out[1:], dense(requests[1], FEWEST - 1), rtol=1e-4, atol=1e-5)
-
-
-def test_requests_without_queries_are_left_alone():
-    engine = FakeEngine(server())
-    request = engine.add(300)
-    out, _ = engine.feed([(request, 300)], padding=5)
-    expected = alone(request, 300, engine.server.fit.layers[0].config(300)).out
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_another_groups_block_table_is_followed():
-    """Layers of another cache group have the same batch with their keys in other pages."""
-    engine = FakeEngine(server())
-    request = engine.add(300)
-    expected, metadata = engine.feed([(request, 300)])
-    moved = torch.roll(engine.cache, 1, 0)
-    table = (metadata.block_table + 1) % engine.pages
-    updated = engine.builder.update_block_table(metadata, table, metadata.slot_mapping)
-    output = torch.full_like(expected, float("nan"))
-    layer = type("Layer", (), {"layer_name": "model.layers.0"})
-    engine.impl.forward(layer, request.queries, None, None, moved, updated, output)
-    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("last_rows", [0, 128])
+def test_layers_of_another_cache_group_read_its_pages(last_rows):
+    """The batch is the same, their keys lie in other pages; of a prompt with last rows there are two requests."""
+    profile = two_layers()
+    layers = tuple(tuple(replace(layer, last_rows=last_rows) for layer in bucket) for bucket in profile.layers)
+    engine = FakeEngine(FakeServer(replace(profile, layers=layers), Rank(), "cpu", 2048), ends=True)
+    request = engine.add(600)
+    prepared = engine.prepare([(request, 600)])
+    expected = prepared.forward()
+    other = torch.tensor(engine.free[: len(request.pages)])
+    engine.cache[other] = engine.cache[request.pages].clone()
+    engine.cache[request.pages] = float("nan")
+    prepared.metadata = engine.builder.update_block_table(prepared.metadata, other[None].int(), None)
+    torch.testing.assert_close(prepared.forward(), expected, rtol=1e-5, atol=1e-6)
+    assert engine.impl.stock_rows == 2 * last_rows
 
 
 @pytest.mark.parametrize(
@@ -236,9 +203,8 @@ def test_the_profiling_run_reserves_what_calls_will_need():
         ({"attn_type": "encoder_only"}, "the layer's attention is of type encoder_only"),
     ],
 )
-def test_what_s2o_cannot_do_is_a_reason(made_with, reason):
-    usual = {"alibi": False, "sliding_window": None, "soft_cap": None}
-    assert layer_obstacle(**{**usual, "attn_type": "decoder", "sinks": False, **made_with}) == reason
+def test_features_that_s2o_lacks_are_a_reason(made_with, reason):
+    assert find_layer_obstacle(**made_with) == reason
 
 
 def test_what_vllm_asks_of_the_backend():
@@ -253,7 +219,7 @@ def test_what_vllm_asks_of_the_backend():
 
 @pytest.mark.parametrize("shape", [(5, 2, 4, 3, 8), (5, 3, 4, 16)])
 def test_layouts_are_known_by_the_shape_of_the_cache(shape):
-    k, v = key_and_value_pages(torch.arange(2 * 5 * 4 * 3 * 8).view(shape), 3, 8)
+    k, v = get_pages(torch.arange(2 * 5 * 4 * 3 * 8).view(shape), 3, 8)
     assert k.shape == v.shape == (5, 4, 3, 8)
     assert not set(k.flatten().tolist()) & set(v.flatten().tolist())
 
@@ -261,6 +227,6 @@ def test_layouts_are_known_by_the_shape_of_the_cache(shape):
 @pytest.mark.parametrize("shape", [(5, 4, 3), (2, 5, 4, 3, 8), (5, 4, 3, 16)])
 def test_caches_of_another_shape_are_the_stock_backends(shape):
     with pytest.raises(InputError, match=r"the KV cache has shape \(.*expected \[pages, 3, page size, 16\] or"):
-        key_and_value_pages(torch.zeros(shape), 3, 8)
+        get_pages(torch.zeros(shape), 3, 8)
     impl = FakeEngine(server()).impl
-    assert impl._cache_obstacle(None, torch.zeros(shape)).startswith(f"the KV cache has shape {shape}")
+    assert impl._find_cache_obstacle(None, torch.zeros(shape)).startswith(f"the KV cache has shape {shape}")

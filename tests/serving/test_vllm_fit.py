@@ -1,4 +1,4 @@
-"""What a profile says on each rank of a server, and which model it is of."""
+"""A profile on each rank of a server: its heads, its layers, its reasons, and the model that it is of."""
 
 import re
 from dataclasses import replace
@@ -13,8 +13,8 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.identity import Geometry, compose_fingerprint, sampled_fingerprint
 from s2o_runtime.profile import Profile
-from s2o_runtime.serving.checkpoint import checkpoint_hashes
-from s2o_runtime.serving.fit import ProfileFit, Rank, check_model, row_weights, weights_mismatch
+from s2o_runtime.serving.checkpoint import hash_checkpoint
+from s2o_runtime.serving.fit import ProfileFit, Rank, Request, check_model, count_row_weights, find_mismatch
 
 CPU = torch.device("cpu")
 
@@ -41,61 +41,67 @@ def test_ranks_hold_every_head_once_and_the_kv_heads_that_these_read(size, kv_he
         assert {head // group for head in fit.heads} == set(fit.kv_heads)
         config = fit.layers[0].config(1024)
         assert [head.tau for head in config.heads] == pytest.approx([0.1 + head for head in fit.heads])
-        layer = fit.layer(0, len(fit.heads), len(fit.kv_heads), 64)
-        assert layer is fit.layers[0]
+        assert fit.find_layer(0, len(fit.heads), len(fit.kv_heads), 64) is fit.layers[0]
 
 
-def test_a_layer_of_another_model_has_no_fit():
-    fit = ProfileFit(profile(), Rank(), CPU)
-    for number_and_sizes in ((2, 8, 2, 64), (-1, 8, 2, 64), (0, 4, 2, 64), (0, 8, 1, 64), (0, 8, 2, 80)):
-        assert fit.layer(*number_and_sizes) == "the layer is none of the profile's"
-
-
-def test_layers_are_found_by_their_numbers_in_the_decoder():
+def test_layers_are_found_by_their_numbers_in_the_decoder_and_their_sizes():
     calibrated = profile()
     others = {"layer_numbers": (1, 3), "others": (("sliding_attention", 2),)}
     fit = ProfileFit(replace(calibrated, geometry=replace(calibrated.geometry, **others)), Rank(), CPU)
     assert [layer.layer for layer in fit.layers] == [1, 3]
-    layers = [fit.layer(number, 8, 2, 64) for number in range(5)]
+    layers = [fit.find_layer(number, 8, 2, 64) for number in range(-1, 5)]
     none = "the layer is none of the profile's"
-    assert layers == [none, fit.layers[0], none, fit.layers[1], none]
+    assert layers == [none, none, fit.layers[0], none, fit.layers[1], none]
+    assert [fit.find_layer(1, *sizes) for sizes in ((4, 2, 64), (8, 1, 64), (8, 2, 80))] == [none] * 3
 
 
-def test_why_requests_are_dense():
-    layer, dense = ProfileFit(profile(), Rank(1, 2), CPU).layers
-    assert layer.why_dense(1, 4000) == "decode"
-    assert layer.why_dense(500, 1023) == "shorter than the shortest calibrated length, 1024"
-    assert layer.why_dense(500, 1024) is None
-    assert layer.why_dense(500, 6144) is None
-    assert layer.why_dense(500, 6145) == "longer than 6144 keys, 1.5 times the longest calibrated length"
-    assert layer.why_dense(199, 4000).startswith("fewer than 200 queries behind a prefix")
-    assert layer.why_dense(200, 4000) is None
-    assert layer.why_dense(4096, 4096) is None
-    assert dense.why_dense(4096, 4096) == "every head of the layer is dense"
-    assert layer.kind != dense.kind
+def reason_of(fit, queries, keys, layer=0, **more):
+    """A reason's first part, up to the comma."""
+    reason = fit.dense_reason(Request(queries, keys, **more), fit.layers[layer])
+    return reason and reason.split(",")[0]
+
+
+def test_a_requests_reason_is_the_first_rule_that_it_breaks():
+    fit = ProfileFit(profile(), Rank(1, 2), CPU)
+    short, long = "shorter than the shortest calibrated length", "longer than 6144 keys"
+    few, whole_layer = "fewer than 200 queries behind a prefix", "every head of the layer is dense"
+    for queries, keys, reason in (
+        (1, 4000, "decode"), (500, 1023, short), (500, 1024, None), (500, 6144, None), (500, 6145, long),
+        (199, 4000, few), (200, 4000, None), (4096, 4096, None),
+    ):  # fmt: skip
+        assert reason_of(fit, queries, keys) == reason
+        rest = {"has_adapter": True, "is_last_rows": True}
+        assert reason_of(fit, queries, keys, **rest) == (reason or "the request has a LoRA adapter")
+        assert reason_of(fit, queries, keys, is_last_rows=True) == (reason or "the last rows of a prompt")
+    assert reason_of(fit, 4096, 4096, layer=1) == whole_layer
+    assert fit.dense_reason(Request(1, 4000)) == "decode"
+    assert fit.dense_reason(Request(500, 1023)) is None  # some layer may compute it, for all that it knows
+    assert fit.layers[0].plan_key != fit.layers[1].plan_key
     speculating = ProfileFit(profile(), Rank(), CPU, decode_queries=300)
-    assert speculating.layers[0].why_dense(300, 4000) == "decode"
-    assert speculating.layers[0].why_dense(301, 4000) is None
+    assert (reason_of(speculating, 300, 4000), reason_of(speculating, 301, 4000)) == ("decode", None)
     assert (ProfileFit(profile(), Rank(), CPU).min_queries, speculating.min_queries) == (200, 301)
-    beyond = ProfileFit(profile(), Rank(), CPU, beyond="s2o").layers[0]
-    assert beyond.why_dense(500, 60000) is None
+    assert reason_of(ProfileFit(profile(), Rank(), CPU, beyond="s2o"), 500, 60000) is None
+    fit.layers[0].refuse("for the test")
+    assert reason_of(fit, 4096, 4096) == "for the test"
 
 
 def test_requests_with_little_work_for_a_gpu_are_dense():
     """8 heads of 64 take 4e11 operations for 19,800 tokens; each of two ranks takes half."""
-    one, half = (ProfileFit(profile(), rank, CPU, "s2o", host_flops=4e11).layers[0] for rank in (Rank(), Rank(0, 2)))
-    assert one.why_dense(19_700, 19_700) == "so little work that the host would decide, not the GPU"
-    assert one.why_dense(19_900, 19_900) is None
-    assert one.why_dense(2048, 90_000) == half.why_dense(19_900, 19_900) == one.why_dense(19_700, 19_700)
+    one, half = (ProfileFit(profile(), rank, CPU, "s2o", host_flops=4e11) for rank in (Rank(), Rank(0, 2)))
+    host = "so little work that the host would decide"
+    assert (reason_of(one, 19_700, 19_700), reason_of(one, 19_900, 19_900)) == (host, None)
+    assert reason_of(one, 2048, 90_000) == reason_of(half, 19_900, 19_900) == host
     sizes = {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960}
-    weights = row_weights(SimpleNamespace(**sizes))
+    weights = count_row_weights(SimpleNamespace(**sizes))
     assert weights == 2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960
     experts = {"intermediate_size": 8960, "moe_intermediate_size": 1120, "num_experts_per_tok": 8}
-    assert row_weights(SimpleNamespace(**(sizes | experts))) == weights
-    assert row_weights(SimpleNamespace(**(sizes | {"intermediate_size": [8960] * 28}))) == weights - 3 * 1536 * 8960
-    larger = ProfileFit(profile(), Rank(), CPU, "s2o", host_flops=4e11, row_weights=weights).layers[0]
-    assert larger.why_dense(2048, 90_000) is None  # 3.5e11 for attention, 1.9e11 for the matrices
-    assert larger.why_dense(2048, 50_000) == one.why_dense(19_700, 19_700)
+    assert count_row_weights(SimpleNamespace(**(sizes | experts))) == weights
+    assert (
+        count_row_weights(SimpleNamespace(**(sizes | {"intermediate_size": [8960] * 28}))) == weights - 3 * 1536 * 8960
+    )
+    larger = ProfileFit(profile(), Rank(), CPU, "s2o", host_flops=4e11, row_weights=weights)
+    assert reason_of(larger, 2048, 90_000) is None  # 3.5e11 for attention, 1.9e11 for the matrices
+    assert reason_of(larger, 2048, 50_000) == host
 
 
 def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_backend(monkeypatch):
@@ -119,17 +125,12 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
     calls = [(queries, keys) for queries in (1, 150, 250, 1500) for keys in (1000, 1800, 4096, 9000) if queries <= keys]
     calls += [(keys, keys) for keys in (1024, 1800, 4096)]
     assert fit.rejected is None
-    answers = [tuple(layer.why_dense(*call) for call in calls) for layer in fit.layers]
+    answers = [tuple(fit.dense_reason(Request(*call), layer) for call in calls) for layer in fit.layers]
+    assert answers[1][-1] == "tile 64x128x4 ws s2 is for sm_90, this GPU is sm_80"
     for first, of_first in zip(fit.layers, answers, strict=True):
         for second, of_second in zip(fit.layers, answers, strict=True):
-            assert first.kind != second.kind or of_first == of_second
-    assert fit.layers[0].kind == fit.layers[-1].kind  # thresholds make no difference
-
-
-def test_a_tile_that_the_gpu_cannot_run_is_dense():
-    fit = ProfileFit(profile(tile=TileConfig(64, 128, 4, 4, 2, specialized=True, min_queries=200)), Rank(), CPU)
-    fit.capability = (8, 0)
-    assert fit.layers[0].why_dense(1024, 1024) == "tile 64x128x4 ws s2 is for sm_90, this GPU is sm_80"
+            assert first.plan_key != second.plan_key or of_first == of_second
+    assert fit.layers[0].plan_key == fit.layers[-1].plan_key  # thresholds make no difference
 
 
 def served(**changes):
@@ -157,12 +158,12 @@ def test_a_checkpoint_is_hashed_as_its_model(tmp_path):
     """Without what a checkpoint may have and its model not: the head that is tied, and frequencies."""
     expected = (checkpoint(tmp_path / "plain"),)
     tied, untied = served(tie_word_embeddings=True), served()
-    assert checkpoint_hashes(tmp_path / "plain", untied) == expected
+    assert hash_checkpoint(tmp_path / "plain", untied) == expected
     more = {"lm_head.weight": torch.ones(40, 8), "model.layers.0.rotary_emb.inv_freq": torch.ones(4)}
     checkpoint(tmp_path / "more", **more)
-    assert checkpoint_hashes(tmp_path / "more", tied) == expected
-    assert checkpoint_hashes(tmp_path / "more", untied) != expected
-    assert checkpoint_hashes(tmp_path, untied) == ()
+    assert hash_checkpoint(tmp_path / "more", tied) == expected
+    assert hash_checkpoint(tmp_path / "more", untied) != expected
+    assert hash_checkpoint(tmp_path, untied) == ()
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -196,7 +197,7 @@ def test_weights_and_config_are_compared(tmp_path):
         said, refused = compared(other, model, tmp_path)
         assert re.match(rf"{mismatch}.* of made: nothing is proven$", said)
         assert re.match(rf"{mismatch}.* of made: calibrate the model that you serve, or say {UNPROVEN}", refused)
-        assert weights_mismatch(other, model, tmp_path) == refused
+        assert find_mismatch(other, model, tmp_path) == refused
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_weights_that_cannot_be_compared_are_refused_unless_they_may_be_unproven
     said, refused = compared(calibrated, served(rms_norm_eps=1e-6, **changes), folder)
     assert said == f"weights not compared: {why}"
     assert re.match(rf"{said}: say {UNPROVEN}", refused)
-    assert weights_mismatch(calibrated, served(rms_norm_eps=1e-6, **changes), folder) == refused
+    assert find_mismatch(calibrated, served(rms_norm_eps=1e-6, **changes), folder) == refused
     assert "rms_norm_eps is 0.5" in compared(calibrated, served(rms_norm_eps=0.5, **changes), folder)[1]
     assert "RoPE" in compared(calibrated, served(rope_parameters=YARN, **changes), folder)[1]
 
@@ -229,7 +230,7 @@ def test_a_profile_without_the_config_is_refused_by_name_and_taken_where_it_is_f
     assert re.match(
         rf"the profile of made lacks the values of config.json: calibrate again, or say {UNPROVEN}", refused
     )
-    assert weights_mismatch(old, served(), tmp_path) is None
+    assert find_mismatch(old, served(), tmp_path) is None
 
 
 def test_of_models_whose_names_are_not_known_weights_are_not_compared(tmp_path):
@@ -244,21 +245,15 @@ def test_of_models_whose_names_are_not_known_weights_are_not_compared(tmp_path):
     assert compared(known, parts, tmp_path) == ("weights compared", None)
 
 
-def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 9)
-    with pytest.raises(ProfileError, match=r"the weights in .* cannot be read"):
-        checkpoint_hashes(tmp_path, served())
-
-
 def test_last_rows_are_a_requests_own_and_not_a_matter_of_configurations():
     made = profile()
     layers = tuple(tuple(replace(layer, last_rows=256) for layer in bucket) for bucket in made.layers)
     fit = ProfileFit(replace(made, layers=layers), Rank(), CPU)
     assert fit.layers[0].config(1024) == made.layers[0][0]
     assert fit.layers[0].config(1024) is fit.layers[0].config(1024)
-    assert [fit.last_rows(500, 2048, left) for left in (0, 56, 255, 256, 900, None)] == [256, 200, 1, 0, 0, 0]
-    assert fit.last_rows(100, 2048, 0) == 100
-    assert fit.last_rows(500, made.min_length - 1, 0) == 0
-    assert fit.last_rows(1, 2048, 0) == 0  # decode
+    assert [fit.count_last_rows(500, 2048, left) for left in (0, 56, 255, 256, 900, None)] == [256, 200, 1, 0, 0, 0]
+    assert fit.count_last_rows(100, 2048, 0) == 100
+    assert fit.count_last_rows(500, made.min_length - 1, 0) == 0
+    assert fit.count_last_rows(1, 2048, 0) == 0  # decode
     fit.host_flops = 1e18
-    assert fit.last_rows(500, 2048, 0) == 0
+    assert fit.count_last_rows(500, 2048, 0) == 0

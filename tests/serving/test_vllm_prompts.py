@@ -1,6 +1,9 @@
-"""Where prompts end, by the steps that vLLM's workers are given."""
+"""The ends of prompts and their adapters, by the steps that vLLM's workers are given."""
 
 from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from s2o_runtime.vllm.prompts import Prompts
 
@@ -11,26 +14,21 @@ def step(scheduled, new=(), running=(), finished=(), resumed=(), adapters=()):
     resumed: (request, tokens), which are among the running ones too.
     """
     requests, computed = zip(*running, strict=True) if running else ((), ())
+    new_requests = [
+        SimpleNamespace(
+            req_id=name, prompt_token_ids=[0] * length, prompt_embeds=None, num_computed_tokens=cached,
+            lora_request=object() if name in adapters else None,
+        )
+        for name, length, cached in new
+    ]  # fmt: skip
+    cached_requests = SimpleNamespace(
+        req_ids=list(requests), num_computed_tokens=list(computed), resumed_req_ids={name for name, _ in resumed},
+        all_token_ids={name: [0] * tokens for name, tokens in resumed},
+    )  # fmt: skip
     return SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(
-                req_id=one,
-                prompt_token_ids=[0] * length,
-                prompt_embeds=None,
-                num_computed_tokens=cached,
-                lora_request=object() if one in adapters else None,
-            )
-            for one, length, cached in new
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(requests),
-            num_computed_tokens=list(computed),
-            resumed_req_ids={one for one, _ in resumed},
-            all_token_ids={one: [0] * tokens for one, tokens in resumed},
-        ),
-        num_scheduled_tokens=scheduled,
+        scheduled_new_reqs=new_requests, scheduled_cached_reqs=cached_requests, num_scheduled_tokens=scheduled,
         finished_req_ids=set(finished),
-    )
+    )  # fmt: skip
 
 
 class Worker:
@@ -54,75 +52,77 @@ def test_a_worker_runs_as_before_and_its_steps_are_seen():
     worker, first = Watched(), step({"a": 300}, new=[("a", 1000, 200)])
     assert worker.execute_model(first) == "output"
     assert worker.ran == [first]
-    assert prompts.left(300, 500) == 500
+    assert prompts.count_left(300, 500) == 500
     worker.execute_model(step({"a": 500}, running=[("a", 500)]))
-    assert prompts.left(500, 1000) == 0
+    assert prompts.count_left(500, 1000) == 0
     assert Worker().execute_model(step({"b": 1})) == "output"  # another class is as it was
-    assert prompts.left(500, 1000) == 0
+    assert prompts.count_left(500, 1000) == 0
 
 
-def test_what_is_left_of_a_prompt_in_chunks():
+def test_the_end_of_a_prompt_is_known_in_every_chunk():
+    """The example to read: a prompt in chunks beside one that decodes, preempted with 20 tokens written behind it."""
     prompts = Prompts()
-    prompts.see(step({"a": 300, "b": 1}, new=[("a", 1000, 0)], running=[("b", 70)]))
-    assert (prompts.left(300, 300), prompts.left(1, 71)) == (700, None)
-    prompts.see(step({"a": 600, "b": 1, "c": 50}, new=[("c", 50, 0)], running=[("b", 71), ("a", 300)]))
-    assert (prompts.left(600, 900), prompts.left(50, 50), prompts.left(300, 300)) == (100, 0, None)
-    prompts.see(step({"b": 1, "c": 1, "a": 100}, running=[("b", 72), ("c", 50), ("a", 900)]))
-    assert (prompts.left(100, 1000), prompts.left(1, 51)) == (0, None)
-    prompts.see(step({"a": 1, "b": 1}, running=[("a", 1000), ("b", 73)]))
-    assert prompts.left(1, 1001) is None
+    prompts.observe(step({"a": 200, "b": 1}, new=[("a", 300, 0)], running=[("b", 70)]))
+    assert (prompts.count_left(200, 200), prompts.count_left(1, 71)) == (100, None)
+    prompts.observe(step({"a": 100}, running=[("a", 200)]))
+    assert (prompts.count_left(100, 300), prompts.count_left(200, 200)) == (0, None)
+    prompts.observe(step({"a": 200}, running=[("a", 0)], resumed=[("a", 320)]))
+    assert prompts.count_left(200, 200) == 120
 
 
-def test_a_request_that_waits_or_is_dropped_is_none_of_the_step():
+@given(st.data())
+def test_what_is_left_of_prompts_and_their_adapters_in_any_order_of_steps(data):
+    """Of requests that are read in chunks, decode, wait, are preempted, and end; names are used again."""
+    prompts, requests = Prompts(), {}
+    prompts.has_lora = data.draw(st.booleans())
+    for _ in range(data.draw(st.integers(1, 8))):
+        finished = [name for name in requests if data.draw(st.sampled_from([False, False, True]))]
+        for name in finished:
+            del requests[name]
+        scheduled, new, running, resumed, left, adapted = {}, [], [], [], {}, {}
+        for name in "abc":
+            if data.draw(st.booleans()):
+                continue  # waits
+            if name not in requests:
+                length = data.draw(st.integers(1, 6))
+                cached = data.draw(st.integers(0, length - 1))
+                requests[name] = request = {"end": length, "done": cached, "adapter": data.draw(st.booleans())}
+                new.append((name, length, cached))
+            else:
+                request = requests[name]
+                if data.draw(st.sampled_from([False, False, True])):  # preempted: what it has written is read again
+                    request["end"], request["done"] = max(request["end"], request["done"] + 1), 0
+                    resumed.append((name, request["end"]))
+                running.append((name, request["done"]))
+            queries = data.draw(st.integers(1, max(1, request["end"] - request["done"])))
+            scheduled[name] = queries
+            if request["done"] < request["end"]:  # still in its prompt
+                sizes, behind = (queries, request["done"] + queries), request["end"] - request["done"] - queries
+                left[sizes] = min(behind, left.get(sizes, behind))  # of two alike, the one that ends counts
+                adapted[sizes] = adapted.get(sizes, False) or request["adapter"]
+            request["done"] += queries
+        adapters = [name for name, request in requests.items() if request["adapter"]]
+        prompts.observe(step(scheduled, new, running, finished, resumed, adapters))
+        for sizes in [(queries, keys) for queries in range(1, 7) for keys in range(queries, 12)]:
+            assert prompts.count_left(*sizes) == left.get(sizes)
+            assert prompts.has_adapter(*sizes) == (prompts.has_lora and adapted.get(sizes, True))
+
+
+def test_once_steps_are_not_understood_every_request_may_have_an_adapter():
     prompts = Prompts()
-    prompts.see(step({"a": 300}, new=[("a", 1000, 0)]))
-    prompts.see(step({"b": 10}, new=[("b", 10, 0)]))  # "a" waits
-    assert prompts.left(300, 300) is None
-    prompts.see(step({}, finished=["a"]))
-    prompts.see(step({"a": 300}, new=[("a", 400, 0)]))  # another prompt of the same name
-    assert prompts.left(300, 300) == 100
-
-
-def test_a_request_that_was_preempted_reads_its_own_words_again():
-    prompts = Prompts()
-    prompts.see(step({"a": 300}, new=[("a", 300, 0)]))
-    prompts.see(step({"a": 1}, running=[("a", 300)]))
-    prompts.see(step({"a": 200}, running=[("a", 0)], resumed=[("a", 320)]))
-    assert prompts.left(200, 200) == 120
-    prompts.see(step({"a": 120}, running=[("a", 200)]))
-    assert prompts.left(120, 320) == 0
-
-
-def test_of_two_requests_of_one_shape_the_one_that_ends_counts():
-    prompts = Prompts()
-    prompts.see(step({"a": 300, "b": 300}, new=[("a", 300, 0), ("b", 900, 0)]))
-    assert prompts.left(300, 300) == 0
-
-
-def test_requests_with_adapters_are_known_by_their_shapes_while_they_are_read():
-    prompts = Prompts()
-    prompts.see(step({"a": 300}, new=[("a", 300, 0)], adapters="a"))
-    assert not prompts.adapted(300, 300)  # of a server that has no adapters nothing is asked
-    prompts.lora = True
-    prompts.see(step({"a": 300, "b": 200}, new=[("a", 1000, 0), ("b", 400, 0)], adapters="a"))
-    assert (prompts.adapted(300, 300), prompts.adapted(200, 200)) == (True, False)
-    prompts.see(step({"a": 300, "b": 200, "c": 300}, new=[("c", 600, 0)], running=[("a", 300), ("b", 200)]))
-    assert (prompts.adapted(300, 600), prompts.adapted(300, 300), prompts.adapted(200, 400)) == (True, False, False)
-    prompts.see(step({"a": 50, "c": 300}, new=[("a", 650, 600)], running=[("c", 300)], finished=["a"]))
-    assert (prompts.adapted(50, 650), prompts.adapted(300, 600)) == (False, False)  # another one of the name
-    prompts.see(step({"d": 100, "e": 100}, new=[("d", 100, 0), ("e", 100, 0)], adapters="e"))
-    assert prompts.adapted(100, 100)  # of two of a shape one has an adapter
-    assert prompts.adapted(70, 70)  # what no step has said may have one
-    prompts.see(SimpleNamespace(finished_req_ids=[]))
-    prompts.see(step({"f": 100}, new=[("f", 100, 0)]))
-    assert prompts.adapted(100, 100)  # once steps are not understood, every request may
+    prompts.has_lora = True
+    prompts.observe(step({"a": 100}, new=[("a", 100, 0)]))
+    assert not prompts.has_adapter(100, 100)
+    prompts.observe(SimpleNamespace(finished_req_ids=[]))
+    prompts.observe(step({"b": 100}, new=[("b", 100, 0)]))
+    assert prompts.has_adapter(100, 100)
 
 
 def test_a_step_that_is_not_understood_is_said_once(info_log):
     prompts = Prompts()
     for _ in range(2):
-        prompts.see(SimpleNamespace(finished_req_ids=[]))
-    assert prompts.left(300, 300) is None
+        prompts.observe(SimpleNamespace(finished_req_ids=[]))
+    assert prompts.count_left(300, 300) is None
     (said,) = info_log.messages
     assert said.startswith("S2O: this vLLM does not say where prompts end (AttributeError(")
     assert said.endswith("their last rows are sparse too")

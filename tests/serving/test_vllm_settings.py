@@ -1,4 +1,4 @@
-"""What a user says to S2O inside vLLM, and what S2O says of itself there."""
+"""Settings of S2O inside vLLM, its start, and what it reports there."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,30 +44,24 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("section", "expected"),
     [
-        ({"s2o": "p"}, "use an object"),
-        ({"s2o": {"profile": 5}}, "profile is 5: expected a file name"),
-        ({"s2o": {"profile": ["p"]}}, r"profile is \['p'\]: expected a file name"),
-        (
-            {"s2o": {"profile": "p", "tau": 1}},
-            '"tau" is not a setting of "s2o" in --additional-config: use beyond, drift',
-        ),
-        ({"s2o": {"profile": "p", "beyond": "warn"}}, "beyond is 'warn': expected one of dense, s2o"),
-        (
-            {"s2o": {"profile": "p", "metrics_port": 0}},
-            "metrics_port is 0: expected a whole number from 1 to 65535 or none",
-        ),
-        ({"s2o": {"profile": "p", "metrics_host": ""}}, "metrics_host is '': expected a name"),
-        ({"s2o": {"profile": "p", "metrics_host": 9001}}, "metrics_host is 9001: expected a name"),
-        ({"s2o": {"profile": "p", "log_every": -1}}, "log_every is -1.0: expected a number of seconds of at least 0"),
-        ({"s2o": {"profile": "p", "drift": "loud"}}, "drift is 'loud': expected one of"),
-        ({"s2o": {"profile": "p", "strict": "no"}}, "strict is 'no': expected true or false"),
+        ("p", "use an object"),
+        ({"tau": 1}, '"tau" is not a setting of "s2o" in --additional-config: use beyond, drift'),
+        ({"profile": 5}, "profile is 5: expected a file name"),
+        ({"profile": ["p"]}, r"profile is \['p'\]: expected a file name"),
+        ({"beyond": "warn"}, "beyond is 'warn': expected one of dense, s2o"),
+        ({"metrics_port": 0}, "metrics_port is 0: expected a whole number from 1 to 65535 or none"),
+        ({"metrics_host": ""}, "metrics_host is '': expected a name"),
+        ({"metrics_host": 9001}, "metrics_host is 9001: expected a name"),
+        ({"log_every": -1}, "log_every is -1.0: expected a number of seconds of at least 0"),
+        ({"drift": "loud"}, "drift is 'loud': expected one of"),
+        ({"strict": "no"}, "strict is 'no': expected true or false"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(given, said):
-    with pytest.raises(ConfigError, match=said):
-        settings_of(given)
+def test_a_setting_that_is_refused_is_named(section, expected):
+    with pytest.raises(ConfigError, match=expected):
+        settings_of({"s2o": section})
 
 
 def demo(**changes):
@@ -82,19 +76,15 @@ def started(model=None, settings=Settings(DEMO, strict=False), rank=Rank(1, 2), 
 
 
 def test_one_line_says_what_will_run_where(info_log):
+    """Or that nothing will; then no memory is taken for calls that will not come."""
     started()
     (line,) = (record.message for record in info_log.records if " in vLLM " in record.message)
     assert "in vLLM 0.32.0: profile" in line
     assert "6 of 6 layers sparse from 1024 to 3072 keys and from 2 new tokens on" in line
     assert line.endswith("rank 1 of 2 holds query heads 4 to 7; all else goes to STOCK")
-
-
-def test_a_server_whose_layers_all_go_to_the_stock_backend_says_so(caplog):
-    """And takes no memory for calls that will not come."""
     server = started(kv_cache_dtype="fp8")
-    said = "the KV cache is fp8, which the profile was not made for"
-    assert caplog.messages[-1].endswith(f"in vLLM 0.32.0: all rows go to STOCK: {said}")
-    assert server.obstacle == said
+    assert server.obstacle == "the KV cache is fp8, which the profile was not made for"
+    assert info_log.messages[-1].endswith(f"in vLLM 0.32.0: all rows go to STOCK: {server.obstacle}")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +96,7 @@ def test_a_server_whose_layers_all_go_to_the_stock_backend_says_so(caplog):
     ],
 )
 def test_the_type_of_vllms_cache(cache, dtype):
-    assert engine._cache_dtype(SimpleNamespace(**{"cache_dtype": "auto", **cache})) == dtype
+    assert engine._get_cache_dtype(SimpleNamespace(**{"cache_dtype": "auto", **cache})) == dtype
 
 
 def test_the_demos_limits_are_checked_on_one_rank(info_log):
@@ -131,7 +121,7 @@ def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
     assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
     geometry = profile.geometry
     sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
-    assert [server.fit.layer(number, *sizes).drift.allowed for number in numbers] == error_limits(profile)
+    assert [server.fit.find_layer(number, *sizes).drift.allowed for number in numbers] == error_limits(profile)
 
 
 def compiled(monkeypatch, rows, configs=()):
@@ -205,24 +195,21 @@ def test_a_profile_that_does_not_fit_ends_the_start():
 
 @pytest.mark.parametrize("given", [{"s2o": {"tau": 1}}, {"s2o": {"profile": "no.safetensors"}}], ids=["tau", "no file"])
 def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
-    group = SimpleNamespace(rank_in_group=0)
-    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0)
-    model = SimpleNamespace(hf_config=demo(), model=str(MODEL), revision=None, max_model_len=4096)
+    group, worker = SimpleNamespace(rank_in_group=0), type("Worker", (), {"execute_model": lambda self, step: None})
     config = SimpleNamespace(
-        model_config=model, parallel_config=parallel, speculative_config=None, additional_config=given,
+        model_config=SimpleNamespace(hf_config=demo(), model=str(MODEL), revision=None, max_model_len=4096),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
-    )  # fmt: skip
+        speculative_config=None,
+        additional_config=given,
+    )
+    ranks = {"get_tensor_model_parallel_rank": lambda: 0, "get_tensor_model_parallel_world_size": lambda: 1}
     names = {
         "vllm": {"__version__": "0.32.0"},
         "vllm.config": {"get_current_vllm_config": lambda: config},
-        "vllm.distributed": {
-            "get_pp_group": lambda: group,
-            "get_world_group": lambda: group,
-            "get_tensor_model_parallel_rank": lambda: 0,
-            "get_tensor_model_parallel_world_size": lambda: 1,
-        },
+        "vllm.distributed": {"get_pp_group": lambda: group, "get_world_group": lambda: group, **ranks},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
-        "vllm.v1.worker.gpu_worker": {"Worker": type("Worker", (), {"execute_model": lambda self, step: None})},
+        "vllm.v1.worker.gpu_worker": {"Worker": worker},
     }
     put_modules(monkeypatch, names)
     engine.server.cache_clear()
@@ -230,6 +217,34 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
         engine.server()
     (record,) = caplog.records
     assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
+
+
+def test_metrics_answer_on_this_machine_alone_unless_an_address_is_given(monkeypatch, caplog):
+    """The default of prometheus_client, which only servers bring, is every address; and there is no password."""
+    calls = []
+
+    def start_http_server(port, addr="0.0.0.0", registry=None):
+        if port == TAKEN:
+            raise OSError(98, "Address already in use")
+        calls.append((addr, port, registry.labels))
+
+    class Registry:
+        def register(self, collector):
+            self.labels = collector._labels
+
+    put_modules(
+        monkeypatch, {"prometheus_client": {"start_http_server": start_http_server, "CollectorRegistry": Registry}}
+    )
+    given = {"profile": str(DEMO), "strict": False, "metrics_port": 9001}
+    for section in (given, given | {"metrics_host": "10.0.0.7"}):
+        started(settings=settings_of({"s2o": section}), process=Process(7, stage=1, replica=1))
+    labels = {"rank": "1", "pp": "1", "dp": "1"}
+    assert calls == [("127.0.0.1", 9008, labels), ("10.0.0.7", 9008, labels)]  # behind process 0
+    started()
+    section = given | {"metrics_port": TAKEN - 1, "metrics_host": "10.0.0.7"}
+    started(settings=settings_of({"s2o": section}), process=Process(1))
+    assert len(calls) == 2
+    assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
 
 
 def test_counters_say_where_rows_went(info_log):
@@ -250,32 +265,6 @@ def test_counters_say_where_rows_went(info_log):
     assert info_log.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
 
 
-@pytest.fixture
-def listening(monkeypatch):
-    """Where a fake of prometheus_client, which only servers bring, would listen: (address, port), in order."""
-    calls = []
-
-    def start_http_server(port, addr="0.0.0.0", registry=None):
-        if port == TAKEN:
-            raise OSError(98, "Address already in use")
-        calls.append((addr, port))
-
-    registry = lambda: SimpleNamespace(register=lambda collector: None)  # noqa: E731
-    fake = {"start_http_server": start_http_server, "CollectorRegistry": registry}
-    put_modules(monkeypatch, {"prometheus_client": fake})
-    return calls
-
-
-def test_counters_answer_on_this_machine_alone_unless_an_address_is_given(listening):
-    """The default of prometheus_client is every address of the machine, and there is no password."""
-    given = {"profile": str(DEMO), "strict": False, "metrics_port": 9001}
-    for section in (given, given | {"metrics_host": "10.0.0.7"}):
-        started(settings=settings_of({"s2o": section}), process=Process(1))
-    assert listening == [("127.0.0.1", 9002), ("10.0.0.7", 9002)]  # behind process 0
-    started()
-    assert len(listening) == 2
-
-
 def test_every_process_of_vllm_has_a_port_of_its_own():
     """On two pipeline stages of two ranks in three replicas, whose processes vLLM counts together or apart."""
     for together in (True, False):
@@ -285,23 +274,10 @@ def test_every_process_of_vllm_has_a_port_of_its_own():
                 parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_rank=replica)
                 if not together:  # dense models: vLLM keeps the replica's number in another place
                     parallel.data_parallel_rank, parallel.data_parallel_index = 0, replica
-                process = engine._process(parallel, world_rank + 4 * replica * together, world_rank // 2)
+                process = engine._find_process(parallel, world_rank + 4 * replica * together, world_rank // 2)
                 numbers.append(process.number)
                 assert (process.stage, process.replica) == (world_rank // 2, replica)
         assert numbers == list(range(12))
-
-
-def test_metrics_name_rank_stage_and_replica(monkeypatch):
-    served = []
-    monkeypatch.setattr("s2o_runtime.serving.server.serve_metrics", lambda *given: served.append(given[1:]))
-    started(settings=Settings(DEMO, strict=False, metrics_port=9001), process=Process(7, stage=1, replica=1))
-    assert served == [("127.0.0.1", 9008, {"rank": "1", "pp": "1", "dp": "1"})]
-
-
-def test_a_port_that_is_taken_is_said_with_its_address(listening, caplog):
-    started(settings=Settings(DEMO, strict=False, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), process=Process(1))
-    assert not listening
-    assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
 
 
 def test_prometheus_collects_the_counters():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from s2o_runtime.monitor.counters import Counters
+from s2o_runtime.serving.batch import BatchSlice
 from s2o_runtime.serving.fit import ProfileFit, Rank
 from s2o_runtime.serving.server import ServerContext
 
@@ -55,6 +56,16 @@ class Request:
         return len(self.keys)
 
 
+class Layout(NamedTuple):
+    """A batch: of each request its new tokens, those before, and all; of each row its position and its slot."""
+
+    counts: list[int]
+    starts: list[int]
+    lengths: list[int]
+    positions: Tensor
+    slots: Tensor
+
+
 class Requests:
     """Prompts of random queries, keys and values, fed batch by batch to one layer."""
 
@@ -64,6 +75,8 @@ class Requests:
     page_size: int
     requests: list[Request]
     free: list[int]
+    last_batch: Any
+    stock_rows: int  # that the stock backend computed
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -85,6 +98,26 @@ class Requests:
         pages = [self.free.pop() for _ in range(-(-len(keys) // self.page_size))]
         self.requests.append(Request(keys, values, queries, pages))
         return self.requests[-1]
+
+    def lay_out(self, parts: list[tuple[Request, int]]) -> Layout:
+        """Where the next so many tokens of each request are."""
+        counts, starts = [count for _, count in parts], [request.done for request, _ in parts]
+        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        positions = [torch.arange(start, end) for start, end in zip(starts, lengths, strict=True)]
+        size = self.page_size
+        slots = [
+            torch.tensor(request.pages)[tokens // size] * size + tokens % size
+            for (request, _), tokens in zip(parts, positions, strict=True)
+        ]
+        return Layout(counts, starts, lengths, torch.cat(positions).to(self.device), torch.cat(slots).to(self.device))
+
+    def outputs(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> Tensor:
+        """Feed so many tokens of each request; returns their outputs [T, Hq, D]."""
+        raise NotImplementedError
+
+    def slices(self) -> tuple[BatchSlice, ...]:
+        """Those of the last batch in the first layer."""
+        return self.last_batch.plan(self.server.fit.layers[0]).slices
 
     def counted(self) -> dict[tuple[str, str], int]:
         """Query rows by path and reason, up to its first comma, over all layers."""

@@ -5,6 +5,7 @@ On a GPU the same classes drive the real kernels.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -154,6 +155,20 @@ class FakeEngine(Requests):
         self.free = torch.randperm(self.slots).tolist()
         self.rows: dict[int, int] = {}  # of the table, by the request's id
 
+    stock_op = sys.modules[__name__], "s2o_attention_paged"  # by which the stock backend computes
+    adapters_by_sizes, uncounted_below = False, 0
+
+    def outputs(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> Tensor:
+        return self.feed(parts, Mode.MIXED, layer={"layer_id": layer})
+
+    @property
+    def last_batch(self) -> Any:
+        return self.backend.s2o_batch
+
+    @property
+    def stock_rows(self) -> int:
+        return self.backend.stock_rows
+
     def add_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Request:
         """A new prompt, with its slots, which are pages of one token."""
         request = super().add_prompt(queries, keys, values)
@@ -174,11 +189,7 @@ class FakeEngine(Requests):
 
     def batch(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND) -> ForwardBatch:
         """The batch of so many tokens of each request."""
-        counts, starts = [count for _, count in parts], [request.done for request, _ in parts]
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        tokens = [torch.arange(start, end) for start, end in zip(starts, lengths, strict=True)]
-        rows = [self.rows[id(request)] for request, _ in parts]
-        slots = [self.table[row].cpu()[span].long() for row, span in zip(rows, tokens, strict=True)]
+        counts, starts, lengths, positions, slots = self.lay_out(parts)
 
         def here(numbers: Any) -> Tensor:
             return torch.as_tensor(numbers).to(self.device)
@@ -186,13 +197,13 @@ class FakeEngine(Requests):
         return ForwardBatch(
             forward_mode=mode,
             batch_size=len(parts),
-            input_ids=here(torch.cat(tokens)),
-            req_pool_indices=here(rows),
+            input_ids=positions,
+            req_pool_indices=here([self.rows[id(request)] for request, _ in parts]),
             seq_lens=here(lengths),
-            out_cache_loc=here(torch.cat(slots)),
+            out_cache_loc=slots,
             seq_lens_sum=sum(lengths),
             seq_lens_cpu=torch.tensor(lengths),
-            positions=here(torch.cat(tokens)),
+            positions=positions,
             extend_num_tokens=sum(counts),
             extend_seq_lens=here(counts),
             extend_prefix_lens=here(starts),

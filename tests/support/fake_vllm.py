@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.vllm.backend import VllmApi, mix_in
+from s2o_runtime.vllm.backend import BATCH, VllmApi, mix_in
+from support import vllm_plain
 from support.fake_server import Request, Requests, take
+from support.server_batches import FEWEST
 from support.vllm_plain import PlainBuilder, PlainImpl
 
 
@@ -130,6 +132,9 @@ class FakeEngine(Requests):
         page_size: tokens of a page.
     """
 
+    stock_op = vllm_plain, "s2o_attention_varlen"  # by which the stock backend computes
+    adapters_by_sizes, uncounted_below = True, FEWEST
+
     server: Any
     layout: str = "side by side"
     page_size: int = 16
@@ -164,10 +169,22 @@ class FakeEngine(Requests):
         prepared = self.prepare(parts, padding, layer)
         return prepared.forward(layer)[:rows], prepared.metadata
 
+    def outputs(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> Tensor:
+        out, self.metadata = self.feed(parts, layer, padding)
+        return out
+
+    @property
+    def last_batch(self) -> Any:
+        return getattr(self.metadata, BATCH)
+
+    @property
+    def stock_rows(self) -> int:
+        return self.impl.stock_rows
+
     def left(self, queries: int, keys: int) -> int | None:
-        """Tokens of the prompt behind the fed request of so many keys."""
-        of_prompts = [len(request) - keys for request in self.requests if request.done == keys]
-        return of_prompts[0] if self.ends and of_prompts else None
+        """Tokens of the prompt behind the fed request of so many queries and keys."""
+        left = [len(request) - keys for request in self.requests if (request.fed, request.done) == (queries, keys)]
+        return min(left) if self.ends and left else None
 
     def adapted(self, queries: int, keys: int) -> bool:
         """Whether a fed request of so many queries and keys has an adapter."""
@@ -176,27 +193,27 @@ class FakeEngine(Requests):
     def prepare(self, parts: list[tuple[Request, int]], padding: int = 0, layer: int = 0) -> Prepared:
         """Write the keys of so many tokens of each request, and build the batch's metadata for one layer."""
         self.builder.layer_names, self.builder.s2o_layers = [f"model.layers.{layer}"], None
-        counts = [count for _, count in parts] + [0] * padding
-        starts = [request.done for request, _ in parts]
-        lengths = [start + count for start, count in zip(starts, counts, strict=False)] + [0] * padding
+        layout = self.lay_out(parts)
+        counts, lengths = (
+            torch.tensor(layout.counts + [0] * padding),
+            torch.tensor(layout.lengths + [0] * padding).int(),
+        )
         table = torch.zeros(len(counts), max(len(request.pages) for request, _ in parts), dtype=torch.int32)
-        slots = []
-        for index, (request, count) in enumerate(parts):
+        for index, (request, _) in enumerate(parts):
             table[index, : len(request.pages)] = torch.tensor(request.pages)
-            tokens = torch.arange(request.done, request.done + count)
-            slots.append(table[index].long()[tokens // self.page_size] * self.page_size + tokens % self.page_size)
-        edges = torch.tensor([0, *counts]).cumsum(0).int()
+        edges = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         common = Common(
             query_start_loc=edges.to(self.device),
             query_start_loc_cpu=edges,
-            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
+            seq_lens=lengths.to(self.device),
             num_reqs=len(counts),
             num_actual_tokens=int(edges[-1]),
-            max_query_len=max(counts),
-            max_seq_len=max(lengths),
+            max_query_len=int(counts.max()),
+            max_seq_len=int(lengths.max()),
             block_table_tensor=table.to(self.device),
-            slot_mapping=torch.cat(slots).to(self.device),
-            seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+            slot_mapping=layout.slots,
+            positions=layout.positions,
+            seq_lens_cpu_upper_bound=lengths,
             is_prefilling=torch.tensor([True] * len(counts)),
         )
         query, key, value = take(parts)

@@ -46,7 +46,7 @@ def write(server: str, place: Path, version: str) -> Path:
             with zipfile.ZipFile(place) as wheel:
                 wheel.extractall(unpacked, [name for name in wheel.namelist() if name.endswith(".py")])
             place = Path(unpacked) / server
-        interface = KINDS[server].in_sources(place / SOURCES[server])
+        interface = KINDS[server].from_sources(place / SOURCES[server])
     path = folder(server) / f"{version}.json"
     path.write_text(json.dumps(asdict(interface), indent=1) + "\n", encoding="utf-8")
     return path

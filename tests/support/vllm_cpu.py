@@ -8,7 +8,7 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, MultipleOf
 
 from s2o_runtime.vllm.backend import mix_in
-from s2o_runtime.vllm.engine import vllm_api
+from s2o_runtime.vllm.engine import make_api
 from support.vllm_plain import PlainBuilder, PlainImpl
 
 
@@ -42,4 +42,4 @@ class _Plain(AttentionBackend):  # type: ignore[misc]
         return [MultipleOf(16)]
 
 
-S2OBackend = mix_in(_Plain, "CPU_ATTN", vllm_api())
+S2OBackend = mix_in(_Plain, "CPU_ATTN", make_api())

@@ -15,7 +15,7 @@ from torch import Tensor
 from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.sequences import PagedKeys, packed_starts
-from s2o_runtime.vllm.batch import key_and_value_pages
+from s2o_runtime.vllm.batch import get_pages
 
 
 @dataclass
@@ -69,7 +69,7 @@ class PlainImpl:
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write the keys and values of a batch's rows to the slots that the server gave them."""
-        k, v = key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size)
+        k, v = get_pages(kv_cache, self.num_kv_heads, self.head_size)
         rows = len(slot_mapping)
         page, slot = slot_mapping // k.shape[1], slot_mapping % k.shape[1]
         for pages, new in ((k, key[:rows]), (v, value[:rows])):
@@ -86,7 +86,7 @@ class PlainImpl:
         if attn_metadata is None:
             return output.fill_(0)
         batch, rows = attn_metadata, attn_metadata.num_actual_tokens
-        k_pages, v_pages = key_and_value_pages(kv_cache, self.num_kv_heads, self.head_size)
+        k_pages, v_pages = get_pages(kv_cache, self.num_kv_heads, self.head_size)
         cu_k, total_k = packed_starts(batch.seq_lens.int()), int(batch.seq_lens.sum())
         pages = PagedKeys(k_pages, v_pages, batch.block_table, cu_k, batch.max_seq_len, total_k)
         k, v = pages.gathered(query.dtype)  # of pages of any size, as stock backends take them

@@ -1,0 +1,245 @@
+"""The batch of a server: which of its rows S2O computes, and the arguments of the calls that do so."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, TypedDict
+
+from torch import Tensor
+
+from s2o_runtime.lengths import length_step, shared_bound
+from s2o_runtime.sequences import packed_starts
+from s2o_runtime.serving.fit import ProfileFit, Request, ServedLayer
+
+
+@dataclass(frozen=True)
+class SplitRequests:
+    """The requests of a batch, those with last rows (`LayerConfig.last_rows`) as two: the other rows, and the last.
+
+    Attributes:
+        indices: of each, its request in the server's batch.
+        starts: the first row of each, and behind the last one the end.
+        requests: all of them; each ends where its last query is.
+        earlier, later: rows of the same server's request before, and behind, each.
+    """
+
+    indices: Sequence[int]
+    starts: Sequence[int]
+    requests: Sequence[Request]
+    earlier: Sequence[int]
+    later: Sequence[int]
+
+    @classmethod
+    def from_batch(
+        cls, starts: Sequence[int], lengths: Sequence[int], adapters: Sequence[bool] = (),
+        count_last_rows: Callable[[int, int], int] = lambda queries, keys: 0,
+    ) -> SplitRequests:  # fmt: skip
+        """Take the last rows of N server's requests apart.
+
+        Args:
+            starts: N + 1 positions: the first row of each request, and the end.
+            lengths: N numbers of keys, those of the queries included.
+            adapters: whether each request has a LoRA adapter; empty if none has.
+            count_last_rows: counts a request's last rows, by its queries and keys.
+        """
+        split: list[tuple[int, int, Request, int, int]] = []
+        for index, (keys, (begin, end)) in enumerate(zip(lengths, pairwise(starts), strict=False)):
+            has_adapter = bool(adapters) and adapters[index]
+            last = count_last_rows(end - begin, keys) if end > begin else 0
+            first = end - begin - last
+            if first or not last:
+                split.append((index, begin, Request(first, keys - last, has_adapter), 0, last))
+            if last:
+                split.append((index, begin + first, Request(last, keys, has_adapter, True), first, 0))
+        indices, first_rows, requests, earlier, later = zip(*split, strict=True) if split else ((),) * 5
+        return cls(indices, [*first_rows, starts[-1]], requests, earlier, later)
+
+    @property
+    def are_whole(self) -> bool:
+        """True if no request of the server was split."""
+        return not any(self.earlier)
+
+    @property
+    def queries(self) -> list[int]:
+        """The new tokens of each."""
+        return [request.queries for request in self.requests]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The keys of each."""
+        return [request.keys for request in self.requests]
+
+
+class BatchSlice(NamedTuple):
+    """Neighbouring requests that are computed by one call.
+
+    Attributes:
+        first, last: the requests `first .. last - 1` of the batch.
+        begin, end: their query rows `begin .. end - 1`.
+        length_step: that (`lengths.length_step`) of the keys of all, which share one configuration; None for a slice
+            of the stock backend.
+        max_q, max_k: queries and keys of the longest.
+        total_k: keys of all.
+    """
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    length_step: int | None
+    max_q: int
+    max_k: int
+    total_k: int
+
+    @property
+    def is_sparse(self) -> bool:
+        """True if S2O computes the slice."""
+        return self.length_step is not None
+
+    @property
+    def rows(self) -> slice:
+        """The query rows."""
+        return slice(self.begin, self.end)
+
+    @property
+    def requests(self) -> slice:
+        """The requests."""
+        return slice(self.first, self.last)
+
+
+class BatchPlan(NamedTuple):
+    """The slices of one batch in one layer.
+
+    Attributes:
+        slices: in the order of the batch, together all of its requests; none where S2O computes no row.
+        dense_rows: query rows that the stock backend computes, by reason.
+    """
+
+    slices: tuple[BatchSlice, ...]
+    dense_rows: Mapping[str, int]
+
+
+def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | None], max_keys: int) -> BatchPlan:
+    """Share the requests of a batch between S2O and the stock backend.
+
+    Neighbours join one slice if both go to the stock backend, or if both are sparse, of the same length step, and have
+    at most `max_keys` keys together; a single request may have more.
+    """
+    slices: list[BatchSlice] = []
+    dense_rows: defaultdict[str, int] = defaultdict(int)
+    first = max_q = max_k = total_k = 0  # of the slice that is being joined
+    step: int | None = None
+    starts = split.starts
+    for index, request in enumerate(split.requests):
+        reason = dense_reason(request) if request.queries > 0 else ""  # without queries: of a CUDA graph's padding
+        if reason:
+            dense_rows[reason] += request.queries
+        own_step = length_step(request.keys) if reason is None else None
+        if index > first and (own_step != step or (step is not None and total_k + request.keys > max_keys)):
+            slices.append(BatchSlice(first, index, starts[first], starts[index], step, max_q, max_k, total_k))
+            first, max_q, max_k, total_k = index, 0, 0, 0
+        step = own_step
+        max_q, max_k, total_k = max(max_q, request.queries), max(max_k, request.keys), total_k + request.keys
+    if split.requests:
+        slices.append(BatchSlice(first, len(split.requests), starts[first], starts[-1], step, max_q, max_k, total_k))
+    return BatchPlan(tuple(slices) if any(span.is_sparse for span in slices) else (), dense_rows)
+
+
+class SparseCall(TypedDict):
+    """The arguments of `s2o_attention_paged` for a sparse slice: the same for all layers of a cache group.
+
+    The three numbers are bounds that slices of other lengths share (`lengths.shared_bound`), and with them their plans.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_q: int
+    max_k: int
+    total_k: int
+
+
+def make_call(span: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> SparseCall:
+    """Return the arguments for a slice.
+
+    Args:
+        span: with requests that S2O computes.
+        edges: int32 [n + 1], where the queries of its requests begin in the batch; copied.
+        seq_lens: int32 [n], the keys of its requests.
+        block_table: int32 [n, M], their pages.
+        page_size: tokens of a page.
+    """
+    cu_q = edges - span.begin  # a copy: the server writes its next batch there
+    max_q, max_k = round_bounds(span.max_q, span.max_k, block_table.shape[1] * page_size)
+    return {
+        "cu_q": cu_q,
+        "cu_k": cu_q if span.total_k == span.end - span.begin else packed_starts(seq_lens),
+        "seq_lens": seq_lens,
+        "block_table": block_table.clone() if block_table.data_ptr() & 15 else block_table,  # plans want aligned
+        "max_q": max_q,
+        "max_k": max_k,
+        "total_k": max_k if span.last == span.first + 1 else max(max_k, shared_bound(span.total_k)),
+    }
+
+
+def round_bounds(max_q: int, max_k: int, room: int) -> tuple[int, int]:
+    """Round bounds of queries and keys up to ones that other slices share, at most `room`; equal only if they were."""
+    behind = int(max_k > max_q)
+    q_bound = min(shared_bound(max_q), room - behind)
+    return q_bound, min(max(shared_bound(max_k), q_bound + behind), room)
+
+
+class Batch:
+    """A batch, some of whose requests S2O may compute.
+
+    The parts of it that depend on a layer only through the requests that S2O computes are made once and kept: the plan,
+    the tensors of sparse slices, and the stock backend's data of the slices between them.
+
+    Args:
+        split: its requests.
+        fit: of the profile.
+        max_keys: of one sparse slice.
+        build_part: makes the stock backend's data of a slice.
+    """
+
+    def __init__(
+        self, split: SplitRequests, fit: ProfileFit, max_keys: int, build_part: Callable[[BatchSlice], Any]
+    ) -> None:
+        self.split, self.fit, self._max_keys, self._build_part = split, fit, max_keys, build_part
+        self._plans: dict[object, BatchPlan] = {}
+        self._calls: dict[BatchSlice, SparseCall] = {}
+        self._parts: dict[BatchSlice, Any] = {}
+
+    @property
+    def rows(self) -> int:
+        """Query rows of all requests."""
+        return self.split.starts[-1]
+
+    def plan(self, layer: ServedLayer) -> BatchPlan:
+        """Return the plan of a layer."""
+        key = layer.plan_key
+        if key not in self._plans:
+            dense_reason = partial(self.fit.dense_reason, layer=layer)
+            self._plans[key] = plan_batch(self.split, dense_reason, self._max_keys)
+        return self._plans[key]
+
+    def get_call(self, span: BatchSlice, page_size: int) -> SparseCall:
+        """Return the arguments of a sparse slice, whose cache has pages of so many tokens."""
+        if span not in self._calls:
+            self._calls[span] = make_call(span, *self.get_tensors(span), page_size)
+        return self._calls[span]
+
+    def get_tensors(self, span: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the `edges`, `seq_lens` and `block_table` of `make_call`."""
+        raise NotImplementedError
+
+    def get_part(self, span: BatchSlice) -> Any:
+        """Return the stock backend's data of a slice."""
+        if span not in self._parts:
+            self._parts[span] = self._build_part(span)
+        return self._parts[span]

@@ -1,0 +1,284 @@
+"""Batches of servers: every row has one place, whatever the batch, and is what its request gives alone."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from s2o_runtime.lengths import length_step, shared_bound
+from s2o_runtime.serving.batch import Batch, SplitRequests, plan_batch, round_bounds
+from s2o_runtime.serving.fit import Rank
+from support.engines import ENGINES
+from support.fake_server import FakeServer
+from support.server_batches import FEWEST, all_dense, alone, dense, two_layers
+
+MAX_KEYS = 5000
+LAST, ADAPTER = "the last rows of a prompt", "the request has a LoRA adapter"
+
+
+def few_reason(request):
+    """A rule for plans; adapters and last rows are dense, as `RankProfile.dense_reason` has it."""
+    if request.queries < 100:
+        return "few queries"
+    if request.keys < 500:
+        return "few keys"
+    return "adapter" if request.has_adapter else "last" if request.is_last_rows else None
+
+
+@st.composite
+def sizes(draw):
+    """The queries, keys, adapters and last rows of requests; one without queries fills up a CUDA graph's batch."""
+    queries = draw(st.lists(st.sampled_from([0, 1, 2, 99, 100, 257, 1000]) | st.integers(0, 2000), max_size=12))
+    cached = [draw(st.sampled_from([0, 1, 480, 4000]) | st.integers(0, 9000)) for _ in queries]
+    keys = [count + before if count else 0 for count, before in zip(queries, cached, strict=True)]
+    adapters = [draw(st.booleans()) for _ in queries] if draw(st.booleans()) else []
+    last = draw(st.sampled_from([0, 1, 150]) | st.integers(0, 2000))
+    return queries, keys, adapters, last
+
+
+@given(sizes())
+def test_every_row_is_planned_once_and_for_whom_it_should(batch):
+    queries, keys, adapters, last = batch
+    split = SplitRequests.from_batch([0, *accumulate(queries)], keys, adapters, lambda count, _: min(count, last))
+    by_request = [[] for _ in queries]
+    for index, request, (begin, end), earlier, later in zip(
+        split.indices, split.requests, pairwise(split.starts), split.earlier, split.later, strict=True
+    ):
+        assert (request.queries, earlier + request.queries + later) == (end - begin, queries[index])
+        assert (request.keys + later, request.has_adapter) == (keys[index], bool(adapters) and adapters[index])
+        by_request[index].append((request.queries, request.is_last_rows))
+    for count, rows in zip(queries, by_request, strict=True):
+        tail = min(count, last)
+        assert rows == ([(count - tail, False)] if count > tail or not tail else []) + ([(tail, True)] if tail else [])
+    assert split.are_whole == all(len(rows) == 1 for rows in by_request)
+
+    plan = plan_batch(split, few_reason, MAX_KEYS)
+    reasons = Counter()
+    for request in split.requests:
+        if request.queries and (reason := few_reason(request)):
+            reasons[reason] += request.queries
+    assert plan.dense_rows == reasons
+    assert bool(plan.slices) == (reasons.total() < sum(queries))
+    assert [part.first for part in plan.slices] == [0, *(part.last for part in plan.slices)][: len(plan.slices)]
+    assert not plan.slices or plan.slices[-1].last == len(split.requests)
+    for part in plan.slices:
+        requests = split.requests[part.requests]
+        assert (part.begin, part.end) == (split.starts[part.first], split.starts[part.last])
+        assert (part.max_q, part.max_k) == (max(r.queries for r in requests), max(r.keys for r in requests))
+        assert part.total_k == sum(request.keys for request in requests)
+        for request in requests:
+            reason = few_reason(request) if request.queries else ""
+            assert part.length_step == (length_step(request.keys) if reason is None else None)
+        assert not part.is_sparse or part.total_k <= MAX_KEYS or len(requests) == 1
+    for part, after in pairwise(plan.slices):  # neighbours are joined where they may be
+        assert part.length_step != after.length_step or part.total_k + split.requests[after.first].keys > MAX_KEYS
+
+
+def test_a_batch_of_decodes_and_one_long_prompt_is_planned_as_two_slices():
+    """The long one is at the limit of a call, and joins none."""
+    split = SplitRequests.from_batch([0, 1, 2, 3, 1003, 1503], [700, 9000, 12, 4000, 1000])
+    stock, first, _ = plan_batch(split, few_reason, MAX_KEYS).slices
+    assert (stock.requests, stock.rows, stock.is_sparse) == (slice(0, 3), slice(0, 3), False)
+    assert (first.requests, first.rows, first.max_q, first.max_k) == (slice(3, 4), slice(3, 1003), 1000, 4000)
+    split = SplitRequests.from_batch([0, 500, 1000, 1500], [MAX_KEYS // 2] * 3)
+    assert [part.total_k for part in plan_batch(split, few_reason, MAX_KEYS).slices] == [MAX_KEYS, MAX_KEYS // 2]
+
+
+@given(st.integers(1, 1 << 20), st.integers(0, 1 << 20), st.integers(0, 5000))
+def test_bounds_are_bounds_and_say_whether_there_is_a_prefix(queries, cached, room):
+    keys = queries + cached
+    max_q, max_k = round_bounds(queries, keys, keys + room)
+    assert queries <= max_q <= max(queries + 63, queries * 17 / 16)
+    assert keys <= max_k <= keys + room
+    assert max_k <= max(keys + 63, keys * 17 / 16, max_q + 1)
+    assert (max_q < max_k) == (queries < keys)
+
+
+def test_few_bounds_stand_for_all_lengths():
+    assert shared_bound(8192) == 8192
+    assert shared_bound(8193) == shared_bound(8704) == 8704
+    assert len({shared_bound(length) for length in range(8193, 131073)}) == 4 * 16
+
+
+def check_close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def with_last_rows(rows, **options):
+    """A profile of two layers, the second of which is dense, whose prompts' last rows are dense in the first."""
+    profile = two_layers(lengths=(128, 768), **options)
+    first, second = profile.layers[0]
+    return replace(profile, layers=((replace(first, last_rows=rows), second),) * 2)
+
+
+@pytest.fixture(params=ENGINES)
+def made(request):
+    """Makes an engine for a profile of two layers, the second of which is dense."""
+
+    def make(profile=None, max_keys=2048, **options):
+        server = FakeServer(profile or two_layers(), Rank(), "cpu", max_keys)
+        return ENGINES[request.param](server, **options)
+
+    return make
+
+
+def dense_reason(queries, keys):
+    """The rules of `two_layers` for some rows of a request, up to the first comma of their sentence."""
+    if queries == 1:
+        return "decode"
+    if keys < 128:
+        return "shorter than the shortest calibrated length"
+    return f"fewer than {FEWEST} queries behind a prefix" if queries < min(keys, FEWEST) else None
+
+
+def expect(engine, parts, last_rows):
+    """The rows of a batch that was fed, each from its request alone, and how many of them there are by reason."""
+    rows, outputs = Counter(), []
+    ended = any(request.done == len(request) for request, _ in parts)
+    by_sizes = engine.adapters_by_sizes  # vLLM's backends know requests by their sizes alone
+    adapted = {(count, request.done) for request, count in parts if request.adapter}
+    for request, count in parts:
+        done = request.done
+        left = (len(request) - done) if by_sizes else (0 if ended else last_rows)  # SGLang: if a prompt ends, all may
+        last = max(0, min(count, last_rows - left)) if done >= 128 and count > 1 else 0
+        has_adapter = (count, done) in adapted if by_sizes else bool(request.adapter)
+        for queries, keys, is_last in ((count - last, done - last, False), (last, done, True)):
+            if queries:
+                reason = dense_reason(queries, keys) or (ADAPTER if has_adapter else LAST if is_last else None)
+                rows["s2o" if reason is None else reason] += queries
+                request.done = keys
+                config = engine.server.fit.layers[0].config(keys)
+                outputs.append(dense(request, queries) if reason else alone(request, queries, config).out)
+        request.done = done
+    return torch.cat(outputs), rows
+
+
+PROMPTS = st.tuples(st.sampled_from([64, 100, 128, 200, 300, 305]) | st.integers(1, 320), st.booleans())
+
+
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", ENGINES)
+@given(
+    st.lists(PROMPTS, min_size=1, max_size=4), st.data(), st.sampled_from([0, 0, 30, 128]),
+    st.sampled_from([400, 2048]), st.integers(0, 1), st.integers(0, 3), st.booleans(),
+)  # fmt: skip
+def test_a_batch_is_each_request_on_its_own(name, prompts, data, last_rows, max_keys, rank, padding, older):
+    """Of prompts that are read in two batches, with decodes, tails, chunks, ends and adapters as they come."""
+    server = FakeServer(with_last_rows(last_rows), Rank(rank, 2), "cpu", max_keys)
+    engine = ENGINES[name](server, ends=True, **({"layout": "pages of two"} if older and name == "vllm" else {}))
+    requests = [engine.add(length) for length, _ in prompts]
+    for request, (_, has_adapter) in zip(requests, prompts, strict=True):
+        request.adapter = "law" if has_adapter else None
+    counted = Counter()
+    for step in range(2):
+        parts = []
+        for request in requests:
+            left = len(request) - request.done
+            count = left if step else data.draw(st.sampled_from([0, left, left - 1, left // 2]) | st.integers(0, left))
+            parts += [(request, count)] if count else []
+        if not parts:
+            continue
+        before, total = engine.stock_rows, sum(count for _, count in parts)
+        out = engine.outputs(parts, padding=padding if name == "vllm" else 0)
+        expected, rows = expect(engine, parts, last_rows)
+        check_close(out, expected)
+        if max(count for _, count in parts) < engine.uncounted_below:  # vLLM's decoding: S2O does nothing
+            rows = Counter()
+        counted += rows
+        sparse = rows["s2o"]
+        whole = total + (padding if name == "vllm" else 0)
+        assert engine.stock_rows - before == (total - sparse if sparse else whole)
+        slices = engine.slices() if sparse else ()
+        assert sum(part.end - part.begin for part in slices if part.is_sparse) == sparse
+        assert all(part.total_k <= max_keys or part.last == part.first + 1 for part in slices if part.is_sparse)
+    sparse = counted.pop("s2o", 0)
+    expected_rows = {("dense", reason): count for reason, count in counted.items()}
+    assert engine.counted() == expected_rows | ({("s2o", "reference backend"): sparse} if sparse else {})
+
+
+def test_a_mixed_batch_has_one_sparse_call_of_two_requests(made):
+    """The example to read: a decode, a short tail, a chunk behind a prefix, a long and a short prompt."""
+    engine = made()
+    decoding, tailing, first, second, short = (engine.add(length) for length in (200, 300, 300, 305, 64))
+    engine.outputs([(decoding, 199), (tailing, 280), (first, 150)])
+    parts = [(decoding, 1), (tailing, 20), (first, 150), (second, 305), (short, 64)]
+    check_close(engine.outputs(parts), expect(engine, parts, 0)[0])
+    assert [(part.is_sparse, part.last - part.first) for part in engine.slices()] == [(False, 2), (True, 2), (False, 1)]
+    assert engine.counted() == {
+        ("dense", "decode"): 1,
+        ("dense", f"fewer than {FEWEST} queries behind a prefix"): 20,
+        ("dense", "shorter than the shortest calibrated length"): 64,
+        ("s2o", "reference backend"): 199 + 280 + 150 + 150 + 305,
+    }
+
+
+def test_a_prompt_in_chunks_is_the_prompt_where_nothing_stops(made):
+    engine = made(two_layers(tau=0.0))
+    request = engine.add(500)
+    check_close(torch.cat([engine.outputs([(request, 100)]) for _ in range(5)]), dense(request, 500))
+    assert "s2o" in {path for path, _ in engine.counted()}
+
+
+def test_nothing_is_made_of_a_batch_with_little_work(made, monkeypatch):
+    """Unless one request has more work, or a layer waits for its self-test."""
+    engine = made()
+    fit, counters = engine.server.fit, engine.server.counters
+    fit.host_flops = 4 * 4 * 64 * 250**2 / 2  # of 250 tokens
+    fit.layers[0].tested = False
+    little, most = engine.add(300), engine.add(300)
+    host = "so little work that the host would decide, not the GPU"
+    fit.host_flops *= 4
+    check_close(engine.outputs([(most, 300)]), dense(most, 300))
+    assert fit.layers[0].tested
+    fit.host_flops /= 4
+    with monkeypatch.context() as patched:
+        patched.setattr(Batch, "__init__", None)
+        check_close(engine.outputs([(little, 150)]), dense(little, 150))
+    assert counters.rows == {(0, "dense", host): 450}
+    assert counters.timed == {(0, "dense"): 2}
+    engine.outputs([(engine.add(200), 200), (engine.add(300), 300)])
+    assert engine.counted()["s2o", "reference backend"] > 0
+
+
+def test_calls_are_timed_by_layer_and_path(made):
+    """Of a batch with a slice of each path, of a dense layer, and of one that is none of the profile's."""
+    engine = made()
+    batches = [([engine.add(300), engine.add(64)], 0), ([engine.add(300)], 1), ([engine.add(300)], 2)]
+    began = time.perf_counter()
+    for requests, layer in batches:
+        engine.outputs([(request, len(request)) for request in requests], layer)
+    took = time.perf_counter() - began
+    counters = engine.server.counters
+    assert counters.timed == {(0, "s2o"): 1, (0, "dense"): 1, (1, "dense"): 1, (2, "dense"): 1}
+    seconds = counters.seconds()
+    assert set(seconds) == set(counters.timed) - {(2, "dense")}  # S2O has no part in it
+    assert min(seconds.values()) > 0
+    assert sum(counters.timed[key] * mean for key, mean in seconds.items()) <= took
+
+
+@pytest.mark.parametrize(
+    ("profile", "options", "layer", "reason"),
+    [
+        (two_layers, {}, 1, "every head of the layer is dense"),
+        (all_dense, {}, 0, "every layer of the profile is dense"),
+        (two_layers, {}, 7, "the layer is none of the profile's"),
+        (two_layers, {"kv_cache_dtype": "fp8_e5m2"}, 0, "the KV cache is fp8_e5m2"),
+    ],
+    ids=["dense layer", "dense profile", "not in the profile", "fp8_e5m2"],
+)
+def test_a_layer_that_is_the_stock_backends_is_one_call_counted_and_logged(
+    profile, options, layer, reason, made, info_log
+):
+    engine = made(profile(), **options)
+    engine.server.counters.log_every = 1e-9
+    requests = [engine.add(300), engine.add(200)]
+    out = engine.outputs([(request, len(request)) for request in requests], layer)
+    check_close(out, torch.cat([dense(request, len(request)) for request in requests]))
+    assert engine.server.counters.rows == {(layer, "dense", reason): 500}
+    assert engine.server.counters.timed == {(layer, "dense"): 1}
+    assert info_log.messages[-1] == f"S2O: 100.0% dense ({reason})"
