@@ -213,7 +213,7 @@ def _calibrated(run: _Run, clock: PhaseClock) -> Result:
             with clock.phase("measuring again"):
                 proven = proven_again(prover, proven, certified)
 
-    profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
+    profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven).to_json())
     written = proven.met or recipe.allow_regression
     if written:
         save_profile(profile, recipe.out)

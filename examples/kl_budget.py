@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from calibrate import calibrate
+from calibrate.record import read_record
 
 
 def main(kl: float, out: Path) -> None:
@@ -27,7 +28,7 @@ def main(kl: float, out: Path) -> None:
         progress=False,
     )
     print("written" if result.written else f"not written: {'; '.join(map(str, result.problems))}")
-    for proof in result.profile.record.held_out:
+    for proof in read_record(result.profile).held_out:
         print(f"{proof.length} tokens: KL {proof.kl:.1e} nats, budget {kl:g}, top-1 the same {proof.top1:.1%}")
 
 

@@ -16,6 +16,7 @@ from calibrate.evaluation.plan import DENSE, EvaluationPlan
 from calibrate.evaluation.settings import baseline_of, config_of
 from calibrate.model.layers import attention_implementation
 from calibrate.model.models import LoadedModel
+from calibrate.record import read_record
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import identify
@@ -57,12 +58,12 @@ class Variant:
     @property
     def budget(self) -> str | None:
         """The budget that a profile was calibrated for, such as "rel_mse 0.001"."""
-        recorded = None if self.profile is None else self.profile.record.budget
+        recorded = None if self.profile is None else read_record(self.profile).budget
         return None if recorded is None else f"{recorded.kind} {recorded.value:g}"
 
     def attention_speedup(self, length: int) -> float | None:
         """How much faster than dense a profile's layers were timed together at a length; None if one was not here."""
-        record = None if self.profile is None else self.profile.record
+        record = None if self.profile is None else read_record(self.profile)
         lengths = () if record is None or record.retiled else record.predicted or ()  # retiled: another GPU's times
         layers = [layer for one in lengths if one.length == length for layer in one.layers or ()]
         times = [(one.dense_seconds, one.seconds) for one in layers if one.dense_seconds and one.seconds]

@@ -8,6 +8,7 @@ from pathlib import Path
 from calibrate.curves.curves import Curves
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
+from calibrate.record import PredictedLength, update_record
 from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choice import (
     Choice,
@@ -22,9 +23,8 @@ from calibrate.search.choice import (
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, load_profile, save_profile
-from s2o_runtime.profile.record import PredictedLength
 
-WINS = 0.9  # of dense attention's time: nothing is timed here, and what is predicted to be below this does win
+WINS = 0.9  # of dense attention's time: a layer predicted below this does win, although nothing is timed here
 UNPROVEN = (
     "predicted from stored curves and not proven on held-out prompts: run s2o-calibrate with this budget to prove it"
 )
@@ -68,33 +68,38 @@ def rebudget(
             f"journal {journal} has no sensitivities of the layers, which a budget in KL needs: measure them with "
             f"{calibrate_command(after)}"
         )
-    layers, predicted = [], []
-    for length in after.lengths:
-        choices = _choices(stored, length, after, journal)
-        layers.append(tuple(choice.config for choice in choices))
-        predicted_layers = tuple(choice.predicted(len(choices)) for choice in choices)
-        kl = predicted_kl(choices) if budget.is_kl else None
-        predicted.append(PredictedLength(length=length, kl=kl, layers=predicted_layers))
-    record = replace(
-        old.record,
+    choices = {length: _choose_layers(stored, length, after, journal) for length in after.lengths}
+    predicted = tuple(
+        PredictedLength(
+            length=length,
+            kl=predicted_kl(layers) if budget.is_kl else None,
+            layers=tuple(choice.predicted(len(layers)) for choice in layers),
+        )
+        for length, layers in choices.items()
+    )
+    record = update_record(
+        old,
         budget=after.recorded_budget,
         recipe=after.record(),
         proof="none",
         problems=(UNPROVEN,),
-        predicted=tuple(predicted),
+        predicted=predicted,
         held_out=(),
         certificate=None,
         not_proven=None,
     )
-    new = replace(old, lengths=after.lengths, layers=tuple(layers), record=record)
+    configs = tuple(tuple(choice.config for choice in layers) for layers in choices.values())
+    new = replace(old, lengths=after.lengths, layers=configs, record=record)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_profile(new, out)
     return new
 
 
-def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[Choice]:
-    """Every layer at one length with the new budget spent. Raises InputError if a layer has no curves."""
+def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[Choice]:
+    """Return every layer at one length with the new budget spent. Raises InputError if a layer has no curves."""
     old, before = stored.profile, stored.recipe
+    predicted = stored.record.predicted_at(length)
+    layers, isolated = old.geometry.layers, (predicted and predicted.layers) or ()
     choices = []
     for layer, config in enumerate(old.layers[old.lengths.index(length)]):
         curves = stored.of_layer(layer, length)
@@ -103,33 +108,28 @@ def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) ->
                 f"journal {journal} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
                 f"measure them with {calibrate_command(after)}"
             )
-        weights = _weights(stored, length, layer, curves, after)
-        choices.append(replace(_choice(curves, config, before, after, weights), last_rows=after.last_rows_at(length)))
+        weights = weights_of(curves, after, stored.sensitivity[layer] if stored.sensitivity else None, layers)
+        measured = isolated[layer].sensitivity if isolated else None
+        if after.budget.is_kl and measured:  # a KL after a KL: the old calibration measured the layer by itself
+            weights = replace(weights, layer=measured * layers)
+        choice = _spend_budget(curves, config, before, after, weights)
+        choices.append(replace(choice, last_rows=after.last_rows_at(length)))
     if after.scope == "model":
-        choices, _ = allocate_model_budget(choices, after, _scale(stored, length, after))
+        choices, _ = allocate_model_budget(choices, after, _scale_budget(stored, length, after))
     return choices
 
 
-def _weights(stored: StoredCurves, length: int, layer: int, curves: Curves, after: Recipe) -> ErrorWeights:
-    """What a layer's errors count: of a KL after a KL, as the old calibration measured the layer by itself."""
-    layers = stored.profile.geometry.layers
-    weights = weights_of(curves, after, stored.sensitivity[layer] if stored.sensitivity else None, layers)
-    predicted = stored.profile.record.predicted_at(length)
-    measured = predicted.layers[layer].sensitivity if predicted and predicted.layers else None
-    return replace(weights, layer=measured * layers) if after.budget.is_kl and measured else weights
-
-
-def _scale(stored: StoredCurves, length: int, after: Recipe) -> float:
-    """How much of a budget to spend: with a KL before and after, by what the KL was found to be over its prediction."""
-    record = stored.profile.record
-    predicted, proven = record.predicted_at(length), record.proven_at(length)
+def _scale_budget(stored: StoredCurves, length: int, after: Recipe) -> float:
+    """Return the share of a budget to spend: of a KL after a KL, by what the old KL was found to be over its
+    prediction."""
+    predicted, proven = stored.record.predicted_at(length), stored.record.proven_at(length)
     if not after.budget.is_kl or predicted is None or proven is None or not predicted.kl or not proven.kl:
         return 1.0
     return predicted.kl / proven.kl
 
 
-def _choice(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe, weights: ErrorWeights) -> Choice:
-    """A layer as it was in segment, grain and tile, with its new budget spent."""
+def _spend_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe, weights: ErrorWeights) -> Choice:
+    """Return a layer as it was in segment, grain and tile, with its new budget spent."""
     budget = budget_mse(weights, after)
     choice = choice_at(SearchPoint(config.segment, config.grain, config.tile, config.scores), curves, after, weights)
     if choice.config.is_dense:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, methods
 from calibrate.recipe import Recipe
+from calibrate.record import PredictedLayer
 from calibrate.search.allocate import (
     UNWEIGHTED,
     Allocation,
@@ -25,7 +26,6 @@ from calibrate.search.allocate import (
 )
 from calibrate.timing import Timing
 from s2o_runtime.config import Far, LayerConfig, Scores, TileConfig
-from s2o_runtime.profile.record import PredictedLayer
 
 HARMLESS = 0.5  # a layer is not tightened while it costs less than this share of an equal part of a KL budget
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)

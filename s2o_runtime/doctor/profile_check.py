@@ -17,6 +17,7 @@ from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.record import get_list, list_certified, read_budget
 from s2o_runtime.serving.fit import COMPARED, ProfileFit, Rank, check_model
 
 GIB = 1 << 30
@@ -177,22 +178,23 @@ def ranges(numbers: list[int]) -> str:
 
 
 def _proof_findings(profile: Profile) -> list[Finding]:
-    record = profile.record
+    record, allowed = profile.record, read_budget(profile.record)
     budget = "no budget is recorded"
-    if record.budget is not None:
-        ceiling = record.budget.ceiling_rel_mse
-        beside = "" if ceiling is None else f" and rel_mse {ceiling:g}"
-        budget = f"{record.budget.kind} {record.budget.value:g}{beside} for every {record.budget.scope or 'layer'}"
+    if allowed.value is not None:
+        beside = "" if allowed.ceiling is None else f" and rel_mse {allowed.ceiling:g}"
+        budget = f"{allowed.kind} {allowed.value:g}{beside} for every {allowed.scope or 'layer'}"
     findings = []
     try:
         profile.check_trained()
     except ProfileError as error:
         findings.append(Finding("weights", "random", str(error), BAD_INPUT))
-    counts = ", ".join(f"{one.prompts} prompts of {one.length} tokens" for one in record.certified_lengths)
+    counts = ", ".join(f"{row.get('prompts')} prompts of {row.get('length')} tokens" for row in list_certified(record))
     certified = f"; certified on {counts}" if counts else ""
     advice = "" if certified else "nothing is certified: s2o-calibrate certifies by default"
-    findings.append(Finding("proof", f"{budget}, {record.proof or 'not proven'}{certified}", advice))
-    findings += [Finding("not proven", sentence, "see the report") for sentence in record.problems or ()]
+    proof = record.get("proof")
+    shown = proof if isinstance(proof, str) else "not proven"
+    findings.append(Finding("proof", f"{budget}, {shown}{certified}", advice))
+    findings += [Finding("not proven", sentence, "see the report") for sentence in get_list(record, "problems", str)]
     return findings
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.fields import Rule, check_fields, ruled
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.record import ErrorUnit
+from s2o_runtime.profile.record import ErrorUnit, error_unit, read_budget, read_limits
 from s2o_runtime.scoring import PLAIN, Scoring, capped, softmax
 
 Action = Literal["warn", "dense"]
@@ -119,18 +119,19 @@ def error_limits(profile: Profile) -> list[ErrorLimits]:
     Raises:
         ProfileError: the record has no budget, or a budget for the mean over the layers and no limits.
     """
-    budget, layers = profile.record.budget, profile.geometry.layers
-    if budget is None or budget.unit is None or budget.value is None or not 0 < budget.value < math.inf:
+    budget, layers = read_budget(profile.record), profile.geometry.layers
+    if budget.kind is None or budget.value is None or not 0 < budget.value < math.inf:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
-    limits = [_usable(profile.record.limits(layer)) for layer in range(layers)]
+    unit = error_unit(budget.kind)
+    limits = [_usable(read_limits(profile.record, layer)) for layer in range(layers)]
     if all(limits):
-        return [ErrorLimits(budget.unit, {length: limit for length, limit in one.items() if limit}) for one in limits]
+        return [ErrorLimits(unit, {length: limit for length, limit in one.items() if limit}) for one in limits]
     if budget.scope != "layer":
         raise ProfileError(
             "the profile's record does not say what each layer may have of the model's budget: prove it by "
             "calibrating with this budget"
         )
-    return [ErrorLimits(budget.unit, dict.fromkeys(profile.lengths, budget.value))] * layers
+    return [ErrorLimits(unit, dict.fromkeys(profile.lengths, budget.value))] * layers
 
 
 def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[ErrorLimits]]:

@@ -43,7 +43,6 @@ from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry, tensor_bytes
 from s2o_runtime.lengths import MAX_LENGTH, length_step
 from s2o_runtime.profile.profile import Profile
-from s2o_runtime.profile.record import Record
 from s2o_runtime.version import __version__
 
 SCHEMA = 8  # of what is written
@@ -172,7 +171,7 @@ def described(profile: Profile) -> dict[str, Any]:
         "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **profile.geometry.as_json()},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
-        "record": profile.record.to_json(),
+        "record": profile.record,
     }
 
 
@@ -401,13 +400,13 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
 
 
-def _record(document: dict[str, Any], schema: int) -> Record:
+def _record(document: dict[str, Any], schema: int) -> dict[str, Any]:
     """The record; what schemas before 8 call a certificate is withdrawn."""
     if schema < SCHEMA and "certificate" in document:
         others = document.get("not_proven")
         sentences = [*(others if isinstance(others, list) else []), WITHDRAWN]
         document = {key: value for key, value in document.items() if key != "certificate"} | {"not_proven": sentences}
-    return Record.from_json(document)
+    return document
 
 
 def _with_other_layers(geometry: Geometry, model: dict[str, Any]) -> Geometry:

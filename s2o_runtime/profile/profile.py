@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from s2o_runtime.config import HeadConfig, KvCacheDtype, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import RANDOM, Geometry
 from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, far_apart, length_step
-from s2o_runtime.profile.record import Record
+from s2o_runtime.profile.record import get_object
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,9 @@ class Profile:
     geometry: the sizes of the model; fingerprint: a hash of its weights (`identity.fingerprint`).
     device: what the tiles were tuned on.
     lengths: the calibrated buckets in tokens, ascending; layers[bucket][layer] is that layer's configuration.
-    record: how it was made and what was shown. Of it the runtime reads the budget and the limits of the
-        held-out proof (drift check), and `s2o-doctor` the proof, the certificate and the problems.
+    record: how it was made and what was shown, as the file's JSON; `calibrate.record` has its types. Of it the runtime
+        reads the budget and the limits of the held-out proof (drift check), and `s2o-doctor` the proof, the certificate
+        and the problems.
 
     >>> from s2o_runtime import load_profile
     >>> profile = load_profile("profiles/demo/cpu/mse-0.0001.safetensors")  # in a clone of the repository
@@ -37,7 +40,7 @@ class Profile:
     device: DeviceIdentity
     lengths: tuple[int, ...]
     layers: tuple[tuple[LayerConfig, ...], ...]
-    record: Record = field(default_factory=Record, hash=False)
+    record: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def min_length(self) -> int:
@@ -47,7 +50,7 @@ class Profile:
     @property
     def kv_cache_dtype(self) -> KvCacheDtype:
         """The type of the server's KV cache that the profile was made for."""
-        return "fp8" if (self.record.recipe or {}).get("kv_cache_dtype") == "fp8" else "auto"
+        return "fp8" if get_object(self.record, "recipe").get("kv_cache_dtype") == "fp8" else "auto"
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """The configuration of a layer for a prompt of `length` keys.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.recipe import Budget, default_out
+from calibrate.record import read_record
 from calibrate.report.page import card
 from calibrate.report.sections import in_short, times
 from calibrate.report.summary import summary
@@ -78,7 +79,7 @@ def file_profile(profile_path: Path, catalogue: Path, name: str | None = None) -
     if name is not None:
         profile = replace(profile, model_name=name)
         data = serialize(profile.validate())
-    budget = profile.record.budget
+    budget = read_record(profile).budget
     if budget is None or budget.kind is None or budget.value is None:
         raise InputError(
             f"{profile_path} does not say what its budget is, which its file in a catalogue is named by: "
@@ -110,6 +111,7 @@ def overviews(catalogue: Path) -> dict[Path, str]:
 def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
     """What the index says of a profile: what it is for, its digest and what it saves."""
     profile = load_profile(path)
+    record = read_record(profile)
     summed = summary(profile)
     return {
         "file": path.relative_to(catalogue).as_posix(),
@@ -117,10 +119,10 @@ def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
         "model": summed["model"],
         "fingerprint": summed["fingerprint"],
         "device": summed["device"],
-        "measured_on": profile.record.retiled.made_on if profile.record.retiled else summed["device"],
+        "measured_on": record.retiled.made_on if record.retiled else summed["device"],
         "budget": summed["budget"],
         "proof": summed["proof"],
-        "certified": in_short(profile.record.certificate),
+        "certified": in_short(record.certificate),
         "lengths": [
             {name: row[name] for name in ("length", "density", "prefill_speedup", "needles")}
             for row in summed["lengths"]

@@ -15,10 +15,11 @@ from calibrate.machine import MARK
 from calibrate.profiles.rebudget import rebudget
 from calibrate.profiles.retile import retile
 from calibrate.recipe import Budget
+from calibrate.record import read_record
 from calibrate.report import figures
 from calibrate.report.page import card
 from s2o_runtime.config import HeadConfig, StopRule
-from s2o_runtime.profile import Record, load_profile, save_profile
+from s2o_runtime.profile import load_profile, save_profile
 from support.artefacts import shared
 from support.golden_profiles import field_paths, minimal, path_of
 from support.pages import DEMO_PROFILE
@@ -79,7 +80,7 @@ def test_show_says_what_was_proven(calibrated, run):
     assert code == 0
     assert (shown["model"], shown["proof"], shown["budget"]) == ("demo", "held out", "rel_mse 0.001 (layer)")
     (length,) = shown["lengths"]
-    layers = profile.record.held_out[0].layers
+    layers = read_record(profile).held_out[0].layers
     assert length["density"] == pytest.approx(sum(layer.density for layer in layers) / len(layers))
     assert length["error_over_limit"] == max(layer.rel_mse / layer.limit for layer in layers)
     assert length["dense_heads"] == sum(head.mode == "dense" for layer in profile.layers[0] for head in layer.heads)
@@ -95,7 +96,7 @@ def test_show_says_what_was_proven(calibrated, run):
 def test_show_takes_a_foreign_record(record, run, tmp_path):
     path = tmp_path / "p.safetensors"
     profile = dataclasses.replace(minimal(), model_name="\x1b[31mred\nname")
-    save_profile(dataclasses.replace(profile, record=Record.from_json(record)), path)
+    save_profile(dataclasses.replace(profile, record=record), path)
     code, text = run("show", path)
     assert code == 0
     assert "\x1b" not in text
@@ -143,7 +144,7 @@ def test_export_holds_everything(run, tmp_path):
     profile = load_profile(FULL)
     _, document = run("export", FULL)
     document = json.loads(document)
-    assert document["record"] == profile.record.to_json()
+    assert document["record"] == profile.record
     assert document["lengths"] == list(profile.lengths)
     for bucket, layers in zip(document["buckets"], profile.layers, strict=True):
         expected = json.loads(json.dumps([dataclasses.asdict(layer) for layer in layers]))
@@ -184,7 +185,7 @@ def test_flags_become_the_arguments_of_rebudget_and_retile(arguments, called, ou
 
     def call(*given):
         calls.append(" ".join(map(str, given)))
-        return minimal()
+        return dataclasses.replace(minimal(), record={"retiled": {"note": "tuned"}})
 
     for name in ("rebudget", "retile"):
         module = SimpleNamespace(**{name: call})
@@ -207,7 +208,7 @@ def test_verify_makes_the_proof_again(calibrated, run):
     assert plan["prompts"].startswith("1 of each length, built-in code, ")
     assert "loading the model ..\n" in run.stderr
     assert re.search(r"^proving: 100% \(6 of 6 layers\), took ", run.stderr, re.M)
-    (length,), (recorded,) = proof["lengths"], load_profile(calibrated).record.held_out
+    (length,), (recorded,) = proof["lengths"], read_record(load_profile(calibrated)).held_out
     for layer, expected in zip(length["layers"], recorded.layers, strict=True):
         assert layer["error"] == pytest.approx(expected.rel_mse, rel=1e-2)
         assert layer["density"] == pytest.approx(expected.density, rel=1e-2)
@@ -225,7 +226,7 @@ def careless(profile):
 
 def of_the_model(profile):
     """The same under a budget of the whole model, without what a layer may have of it."""
-    record = dataclasses.replace(profile.record, recipe=profile.record.recipe | {"scope": "model"}, held_out=())
+    record = profile.record | {"recipe": profile.record["recipe"] | {"scope": "model"}, "held_out": []}
     return dataclasses.replace(profile, record=record)
 
 
@@ -249,16 +250,16 @@ def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, code, sai
 def test_verify_checks_the_certificate_on_other_prompts(calibrated, run, tmp_path):
     code, check = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--seed", "5", "--json")
     assert code == 0, check
-    (length,), (stated,) = check["lengths"], load_profile(calibrated).record.certificate.lengths
+    (length,), (stated,) = check["lengths"], read_record(load_profile(calibrated)).certificate.lengths
     assert (length["length"], length["prompts"], check["problems"]) == (512, 3, [])
     assert length["groups"] == stated.groups == 3
     assert (length["broken"], length["above"]) == (0, 0)
     assert 0 < length["means"] < 2
     broken = careless(load_profile(calibrated))
-    more = broken.record.recipe | {"num_certify": 6}  # of three fresh prompts hardly a mean is surely above its bound
-    save_profile(
-        dataclasses.replace(broken, record=dataclasses.replace(broken.record, recipe=more)), tmp_path / "p.safetensors"
-    )
+    more = broken.record["recipe"] | {
+        "num_certify": 6
+    }  # of three fresh prompts hardly a mean is surely above its bound
+    save_profile(dataclasses.replace(broken, record=broken.record | {"recipe": more}), tmp_path / "p.safetensors")
     code, sentence = run(
         "verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5", "--quiet"
     )
@@ -273,7 +274,7 @@ def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monke
     assert run("plot", FULL) == (0, f"wrote {FULL.stem}.tau.png\n")
     assert run("retile", FULL, "--device", "cpu") == (0, f"wrote {FULL.stem}-cpu.safetensors\n")
     assert "no tiles were tuned, because a CPU runs any" in caplog.text
-    assert load_profile(f"{FULL.stem}-cpu.safetensors").record.retiled.note in caplog.text
+    assert load_profile(f"{FULL.stem}-cpu.safetensors").record["retiled"]["note"] in caplog.text
 
 
 @SLOW
@@ -287,7 +288,7 @@ def test_a_card_is_of_its_profile_alone(calibrated):
     assert "made on cpu within rel_mse 0.001 (layer)" in text
     foreign = {"proof": "failed", "problems": ["a | b\n# c"], "recipe": {"seed": "<b>"}, "versions": ["`x`"]}
     text = card(
-        dataclasses.replace(minimal(), record=Record.from_json(foreign), model_name="a\n|b"),
+        dataclasses.replace(minimal(), record=foreign, model_name="a\n|b"),
         "p.safetensors",
     )
     assert text.startswith("# S2O profile of a \\|b\n")
@@ -320,7 +321,7 @@ def test_a_card_can_be_made_of_every_profile(calibrated, run, tmp_path):
 
 
 def test_a_picture_that_cannot_be_drawn_takes_no_card_away(run, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(figures, "_saved", broken)
+    monkeypatch.setattr(figures, "_save_figure", broken)
     assert run("card", FULL, "--out-dir", tmp_path)[0] == 0
     assert "<svg" not in (tmp_path / f"{FULL.stem}.html").read_text()
     assert "the pictures cannot be drawn (OverflowError: cannot convert float infinity to integer)" in caplog.text

@@ -18,12 +18,12 @@ from calibrate.profiles.rebudget import UNPROVEN, rebudget
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import adjust
 from calibrate.recipe import Budget, Recipe
+from calibrate.record import RecordedBudget, read_record
 from calibrate.search.choice import SearchPoint, budget_mse, choice_at, weights_of
 from calibrate.search.tiles import CPU_TILES
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import InputError
-from s2o_runtime.profile import Record, load_profile, save_profile
-from s2o_runtime.profile.record import RecordedBudget
+from s2o_runtime.profile import load_profile, save_profile
 
 SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model and its curves")
 
@@ -110,12 +110,12 @@ def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tm
 def test_the_record_says_that_nothing_is_proven(recipe, old, tmp_path):
     budget, out = Budget("mse", BUDGET * 4), tmp_path / "new.safetensors"
     done = rebudget(recipe.out, budget, out)
-    record = load_profile(out).record
+    record, before = read_record(load_profile(out)), read_record(old)
     assert record.budget == RecordedBudget(kind="mse", value=BUDGET * 4, scope="layer")
-    assert record.recipe == old.record.recipe | {"budget": {"kind": "mse", "value": BUDGET * 4}}
+    assert record.recipe == before.recipe | {"budget": {"kind": "mse", "value": BUDGET * 4}}
     assert (record.proof, record.problems, record.held_out) == ("none", (UNPROVEN,), ())
     for name in ("objective", "data", "versions"):
-        assert getattr(record, name) == getattr(old.record, name)
+        assert getattr(record, name) == getattr(before, name)
     assert [recorded.length for recorded in record.predicted] == list(LENGTHS)
     for recorded, bucket in zip(record.predicted, done.layers, strict=True):
         assert all(
@@ -123,13 +123,13 @@ def test_the_record_says_that_nothing_is_proven(recipe, old, tmp_path):
         )
         assert all(0 < layer.density <= 1.0 and layer.mse <= BUDGET * 4 for layer in recorded.layers)
     again = rebudget(out, recipe.budget, tmp_path / "back.safetensors", journal=recipe.journal_path)
-    assert again.record.recipe == old.record.recipe
+    assert again.record["recipe"] == before.recipe
 
 
 @SLOW
 def test_a_ceiling_holds_early_layers_whose_outputs_are_small(recipe, curves, old, tmp_path):
     laxer, ceiled = (
-        rebudget(recipe.out, Budget("mse", BUDGET * 4, ceiling), tmp_path / "new.safetensors").record
+        read_record(rebudget(recipe.out, Budget("mse", BUDGET * 4, ceiling), tmp_path / "new.safetensors"))
         for ceiling in (None, 4e-3)
     )
     held = 0
@@ -148,23 +148,23 @@ def test_a_ceiling_holds_early_layers_whose_outputs_are_small(recipe, curves, ol
 def changed(recipe, path, record):
     """The calibrated profile with another record."""
     profile = load_profile(recipe.out)
-    save_profile(replace(profile, record=Record.from_json(profile.record.to_json() | record)), path)
+    save_profile(replace(profile, record=profile.record | record), path)
     return path
 
 
 @SLOW
 def test_one_budget_over_all_layers_is_shared_out(recipe, curves, old, tmp_path):
     """The mean over the layers keeps the margin, single layers need not."""
-    path = changed(recipe, tmp_path / "old.safetensors", {"recipe": old.record.recipe | {"scope": "model"}})
+    path = changed(recipe, tmp_path / "old.safetensors", {"recipe": old.record["recipe"] | {"scope": "model"}})
     layer, model = (
-        rebudget(each, Budget("mse", BUDGET / 2), tmp_path / "new.safetensors", journal=recipe.journal_path)
+        read_record(rebudget(each, Budget("mse", BUDGET / 2), tmp_path / "new.safetensors", recipe.journal_path))
         for each in (recipe.out, path)
     )
-    for of_layers, of_model in zip(layer.record.predicted, model.record.predicted, strict=True):
+    for of_layers, of_model in zip(layer.predicted, model.predicted, strict=True):
         errors = [one.mse for one in of_model.layers]
         assert sum(errors) / 6 <= BUDGET / 2 * recipe.margin < max(errors)
         assert sum(one.cost for one in of_model.layers) < sum(one.cost for one in of_layers.layers)
-    assert model.record.budget.scope == "model"
+    assert model.budget.scope == "model"
 
 
 def dense(profile, layer):

@@ -16,11 +16,11 @@ from calibrate.proof import certify
 from calibrate.proof.again import opened, verified
 from calibrate.proof.state import Problem, ProblemKind
 from calibrate.recipe import Budget
+from calibrate.record import read_record
 from calibrate.search.choice import HARMLESS
 from s2o_runtime import load_profile
 from s2o_runtime.errors import InputError
 from s2o_runtime.monitor.drift import error_limits
-from s2o_runtime.profile.record import Record
 from support.models import patched_kl
 from support.tiny import recipe
 
@@ -49,7 +49,7 @@ def test_the_kl_is_within_the_budget_and_not_far_below_it(finished):
 
 def test_the_record_says_how(finished):
     asked, result = finished
-    record = Record.from_json(load_profile(asked.out).record.to_json())
+    record = read_record(load_profile(asked.out))
     assert (record.budget.kind, record.budget.value, record.budget.scope) == ("kl", NATS, "model")
     (proven,), (predicted,), (certified,) = record.held_out, record.predicted, record.certificate.lengths
     assert [one.to_json() for one in proven.kl_passes] == [
@@ -100,15 +100,15 @@ def test_another_kl_needs_no_model_if_the_sensitivities_are_stored(finished, tmp
     asked, result = finished
     out = tmp_path / "new.safetensors"
     outcomes = [rebudget(asked.out, Budget("kl", NATS * times), out, asked.journal_path) for times in (1e-4, 1.0, 2.0)]
-    densities = [fmean(layer.density for layer in one.record.predicted[0].layers) for one in outcomes]
+    densities = [fmean(layer.density for layer in read_record(one).predicted[0].layers) for one in outcomes]
     assert densities == sorted(densities, reverse=True)
     assert densities[0] > densities[-1]
-    record = outcomes[1].record
-    before = result.profile.record
+    record = read_record(outcomes[1])
+    before = read_record(result.profile)
     ratio = before.predicted[0].kl / before.held_out[0].kl
     assert record.predicted[0].kl <= NATS * asked.margin * ratio * (1 + 1e-9)
     assert (record.budget.kind, record.proof) == ("kl", "none")
-    relative = rebudget(asked.out, Budget("rel_mse", 1e-2), out, asked.journal_path).record
+    relative = read_record(rebudget(asked.out, Budget("rel_mse", 1e-2), out, asked.journal_path))
     assert (relative.budget.kind, relative.budget.scope) == ("rel_mse", "layer")
     assert relative.predicted[0].kl is None
 

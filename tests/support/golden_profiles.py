@@ -12,7 +12,7 @@ from typing import Any
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import Profile, Record, save_profile
+from s2o_runtime.profile import Profile, save_profile
 from s2o_runtime.profile.file import WITHDRAWN
 from support.profiles import CERTIFICATE
 
@@ -60,7 +60,7 @@ def full() -> Profile:
         DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150_000_000_000),
         (1024, 8192, 131072),
         layers,
-        Record.from_json(_record()),
+        _record(),
     )
 
 
@@ -74,15 +74,15 @@ def without_tail_keys() -> Profile:
 
 def withdrawn(profile: Profile) -> Profile:
     """The same as schemas before 8 are read: what they call a certificate is left out, and said to be."""
-    sentences = (*(profile.record.not_proven or ()), WITHDRAWN)
-    return replace(profile, record=replace(profile.record, certificate=None, not_proven=sentences))
+    record = {name: value for name, value in profile.record.items() if name != "certificate"}
+    return replace(profile, record=record | {"not_proven": [*record.get("not_proven", ()), WITHDRAWN]})
 
 
 def linear_tails() -> Profile:
     """Heads with linear tails beside others."""
     (row,) = minimal().layers[0]
     linear = replace(row, heads=(HeadConfig(0.25, 256, far="linear"),))
-    record = Record(recipe={"tails": [False, True], "linear_tails": True})
+    record = {"recipe": {"tails": [False, True], "linear_tails": True}}
     return replace(minimal(), geometry=Geometry("llama", 2, 1, 1, 64), layers=((row, linear),), record=record)
 
 
@@ -158,7 +158,7 @@ def budget_in_kl() -> Profile:
         "held_out": [{"length": 1024, "calibrated": True, "kl": 4e-3, "kl_passes": passes}],
         "certificate": {"lengths": [{"length": 1024, "mean_kl": 4e-3, "mean_kl_bound": 4.5e-3}]},
     }
-    return replace(minimal(), record=Record.from_json(record))
+    return replace(minimal(), record=record)
 
 
 def ceiling() -> Profile:
@@ -170,7 +170,7 @@ def ceiling() -> Profile:
         "held_out": [{"length": 1024, "layers": [limit]}],
         "certificate": {"lengths": [{"length": 1024, "layers": [certified]}]},
     }
-    return replace(minimal(), record=Record.from_json(record))
+    return replace(minimal(), record=record)
 
 
 def mixed() -> Profile:
