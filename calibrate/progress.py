@@ -56,7 +56,7 @@ class PhaseClock:
             _run.reset(token)
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - self._start
 
-    def left(self, phase_left: float | None) -> float | None:
+    def estimate_left(self, phase_left: float | None) -> float | None:
         """Return the seconds until the run ends; None where nothing was expected of this phase.
 
         What was slower than expected so far makes later phases slower too; what was quicker may have been in a journal.
@@ -125,7 +125,7 @@ class ProgressLines:
                 left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
                 line += f"{duration(left)} left"
-        if (run_left := _left_of_run(left)) is not None:
+        if (run_left := _estimate_run_left(left)) is not None:
             line += f", {duration(run_left)} until the end"
             fields["run_seconds_left"] = round(run_left, 1)
         if (status := _status.get()) is not None and status():
@@ -134,9 +134,9 @@ class ProgressLines:
         say("calibrate.progress", f"{self._description}: {line}", fields)
 
 
-def _left_of_run(phase_left: float | None) -> float | None:
+def _estimate_run_left(phase_left: float | None) -> float | None:
     clock = _run.get()
-    return None if clock is None else clock.left(phase_left)
+    return None if clock is None else clock.estimate_left(phase_left)
 
 
 def duration(seconds: float) -> str:
@@ -178,7 +178,7 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
             bar.update(steps)
             seconds = bar.format_dict["elapsed"]
             left = None if total is None else seconds * (total - bar.n) / max(1, bar.n - bar.initial)
-            status, run_left = _status.get(), _left_of_run(left)
+            status, run_left = _status.get(), _estimate_run_left(left)
             text = text or ("" if status is None else status())
             until_end = "" if run_left is None else f"{duration(run_left)} until the end"
             if text or until_end:

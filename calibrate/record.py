@@ -393,11 +393,11 @@ class Record(RecordNode):
         """The certificate of each length; empty without one."""
         return (self.certificate and self.certificate.lengths) or ()
 
-    def predicted_at(self, length: int) -> PredictedLength | None:
+    def find_predicted(self, length: int) -> PredictedLength | None:
         """Return what the curves say of a calibrated length; None if nothing is recorded."""
         return next((entry for entry in self.predicted or () if entry.length == length), None)
 
-    def proven_at(self, length: int) -> ProvenLength | None:
+    def find_proven(self, length: int) -> ProvenLength | None:
         """Return what was proven of a length; None if nothing is recorded."""
         return next((entry for entry in self.held_out or () if entry.length == length), None)
 
@@ -412,7 +412,7 @@ class Record(RecordNode):
             "held out" or "predicted", and the density (a share) of every layer; None and an empty list where the
             record does not give all of them.
         """
-        sources = (("held out", self.proven_at(length)), ("predicted", self.predicted_at(length)))
+        sources = (("held out", self.find_proven(length)), ("predicted", self.find_predicted(length)))
         for source, entry in sources:
             if entry is not None:
                 densities = [layer.density for layer in entry.layers or () if layer.density is not None]

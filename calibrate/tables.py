@@ -55,7 +55,7 @@ class Table:
         """The columns' names, each in one line."""
         return [" ".join(name.split("\n")) for name in self.names]
 
-    def alignment(self, column: int) -> str:
+    def get_alignment(self, column: int) -> str:
         """Return the letter of a column, counted from 0."""
         return self.align[min(column, len(self.align) - 1)]
 
@@ -95,7 +95,7 @@ def kept_of(kept: int, found: int) -> Number:
 def markdown(table: Table) -> str:
     """Return the table in Markdown, without its title."""
     head = table.titles
-    rule = [ALIGNMENTS[table.alignment(column)][1] for column in range(len(head))]
+    rule = [ALIGNMENTS[table.get_alignment(column)][1] for column in range(len(head))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *(map(escaped, row) for row in table.rows)))
 
 
@@ -155,7 +155,7 @@ def print_table(table: Table, console: Console) -> None:
         cells = [*name.split("\n"), *(printable(row[column]) for row in table.rows)]
         wraps = name == table.wrap
         longest = 1 if wraps else max(map(cell_len, cells))  # rich would shorten a cell rather than widen the table
-        justify, _ = ALIGNMENTS[table.alignment(column)]
+        justify, _ = ALIGNMENTS[table.get_alignment(column)]
         grid.add_column(Text(name), justify=justify, min_width=longest, no_wrap=not wraps, overflow="fold")
     for row in table.rows:
         grid.add_row(*(Text(printable(cell)) for cell in row))

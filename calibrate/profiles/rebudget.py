@@ -98,11 +98,11 @@ def rebudget(
 def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[Choice]:
     """Return every layer at one length with the new budget spent. Raises InputError if a layer has no curves."""
     old, before = stored.profile, stored.recipe
-    predicted = stored.record.predicted_at(length)
+    predicted = stored.record.find_predicted(length)
     layers, isolated = old.geometry.layers, (predicted and predicted.layers) or ()
     choices = []
     for layer, config in enumerate(old.layers[old.lengths.index(length)]):
-        curves = stored.of_layer(layer, length)
+        curves = stored.find_curves(layer, length)
         if not curves:
             raise InputError(
                 f"journal {journal} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
@@ -112,7 +112,7 @@ def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Pa
         measured = isolated[layer].sensitivity if isolated else None
         if after.budget.is_kl and measured:  # a KL after a KL: the old calibration measured the layer by itself
             weights = replace(weights, layer=measured * layers)
-        choice = _spend_budget(curves, config, before, after, weights)
+        choice = _apply_budget(curves, config, before, after, weights)
         choices.append(replace(choice, last_rows=after.last_rows_at(length)))
     if after.scope == "model":
         choices, _ = allocate_model_budget(choices, after, _scale_budget(stored, length, after))
@@ -122,13 +122,13 @@ def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Pa
 def _scale_budget(stored: StoredCurves, length: int, after: Recipe) -> float:
     """Return the share of a budget to spend: of a KL after a KL, by what the old KL was found to be over its
     prediction."""
-    predicted, proven = stored.record.predicted_at(length), stored.record.proven_at(length)
+    predicted, proven = stored.record.find_predicted(length), stored.record.find_proven(length)
     if not after.budget.is_kl or predicted is None or proven is None or not predicted.kl or not proven.kl:
         return 1.0
     return predicted.kl / proven.kl
 
 
-def _spend_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe, weights: ErrorWeights) -> Choice:
+def _apply_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe, weights: ErrorWeights) -> Choice:
     """Return a layer as it was in segment, grain and tile, with its new budget spent."""
     budget = budget_mse(weights, after)
     choice = choice_at(SearchPoint(config.segment, config.grain, config.tile, config.scores), curves, after, weights)

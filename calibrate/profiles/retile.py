@@ -168,7 +168,7 @@ def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dic
             if config.is_dense:
                 continue
             ranked = _list_ranked(config)
-            ranking = sum(overhead(_ranking_config(head, config), head.far) for head in ranked) / config.num_heads
+            ranking = sum(overhead(_get_ranking(head, config), head.far) for head in ranked) / config.num_heads
             key = TimingKey(
                 min(length, LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
@@ -192,7 +192,7 @@ def _find_fastest(
     stopping = _with_density(prompt, config, density)
     best: tuple[TileConfig | None, Timing | None] = None, None
     least = math.inf
-    tiles = legal_tiles(config, candidates)
+    tiles = list_legal_tiles(config, candidates)
 
     compile_ahead(map(prompt.s2o, with_tiles(stopping, tiles)))
     for tile in tiles:
@@ -216,12 +216,12 @@ def _list_traces(
         ranked = [head for head in config.heads if head.has_threshold]
         if ranked and (key.shape, key.grain, key.scores) not in traces:
             inputs = _make_inputs(geometry, key.length, where)
-            trace = partial(measure, inputs, [_ranking_config(ranked[0], config)], [key.shape])
+            trace = partial(measure, inputs, [_get_ranking(ranked[0], config)], [key.shape])
             traces[key.shape, key.grain, key.scores] = trace
     return traces.values()
 
 
-def legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list[TileConfig]:
+def list_legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list[TileConfig]:
     """Return the tiles a layer may take in place of its own: whole tiles in every segment, and no smaller stride."""
     least = config.tile.stride
     enough = [tile for tile in candidates if tile.stride >= least]
@@ -242,17 +242,17 @@ def _with_density(prompt: Captured, config: LayerConfig, density: float) -> Laye
     shape = Shape.of(config.tile)
     densities_of = {
         ranking: measure(prompt, [ranking], [shape], config.last_rows)[ranking, shape].density
-        for ranking in {_ranking_config(head, config) for head in ranked}
+        for ranking in {_get_ranking(head, config) for head in ranked}
     }
     heads = list(config.heads)
     for index, head in enumerate(heads):
         if head.has_threshold:
-            tau = tau_for(densities_of[_ranking_config(head, config)][index], target)
+            tau = interpolate_tau(densities_of[_get_ranking(head, config)][index], target)
             heads[index] = replace(head, tau=tau, stop_rule=StopRule.REST)
     return replace(config, heads=tuple(heads))
 
 
-def tau_for(densities: Tensor, target: float) -> float:
+def interpolate_tau(densities: Tensor, target: float) -> float:
     """Return the tau of a head with this density, from those at `TAUS` [T], interpolated in log tau.
 
     Beyond what was measured it is the nearest of `TAUS`, or 0, which computes everything.
@@ -291,5 +291,5 @@ def _list_ranked(config: LayerConfig) -> list[HeadConfig]:
     return [head for head in config.heads if head.mode == "s2o"]
 
 
-def _ranking_config(head: HeadConfig, config: LayerConfig) -> RankingConfig:
+def _get_ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
     return RankingConfig(head.segment, head.representatives, config.grain, config.scores, head.far == "linear")

@@ -31,14 +31,14 @@ class StoredCurves:
     ranking_costs: list[tuple[dict[str, Any], Any]]  # the same of what ranking takes at each length
     sensitivity: Sensitivity | None = None  # what errors cost in KL; None if it was not measured
 
-    def of_layer(self, layer: int, length: int) -> Curves | None:
+    def find_curves(self, layer: int, length: int) -> Curves | None:
         """Return the curves last measured for a layer at a bucket of `length` tokens.
 
         They are None unless they hold what the layer's heads share in the profile.
         """
         config = self.profile.layers[self.profile.lengths.index(length)][layer]
         shape = Shape.of(config.tile)
-        prompts = _prompt_hashes(self.record, length)
+        prompts = _list_prompt_hashes(self.record, length)
         expected_key = {"layer": layer, "prompts": prompts, **recipe_key(self.recipe, length)}
         for key, value in reversed(self.entries):
             if key == expected_key | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
@@ -89,7 +89,7 @@ def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str)
     if not journal.exists():
         raise InputError(f"journal {journal} does not exist: give --journal, or measure again with {command}")
     record = read_record(profile)
-    prompts = {prompt for length in profile.lengths for prompt in _prompt_hashes(record, length)}
+    prompts = {prompt for length in profile.lengths for prompt in _list_prompt_hashes(record, length)}
     with Journal.read(journal) as opened:
         _check_identity(opened, profile)
         return StoredCurves(
@@ -123,7 +123,7 @@ def _check_identity(journal: Journal, profile: Profile) -> None:
             )
 
 
-def _prompt_hashes(record: Record, length: int) -> list[str | None]:
+def _list_prompt_hashes(record: Record, length: int) -> list[str | None]:
     """Return the hashes of a length's calibration prompts."""
     prompts = (record.data and record.data.calibration) or ()
     return [prompt.sha256 for prompt in prompts if prompt.length == length]

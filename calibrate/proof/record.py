@@ -37,13 +37,13 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
             )
             for length, chosen in proven.chosen.items()
         ),
-        held_out=tuple(_proven_length(proven, length) for length in proven.proofs),
+        held_out=tuple(_record_length(proven, length) for length in proven.proofs),
         certificate=certificate if proven.certificates else None,
-        not_proven=not_proven(recipe, proven),
+        not_proven=_list_not_proven(recipe, proven),
     )
 
 
-def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
+def _list_not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
     """List what a reader might take for shown although it is not; what failed is in the problems."""
     if not proven.certificates:
         return ("that the next prompt keeps its limits: there is no certificate",)
@@ -70,7 +70,7 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
     return (*sentences, f"text unlike these prompts, {between}, and calls that continue a prompt")
 
 
-def _proven_length(proven: Proven, length: int) -> ProvenLength:
+def _record_length(proven: Proven, length: int) -> ProvenLength:
     proof = proven.proofs[length]
     on_gpu = proven.device.kind == "cuda"
     return ProvenLength(

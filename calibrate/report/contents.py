@@ -19,8 +19,8 @@ from calibrate.proof.state import KlTrial
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, read_record
-from calibrate.report.plan import option_lines
-from calibrate.report.summary import head_counts
+from calibrate.report.plan import list_options
+from calibrate.report.summary import count_heads
 from calibrate.search.choice import Choice, search_constraints
 from calibrate.versions import versions
 from s2o_runtime.config import Far
@@ -214,7 +214,7 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
         adjusted_on=recipe.held_out,
         certificate=record.certificate,
         not_proven=record.not_proven or (),
-        plan=option_lines(recipe),
+        plan=list_options(recipe),
     )
 
 
@@ -243,7 +243,7 @@ def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof
     error, limit = proof.error(recipe.budget), result.limits[length, index]
     return LayerReport(
         layer=result.profile.geometry.layer_number(index),
-        **head_counts(config.heads),
+        **count_heads(config.heads),
         **_copy_fields(config, "segment", "grain", "scores"),
         **_copy_fields(proof, "density", "worst", "seconds", "dense_seconds"),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
@@ -255,11 +255,11 @@ def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof
         held_out_mse=proof.mse,
         held_out_rel_mse=proof.rel_mse,
         tightened=result.tightened[length, index],
-        **_predict_layer(recipe, result.chosen[length].choices if length in result.chosen else (), index),
+        **_report_prediction(recipe, result.chosen[length].choices if length in result.chosen else (), index),
     )
 
 
-def _predict_layer(recipe: Recipe, choices: Sequence[Choice], index: int) -> dict[str, Any]:
+def _report_prediction(recipe: Recipe, choices: Sequence[Choice], index: int) -> dict[str, Any]:
     """Return the fields of a layer's report that follow from its choice; without choices they are empty."""
     if not choices:
         empty = dict.fromkeys(("why_dense", "predicted_error", "predicted_seconds", "frontier"))

@@ -44,7 +44,7 @@ def explain_head(
         row = {"length": length, **plain(settings), "grain": config.grain, "scores": config.scores}
         row |= {"last_rows": config.last_rows} if config.last_rows else {}
         row |= {"tile": str(config.tile), **dict.fromkeys(("density", "error", "unit"))}
-        curves = stored.of_layer(layer, length) if stored and recipe and length in recipe.lengths else None
+        curves = stored.find_curves(layer, length) if stored and recipe and length in recipe.lengths else None
         if settings.mode == "dense" and config.is_dense:
             row["why"] = (
                 "dense because its whole layer is: no head gains anything, the layer was not faster than dense, or its "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from calibrate.curves.curves import TAUS
 from calibrate.machine import MARK
 from calibrate.report.contents import HeadReport, Report
-from calibrate.report.sections import two_digits
+from calibrate.report.sections import format_tau
 from s2o_runtime.errors import first_line
 from s2o_runtime.profile import Profile
 
@@ -37,7 +37,7 @@ def png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
     return _save_figure(draw, title, pad, format="png", dpi=DPI, metadata={"Software": MARK})
 
 
-def svg(draw: Callable[[Figure], None], title: str, name: str, description: str) -> str:
+def render_svg(draw: Callable[[Figure], None], title: str, name: str, description: str) -> str:
     """Return an SVG element that can stand in a page of HTML and refers to nothing outside itself.
 
     Args:
@@ -113,7 +113,7 @@ def panels(
     return grid[: len(titles)]
 
 
-def _tick_whole_numbers(axis: Axis, numbers: Sequence[int] | None = None) -> None:
+def _set_whole_ticks(axis: Axis, numbers: Sequence[int] | None = None) -> None:
     """Tick an axis at whole numbers only, where `numbers`, or else the positions 0, 1, ... themselves, are shown."""
     from matplotlib.ticker import MaxNLocator
 
@@ -128,8 +128,8 @@ def _draw_heads(
     """Draw a map of layers, with their numbers, and heads; a cross of this size marks some (head, layer)."""
     image = axes.imshow(values, cmap=COLOURS, aspect="auto", interpolation="nearest", **scale)
     axes.scatter([x for x, _ in crossed], [y for _, y in crossed], marker="x", color="black", lw=0.8, s=size)
-    _tick_whole_numbers(axes.xaxis)
-    _tick_whole_numbers(axes.yaxis, numbers)
+    _set_whole_ticks(axes.xaxis)
+    _set_whole_ticks(axes.yaxis, numbers)
     return image
 
 
@@ -149,7 +149,7 @@ class HeadMap:
     high: float  # has the last colour
     logarithmic: bool = True  # whether the colours are even in the value's logarithm
 
-    def level(self, value: float) -> int:
+    def find_level(self, value: float) -> int:
         """Return the number of a value's colour, from 0 to `LEVELS` - 1."""
         clipped = min(max(value, self.low), self.high)
         scale = math.log if self.logarithmic else float
@@ -158,7 +158,7 @@ class HeadMap:
         return round(share * (LEVELS - 1))
 
 
-def head_maps(report: Report) -> list[HeadMap]:
+def make_head_maps(report: Report) -> list[HeadMap]:
     """Return the maps of tau, density and error; the last one ends at the largest error of any head of the report."""
     errors = [head.error for length in report.lengths for layer in length.layers for head in layer.heads]
     highest = max(errors, default=0.0) or report.budget.value
@@ -170,13 +170,13 @@ def head_maps(report: Report) -> list[HeadMap]:
         return f"{error:.0e}".replace("e-0", "e-").replace("e+0", "e+") if error else "0"
 
     return [
-        HeadMap("tau", threshold, two_digits, TAUS[0], TAUS[-1]),
+        HeadMap("tau", threshold, format_tau, TAUS[0], TAUS[-1]),
         HeadMap("density", lambda head: head.density, lambda value: f"{value:.2f}", 0.0, 1.0, logarithmic=False),
         HeadMap(report.budget.unit, lambda head: head.error, short, highest / 10**DECADES, highest),
     ]
 
 
-def colours() -> list[tuple[str, str]]:
+def list_colours() -> list[tuple[str, str]]:
     """Return each level's colour, and black or white, whichever is easier to read on it."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
@@ -202,9 +202,9 @@ def tau_picture(profile: Profile) -> bytes:
     return png(partial(_draw_taus, profile=profile), f"{profile.model_name} on {profile.device}")
 
 
-def tau_element(profile: Profile) -> str:
+def draw_tau_svg(profile: Profile) -> str:
     """Return the same as an SVG element."""
-    return svg(partial(_draw_taus, profile=profile), f"{profile.model_name} on {profile.device}", "tau", CAPTION)
+    return render_svg(partial(_draw_taus, profile=profile), f"{profile.model_name} on {profile.device}", "tau", CAPTION)
 
 
 def _draw_taus(figure: Figure, profile: Profile) -> None:
@@ -238,19 +238,19 @@ CAPTIONS = {
 LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors, as of a dense layer, lie on its edge
 
 
-def pictures(report: Report) -> dict[str, bytes]:
+def draw_pngs(report: Report) -> dict[str, bytes]:
     """Return PNG files by the names "density", "frontier" and "time"."""
     draws = {"density": draw_density, "frontier": draw_frontier, "time": draw_time}
-    return {name: png(partial(draw, report=report), _title_report(report)) for name, draw in draws.items()}
+    return {name: png(partial(draw, report=report), _make_title(report)) for name, draw in draws.items()}
 
 
-def elements(report: Report) -> dict[str, str]:
+def draw_svgs(report: Report) -> dict[str, str]:
     """Return SVG elements by the names "frontier" and "time"; for "density" a page of HTML has maps of its own."""
-    draws, title = {"frontier": draw_frontier, "time": draw_time}, _title_report(report)
-    return {name: svg(partial(draw, report=report), title, name, CAPTIONS[name]) for name, draw in draws.items()}
+    draws, title = {"frontier": draw_frontier, "time": draw_time}, _make_title(report)
+    return {name: render_svg(partial(draw, report=report), title, name, CAPTIONS[name]) for name, draw in draws.items()}
 
 
-def _title_report(report: Report) -> str:
+def _make_title(report: Report) -> str:
     return f"{report.model} on {report.device}"
 
 
@@ -304,7 +304,7 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     bar = figure.colorbar(layer_colours, ax=all_axes, label="layer", **BAR)
     bar.ax.set_ylim(0, max(1, last))
-    _tick_whole_numbers(bar.ax.yaxis, report.layer_numbers)
+    _set_whole_ticks(bar.ax.yaxis, report.layer_numbers)
 
 
 def draw_time(figure: Figure, report: Report) -> None:
@@ -325,6 +325,6 @@ def draw_time(figure: Figure, report: Report) -> None:
         axes.bar(range(len(layers)), dense, width=0.85, color="lightgrey", label="dense")
         axes.bar(range(len(layers)), sparse, width=0.5, color="C0", label="S2O")
         axes.set_xlim(-0.7, len(layers) - 0.3)
-        _tick_whole_numbers(axes.xaxis, report.layer_numbers)
+        _set_whole_ticks(axes.xaxis, report.layer_numbers)
     first = all_axes[0]
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

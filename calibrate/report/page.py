@@ -16,23 +16,9 @@ from rich.console import Console
 from calibrate.machine import MARK, json_file
 from calibrate.recipe import report_paths
 from calibrate.record import ProvenLength, read_record
-from calibrate.report import sections
+from calibrate.report import figures, sections
 from calibrate.report.contents import Report
-from calibrate.report.figures import CAPTION, CAPTIONS, attempt, colours, elements, head_maps, pictures, tau_element
-from calibrate.report.sections import (
-    COLUMNS,
-    closing_notes,
-    gain,
-    layer_table,
-    length_notes,
-    overview_table,
-    sentences,
-    statement,
-    tables,
-    tau_range,
-    times,
-)
-from calibrate.report.summary import head_counts, summary
+from calibrate.report.summary import count_heads, summary
 from calibrate.tables import (
     Number,
     Table,
@@ -82,7 +68,7 @@ def _render_html(body: str, **names: Any) -> str:
         autoescape=True,
         text=printable,
         anchor=lambda heading: "-".join(re.findall(r"\w+", heading.lower())),
-        nested=_nest_lines,
+        nested=_group_indented,
         sorted_by=_mark_value,
         whole_words=_keep_words,
         with_options=_mark_options,
@@ -93,13 +79,13 @@ def _render_html(body: str, **names: Any) -> str:
         form="form.html.j2",
         mark=MARK,
         headings=[],
-        levels=colours(),
+        levels=figures.list_colours(),
         style=(FOLDER / "page.css").read_text("utf-8"),
         script=(FOLDER / "page.js").read_text("utf-8"),
     )
 
 
-def markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
+def render_markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
     """Return the page in Markdown.
 
     Args:
@@ -107,16 +93,16 @@ def markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str
         profile_path: where the profile is, or would be if one had been written.
         pictures: the file of each picture, a name beside the page, by the pictures' names.
     """
-    return _render_markdown("page.j2", **_page_names(report, profile_path), pictures=pictures)
+    return _render_markdown("page.j2", **_list_page_names(report, profile_path), pictures=pictures)
 
 
-def html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
-    """Return the page in HTML; `pictures` are SVG elements, all else as in `markdown_page`."""
-    names = _page_names(report, profile_path)
-    return _render_html("page.j2", **names, pictures=pictures, maps=head_maps(report), wide=WIDE)
+def render_html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
+    """Return the page in HTML; `pictures` are SVG elements, all else as in `render_markdown_page`."""
+    names = _list_page_names(report, profile_path)
+    return _render_html("page.j2", **names, pictures=pictures, maps=figures.make_head_maps(report), wide=WIDE)
 
 
-def _page_names(report: Report, profile_path: Path) -> dict[str, Any]:
+def _list_page_names(report: Report, profile_path: Path) -> dict[str, Any]:
     """Return the names of page.j2."""
     return {
         "report": report,
@@ -126,9 +112,22 @@ def _page_names(report: Report, profile_path: Path) -> dict[str, Any]:
         "checked": [length.length for length in report.lengths if not length.calibrated],
         "not_proven": [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in report.not_proven],
         "phases": {name: f"{seconds:.0f} s" for name, seconds in report.phases.items()},
-        "captions": CAPTIONS,
-        "sections": sections,
+        "captions": figures.CAPTIONS,
         "patch_call": patch_call,
+        "gain": sections.gain(report),
+        "statement": sections.statement(report.certificate, report.adjusted_on),
+        "certificate_tables": sections.tables(report.certificate),
+        "claims": sections.sentences(report.certificate),
+        "overview": sections.make_overview_table(report),
+        "closing_notes": sections.list_closing_notes(report),
+        "by_length": [
+            (
+                length,
+                sections.make_layer_table(report, length),
+                sections.list_length_notes(report, length) + sections.describe_shared_studies(length),
+            )
+            for length in report.lengths
+        ],
     }
 
 
@@ -137,7 +136,7 @@ def patch_call(profile: str) -> str:
     return f"s2o_runtime.patch(model, {json.dumps(profile)})"
 
 
-def _nest_lines(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
+def _group_indented(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return each line of a list with the indented lines below it."""
     items: list[tuple[str, list[str]]] = []
     for line in lines:
@@ -168,28 +167,30 @@ def _mark_value(cell: str) -> Markup:
 
 def card(profile: Profile, file: str, origin: str = "") -> str:
     """Return the card of a profile that is in `file`, a name beside it; `origin` says whose weights its model has."""
-    return _render_markdown("card.j2", **_card_names(profile, file, origin), layer_tables=(), pictures={})
+    return _render_markdown("card.j2", **_list_card_names(profile, file, origin), layer_tables=(), pictures={})
 
 
 def html_card(profile: Profile, file: str) -> tuple[str, str]:
     """Return the card in HTML with what every layer does, and why it has no picture, empty if it has."""
-    picture, failure = attempt(lambda: tau_element(profile))
-    layer_tables = [_tabulate_layers(profile, length) for length in profile.lengths]
-    names = _card_names(profile, file) | {"captions": {"tau": CAPTION}, "layer_tables": layer_tables}
+    picture, failure = figures.attempt(lambda: figures.draw_tau_svg(profile))
+    layer_tables = [_make_layer_table(profile, length) for length in profile.lengths]
+    names = _list_card_names(profile, file) | {"captions": {"tau": figures.CAPTION}, "layer_tables": layer_tables}
     return _render_html("card.j2", **names, pictures={} if picture is None else {"tau": picture}), failure
 
 
-def _card_names(profile: Profile, file: str, origin: str = "") -> dict[str, Any]:
+def _list_card_names(profile: Profile, file: str, origin: str = "") -> dict[str, Any]:
     """Return the names of card.j2 that both forms have."""
     record, summed = read_record(profile), summary(profile)
-    columns = COLUMNS | {"prefill": lambda row: times(row["prefill_speedup"])}
+    columns = sections.COLUMNS | {"prefill": lambda row: sections.times(row["prefill_speedup"])}
     return {
         "title": f"S2O profile of {profile.model_name}",
         "summary": summed,
         "origin": origin,
         "record": record,
         "recipe": record.recipe or {},
-        "sections": sections,
+        "statement": sections.statement(record.certificate, sections.adjusted_on(record)),
+        "certificate_tables": sections.tables(record.certificate),
+        "claims": sections.sentences(record.certificate),
         "not_recorded": NOT_RECORDED,
         "call": patch_call(file),
         "lengths": Table.of(summed["lengths"], columns),
@@ -197,15 +198,15 @@ def _card_names(profile: Profile, file: str, origin: str = "") -> dict[str, Any]
     }
 
 
-def _tabulate_layers(profile: Profile, length: int) -> Table:
+def _make_layer_table(profile: Profile, length: int) -> Table:
     """Return what each layer does at a length, with what was proven of it or else predicted."""
     record, configs = read_record(profile), profile.layers[profile.lengths.index(length)]
     source, densities = record.densities(length, len(configs))
-    proven = (record.proven_at(length) or ProvenLength()).layers or ()
-    counts = [head_counts(config.heads) for config in configs]
+    proven = (record.find_proven(length) or ProvenLength()).layers or ()
+    counts = [count_heads(config.heads) for config in configs]
     columns: dict[str, Callable[[int], str]] = {
         "layer": lambda row: integer(profile.geometry.layer_number(row)),
-        "tau": lambda row: tau_range(counts[row]["tau_min"], counts[row]["tau_max"]),
+        "tau": lambda row: sections.format_taus(counts[row]["tau_min"], counts[row]["tau_max"]),
         "dense heads": lambda row: integer(counts[row]["dense_heads"]),
         "segment": lambda row: integer(configs[row].segment),
         "tile": lambda row: str(configs[row].tile),
@@ -232,17 +233,20 @@ def _list_items(value: Any) -> str:
 
 def print_report(report: Report, console: Console) -> None:
     """Print the gain, and target against achieved: all lengths, each one's layers with notes, the certificate."""
-    print_lines([gain(report), ""], console)
+    print_lines([sections.gain(report), ""], console)
     if len(report.lengths) > 1:
-        print_table(overview_table(report), console)
+        print_table(sections.make_overview_table(report), console)
     for length in report.lengths:
-        print_table(layer_table(report, length, brief=True), console)
-        print_lines([*length_notes(report, length), ""], console)
-    print_lines(closing_notes(report), console)
-    for table in tables(report.certificate):
+        print_table(sections.make_layer_table(report, length, brief=True), console)
+        print_lines([*sections.list_length_notes(report, length), ""], console)
+    print_lines(sections.list_closing_notes(report), console)
+    for table in sections.tables(report.certificate):
         print_table(table, console)
     if report.met:
-        print_lines([statement(report.certificate, report.adjusted_on), *sentences(report.certificate)], console)
+        print_lines(
+            [sections.statement(report.certificate, report.adjusted_on), *sections.sentences(report.certificate)],
+            console,
+        )
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)
 
 
@@ -255,16 +259,16 @@ def write_report(report: Report, profile_path: Path) -> tuple[list[Path], str]:
         pictures inside, which is written last. And why there are no pictures, empty if there are.
     """
     profile_path.parent.mkdir(parents=True, exist_ok=True)
-    both, failure = attempt(lambda: (pictures(report), elements(report)))
+    both, failure = figures.attempt(lambda: (figures.draw_pngs(report), figures.draw_svgs(report)))
     drawn, svgs = both or ({}, {})
     as_json, *picture_paths, as_markdown, as_html = report_paths(profile_path)
     named = dict(zip(drawn, picture_paths, strict=False))
-    page = markdown_page(report, profile_path, {name: path.name for name, path in named.items()})
+    page = render_markdown_page(report, profile_path, {name: path.name for name, path in named.items()})
     files = {
         as_json: json_file(report.to_json()),
         **{named[name]: picture for name, picture in drawn.items()},
         as_markdown: page.encode(),
-        as_html: html_page(report, profile_path, svgs).encode(),
+        as_html: render_html_page(report, profile_path, svgs).encode(),
     }
     for path in set(picture_paths) - set(files):
         path.unlink(missing_ok=True)  # of an earlier run

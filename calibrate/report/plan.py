@@ -18,7 +18,7 @@ FIRST = ("model", "takes", "memory", "runs on", "budget", "lengths", "layers", "
 NOT_WORTH_SAYING = 0.05  # of a run's time: a phase that takes less is not named
 
 
-def option_lines(recipe: Recipe) -> dict[str, str]:
+def list_options(recipe: Recipe) -> dict[str, str]:
     """Return every option that a run uses in words, by its label."""
     return {
         option.label: option.line(recipe)
@@ -50,7 +50,7 @@ def plan(
         The lines' texts by their names, those of `FIRST` before the others.
     """
     given_labels = {OPTIONS[name].label for name in given}
-    lines = option_lines(recipe) | {"model": in_full(recipe.model)}
+    lines = list_options(recipe) | {"model": in_full(recipe.model)}
     lines["prompts"] += f"; {prompts}" if prompts else ""
     lines = {label: line + (" (given)" if label in given_labels else "") for label, line in lines.items()}
     shares = ", ".join(f"{share:.0%} at {length}" for length, share in preflight.shares.items())

@@ -22,7 +22,7 @@ from calibrate.record import (
     read_record,
 )
 from calibrate.report.contents import LayerReport, LengthReport, Report
-from calibrate.report.summary import ratio, summary
+from calibrate.report.summary import divide, summary
 from calibrate.tables import Number, Table, formatted, integer, kept_of
 from s2o_runtime.config import plain
 from s2o_runtime.fields import counted
@@ -36,7 +36,7 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
         certificate: of the profile; None if it has none.
         adjusted_on: how many prompts of each length layers were adjusted on; None if that is not recorded.
     """
-    lengths = _lengths(certificate)
+    lengths = _get_lengths(certificate)
     if not lengths:
         same = "the same prompts" if adjusted_on is None else f"the same {adjusted_on} prompts of each length"
         return f"Adjusted and checked on {same}; not certified."
@@ -59,7 +59,7 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
 
 def in_short(certificate: Certificate | None) -> str:
     """Return a few words for a table of profiles; "-" without a certificate."""
-    lengths = _lengths(certificate)
+    lengths = _get_lengths(certificate)
     if not lengths:
         return "-"
     shares = [length.share for length in lengths if length.share is not None]
@@ -85,12 +85,12 @@ def sentences(certificate: Certificate | None) -> list[str]:
     """List what is certified of prompts at each length, and how."""
     if certificate is None:
         return []
-    layers = [layer for length in _lengths(certificate) for layer in length.layers or ()]
+    layers = [layer for length in _get_lengths(certificate) for layer in length.layers or ()]
     dense = sum(layer.spent == 0 for layer in layers)
     less = sum(layer.spent is not None for layer in layers) - dense
     changed = f"{counted(less, 'layer')} got less of the budget than was adjusted, and {dense} became dense"
     return [
-        *(_describe_certified(length, certificate.confidence or 0.0) for length in _lengths(certificate)),
+        *(_describe_certified(length, certificate.confidence or 0.0) for length in _get_lengths(certificate)),
         *([changed] if less + dense else ()),
         *([f"how: {certificate.method}"] if certificate.method else ()),
     ]
@@ -126,7 +126,7 @@ def _round_down(share: float) -> str:
 def tables(certificate: Certificate | None) -> list[Table]:
     """Return what is certified of each length, both units of a budget in mse, and each kind of text; none without a
     certificate."""
-    lengths = _lengths(certificate)
+    lengths = _get_lengths(certificate)
     if not lengths:
         return []
 
@@ -163,10 +163,10 @@ def tables(certificate: Certificate | None) -> list[Table]:
     }
     in_mse = any(layer.rel_mse is not None for layer in lengths[0].layers or ())
     both = [Table.of(lengths, units, "in both units")] if in_mse else []
-    return [Table.of(lengths, bounds, "certified"), *both, _tabulate_domains(lengths)]
+    return [Table.of(lengths, bounds, "certified"), *both, _make_domain_table(lengths)]
 
 
-def _tabulate_domains(lengths: Sequence[CertifiedLength]) -> Table:
+def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
     """Return a row for each kind of text: its mean error over the limit at each length, the largest of all else."""
     texts: dict[str, dict[int | None, CertifiedDomain]] = {}
     for length in lengths:
@@ -189,7 +189,7 @@ def _tabulate_domains(lengths: Sequence[CertifiedLength]) -> Table:
     return Table.of(sorted(texts), columns, "by kind of text", align="lr")
 
 
-def _lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
+def _get_lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
     return (certificate and certificate.lengths) or ()
 
 
@@ -209,9 +209,9 @@ def _format_range(counts: Iterable[int | None]) -> str:
 # of one of `summary`'s lengths
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "length": lambda row: str(row["length"]),
-    "tau": lambda row: tau_range(row["tau_min"], row["tau_max"]),
+    "tau": lambda row: format_taus(row["tau_min"], row["tau_max"]),
     "dense\nheads": lambda row: f"{row['dense_heads']} of {row['heads']}",
-    "tails": lambda row: tail_counts(row["tails"], row["linear_tails"]),
+    "tails": lambda row: format_tails(row["tails"], row["linear_tails"]),
     "density": lambda row: formatted(row["density"], ".3f"),
     "of": lambda row: row["density_is"] or "-",
     "error /\nlimit": lambda row: formatted(row["error_over_limit"], ".0%"),
@@ -247,19 +247,19 @@ def exported(profile: Profile) -> dict[str, Any]:
     return document | {"buckets": buckets, "record": record}
 
 
-def tau_range(smallest: float | None, largest: float | None) -> str:
+def format_taus(smallest: float | None, largest: float | None) -> str:
     """Format both thresholds, of which the smallest is what tables are sorted by; "-" without thresholds."""
     if smallest is None or largest is None:
         return "-"
-    return Number(f"{two_digits(smallest)} .. {two_digits(largest)}", smallest)
+    return Number(f"{format_tau(smallest)} .. {format_tau(largest)}", smallest)
 
 
-def two_digits(tau: float) -> str:
+def format_tau(tau: float) -> str:
     """Format a threshold."""
     return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02
 
 
-def tail_counts(tails: int, linear_tails: int) -> Number:
+def format_tails(tails: int, linear_tails: int) -> Number:
     """Format the heads with a tail, and beside them those with a linear one: "6+2 lin."."""
     return Number(f"{tails}+{linear_tails} lin." if linear_tails else str(tails), tails + linear_tails)
 
@@ -348,7 +348,7 @@ def gain(report: Report) -> str:
         none_of = counted(total, "full-attention layer")
         return f"S2O runs in none of {none_of}, so nothing is gained: {'; '.join(shown)}. {GAIN_MORE}"
     where = ", ".join(f"{count} of {total} at {length}" for length, count in sparse.items())
-    ratios, form = _speedups(report)
+    ratios, form = _compute_speedups(report)
     gains = ", ".join(f"{speedup:.2f}x at {length}" for length, speedup in ratios.items() if speedup)
     needles = [length.needles for length in report.lengths if length.needles is not None]
     kept = f", needles kept {sum(k for k, _ in needles)} of {sum(n for _, n in needles)}" if needles else ""
@@ -359,7 +359,7 @@ def gain(report: Report) -> str:
 
 def is_worthwhile(report: Report) -> bool:
     """Return whether a profile gains so much at any length that it is worth deploying."""
-    ratios, _ = _speedups(report)
+    ratios, _ = _compute_speedups(report)
     return any(_count_sparse_layers(report).values()) and max(filter(None, ratios.values()), default=1.0) >= WORTHWHILE
 
 
@@ -371,16 +371,16 @@ def _count_sparse_layers(report: Report) -> dict[int, int]:
     }
 
 
-def _speedups(report: Report) -> tuple[dict[int, float | None], str]:
+def _compute_speedups(report: Report) -> tuple[dict[int, float | None], str]:
     """Return the speedups over dense by length, measured of the prefill or else predicted of attention, and their
     sentence."""
     if all(length.attention_seconds is not None for length in report.lengths):
-        measured = {row.length: ratio(row.dense_prefill_seconds, row.prefill_seconds) for row in report.lengths}
+        measured = {row.length: divide(row.dense_prefill_seconds, row.prefill_seconds) for row in report.lengths}
         return measured, "prefill speedup {} tokens"
-    return {row.length: ratio(1.0, row.cost) for row in report.lengths}, "attention speedup {} tokens (predicted)"
+    return {row.length: divide(1.0, row.cost) for row in report.lengths}, "attention speedup {} tokens (predicted)"
 
 
-def layer_table(report: Report, length: LengthReport, *, brief: bool = False) -> Table:
+def make_layer_table(report: Report, length: LengthReport, *, brief: bool = False) -> Table:
     """Return one row a layer; "1/32: 6/2" means that 6 heads have 1 representative and 2 have 32.
 
     An mse says nothing without the output that it is of, so the relative one stands beside it, and with a ceiling which
@@ -389,9 +389,9 @@ def layer_table(report: Report, length: LengthReport, *, brief: bool = False) ->
     relative, ceiling = report.budget.unit == "mse", report.budget.ceiling is not None
     columns: dict[str, Callable[[LayerReport], str]] = {
         "layer": lambda layer: integer(layer.layer),
-        "tau": lambda layer: tau_range(layer.tau_min, layer.tau_max),
+        "tau": lambda layer: format_taus(layer.tau_min, layer.tau_max),
         "dense\nheads": lambda layer: integer(layer.dense_heads),
-        "tails": lambda layer: tail_counts(layer.tails, layer.linear_tails),
+        "tails": lambda layer: format_tails(layer.tails, layer.linear_tails),
         "repr.": lambda layer: (
             f"{'/'.join(layer.representatives)}: {'/'.join(map(str, layer.representatives.values()))}"
             if layer.representatives
@@ -406,7 +406,7 @@ def layer_table(report: Report, length: LengthReport, *, brief: bool = False) ->
         "error /\nlimit": lambda layer: formatted(layer.error_over_limit, ".0%"),
         "binds": lambda layer: BINDS[layer.binds],
         "worst\nrow": lambda layer: formatted(layer.worst, ".2g"),
-        "vs\ndense": lambda layer: times(ratio(layer.dense_seconds, layer.seconds)),
+        "vs\ndense": lambda layer: times(divide(layer.dense_seconds, layer.seconds)),
     }
     left_out = {*(DETAILS if brief else ()), "" if relative else "rel\nmse", "" if ceiling else "binds"}
     return Table.of(
@@ -417,15 +417,15 @@ def layer_table(report: Report, length: LengthReport, *, brief: bool = False) ->
     )
 
 
-def overview_table(report: Report) -> Table:
+def make_overview_table(report: Report) -> Table:
     """Return one row a length; the error is the largest of any layer, or the mean of the layers if the budget is of the
     model. A budget in KL is to be compared with the column KL."""
     combine, name = (max, "largest") if report.budget.scope == "layer" else (fmean, "mean")
 
     def attention_speedup(length: LengthReport) -> str:
         if length.attention_seconds is not None:
-            return times(ratio(length.dense_attention_seconds, length.attention_seconds))
-        predicted = ratio(1.0, length.cost)
+            return times(divide(length.dense_attention_seconds, length.attention_seconds))
+        predicted = divide(1.0, length.cost)
         return "-" if predicted is None else Number(f"{predicted:.2f}x predicted", predicted)
 
     errors: dict[str, Callable[[LengthReport], str]] = {
@@ -441,7 +441,7 @@ def overview_table(report: Report) -> Table:
         "error /\nlimit": lambda length: formatted(max(layer.error_over_limit for layer in length.layers), ".0%"),
         "density": lambda length: formatted(fmean(layer.density for layer in length.layers), ".3f"),
         "attention": attention_speedup,
-        "prefill": lambda length: times(ratio(length.dense_prefill_seconds, length.prefill_seconds)),
+        "prefill": lambda length: times(divide(length.dense_prefill_seconds, length.prefill_seconds)),
         "needles": lambda length: _format_needles(length.needles),
         "KL": lambda length: formatted(length.kl, ".1e"),
     }
@@ -449,9 +449,9 @@ def overview_table(report: Report) -> Table:
     return Table.of(report.lengths, columns, title)
 
 
-def length_notes(report: Report, length: LengthReport) -> list[str]:
+def list_length_notes(report: Report, length: LengthReport) -> list[str]:
     """List the sentences below a length's table."""
-    speedup = times(ratio(length.dense_prefill_seconds, length.prefill_seconds))
+    speedup = times(divide(length.dense_prefill_seconds, length.prefill_seconds))
     notes = [
         f"prefill of {length.length} tokens on {report.device}: {length.prefill_seconds * 1e3:.1f} ms, "
         f"dense {length.dense_prefill_seconds * 1e3:.1f} ms ({speedup})"
@@ -459,19 +459,19 @@ def length_notes(report: Report, length: LengthReport) -> list[str]:
         f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
         + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
     ]
-    notes += filter(None, (_kl_note(report, length), _uniform_note(length)))
+    notes += filter(None, (_describe_kl(report, length), _compare_uniform(length)))
     reasons: dict[str, list[int]] = {}
     for layer in length.layers:
         if layer.why_dense:
             reasons.setdefault(layer.why_dense, []).append(layer.layer)
-    notes += [f"{layer_ranges(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
-    notes += filter(None, (_ceiling_note(report, length), _loose_note(report, length)))
+    notes += [f"{format_layers(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
+    notes += filter(None, (_describe_ceiling(report, length), _describe_loose(report, length)))
     if tightened := [layer.layer for layer in length.layers if layer.tightened]:
-        notes.append(f"{layer_ranges(tightened)} tightened by what the prompts of this table showed")
+        notes.append(f"{format_layers(tightened)} tightened by what the prompts of this table showed")
     return notes
 
 
-def _kl_note(report: Report, length: LengthReport) -> str | None:
+def _describe_kl(report: Report, length: LengthReport) -> str | None:
     """Describe how the scale of a budget in KL was found at a length."""
     if not length.kl_passes:
         return None
@@ -482,18 +482,18 @@ def _kl_note(report: Report, length: LengthReport) -> str | None:
     )
 
 
-def _ceiling_note(report: Report, length: LengthReport) -> str | None:
+def _describe_ceiling(report: Report, length: LengthReport) -> str | None:
     """Name the layers that the ceiling beside a budget in mse allows less than that."""
     limits = {layer.layer: layer.limit for layer in length.layers if layer.binds == "rel_mse"}
     if report.budget.ceiling is None or not limits:
         return None
     return (
-        f"{layer_ranges(limits)}: the ceiling, rel_mse {report.budget.ceiling:g}, allows less than mse "
+        f"{format_layers(limits)}: the ceiling, rel_mse {report.budget.ceiling:g}, allows less than mse "
         f"{report.budget.value:g}, down to an mse of {min(limits.values()):.1e}"
     )
 
 
-def _loose_note(report: Report, length: LengthReport) -> str | None:
+def _describe_loose(report: Report, length: LengthReport) -> str | None:
     """Name the layers of whose outputs a budget in mse without a ceiling allows much, because they are small."""
     if report.budget.kind != "mse" or report.budget.ceiling is not None:
         return None
@@ -506,28 +506,28 @@ def _loose_note(report: Report, length: LengthReport) -> str | None:
     if not loose:
         return None
     return (
-        f"{layer_ranges(loose)}: this mse is up to {max(allowed[layer] for layer in loose):.1%} of the output's mean "
+        f"{format_layers(loose)}: this mse is up to {max(allowed[layer] for layer in loose):.1%} of the output's mean "
         f"square, where {LOOSE:.1%} is much: --ceiling-rel-mse limits that"
     )
 
 
-def _uniform_note(length: LengthReport) -> str | None:
+def _compare_uniform(length: LengthReport) -> str | None:
     """Compare with one setting for all heads, measured where both are, otherwise predicted."""
     uniform = length.uniform
     if uniform is None:
         return None
-    measured = ratio(uniform.seconds, length.attention_seconds)
-    gained = measured or ratio(uniform.cost, length.cost)
+    measured = divide(uniform.seconds, length.attention_seconds)
+    gained = measured or divide(uniform.cost, length.cost)
     if not gained:
         return None
     verdict = f"{gained:.2f}x faster" if gained >= 1 else f"{1 / gained:.2f}x slower"
     return (
         f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error (tau "
-        f"{two_digits(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, far {uniform.far})"
+        f"{format_tau(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, far {uniform.far})"
     )
 
 
-def closing_notes(report: Report) -> list[str]:
+def list_closing_notes(report: Report) -> list[str]:
     """List the sentences about all lengths together. An indented one belongs to the one before it."""
     errors, seconds = [], []
     for length in report.lengths:
@@ -549,13 +549,13 @@ def closing_notes(report: Report) -> list[str]:
     return notes
 
 
-def shared_studies(length: LengthReport) -> list[str]:
+def describe_shared_studies(length: LengthReport) -> list[str]:
     """Name the layers that shared a study, in a sentence if any did."""
-    shared = [layer_ranges(group) for group in length.groups if len(group) > 1]
+    shared = [format_layers(group) for group in length.groups if len(group) > 1]
     return [f"shared a study: {'; '.join(shared)}"] if shared else []
 
 
-def layer_ranges(numbers: Iterable[int]) -> str:
+def format_layers(numbers: Iterable[int]) -> str:
     """Format layers' numbers: [0, 1, 2, 5] -> "layers 0-2, 5" """
     runs: list[list[int]] = []
     for number in sorted(numbers):

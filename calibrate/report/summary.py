@@ -43,12 +43,12 @@ def _format_budget(budget: RecordedBudget | None) -> str | None:
 def _summarise_length(profile: Profile, record: Record, length: int, bucket: Sequence[LayerConfig]) -> dict[str, Any]:
     heads = [head for layer in bucket for head in layer.heads]
     source, densities = record.densities(length, profile.geometry.layers)
-    proven, unit = record.proven_at(length) or ProvenLength(), (record.budget and record.budget.unit) or "mse"
+    proven, unit = record.find_proven(length) or ProvenLength(), (record.budget and record.budget.unit) or "mse"
     errors = [(layer.error(unit), layer.limit) for layer in proven.layers or ()]
     return {
         "length": length,
         "heads": len(heads),
-        **head_counts(heads),
+        **count_heads(heads),
         "density": fmean(densities) if densities else None,
         "density_is": source,
         "layer_densities": densities,
@@ -59,11 +59,11 @@ def _summarise_length(profile: Profile, record: Record, length: int, bucket: Seq
         "needles": None if proven.needles is None else list(proven.needles),
         "kl": proven.kl,
         "top1": proven.top1,
-        "prefill_speedup": ratio(proven.dense_prefill_seconds, proven.prefill_seconds),
+        "prefill_speedup": divide(proven.dense_prefill_seconds, proven.prefill_seconds),
     }
 
 
-def head_counts(heads: Sequence[HeadConfig]) -> dict[str, Any]:
+def count_heads(heads: Sequence[HeadConfig]) -> dict[str, Any]:
     """Return the range of the thresholds, None without any, and how many heads are dense or have a tail."""
     sparse = [head for head in heads if head.mode == "s2o"]
     taus = [head.tau for head in sparse if head.has_threshold]
@@ -76,6 +76,6 @@ def head_counts(heads: Sequence[HeadConfig]) -> dict[str, Any]:
     }
 
 
-def ratio(over: float | None, under: float | None) -> float | None:
+def divide(over: float | None, under: float | None) -> float | None:
     """Return the quotient; None unless both are above 0."""
     return over / under if over and under and over > 0 < under else None

@@ -9,7 +9,7 @@ import torch
 from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.passes import measure
 from calibrate.profiles import retile as module
-from calibrate.profiles.retile import OTHER_HEIGHT, legal_tiles, retile, tau_for
+from calibrate.profiles.retile import OTHER_HEIGHT, interpolate_tau, list_legal_tiles, retile
 from calibrate.record import read_record
 from calibrate.timing import Timing
 from s2o_runtime.attention.api import s2o_attention
@@ -271,18 +271,18 @@ def test_bad_input_is_one_sentence(old, timed, tmp_path, monkeypatch):
 def test_legal_tiles_follow_the_strictest_head():
     mixed = layer("sssd", tile=TileConfig(64, 64, 4))
     heads = (replace(mixed.heads[0], segment=320), *mixed.heads[1:])
-    assert {tile.rows for tile in legal_tiles(replace(mixed, heads=heads), A100_TILES)} == {64}
+    assert {tile.rows for tile in list_legal_tiles(replace(mixed, heads=heads), A100_TILES)} == {64}
     dense = (*mixed.heads[1:], replace(mixed.heads[3], segment=320))
-    assert {tile.rows for tile in legal_tiles(replace(mixed, heads=dense), A100_TILES)} == {64, 128}
+    assert {tile.rows for tile in list_legal_tiles(replace(mixed, heads=dense), A100_TILES)} == {64, 128}
 
 
 def test_a_tau_is_interpolated_in_its_logarithm():
     densities = torch.linspace(0.9, 0.3, len(TAUS), dtype=torch.float64)
-    assert tau_for(densities, 0.6) == pytest.approx(1.0)
-    assert tau_for(densities, 0.9) == tau_for(densities, 0.94) == TAUS[0]
-    assert tau_for(densities, 0.96) == tau_for(densities, 1.0) == 0.0
-    assert tau_for(densities, 0.1) == TAUS[-1]
+    assert interpolate_tau(densities, 0.6) == pytest.approx(1.0)
+    assert interpolate_tau(densities, 0.9) == interpolate_tau(densities, 0.94) == TAUS[0]
+    assert interpolate_tau(densities, 0.96) == interpolate_tau(densities, 1.0) == 0.0
+    assert interpolate_tau(densities, 0.1) == TAUS[-1]
     between = (float(densities[3]) + float(densities[4])) / 2
-    assert tau_for(densities, between) == pytest.approx(math.sqrt(TAUS[3] * TAUS[4]))
+    assert interpolate_tau(densities, between) == pytest.approx(math.sqrt(TAUS[3] * TAUS[4]))
     flat = torch.full((len(TAUS),), 0.5, dtype=torch.float64)
-    assert (tau_for(flat, 0.5), tau_for(flat, 0.4)) == (TAUS[0], TAUS[-1])
+    assert (interpolate_tau(flat, 0.5), interpolate_tau(flat, 0.4)) == (TAUS[0], TAUS[-1])

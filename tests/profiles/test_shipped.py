@@ -103,7 +103,7 @@ def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
         recipe = recipe_of(profile, path)
         held_out = load_prompts(recipe, load_tokenizer("demo")).held_out[shortest]
         _, proofs = prove(demo, {shortest: held_out}, profile)
-        recorded = read_record(profile).proven_at(shortest)
+        recorded = read_record(profile).find_proven(shortest)
         named = [prompt.sha256 for prompt in read_record(profile).data.held_out if prompt.length == shortest]
         same = [prompt.sha256 for prompt in held_out] == named  # they are sources of Python, and those change
         for layer, expected in zip(proofs[shortest].layers, recorded.layers, strict=True):

@@ -151,7 +151,7 @@ def test_a_layers_row_says_what_the_summary_says(summary):
     layer["linear_tails"] = 5
     report = typed(summary)
     expected = "0 0.0015 .. 150 3 16+5 lin. 1/32: 20/8 1024 4 128x128x16 ws s2 0.123 9.50e-04 95% 0.26 12.30x"
-    assert " ".join(sections.layer_table(report, report.lengths[0]).rows[0]) == expected
+    assert " ".join(sections.make_layer_table(report, report.lengths[0]).rows[0]) == expected
 
 
 def test_tables_are_at_most_80_columns_and_complete():
