@@ -264,12 +264,7 @@ def _report_prediction(recipe: Recipe, choices: Sequence[Choice], index: int) ->
     if not choices:
         empty = dict.fromkeys(("why_dense", "predicted_error", "predicted_seconds", "frontier"))
         return empty | {"heads": ()}
-    choice, power, seconds = choices[index], dense_power(choices[index].curves), None
-    if choice.timing is not None and choice.seconds is not None:
-        # A GPU may be slower for a while, so only the ratio to the dense calls that it was timed in turns with is
-        # certain. Dense attention takes the same time in every layer: the ratio is applied to the median of its times.
-        dense = statistics.median(other.timing.dense_seconds for other in choices if other.timing is not None)
-        seconds = dense * choice.seconds / choice.timing.dense_seconds
+    choice, power = choices[index], dense_power(choices[index].curves)
     # The frontier is computed here and not by the search, because which choice and which budget a layer ends with is
     # known only after the proof has tightened them.
     constraints = search_constraints(recipe)
@@ -277,7 +272,7 @@ def _report_prediction(recipe: Recipe, choices: Sequence[Choice], index: int) ->
     return {
         "why_dense": choice.dense_sentence,
         "predicted_error": recipe.budget.error(choice.allocation.mse, power),
-        "predicted_seconds": seconds,
+        "predicted_seconds": _predict_seconds(choice, choices),
         "frontier": tuple((other.density, recipe.budget.error(other.mse, power)) for other in allocations),
         "heads": tuple(
             HeadReport(
@@ -288,6 +283,16 @@ def _report_prediction(recipe: Recipe, choices: Sequence[Choice], index: int) ->
             for point in choice.allocation.points
         ),
     }
+
+
+def _predict_seconds(choice: Choice, choices: Sequence[Choice]) -> float | None:
+    """Return the seconds that a layer's attention will take; None where it was not timed."""
+    if choice.timing is None or choice.seconds is None:
+        return None
+    # A GPU may be slower for a while, so only the ratio to the dense calls that it was timed in turns with is certain.
+    # Dense attention takes the same time in every layer: the ratio is applied to the median of its times.
+    dense = statistics.median(other.timing.dense_seconds for other in choices if other.timing is not None)
+    return dense * choice.seconds / choice.timing.dense_seconds
 
 
 def _sum_if_complete(values: Iterable[float | None]) -> float | None:

@@ -228,7 +228,7 @@ def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():
     """The second layer was timed while the GPU was half as fast."""
     timings = [Timing(seconds, 0, 1, dense, 7) for seconds, dense in ((0.01, 0.04), (0.04, 0.08), (0.05, 0.04))]
     choices = [choice(timings[0]), choice(timings[1]), choice(timings[2], "dense"), choice(None)]
-    assert [contents._predicted_seconds(each, choices) for each in choices] == [0.01, 0.02, 0.04, None]
+    assert [contents._predict_seconds(each, choices) for each in choices] == [0.01, 0.02, 0.04, None]
 
 
 @pytest.mark.parametrize(
