@@ -50,29 +50,11 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     equal = len(names) > 1 and all((domain.groups or 0) > 1 for domain in domains)
     kinds_of_text = f"{len(names)} kinds in equal parts" if equal else ", ".join(names)
     return (
-        f"Certified on {_format_range(length.prompts for length in lengths)} prompts of each length, of "
-        f"{_format_range(length.groups for length in lengths)} groups of text ({kinds_of_text}): with "
+        f"Certified on {format_range(length.prompts for length in lengths)} prompts of each length, of "
+        f"{format_range(length.groups for length in lengths)} groups of text ({kinds_of_text}): with "
         f"{confidence:.0%} confidence, if errors of a kind vary about normally, the mean error of every layer over "
         f"prompts like these, at each of these lengths, is within its limit{alone}."
     )
-
-
-def in_short(certificate: Certificate | None) -> str:
-    """Return a few words for a table of profiles; "-" without a certificate."""
-    lengths = _get_lengths(certificate)
-    if not lengths:
-        return "-"
-    shares = [length.share for length in lengths if length.share is not None]
-    kls = [length.kl for length in lengths if length.kl is not None]
-    retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
-    kept, needles = sum(item.kept or 0 for item in retrievals), sum(item.found or 0 for item in retrievals)
-    parts = [
-        f"{_format_range(length.prompts for length in lengths)} prompts",
-        "means within limits",
-        f"KL within {max(kls):.1e} of {_round_down(min(shares))}" if kls and shares else "",
-        f"needles {kept} of {needles}" if needles else "",
-    ]
-    return ", ".join(part for part in parts if part)
 
 
 def adjusted_on(record: Record) -> int | None:
@@ -102,7 +84,7 @@ def _describe_certified(length: CertifiedLength, confidence: float) -> str:
     if length.share is not None:
         times = "" if length.error_over_limit == 1 else f"{formatted(length.error_over_limit, '.2f')} times "
         text = (
-            f"with {confidence:.0%} confidence at this length at least {_round_down(length.share)} of prompts like "
+            f"with {confidence:.0%} confidence at this length at least {round_down(length.share)} of prompts like "
             f"these keep every layer within {times}its limit, over all rows and over those that answer, "
             f"and the KL within {formatted(length.kl, '.1e')} nats, together"
         )
@@ -114,11 +96,11 @@ def _describe_certified(length: CertifiedLength, confidence: float) -> str:
         return f"{length.length} tokens: {text}; retrieval not proven"
     return (
         f"{length.length} tokens: {text}; {retrieval.kept} of {retrieval.found} needles kept "
-        f"({_round_down(retrieval.low or 0)} shown, {retrieval.high or 0:.0%} not refuted)"
+        f"({round_down(retrieval.low or 0)} shown, {retrieval.high or 0:.0%} not refuted)"
     )
 
 
-def _round_down(share: float) -> str:
+def round_down(share: float) -> str:
     """Format a lower bound in percent; no rounding makes it larger."""
     return f"{math.floor(1000 * share + 1e-9) / 10:.3g}%"
 
@@ -141,7 +123,7 @@ def tables(certificate: Certificate | None) -> list[Table]:
         "less": lambda length: integer(sum(layer.spent is not None for layer in length.layers or ())),
         "mean /\nlimit": lambda length: over_limit(length, lambda layer: layer.mean),
         "bound /\nlimit": lambda length: over_limit(length, lambda layer: layer.bound),
-        "of prompts": lambda length: "-" if length.share is None else _round_down(length.share),
+        "of prompts": lambda length: "-" if length.share is None else round_down(length.share),
         "error /\nlimit": lambda length: formatted(length.error_over_limit, ".2f"),
         "KL": lambda length: formatted(length.kl, ".1e"),
         "noise": lambda length: formatted(length.noise_floor, ".1e"),
@@ -178,8 +160,8 @@ def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
 
     columns: dict[str, Callable[[str], str]] = {
         "text": str,
-        "prompts": lambda text: _format_range(domain.prompts for domain in texts[text].values()),
-        "groups": lambda text: _format_range(domain.groups for domain in texts[text].values()),
+        "prompts": lambda text: format_range(domain.prompts for domain in texts[text].values()),
+        "groups": lambda text: format_range(domain.groups for domain in texts[text].values()),
         **{f"error / limit\nat {length.length}": error_at(length.length) for length in lengths},
         "rows that\nanswer": lambda text: _format_largest(
             (row.answer_over_limit for row in texts[text].values()), ".0%"
@@ -201,7 +183,7 @@ def _format_largest(numbers: Iterable[float | None], form: str) -> str:
     return formatted(max((number for number in numbers if number is not None), default=None), form)
 
 
-def _format_range(counts: Iterable[int | None]) -> str:
+def format_range(counts: Iterable[int | None]) -> str:
     measured = sorted({count for count in counts if count})
     return "-" if not measured else str(measured[0]) if len(measured) == 1 else f"{measured[0]} to {measured[-1]}"
 

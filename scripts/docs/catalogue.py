@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.recipe import Budget, default_out
-from calibrate.record import read_record
+from calibrate.record import Record, read_record
 from calibrate.report.page import card
-from calibrate.report.sections import in_short, times
+from calibrate.report.sections import format_range, round_down, times
 from calibrate.report.summary import summary
 from calibrate.tables import Markup, Table, escaped, markdown
 from s2o_runtime.command_line import OK, failed, failure_code
@@ -122,12 +122,30 @@ def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
         "measured_on": record.retiled.made_on if record.retiled else summed["device"],
         "budget": summed["budget"],
         "proof": summed["proof"],
-        "certified": in_short(record.certificate),
+        "certified": _summarise_certificate(record),
         "lengths": [
             {name: row[name] for name in ("length", "density", "prefill_speedup", "needles")}
             for row in summed["lengths"]
         ],
     }
+
+
+def _summarise_certificate(record: Record) -> str:
+    """Return a few words for a table of profiles; "-" without a certificate."""
+    lengths = record.certified_lengths
+    if not lengths:
+        return "-"
+    shares = [length.share for length in lengths if length.share is not None]
+    kls = [length.kl for length in lengths if length.kl is not None]
+    retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
+    kept, needles = sum(item.kept or 0 for item in retrievals), sum(item.found or 0 for item in retrievals)
+    parts = [
+        f"{format_range(length.prompts for length in lengths)} prompts",
+        "means within limits",
+        f"KL within {max(kls):.1e} of {round_down(min(shares))}" if kls and shares else "",
+        f"needles {kept} of {needles}" if needles else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _cells(entry: dict[str, Any]) -> list[str]:
