@@ -4,9 +4,12 @@ import json
 import re
 from html.parser import HTMLParser
 from io import StringIO
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
@@ -115,18 +118,17 @@ def printed(summary, width=120):
     return console.file.getvalue()
 
 
-def bare(summary):
-    """The same with None, nothing and False wherever that may be: a failed run on a CPU that measured little."""
-    nothing = dict.fromkeys(("predicted_error", "predicted_seconds", "seconds", "dense_seconds", "frontier"))
-    nothing |= dict.fromkeys(("tau_min", "tau_max")) | {"representatives": {}, "error": 0.0, "why_dense": None}
-    lengths = [
-        length
-        | dict.fromkeys(("needles", "uniform", "attention_seconds", "dense_attention_seconds"))
-        | {"layers": [layer | nothing for layer in length["layers"]]}
-        for length in summary["lengths"]
-    ]
-    failed = {"out": None, "met": False, "problems": ["layer 3 is over its limit."], "worst_rows": None}
-    return summary | failed | {"lengths": lengths, "random_weights": True, "failed_trials": 0, "failures": {}}
+def without(absent, value, cls=contents.Report):
+    """The same with None wherever that may be and `absent` says so."""
+    if isinstance(value, list):
+        return [without(absent, item, cls) for item in value]
+    if not isinstance(value, dict) or cls is None or issubclass(cls, RecordNode):
+        return value
+    may_be_none = {name for name, hint in get_type_hints(cls).items() if type(None) in get_args(hint)}
+    return {
+        name: None if name in may_be_none and absent() else without(absent, item, PARTS.get(name))
+        for name, item in value.items()
+    }
 
 
 @pytest.fixture
@@ -218,6 +220,9 @@ def test_a_budget_in_mse_shows_both_units_and_the_limit_that_binds(summary):
     assert [("8e-03" in row, "1e-03" in row) for row in rows] == [(True, False), (False, True)] * 3
     note = "layers 0-1, 3: the ceiling, rel_mse 0.01, allows less than mse 0.001, down to an mse of 5.0e-04"
     assert text.count(note) == 3
+    report = typed(summary)
+    binds = [row[11] for row in sections.make_layer_table(report, report.lengths[0]).rows]
+    assert binds == ["rel", "rel", "mse", "rel", "mse", "mse"]
     assert "8192 4.00e-04 8.00e-03" in " ".join(text.partition("all lengths")[2].split())
     summary["budget"]["ceiling"] = None
     assert "layers 0-1, 3: this mse is up to 1.0% of the output's mean square" in printed(summary, 140)
@@ -360,23 +365,24 @@ def test_bars_are_times_and_on_a_cpu_predicted_costs(summary):
     [(8192,), pytest.param((8192, 32768), marks=pytest.mark.slow(reason="draws every picture twice as large"))],
     ids=str,
 )
-def test_whatever_may_be_none_may_be(lengths, tmp_path):
-    summary = bare(made(lengths=lengths))
-    text = printed(summary)
-    assert "None" not in text
-    assert "nan" not in text
-    assert "not proven: layer 3 is over its limit." in text
+def test_a_failed_run_on_a_cpu_has_a_whole_report(lengths, tmp_path):
+    """Although all is None that may be, and every error is 0."""
+    summary = without(lambda: True, made(lengths=lengths)) | {"met": False, "random_weights": True}
+    summary |= {"problems": ["layer 3 is over its limit."], "failed_trials": 0, "failures": {}}
+    for layer in (layer for length in summary["lengths"] for layer in length["layers"]):
+        layer |= {"error": 0.0, "representatives": {}}
+    assert "not proven: layer 3 is over its limit." in printed(summary)
     (tmp_path / "p.safetensors").touch()
     written = write(summary, tmp_path / "p.safetensors")
     assert len(written) == 6
     card = next(path for path in written if path.suffix == ".md").read_text()
-    assert "None" not in card
-    assert "**Not proven**: no profile was written" in card
-    assert "- layer 3 is over its limit." in card
-    assert "`p.safetensors` beside this file is of an earlier run" in card
-    assert "## Use" not in card
-    for part in ("the weights were random", "there was no GPU", "ask for none", "A limit on the worst rows"):
-        assert part in card
+    for part in (
+        "**Not proven**: no profile was written", "- layer 3 is over its limit.", "A limit on the worst rows",
+        "`p.safetensors` beside this file is of an earlier run", "the weights were random", "there was no GPU",
+        "ask for none",
+    ):  # fmt: skip
+        assert part in card, part
+    assert not re.search("## Use|None", card)
 
 
 @pytest.fixture
@@ -426,24 +432,43 @@ class Structure(HTMLParser):
             self.cells[-1] += data
 
 
-@pytest.fixture
-def web_page(files):
-    return files["rel-mse-0.001.report.html"].read_text()
-
-
-def test_the_html_page_is_whole_and_loads_nothing(web_page):
-    structure = Structure(web_page)
+def assert_page_is_whole(page):
+    """Every element is closed, every link leads to a place in the page, and nothing is loaded from elsewhere."""
+    structure = Structure(page)
     assert structure.open == []
-    assert "S2O profile of demo</h1>" in web_page
     assert len(structure.ids) == len(set(structure.ids))
-    links = [target for target in structure.loaded if target.startswith("#")]
-    assert {link[1:] for link in links} <= set(structure.ids)
+    links = {target[1:] for target in structure.loaded if target.startswith("#")}
+    assert links <= set(structure.ids)
     assert all(target.startswith(("#", "data:")) for target in structure.loaded)
-    assert not re.search(r"url\((?!#|.?data:)|@import|fetch\(|XMLHttpRequest", web_page)
-    assert "default-src 'none'" in web_page
-    assert "measured &lt;latency&gt;" in web_page
-    assert web_page.count("<svg") == 2  # densities of heads are maps here
-    cells = "|".join(cell.strip() for cell in structure.cells)
+    assert not re.search(r"url\((?!#|.?data:)|@import|fetch\(|XMLHttpRequest", page)
+    assert "default-src 'none'" in page
+    return "|".join(cell.strip() for cell in structure.cells)
+
+
+def test_the_html_page_is_whole_and_says_what_the_report_does(files):
+    page = files["rel-mse-0.001.report.html"].read_text()
+    cells = assert_page_is_whole(page)
+    assert "S2O profile of demo</h1>" in page
+    assert "measured &lt;latency&gt;" in page
+    assert page.count("<svg") == 2  # densities of heads are maps here
     assert "hardware|NVIDIA H200 (sm_90, 132 SMs)" in cells
     for layer in (layer for length in made()["lengths"] for layer in length["layers"]):
         assert f"|{layer['tile']}|{layer['density']:.3f}|{layer['error']:.2e}|" in cells
+
+
+@pytest.mark.usefixtures("undrawn")
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    random=st.randoms(use_true_random=False),
+    share=st.sampled_from([0.1, 0.5]),
+    foreign=st.text(st.characters(codec="utf-8", exclude_categories=["L"]), max_size=20),
+)
+def test_whatever_may_be_none_or_foreign_may_be(random, share, foreign, tmp_path):
+    summary = without(lambda: random.random() < share, made(3, 2, (8192, 16384)) | {"certificate": CERTIFICATE})
+    summary |= {"model": f"<b>|`{foreign}", "problems": [f"</p>\n# {foreign}"]}
+    *_, markdown_path, html_path = write(summary, tmp_path / "p.safetensors")
+    markdown, html = markdown_path.read_text("utf-8"), html_path.read_text("utf-8")
+    assert not re.search(r"None|\bnan\b", printed(summary) + markdown)
+    assert_page_is_whole(html)
+    assert markdown.startswith("# S2O profile of \\<b\\>\\|\\`")
+    assert not re.search(r"<b>|</p>|\n# ", markdown)
