@@ -221,7 +221,7 @@ def test_a_budget_in_mse_shows_both_units_and_the_limit_that_binds(summary):
     note = "layers 0-1, 3: the ceiling, rel_mse 0.01, allows less than mse 0.001, down to an mse of 5.0e-04"
     assert text.count(note) == 3
     report = typed(summary)
-    binds = [row[11] for row in sections.make_layer_table(report, report.lengths[0]).rows]
+    binds = [row[12] for row in sections.make_layer_table(report, report.lengths[0]).rows]
     assert binds == ["rel", "rel", "mse", "rel", "mse", "mse"]
     assert "8192 4.00e-04 8.00e-03" in " ".join(text.partition("all lengths")[2].split())
     summary["budget"]["ceiling"] = None
