@@ -112,7 +112,7 @@ transformers-quick:
 $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \
 		-n auto --maxprocesses 4 --dist worksteal $(TRANSFORMERS_OPTIONS) tests/huggingface/test_hf.py tests/huggingface/test_architectures.py tests/huggingface/test_continuous_batching.py \
-		tests/huggingface/test_environment.py $(LOADING_TESTS)
+		tests/huggingface/test_environment.py tests/profile/test_identity.py $(LOADING_TESTS)
 
 architectures: $(READY) $(CACHES)
 	PYTHONPATH=.:$(QUANTISED) OMP_NUM_THREADS=1 $(lastword $(RUN)) -m scripts.docs.architectures

@@ -139,9 +139,9 @@ def planned(options: Mapping[str, Any], *, rehearsed: bool = False, progress: bo
 
         check_storage(recipe.storage)
     if recipe.scheduler is not None:
-        from calibrate.work.cluster import CONNECT, connect
+        from calibrate.work.cluster import CONNECT_TIMEOUT_S, connect
 
-        with PhaseClock().phase(f"waiting for scheduler {recipe.scheduler}, at most {CONNECT:g} s", progress):
+        with PhaseClock().phase(f"waiting for scheduler {recipe.scheduler}, at most {CONNECT_TIMEOUT_S:g} s", progress):
             connect(recipe.scheduler).close()
     seen = preflight(
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights,
@@ -172,8 +172,7 @@ def _count_prompts(recipe: Recipe) -> str:
     """
     from calibrate.model.models import load_config, load_tokenizer, shipped_sizes
     from calibrate.pipeline import check_certifiable
-    from calibrate.prompts.documents import FOUND
-    from calibrate.prompts.files import read_documents
+    from calibrate.prompts.documents import FOUND, read_documents
     from calibrate.prompts.prompts import load_prompts
 
     others = recipe.held_out + recipe.num_certify

@@ -1,4 +1,4 @@
-"""Compiling kernels by several cores, before they are timed one by one."""
+"""Compile kernels on several cores, before they are timed one by one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from s2o_runtime.config import LayerConfig, TileConfig
 
 
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
-    """Make calls beside one another, so that their kernels are compiled; what they return is dropped.
+    """Make calls concurrently, so that their kernels are compiled; their results are dropped.
 
     Triton leaves Python's lock while it compiles, so threads share the work. A call that fails here fails again where
-    it is timed, and is reported there.
-
-    Args:
-        calls: those that differ in the kernels they need; others would only compile the same kernel several times.
+    it is timed, and is reported there. Calls that need the same kernels would only compile them several times.
     """
     with compiling(calls) as finish:
         finish()
@@ -28,18 +25,18 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
 
 @contextmanager
 def compiling(calls: Iterable[Callable[[], object]]) -> Iterator[Callable[[], None]]:
-    """Make calls as `compile_ahead` does, beside what is done inside the block.
+    """Make calls as `compile_ahead` does, concurrently with the block.
 
     Yields:
         A function that waits for the calls. Those that did not begin before the block ends are not made.
     """
     threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
-    made = [threads.submit(call) for call in calls]
+    futures = [threads.submit(call) for call in calls]
 
     def finish() -> None:
-        for call in made:
+        for future in futures:
             with suppress(*FAILURES):
-                call.result()
+                future.result()
 
     try:
         yield finish
@@ -48,17 +45,17 @@ def compiling(calls: Iterable[Callable[[], object]]) -> Iterator[Callable[[], No
 
 
 def with_tiles(config: LayerConfig, tiles: Iterable[TileConfig]) -> list[LayerConfig]:
-    """The layer with each of these tiles that has a kernel of its own: the stride of the stop check makes none."""
+    """Return the layer with each tile that has a kernel of its own: the stride of the stop check makes none."""
     first_of = {any_stride(tile): tile for tile in reversed(list(tiles))}
     return [config.with_tile(tile) for tile in reversed(first_of.values())]
 
 
 def any_stride(tile: TileConfig) -> TileConfig:
-    """What tiles that differ only in the stride of their stop check have in common."""
+    """Return the tile without the stride of its stop check."""
     return replace(tile, chunk=1)
 
 
 def form(config: LayerConfig) -> Hashable:
-    """What of a layer decides, beside its tile, which kernels it needs."""
+    """Return all that decides, beside a layer's tile, about the kernels that it needs."""
     modes = frozenset(head.mode for head in config.heads)
-    return modes, config.tails, config.last_rows > 0, config.grain, config.scores
+    return modes, config.has_tail, config.last_rows > 0, config.scores

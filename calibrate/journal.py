@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from s2o_runtime.errors import InputError, ResourceError
 
@@ -37,11 +37,9 @@ TABLES = (
 # a value that is put again keeps its row, so entries stay in the order in which they were first put
 PUT = """INSERT INTO entries VALUES (?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET value = excluded.value, tensors = excluded.tensors"""
-PATIENCE = 60  # seconds to wait for another process's commit or read
+LOCK_TIMEOUT_S = 60  # to wait for another process's commit or read
 TENSOR = "$tensor"  # {"$tensor": name} stands in a value's JSON where the value has a tensor
 SHOWN = 40  # characters of an identity's value in an error message
-
-T = TypeVar("T")
 
 
 class Journal:
@@ -49,24 +47,24 @@ class Journal:
 
     Attributes:
         path: the file.
-        identity: whose measurements these are (model, device, versions), as the file says it.
+        identity: the model, device and versions of the measurements, as the file has it.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any] | None, option: str = "--journal") -> None:
-        """Use `open` or `read`. identity: of the measurements that will be put; None to read only."""
+        """Open a journal, with `identity` to write it, without to read only. Use `open` or `read`."""
         self.path = path
         self._option = option  # the command's option that names another file, for error messages
         self._start_over = f"give another {option}, or delete it to start over"
         self.identity: dict[str, Any] = {}
         self._writable = identity is not None
         self._lock = RLock()  # threads of one process may use it, one at a time
-        self._put: set[tuple[str, str]] = set()  # kind and key of what this run has put
-        self._reused: set[tuple[str, str]] = set()
+        self._put: set[tuple[str, str]] = set()  # kinds and keys of this run's measurements
+        self._reused: set[tuple[str, str]] = set()  # and of those of earlier runs that it used
         if path.exists() and not path.is_file():
             raise InputError(f"journal {path} is not a file: give another {option}")
         self._connections = ExitStack()
         lock_path = path.with_name(f"{path.name}.lock")
-        with self._one_sentence(), self._connections:  # closed again if anything fails
+        with self._convert_errors(), self._connections:  # closed again if anything fails
             if self._writable:
                 lock = self._connect(lock_path, "rwc", timeout=0)
                 lock.execute("PRAGMA journal_mode = MEMORY")  # so that a kill leaves no third file
@@ -75,19 +73,19 @@ class Journal:
                     raise sqlite3.OperationalError("locked")
                 self._connections.callback(lock_path.unlink, missing_ok=True)  # before the connection lets go
             # readers too open the file for writing: they undo what a killed writer left half done
-            self._database = self._connect(path, "rwc" if self._writable else "rw", timeout=PATIENCE)
+            self._database = self._connect(path, "rwc" if self._writable else "rw", timeout=LOCK_TIMEOUT_S)
             self._check(identity)
             self._connections = self._connections.pop_all()
 
     @classmethod
     def open(cls, path: Path, identity: Mapping[str, Any], *, option: str = "--journal") -> Journal:
-        """Create or continue the journal of `identity` (nested mappings of JSON values); its folder is made if missing.
+        """Create or continue the journal of `identity` (nested mappings of JSON values), with its folder.
 
-        option: the option of the command that names another file; error messages name it.
+        option: the command's option for another file, for messages.
 
         Raises:
-            InputError: the file belongs to another identity, is not a journal of this version of S2O, or is damaged.
-            ResourceError: another run has it open, or it cannot be written.
+            InputError: The file belongs to another identity, is not a journal of this version of S2O, or is damaged.
+            ResourceError: Another run has it open, or it cannot be written.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +98,7 @@ class Journal:
         """Open a journal to read it, even while another process writes it.
 
         Raises:
-            InputError: the file cannot be read, is empty, is not a journal of this version of S2O, or is damaged.
+            InputError: The file cannot be read, is empty, is not a journal of this version of S2O, or is damaged.
         """
         return cls(path, None)
 
@@ -116,29 +114,24 @@ class Journal:
 
     @property
     def reused(self) -> int:
-        """How many different measurements of earlier runs were asked for and found."""
+        """The number of different measurements of earlier runs that were asked for and found."""
         return len(self._reused)
 
     def get(self, kind: str, key: Mapping[str, Any]) -> Any | None:
-        """The value last put under this kind and key, as JSON gives it back (tuples become lists); None without one."""
-        name = kind, _canonical(key)
-        rows = self._rows("SELECT value, tensors FROM entries WHERE kind = ? AND key = ?", name)
+        """Return the value last put under a kind and key, as JSON gives it back (tuples as lists), or None."""
+        name = kind, _encode_key(key)
+        rows = self._select("SELECT value, tensors FROM entries WHERE kind = ? AND key = ?", name)
         if rows and name not in self._put:
             self._reused.add(name)
-        return self._decoded(*rows[0]) if rows else None
+        return self._decode(*rows[0]) if rows else None
 
     def keys(self, kind: str) -> list[dict[str, Any]]:
-        """All keys of a kind, in the order in which they were first put."""
-        rows = self._rows("SELECT key FROM entries WHERE kind = ? ORDER BY rowid", (kind,))
+        """Return all keys of a kind, in the order in which they were first put."""
+        rows = self._select("SELECT key FROM entries WHERE kind = ? ORDER BY rowid", (kind,))
         return [json.loads(key) for (key,) in rows]
 
     def put(self, kind: str, key: Mapping[str, Any], value: Any) -> None:
-        """Write a measurement down; once this returns, it is on the disk.
-
-        Raises:
-            ValueError: the value is None, which means not measured, or holds a number that is not finite.
-            ResourceError: the file cannot be written; nothing of the measurement is in it then.
-        """
+        """Write a measurement down; once this returns, it is on the disk. Raises as `put_all` does."""
         self.put_all(kind, [(key, value)])
 
     def put_all(
@@ -152,27 +145,25 @@ class Journal:
         instead_of: kinds and keys of entries that these take the place of.
 
         Raises:
-            ValueError, ResourceError: as `put` does.
+            ValueError: A value is None, which means not measured, or holds a number that is not finite.
+            ResourceError: The file cannot be written; none of the measurements is in it then.
         """
         if not self._writable:
             raise ValueError(f"journal {self.path} was opened to be read only")
         if any(value is None for _, value in entries):
             raise ValueError(f"the value of {kind} is None, which means not measured")
-        rows = [(kind, _canonical(key), *_encoded(value)) for key, value in entries]
-        with self._lock, self._one_sentence(), self._database:
-            if len(rows) + len(instead_of) > 1:
-                self._database.execute("BEGIN")
+        rows = [(kind, _encode_key(key), *_encode(value)) for key, value in entries]
+        replaced = [(old_kind, _encode_key(key)) for old_kind, key in instead_of]
+        with self._lock, self._convert_errors(), self._database:
+            self._database.execute("BEGIN")
             self._database.executemany(PUT, rows)
-            for old_kind, old_key in instead_of:
-                self._database.execute(
-                    "DELETE FROM entries WHERE kind = ? AND key = ?", (old_kind, _canonical(old_key))
-                )
+            self._database.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", replaced)
         self._put |= {(kind, key) for _, key, *_ in rows}
 
     def entries(self, kind: str) -> list[tuple[dict[str, Any], Any]]:
-        """All keys and values of a kind, in the order in which they were first put."""
-        rows = self._rows("SELECT key, value, tensors FROM entries WHERE kind = ? ORDER BY rowid", (kind,))
-        return [(json.loads(key), self._decoded(value, tensors)) for key, value, tensors in rows]
+        """Return all keys and values of a kind, in the order in which they were first put."""
+        rows = self._select("SELECT key, value, tensors FROM entries WHERE kind = ? ORDER BY rowid", (kind,))
+        return [(json.loads(key), self._decode(value, tensors)) for key, value, tensors in rows]
 
     def _connect(self, path: Path, mode: str, timeout: float) -> sqlite3.Connection:
         uri = f"{path.absolute().as_uri()}?mode={mode}"
@@ -186,7 +177,7 @@ class Journal:
         with self._database:  # one transaction
             self._database.execute("BEGIN")
             application, schema, tables = (
-                self._rows(query)[0][0]
+                self._select(query)[0][0]
                 for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
             )
             if not (application or tables):
@@ -196,30 +187,28 @@ class Journal:
                     self._database.execute(statement)
                 self._database.execute("INSERT INTO meta VALUES ('identity', ?)", (json.dumps(identity),))
             elif application != APPLICATION_ID:
-                raise self._foreign("another program's database")
+                raise self._make_foreign_error("another program's database")
             elif schema != SCHEMA:
-                age = "an older" if schema < SCHEMA else "a newer"
-                raise InputError(
-                    f"journal {self.path} is of {age} version of S2O (schema {schema}, this one has {SCHEMA}): "
-                    f"{self._start_over}"
-                )
-            (problem,) = self._rows("PRAGMA quick_check(1)")[0]
+                version = f"{'an older' if schema < SCHEMA else 'a newer'} version of S2O"
+                problem = f"is of {version} (schema {schema}, this one has {SCHEMA})"
+                raise InputError(f"journal {self.path} {problem}: {self._start_over}")
+            (problem,) = self._select("PRAGMA quick_check(1)")[0]
             if problem != "ok":
                 raise sqlite3.DatabaseError(" ".join(problem.split()))
-            self.identity = json.loads(self._rows("SELECT value FROM meta WHERE name = 'identity'")[0][0])
-        if identity is not None and (change := _first_change(self.identity, identity)):
-            name, old, new = change
-            raise InputError(
-                f"journal {self.path} was made with {name} {_shown(old)}, this run has {_shown(new)}: "
-                f"{self._start_over}"
-            )
+            self.identity = json.loads(self._select("SELECT value FROM meta WHERE name = 'identity'")[0][0])
+        if identity is not None and (change := _find_change(self.identity, identity)):
+            name, *values = change
+            texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+            old, new = (text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}.." for text in texts)
+            problem = f"was made with {name} {old}, this run has {new}"
+            raise InputError(f"journal {self.path} {problem}: {self._start_over}")
 
-    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        with self._lock, self._one_sentence():
+    def _select(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        with self._lock, self._convert_errors():
             return self._database.execute(query, values).fetchall()
 
-    def _decoded(self, text: str, tensors: bytes | None) -> Any:
-        """The value of an entry's two columns."""
+    def _decode(self, text: str, tensors: bytes | None) -> Any:
+        """Return the value of an entry's two columns."""
         try:
             if tensors is None:
                 return json.loads(text)
@@ -231,7 +220,7 @@ class Journal:
             raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
 
     @contextmanager
-    def _one_sentence(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         """Turn what SQLite raises into this package's errors."""
         try:
             yield
@@ -242,24 +231,29 @@ class Journal:
                 raise ResourceError(
                     f"journal {self.path} is being written by another run: wait for it, or give another {self._option}"
                 ) from error
+            if self.identity and (not self.path.exists() or "DBMOVED" in getattr(error, "sqlite_errorname", "")):
+                raise ResourceError(
+                    f"journal {self.path} was removed or replaced during this run, and what was measured is lost: run "
+                    "the same command again"
+                ) from error
             code = errno.ENOSPC if "full" in str(error) else errno.EIO
             raise write_failure(self.path, OSError(code, str(error))) from error
         except sqlite3.DatabaseError as error:
             if "not a database" not in str(error):
                 raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
-            raise self._foreign("no database") from error
+            raise self._make_foreign_error("no database") from error
 
-    def _foreign(self, found: str) -> InputError:
-        return InputError(f"{self.path} is not a journal of S2O (found {found}): give another {self._option}")
+    def _make_foreign_error(self, content: str) -> InputError:
+        return InputError(f"{self.path} is not a journal of S2O (found {content}): give another {self._option}")
 
 
 def taken_on(device: DeviceIdentity) -> dict[str, Any]:
-    """What the key of a time says beside what was timed: times of unlike GPUs are never mixed."""
+    """Return the GPU's part of the key of a time: times of unlike GPUs are never mixed."""
     return {"gpu": [device.name, device.sm_count, round(device.memory_bytes / 2**30)]}
 
 
 def write_failure(path: Path | str, error: OSError) -> ResourceError:
-    """The one sentence for a file of this run that could not be written."""
+    """Return the error of a file of this run that could not be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return ResourceError(
         f"{path} cannot be written ({error.strerror}): {'free some space' if full else 'make it writable'} "
@@ -267,12 +261,12 @@ def write_failure(path: Path | str, error: OSError) -> ResourceError:
     )
 
 
-def _canonical(key: Mapping[str, Any]) -> str:
+def _encode_key(key: Mapping[str, Any]) -> str:
     return json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _encoded(value: Any) -> tuple[str, bytes | None]:
-    """A value as JSON, and its tensors as one safetensors document, None if there are none."""
+def _encode(value: Any) -> tuple[str, bytes | None]:
+    """Return a value as JSON, and its tensors as one safetensors document, None if there are none."""
     tensors: dict[str, Any] = {}
 
     def set_aside(tensor: Any) -> dict[str, str]:
@@ -289,15 +283,10 @@ def _encoded(value: Any) -> tuple[str, bytes | None]:
     return text, save(tensors)
 
 
-def _first_change(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """(dotted name, old, new) of the first field that differs; None stands for a field that is not there."""
+def _find_change(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """Return (dotted name, old, new) of the first field that differs; None stands for a field that is missing."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return None if old == new else (name, old, new)
     fields = dict.fromkeys([*new, *old])
-    changes = (_first_change(old.get(field), new.get(field), f"{name}.{field}".strip(".")) for field in fields)
-    return next((change for change in changes if change), None)
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}.."
+    changes = (_find_change(old.get(field), new.get(field), f"{name}.{field}".strip(".")) for field in fields)
+    return next(filter(None, changes), None)

@@ -2,8 +2,7 @@
 
 Four passes over the model, each one layer at a time: curves of every layer, times of what the search tries, the proof
 of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own. Where
-the certificate does not hold at once, it looks at a length again with less. A budget in KL takes one more for the
-layers' sensitivities, and up to five to find what they may spend.
+the certificate does not hold at once, it looks at a length again with less.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ from torch import Tensor
 from calibrate.compiling import compiling
 from calibrate.curves.curves import Shape
 from calibrate.curves.measure import LayersCurves, measure_model, of_prompt
-from calibrate.curves.sensitivities import measured_sensitivity
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel, load, load_config, load_tokenizer
-from calibrate.model.self_test import SEGMENTS, never_stops, self_test
-from calibrate.model.sensitivity import Sensitivity
+from calibrate.model.self_test import SEGMENTS, choose_test_config, self_test
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.prompts import load_prompts
@@ -41,23 +38,21 @@ from calibrate.proof.certify import (
     without_slower_layers,
     without_slower_lengths,
 )
-from calibrate.proof.kl import within_kl
 from calibrate.proof.record import record_of
-from calibrate.proof.state import Candidate, KlTrial
+from calibrate.proof.state import Candidate
 from calibrate.proof.verify import Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import Choice
 from calibrate.search.choose import Chosen, choose
-from calibrate.search.crossover import Layer, crossovers
 from calibrate.search.study import open_storage
-from calibrate.search.tiles import LONGEST, random_inputs, tiles_for
+from calibrate.search.tiles import LONGEST, Layer, crossovers, random_inputs, tiles_for
 from calibrate.versions import versions
 from calibrate.work.executor import Executor, StageWork, local_executor
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity, capability
 from s2o_runtime.errors import InputError, S2OError
-from s2o_runtime.identity import geometry
+from s2o_runtime.identity import geometry, split_fingerprint
 from s2o_runtime.profile import Profile, save_profile
 from s2o_runtime.tiles import candidate_tiles
 
@@ -142,7 +137,7 @@ def _first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callable[[]
         shape = geometry(load_config(recipe.model, **options))
     else:
         shape = loaded.geometry
-    tested = never_stops(shape, device)
+    tested = choose_test_config(shape, device)
     if tested is None:
         return []
 
@@ -190,19 +185,12 @@ def _calibrated(run: _Run, clock: PhaseClock) -> Result:
     with clock.phase("measuring"):
         tiles = _worthwhile_tiles(run)
         curves = _curves(run, tiles)
-        sensitivity = (
-            measured_sensitivity(executor, prompts.calibration, recipe, journal) if recipe.budget.is_kl else None
-        )
     with clock.phase("searching"):
-        candidate = _candidate(run, _choices(run, curves, tiles, sensitivity))
-        kl_passes: dict[int, tuple[KlTrial, ...]] = {}
-        if recipe.budget.is_kl:
-            candidate, kl_passes = within_kl(prover, candidate)
+        candidate = _candidate(run, _choices(run, curves, tiles))
     with clock.phase("proving"):
         texts = {length: len(Groups.of(texts_of_length)) for length, texts_of_length in prompts.certify.items()}
         proven = prove_and_tighten(prover, candidate, texts)
         proven = without_slower_lengths(prover, proven)
-        proven = replace(proven, kl_passes=kl_passes)
     if proven.met:
         certified = without_slower_layers(proven)
         if prompts.certify:
@@ -296,9 +284,7 @@ def _curves(run: _Run, tiles: TilesByLength) -> LayersCurves:
     return curves
 
 
-def _choices(
-    run: _Run, curves: LayersCurves, tiles: TilesByLength, sensitivity: Sensitivity | None
-) -> dict[int, Chosen]:
+def _choices(run: _Run, curves: LayersCurves, tiles: TilesByLength) -> dict[int, Chosen]:
     """What each layer shall do at every length; on a GPU with the length below which its tile is slower than dense."""
     with progress_bar("searching", None, "trial", shown=run.progress) as step:
         chosen = choose(
@@ -309,7 +295,6 @@ def _choices(
             recipe=run.recipe,
             journal=run.journal,
             on_trial=step,
-            sensitivity=sensitivity,
         )
     if run.executor.device.kind != "cuda":
         return chosen
@@ -354,7 +339,7 @@ def _candidate(run: _Run, chosen: dict[int, Chosen]) -> Candidate:
 def journal_identity(model: LoadedModel | Executor, device: DeviceIdentity) -> dict[str, Any]:
     """What a journal's measurements hold for."""
     return {
-        "model": {"name": model.name, "fingerprint": model.fingerprint, **model.geometry.as_json()},
+        "model": {"name": model.name, **split_fingerprint(model.fingerprint), **model.geometry.as_json()},
         "device": {"kind": device.kind},  # keys of times say which GPU
-        "versions": {name: text for name, text in versions().items() if name in ("s2o", "torch", "triton")},
+        "versions": {name: text for name, text in versions().items() if name not in ("python", "optuna")},
     }

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -14,11 +14,9 @@ from typing import Any, get_args
 from calibrate.options import Option, check_names, either, option, options_of, read_all, text
 from calibrate.record import RecordedBudget
 from s2o_runtime.config import (
-    GRAINS,
     LAST_ROWS,
     MAX_SEGMENT,
     MIN_SEGMENT,
-    REPRESENTATIVES,
     SEGMENT_STEP,
     KvCacheDtype,
     Scores,
@@ -26,11 +24,10 @@ from s2o_runtime.config import (
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
 from s2o_runtime.lengths import MAX_LENGTH, far_apart
-from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit, error_unit
+from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit
 
 SEGMENTS = (256, 512, 1024, 2048)
 SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves on a GPU
-LINEAR_FROM, LINEAR_SEGMENT = 16384, 512  # tokens of a prompt, and queries of a segment, that linear tails may pay in
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
 DEFAULT_LAST_ROWS, LAST_PART = 256, 32  # rows that run dense by default, and one in so many of a prompt at most
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
@@ -43,7 +40,6 @@ MAX_YAML_BYTES = 1 << 16
 MAX_COUNT = 1_000_000  # prompts or trials, which no run lives to see
 MAX_SEED = (1 << 63) - 1  # what a profile's record holds
 MAX_MSE = 1e6  # an error of 1000 in every number, where outputs of attention are hardly beyond 100
-MAX_KL = 10.0  # nats: the logarithm of a vocabulary of 22000, so of a prediction nothing is left
 MAX_ROW_ERROR = 1000.0  # norms of the row
 MAX_SECONDS = 366 * 86400.0  # a year
 MAX_GPUS = 128  # of one machine; without GPUs as many processes are started
@@ -55,18 +51,18 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "many GPUs",
 )
 REPORT = ("report.json", "density.png", "frontier.png", "time.png", "report.md", "report.html")
+REMOVED = ("linear_tails", "representatives", "grains")  # settings of earlier versions, which decide nothing here
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much error is allowed, of a layer's attention or of what the model predicts.
+    """How much error of its attention a layer is allowed.
 
     Args:
         kind: "mse" is the mean squared difference from dense attention over the operator's whole output; "rel_mse" is
-            the same divided by the dense output's mean square, which carries over between models. "kl" is of the whole
-            model: KL(dense || patched) of the next token, the mean over the positions of the adjust prompts.
-        value: above 0, in the kind's unit; of a KL nats per token.
+            the same divided by the dense output's mean square, which carries over between models.
+        value: above 0, in the kind's unit.
         ceiling: the largest rel_mse beside an mse, so that a layer of small outputs keeps them; None or 0: no ceiling.
 
     >>> Budget.of({"budget_mse": 1e-4})
@@ -79,7 +75,7 @@ class Budget:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Budget:
-        """From budget_mse with ceiling_rel_mse, budget_rel_mse or budget_kl; without any the default.
+        """From budget_mse with ceiling_rel_mse or budget_rel_mse; without any the default.
 
         Raises:
             ConfigError: two budgets are given, or a ceiling beside another budget than an mse.
@@ -107,12 +103,8 @@ class Budget:
 
     @property
     def unit(self) -> ErrorUnit:
-        """The unit of a layer's errors and limits; of a budget in KL each layer's limit is an mse."""
-        return error_unit(self.kind)
-
-    @property
-    def is_kl(self) -> bool:
-        return self.kind == "kl"
+        """The unit of a layer's errors and limits."""
+        return self.kind
 
     def error(self, mse: float, dense_power: float) -> float:
         """A layer's error in the budget's `unit`, from a mean squared error and the dense output's mean square."""
@@ -137,8 +129,6 @@ DEFAULT_CEILING = 1e-2
 
 def _budget_line(recipe: Recipe) -> str:
     budget = recipe.budget
-    if budget.is_kl:
-        return f"KL {budget.value:g} nats per token, of the whole model on the adjust prompts"
     ceiling = "" if not budget.ceiling else f" and rel_mse {budget.ceiling:g}, whichever allows a layer less"
     return f"{budget.kind} {budget.value:g}{ceiling}"
 
@@ -151,7 +141,7 @@ def _segments_line(recipe: Recipe) -> str:
 class Recipe:
     """One calibration run: every field is an option of s2o-calibrate, which its `Option` describes.
 
-    The field `budget` is one of the options budget_mse (with ceiling_rel_mse), budget_rel_mse and budget_kl, `scope`
+    The field `budget` is one of the options budget_mse (with ceiling_rel_mse) and budget_rel_mse, `scope`
     is the option budget_scope and `needles` the option keep_needles. docs/options.md lists all of them.
 
     >>> from pathlib import Path
@@ -190,16 +180,6 @@ class Recipe:
             name="budget_rel_mse",
             default_text=f"{DEFAULT_BUDGET.value:g}",
             example="1e-3",
-            label="budget",
-            plan_text=_budget_line,
-        ),
-        Option(
-            Rule(float, 0, MAX_KL, above=True),
-            "what the model's predictions may change by, in place of either: KL in nats per token, mean over the "
-            "prompts that layers are adjusted on, at each calibrated length",
-            PROOF,
-            name="budget_kl",
-            example="5e-3",
             label="budget",
             plan_text=_budget_line,
         ),
@@ -281,18 +261,6 @@ class Recipe:
         plan_text="{:.0%} of the budget is spent",
     )
     device: str = option(Rule(str), "cuda, cuda:1 or cpu", INPUT, default="cpu", default_text="a GPU if there is one")
-    representatives: tuple[int, ...] = option(
-        Rule(int, allowed=REPRESENTATIVES, many=True),
-        "representatives of a segment that a head may be ranked by",
-        SPACE,
-        default=(1, 16),
-    )
-    grains: tuple[int, ...] = option(
-        Rule(int, allowed=GRAINS, many=True),
-        "adjacent keys that a layer may rank and visit together",
-        SPACE,
-        default=(4,),
-    )
     scores: tuple[Scores, ...] = option(
         Rule(str, allowed=get_args(Scores), many=True),
         "products of queries and keys that a layer may use: in the type of both, or of both rounded to 8 bits",
@@ -314,18 +282,11 @@ class Recipe:
         default=(False, True),
         metavar="on,off",
     )
-    linear_tails: bool = option(
-        Rule(bool),
-        "heads may also visit one chunk and estimate all else to first order in their queries (docs/how-it-works.md)",
-        SPACE,
-        default=True,
-    )
     scope: str = option(
         Rule(str, allowed=SCOPES),
-        "the budget holds for every layer, or for the mean over the model's layers; a KL is of the model",
+        "the budget holds for every layer, or for the mean over the model's layers",
         PROOF,
         default="layer",
-        default_text="layer; model with budget_kl",
         name="budget_scope",
     )
     check_lengths: tuple[int, ...] | None = option(
@@ -473,8 +434,7 @@ class Recipe:
         check_names(OPTIONS, options, "the recipe")
         settings = {OPTIONS[name].field: value for name, value in options.items()}
         budget = Budget.of(options)
-        scope = {"scope": "model"} if budget.is_kl else {}
-        return cls(**scope | settings | {"budget": budget}).validate()
+        return cls(**settings | {"budget": budget}).validate()
 
     @classmethod
     def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
@@ -483,6 +443,8 @@ class Recipe:
         if (method := settings.pop("method", "s2o")) != "s2o":
             raise ValueError(f"heads could choose {method}, which only versions before this one let them")
         settings.setdefault("last_rows", 0)  # of versions before there were any
+        for name in REMOVED:
+            settings.pop(name, None)
         if "domains" not in settings:
             raise ValueError("its prompts are built-in text of a version of S2O before 0.2, which this one has not")
         by_field = {entry.field: entry for entry in OPTIONS.values()}
@@ -491,11 +453,6 @@ class Recipe:
         budget = Budget(allowed["kind"], OPTIONS["budget_mse"].read(allowed["value"]), ceiling)
         others = {name: by_field[name].read(value) for name, value in settings.items() if name != "budget"}
         return cls(**others | {"budget": budget, "out": out}).validate()
-
-    def with_budget(self, budget: Budget) -> Recipe:
-        """The recipe with another budget: the scope stays, unless one of the two is a KL, which is of the model."""
-        scope = "model" if budget.is_kl else "layer" if self.budget.is_kl else self.scope
-        return replace(self, budget=budget, scope=scope)
 
     @property
     def recorded_budget(self) -> RecordedBudget:
@@ -557,16 +514,6 @@ class Recipe:
             if entry.field != "budget":
                 entry.check(getattr(self, entry.field))
         self.budget.validate()
-        if self.budget.is_kl and self.scope != "model":
-            raise ConfigError(
-                f"budget_scope {self.scope} does not go with budget_kl, because a KL is of the whole model: leave "
-                "budget_scope out, or give a budget_rel_mse"
-            )
-        if self.budget.is_kl and self.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"kv_cache_dtype {self.kv_cache_dtype} does not go with budget_kl, whose search does not see the "
-                "rounding: give a budget_rel_mse"
-            )
         if self.lengths[0] < self.segments[0]:
             raise ConfigError(
                 f"length {self.lengths[0]} is shorter than one segment of {self.segments[0]}: use a longer one"
@@ -612,12 +559,6 @@ class Recipe:
     def segments_for(self, length: int) -> tuple[int, ...]:
         """Segments worth trying at a length: at least half of a prompt must lie in some prefix."""
         return tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))
-
-    def linear_segments_for(self, length: int) -> tuple[int, ...]:
-        """Segments whose linear tails are worth measuring at a length: elsewhere their sums alone take too long."""
-        if not self.linear_tails or "input" not in self.scores or length < LINEAR_FROM:
-            return ()
-        return tuple(segment for segment in self.segments_for(length) if segment >= LINEAR_SEGMENT)
 
     def last_rows_at(self, length: int) -> int:
         """How many queries at the end of a prompt of so many tokens run dense."""

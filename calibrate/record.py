@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from s2o_runtime.profile.record import BudgetKind, BudgetScope, ErrorUnit, error_unit
+from s2o_runtime.profile.record import BudgetKind, BudgetScope, ErrorUnit
 
 if TYPE_CHECKING:
     from s2o_runtime.profile import Profile  # which needs torch
@@ -122,21 +122,18 @@ def update_record(profile: Profile, **changes: Any) -> dict[str, Any]:
 class RecordedBudget(RecordNode):
     """The error that the calibration was allowed."""
 
-    kind: BudgetKind | None = record_field(
-        "`mse` or `rel_mse`: the unit of `value` and of every `limit`. `kl`: KL(dense, patched) of the next token, "
-        "mean over the adjust prompts' positions; every `limit` is an `mse` then"
-    )
-    value: float | None = record_field("the error allowed", "its kind; `kl`: nats per token")
+    kind: BudgetKind | None = record_field("`mse` or `rel_mse`: the unit of `value` and of every `limit`")
+    value: float | None = record_field("the error allowed", "its kind")
     ceiling_rel_mse: float | None = record_field(
         "beside an `mse` the largest `rel_mse`: a layer's `limit` is the smaller of `value` and this times the mean "
         "square of its dense output; absent without a ceiling"
     )
-    scope: BudgetScope | None = record_field("`layer`: of every layer; `model`: of the mean over layers, or of the KL")
+    scope: BudgetScope | None = record_field("`layer`: of every layer; `model`: of the mean over layers")
 
     @property
     def unit(self) -> ErrorUnit | None:
         """The unit of a layer's errors and limits; None if no budget is recorded."""
-        return None if self.kind is None else error_unit(self.kind)
+        return self.kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +166,6 @@ class PredictedLayer(RecordNode):
         "attention as timed by the search; on a GPU only, and only where it was not tightened afterwards", "seconds"
     )
     dense_seconds: float | None = record_field("dense attention, timed in turns with it", "seconds")
-    sensitivity: float | None = record_field(
-        "KL for each unit of the layer's mse, its heads weighted by what they cost; of a budget in KL only",
-        "nats per token",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,19 +173,7 @@ class PredictedLength(RecordNode):
     """One calibrated length, by the curves."""
 
     length: int | None = record_field("of the prompts", "tokens")
-    kl: float | None = record_field(
-        "what the layers' sensitivities make of their errors, as adjusted; of a budget in KL only", "nats per token"
-    )
     layers: tuple[PredictedLayer, ...] | None = record_field("one entry for each layer, in their order")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KlPass(RecordNode):
-    """One allocation that was tried for a budget in KL."""
-
-    scale: float | None = record_field("of what the budget and its margin allow, how much KL was predicted to be spent")
-    predicted: float | None = record_field("KL of the allocation, before layers were tightened", "nats per token")
-    kl: float | None = record_field("measured on the adjust prompts", "nats per token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +205,6 @@ class ProvenLength(RecordNode):
     length: int | None = record_field("of the prompts", "tokens")
     calibrated: bool | None = record_field("false for a length that was only checked")
     kl: float | None = record_field("mean over positions of KL(dense, patched) of the next token", "nats")
-    kl_passes: tuple[KlPass, ...] | None = record_field("how a budget in KL was searched for; absent with others")
     top1: float | None = record_field("of positions where both find the same token most likely", "share")
     needles: tuple[int, int] | None = record_field(
         "needles the patched model keeps of those the dense one finds, and how many that are; absent if the prompts "
@@ -304,9 +284,6 @@ class CertifiedLength(RecordNode):
         "KL(dense, patched) of the next token, mean over a prompt's positions; absent where it is 0", "nats"
     )
     mean_kl: float | None = record_field("the same, mean over the prompts", "nats")
-    mean_kl_bound: float | None = record_field(
-        "upper bound for the mean over prompts like these; of a budget in KL only", "nats"
-    )
     noise_floor: float | None = record_field(
         "mean KL between two dense implementations on the first two prompts; absent where rounding is negligible",
         "nats",

@@ -1,4 +1,4 @@
-"""Timing calls as a server would see them: with a cold L2 cache, and launched while the GPU is still busy."""
+"""Time calls as a server would see them: with a cold L2 cache, and launched while the GPU is still busy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MORE = 4  # times as much work ahead of a call that was launched too late, becau
 LONG = 0.02  # seconds: in a call as long as that a late launch does not count, and dense attention is timed once
 CERTAIN = 0.02  # half the confidence interval over the median: a time as certain as this is not taken again
 HOPELESS = 1.3  # times the best known: a call that is slower than this in its first round is not timed again
-FAILURES = (RuntimeError, TritonError)  # what a call raises that this GPU cannot run; out of memory is one of them
+FAILURES = (RuntimeError, TritonError)  # of a call that this GPU cannot run; out of memory is one of them
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Timing:
         seconds: the call's median.
         low, high: the interval that holds the median with a confidence of 95%.
         dense_seconds: dense attention's median.
-        rounds: how often both were timed.
+        rounds: number of times that both were timed.
         rejected: the first round was so much slower than the best known call that there was no other.
     """
 
@@ -56,63 +56,60 @@ def against_dense(
     """Time a call against dense attention until its median is certain, or it is hopeless against `best` seconds.
 
     Args:
-        call, dense: what is timed; both are run before, so that compiling is not counted.
-        device: where they run.
+        call, dense: both are run before, so that compiling is not counted.
+        device: runs them.
         best: the seconds of the best call so far.
-        dense_seconds: what dense attention of these inputs took before; if that is long, it is not timed again.
+        dense_seconds: earlier result of dense attention on these inputs; if that is long, it is not timed again.
 
     Raises:
-        RuntimeError, TritonError: what a call raises (`FAILURES`).
+        RuntimeError, TritonError: A call failed (`FAILURES`).
     """
-    timed = _on_gpu(device) if device.type == "cuda" else _by_clock
-    timed(call)  # compiles
-    timed(call)
-    ours: list[float] = []
-    theirs: list[float] = [dense_seconds] if dense_seconds and dense_seconds >= LONG else []
-    with_dense = not theirs
+    measure = _time_on_gpu(device) if device.type == "cuda" else _time_by_clock
+    measure(call)  # compiles
+    measure(call)
+    seconds: list[float] = []
+    dense_times = [dense_seconds] if dense_seconds and dense_seconds >= LONG else []
+    with_dense = not dense_times
     if with_dense:
-        timed(dense)
-    while len(ours) < ROUNDS:
-        ours.append(timed(call))
+        measure(dense)
+    rejected = False
+    while len(seconds) < ROUNDS and not rejected:
+        seconds.append(measure(call))
         if with_dense:
-            theirs.append(timed(dense))
-        if ours[0] > HOPELESS * best:
+            dense_times.append(measure(dense))
+        median, (low, high) = statistics.median(seconds), interval(seconds)
+        rejected = seconds[0] > HOPELESS * best
+        if len(seconds) >= FEWEST_ROUNDS and high - low < 2 * CERTAIN * median:
             break
-        low, high = interval(ours)
-        if len(ours) >= FEWEST_ROUNDS and high - low < 2 * CERTAIN * statistics.median(ours):
-            break
-    low, high = interval(ours)
-    return Timing(statistics.median(ours), low, high, statistics.median(theirs), len(ours), ours[0] > HOPELESS * best)
+    return Timing(median, low, high, statistics.median(dense_times), len(seconds), rejected)
 
 
 def reason(failure: Exception) -> str:
-    """The first line of an exception's text, or its type's name if it has none."""
+    """Return the first line of an exception's text, or its type's name if it has none."""
     return (str(failure).strip().splitlines() or [type(failure).__name__])[0]
 
 
 def interval(seconds: list[float]) -> tuple[float, float]:
-    """The interval that holds the median with a confidence of 95%, for times whose scatter is roughly normal.
-
-    The standard error of a median is then 1.25 times that of a mean.
-    """
-    if len(seconds) < 2:
-        return seconds[0], seconds[0]
-    half = 1.96 * 1.2533 * statistics.stdev(seconds) / math.sqrt(len(seconds))
+    """Return the interval that holds the median with a confidence of 95%, for times whose scatter is roughly normal."""
     median = statistics.median(seconds)
+    if len(seconds) < 2:
+        return median, median
+    # the standard error of a normal median is sqrt(pi / 2) = 1.2533 times that of a mean
+    half = 1.96 * 1.2533 * statistics.stdev(seconds) / math.sqrt(len(seconds))
     return median - half, median + half
 
 
 def medians(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS, flushes: int = FLUSHES
 ) -> dict[str, float]:
-    """The median time of each call in seconds, as `samples` takes them."""
+    """Return the median time of each call in seconds, as `samples` takes them."""
     return {name: statistics.median(seconds) for name, seconds in samples(calls, device, rounds, flushes).items()}
 
 
 def samples(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, flushes: int = FLUSHES
 ) -> dict[str, list[float]]:
-    """The seconds each call took in each round.
+    """Return the seconds of each call in each round.
 
     The calls take turns, so that drift hits all alike, and the order of the turns is reversed with every round, so that
     what a call leaves behind for the next one does too.
@@ -120,29 +117,28 @@ def samples(
     Args:
         calls: by name; each is run once more before, to compile and warm up.
         device: on a GPU caches are flushed before each call; on a CPU they are warm.
-        rounds: how often each call is timed.
+        rounds: number of times of each call.
         flushes: work ahead of each call; the more, the longer its launch may take without being counted.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    timed = _on_gpu(device, flushes) if device.type == "cuda" else _by_clock
+    measure = _time_on_gpu(device, flushes) if device.type == "cuda" else _time_by_clock
     names = list(calls)
     for turn in range(rounds + 1):
         for name in names[::-1] if turn % 2 else names:
-            seconds = timed(calls[name])
-            if turn:
-                times[name].append(seconds)
-    return times
+            times[name].append(measure(calls[name]))
+    return {name: seconds[1:] for name, seconds in times.items()}
 
 
-def _on_gpu(device: torch.device, flushes: int = FLUSHES) -> Callable[[Callable[[], Any]], float]:
+def _time_on_gpu(device: torch.device, flushes: int = FLUSHES) -> Callable[[Callable[[], Any]], float]:
+    """Return a function that times a call in seconds, by events of the device's current stream."""
     size = int(torch.cuda.get_device_properties(device).L2_cache_size)
     flush = torch.empty(2 * size, dtype=torch.uint8, device=device)
 
-    def once(call: Callable[[], Any], flushes: int) -> tuple[float, bool]:
-        """The seconds of a call, and whether the GPU came to it before all of it was launched."""
+    def time_once(call: Callable[[], Any], flushes: int) -> tuple[float, bool]:
+        """Return the seconds of a call, and True if the GPU came to it before all of it was launched."""
         for _ in range(flushes):
             flush.zero_()
-        begin, end = _event(), _event()
+        begin, end = _create_event(), _create_event()
         begin.record(torch.cuda.current_stream(device))  # which is not the current device's where a model is on several
         call()
         too_late = bool(begin.query())  # type: ignore[no-untyped-call]
@@ -150,18 +146,18 @@ def _on_gpu(device: torch.device, flushes: int = FLUSHES) -> Callable[[Callable[
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3, too_late
 
-    def timed(call: Callable[[], Any]) -> float:
-        seconds, too_late = once(call, flushes)
-        return once(call, MORE * flushes)[0] if too_late and seconds < LONG else seconds
+    def measure(call: Callable[[], Any]) -> float:
+        seconds, too_late = time_once(call, flushes)
+        return time_once(call, MORE * flushes)[0] if too_late and seconds < LONG else seconds
 
-    return timed
+    return measure
 
 
-def _by_clock(call: Callable[[], Any]) -> float:
+def _time_by_clock(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
 
 
-def _event() -> torch.cuda.Event:
+def _create_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

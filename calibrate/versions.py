@@ -1,4 +1,4 @@
-"""When a result was made, and which software had a part in it."""
+"""A result's time and software versions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ LIBRARIES = ("torch", "triton", "transformers", "optuna")
 
 
 def versions() -> dict[str, str]:
-    """The versions of what had a part in a calibration, by name."""
+    """Return the versions of a calibration's software, by name."""
     return {"s2o": s2o_runtime.__version__, "python": platform.python_version()} | {
         name: metadata.version(name) for name in LIBRARIES
     }
 
 
 def now() -> str:
-    """The time, to the second, in UTC."""
+    """Return the time in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

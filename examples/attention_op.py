@@ -1,4 +1,4 @@
-"""The attention op alone: one call on random q, k, v, with the density and the backend that it chose.
+"""Call the attention op alone on random q, k, v, and print its density, error and backend.
 
     python examples/attention_op.py [TOKENS]
 
@@ -27,7 +27,7 @@ def main(tokens: int) -> None:
     q, k, v = (t.to(device, dtype) for t in (q, k, v))
     dense = dense_attention(q, k, v).float()
     for tau in (0.0, 0.1, 1.0, 10.0):
-        config = LayerConfig.uniform(QUERY_HEADS, tau=tau, segment=256, far="mean", grain=4)
+        config = LayerConfig.uniform(QUERY_HEADS, tau=tau, segment=256, tail="mean")
         out, _, stats = s2o_attention(q, k, v, config, return_stats=True)
         assert stats is not None  # they were asked for
         error = (out.float() - dense).square().mean() / dense.square().mean()

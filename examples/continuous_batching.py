@@ -1,4 +1,4 @@
-"""transformers' own server, `generate_batch`, with a patched model: of several prompts at once, long ones run S2O.
+"""Serve a patched model by transformers' `generate_batch`: of several prompts at once, long ones run S2O.
 
     python examples/continuous_batching.py [PROFILE] [TOKENS]
 
@@ -16,7 +16,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from calibrate.model.models import load
-from calibrate.prompts.stdlib import built_in
+from calibrate.prompts.documents import built_in
 from s2o_runtime import explain, load_profile, patch
 
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a patched model: a task of needles in long prompts, scored dense and with S2O.
+"""Score a patched model by lm-evaluation-harness: a task of needles in long prompts, dense and with S2O.
 
     python examples/harness_task.py [PROFILE] [TOKENS] [PROMPTS]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from calibrate.model.models import load
-from calibrate.prompts.stdlib import built_in
+from calibrate.prompts.documents import built_in
 from s2o_runtime import explain, load_profile, patched
 
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"

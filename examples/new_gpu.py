@@ -1,4 +1,4 @@
-"""A profile on another GPU: what it would do as it is, and the same thresholds with tiles tuned for the GPU here.
+"""Take a profile to another GPU: the same thresholds, with tiles tuned for the GPU here.
 
     python examples/new_gpu.py OUT [PROFILE]
 

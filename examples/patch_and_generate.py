@@ -1,4 +1,4 @@
-"""Patch a transformers model with a profile: what it answers, which path each layer takes, and how long a prefill is.
+"""Patch a transformers model with a profile, and print its answers, the path of each layer and the prefill's time.
 
     python examples/patch_and_generate.py PROFILE [TOKENS]
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from calibrate.model.models import LoadedModel, load
-from calibrate.prompts.stdlib import built_in
+from calibrate.prompts.documents import built_in
 from s2o_runtime import explain, load_profile, patched
 
 
@@ -26,9 +26,9 @@ def main(path: str, tokens: int | None = None) -> None:
     prompt = built_in(loaded.tokenizer, tokens or profile.lengths[-1], 1, seed=1234)[0]
     print(f"{profile.model_name}, {prompt.length} tokens, on {device}")
 
-    dense, dense_seconds = answers(loaded, prompt.ids, prompt.answers), prefill_seconds(loaded, prompt.ids)
+    dense, dense_seconds = generate_answers(loaded, prompt.ids, prompt.answers), time_prefill(loaded, prompt.ids)
     with patched(loaded.model, profile):
-        sparse, sparse_seconds = answers(loaded, prompt.ids, prompt.answers), prefill_seconds(loaded, prompt.ids)
+        sparse, sparse_seconds = generate_answers(loaded, prompt.ids, prompt.answers), time_prefill(loaded, prompt.ids)
         explanation = explain(loaded.model)
     for (first, end), of_dense, of_sparse in zip(prompt.answers, dense, sparse, strict=True):
         print(f"code {loaded.tokenizer.decode(prompt.ids[first:end])}: dense says {of_dense}, S2O says {of_sparse}")
@@ -37,8 +37,8 @@ def main(path: str, tokens: int | None = None) -> None:
     print(explanation)
 
 
-def answers(loaded: LoadedModel, ids: Tensor, spans: tuple[tuple[int, int], ...]) -> list[str]:
-    """What the model generates in place of each answer, given everything before it."""
+def generate_answers(loaded: LoadedModel, ids: Tensor, spans: tuple[tuple[int, int], ...]) -> list[str]:
+    """Generate in place of each answer, given everything before it."""
     texts = []
     for first, end in spans:
         given = ids[None, :first].to(loaded.model.device)
@@ -49,7 +49,8 @@ def answers(loaded: LoadedModel, ids: Tensor, spans: tuple[tuple[int, int], ...]
 
 
 @torch.no_grad()
-def prefill_seconds(loaded: LoadedModel, ids: Tensor) -> float:
+def time_prefill(loaded: LoadedModel, ids: Tensor) -> float:
+    """Time the second of two prefills, in seconds: the first one compiles."""
     for _ in range(2):
         began = time.perf_counter()
         loaded.model(ids[None].to(loaded.model.device), use_cache=False, logits_to_keep=1).logits.cpu()

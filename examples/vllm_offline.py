@@ -1,4 +1,4 @@
-"""vLLM without a server: `LLM.generate` with S2O as the attention backend.
+"""Run vLLM without a server: `LLM.generate` with S2O as the attention backend.
 
     python examples/vllm_offline.py MODEL PROFILE [TOKENS]
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from calibrate.prompts.stdlib import built_in
+from calibrate.prompts.documents import built_in
 from s2o_runtime import load_profile
 
 

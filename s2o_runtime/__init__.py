@@ -13,8 +13,8 @@ from s2o_runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
+    from s2o_runtime.attention.compute import Attention, AttentionStats
     from s2o_runtime.attention.paged import s2o_attention_paged
-    from s2o_runtime.attention.result import Attention, AttentionStats
     from s2o_runtime.attention.warmup import warmup
     from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
     from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, ResourceError, S2OError
@@ -54,7 +54,7 @@ __all__ = [
 _HOMES = {
     "attention.api": ("s2o_attention", "s2o_attention_varlen"),
     "attention.paged": ("s2o_attention_paged",),
-    "attention.result": ("Attention", "AttentionStats"),
+    "attention.compute": ("Attention", "AttentionStats"),
     "config": ("HeadConfig", "LayerConfig", "TileConfig"),
     "errors": ("ConfigError", "InputError", "ModelError", "ProfileError", "ResourceError", "S2OError"),
     "huggingface.explanation": ("Explanation", "explain"),

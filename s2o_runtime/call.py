@@ -1,4 +1,4 @@
-"""One call of the op, checked, as every backend takes it; and the per-head settings that its kernels read."""
+"""One call of the op: its heads, sequences and scores."""
 
 from __future__ import annotations
 
@@ -6,35 +6,125 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
-from s2o_runtime.pages import PageTable
-from s2o_runtime.scoring import PLAIN, Scoring
-from s2o_runtime.shapes import CallShape, Packed, call_shape, check_heads, packed_shape
+from s2o_runtime.config import HeadConfig, LayerConfig
+from s2o_runtime.errors import InputError
+from s2o_runtime.sequences import CallShape, Packed, PageTable, call_shape, check_heads, check_tensor, packed_shape
+
+
+class ScoringOptions(TypedDict, total=False):
+    """The fields of `Scoring` as optional arguments."""
+
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Scoring(NamedTuple):
+    """How products become weights: with x = scale * q . k, a score is s = softcap * tanh(x / softcap), or x without it.
+
+    The weight of key j is exp(s_j) / (sum_t exp(s_t) + exp(sink)), without the last term where there are no sinks.
+
+    Attributes:
+        scale: positive; None for D ** -0.5, with D the head dim of q and k.
+        softcap: bounds the scores (Gemma 2); positive, None for no bound.
+        sinks: [Hq], any floating type: what each query head's rows attend to beside their keys, without a value
+            (gpt-oss); None for nothing.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def checked(self, shape: CallShape, q: Tensor) -> Scoring:
+        """The same with the default scale filled in.
+
+        Args:
+            shape: of the call.
+            q: its queries, in the type of the call and on its device.
+
+        Raises:
+            InputError: a number is not positive, or the sinks do not fit the call.
+        """
+        scale, softcap, sinks = checked_scale(self.scale, shape.head_dim), self.softcap, self.sinks
+        if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+            raise InputError(f"softcap is {softcap}: expected a positive number, or None for scores without a cap")
+        if sinks is not None:
+            check_tensor("sinks", sinks)
+        if sinks is not None and (sinks.shape != (shape.query_heads,) or not sinks.dtype.is_floating_point):
+            raise InputError(
+                f"sinks have shape {tuple(sinks.shape)} and type {sinks.dtype}: expected a floating point number for "
+                f"each of the {shape.query_heads} query heads"
+            )
+        if sinks is not None and sinks.device != q.device:
+            raise InputError(f"sinks are on {sinks.device} but q on {q.device}: move them to one device")
+        return Scoring(scale, None if softcap is None else float(softcap), sinks)
+
+    @property
+    def beyond_sdpa(self) -> str | None:
+        """What of it torch's SDPA and block-sparse kernels cannot compute, as text; None for nothing."""
+        if self.softcap is not None:
+            return f"scores that are soft-capped at {self.softcap:g}"
+        return "learned sinks" if self.sinks is not None else None
+
+    def arguments(self) -> dict[str, Any]:
+        """As the keyword arguments of the attention functions."""
+        return self._asdict()
+
+
+PLAIN = Scoring()
+
+
+def without_gradients(sinks: Tensor | None) -> Tensor | None:
+    """Sinks as a plain tensor where no gradients are wanted: a model's are parameters, whose calls have no plan."""
+    return sinks.detach() if isinstance(sinks, Tensor) and not torch.is_grad_enabled() else sinks
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores of any shape under a soft cap, `softcap * tanh(scores / softcap)`; themselves without one."""
+    return scores if softcap is None else (scores / softcap).tanh() * softcap
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The weights of scores [..., L] that share their denominators with sinks [..., 1], where there are any."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([sinks.expand(*scores.shape[:-1], 1), scores], -1).softmax(-1)[..., 1:]
+
+
+def checked_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of the scores: `scale`, or `head_dim ** -0.5` for None.
+
+    Raises:
+        InputError: the scale is not positive, or infinite.
+    """
+    if scale is None:
+        return float(head_dim**-0.5)
+    if not 0 < scale < math.inf:
+        raise InputError(f"scale is {scale}: expected a positive number")
+    return scale
+
 
 # A head's flags: its StopRule in the bits of the first, and one bit each for the others.
 STOP_RULE_BITS = 3
-TAIL = 4  # `far` of the head is "mean"
-FIRST_CHUNK = math.nan  # the threshold of a head with a linear tail: no gain is >= nan, while an infinite one is >= inf
+TAIL = 4  # `tail` of the head is "mean"
 
 
 class HeadTables(NamedTuple):
     """The per-head settings, on the device with one entry per query head, and what the launches need of them.
 
-    tau: float32 [Hq], FIRST_CHUNK of a head with a linear tail; segment: int32 [Hq], 0 marks a head without a prefix;
+    tau: float32 [Hq]; segment: int32 [Hq], 0 marks a head without a prefix;
     flags: int32 [Hq], see above; part: int32 [Hq], queries of a representative; representatives: int32 [Hq], of a
     segment; launch_order: int32 [Hq], the heads in the order in which their programs start, dense ones first, as they
     have the most work; None where all are of one mode and no last rows are dense.
-    dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it, which those
-    with a linear tail do not.
+    dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it.
     counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
     shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
-    tail: whether `far` of any head is "mean"; linear: int32, the heads with a linear tail. These six are of the heads
-    in mode "s2o".
+    tail: whether `tail` of any head is "mean". These five are of the heads in mode "s2o".
     """
 
     tau: Tensor
@@ -50,7 +140,6 @@ class HeadTables(NamedTuple):
     shortest_part: int
     unit: int
     tail: bool
-    linear: Tensor
 
     @property
     def several(self) -> bool:
@@ -192,31 +281,19 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         return torch.tensor([value(head) for head in config.heads], dtype=dtype).to(device)
 
     modes = {head.mode for head in config.heads}
-    linear = [number for number, head in enumerate(config.heads) if _is_linear(head)]
     order = sorted(range(config.num_heads), key=lambda head: config.heads[head].mode != "dense")
     return HeadTables(
-        tau=table(lambda head: FIRST_CHUNK if _is_linear(head) else head.tau, torch.float32),
+        tau=table(lambda head: head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
-        flags=table(_flags),
+        flags=table(lambda head: int(head.stop_rule) | TAIL * (head.tail == "mean")),
         part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
         launch_order=torch.tensor(order, dtype=torch.int32).to(device) if len(modes) > 1 or config.last_rows else None,
         dense=sum(head.mode == "dense" for head in config.heads),
-        stopping=sum(head.has_threshold for head in ranked),
+        stopping=len(ranked),
         counts=tuple(sorted({head.representatives for head in ranked})),
         shortest=min((head.segment for head in ranked), default=0),
         shortest_part=min((head.segment // head.representatives for head in ranked), default=0),
         unit=math.lcm(*(head.segment for head in ranked)),
-        tail="mean" in config.tails,
-        linear=torch.tensor(linear, dtype=torch.int32).to(device),
+        tail=config.has_tail,
     )
-
-
-def _flags(head: HeadConfig) -> int:
-    if _is_linear(head):
-        return int(StopRule.REST)
-    return int(head.stop_rule) | TAIL * (head.far == "mean")
-
-
-def _is_linear(head: HeadConfig) -> bool:
-    return head.mode == "s2o" and head.far == "linear"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Mode = Literal["s2o", "dense"]
-Far = Literal["none", "mean", "linear"]  # the tensor `tail` of a profile file holds their numbers
+Tail = Literal["none", "mean"]  # their numbers stand in a profile file
 Scores = Literal["input", "int8"]
 KvCacheDtype = Literal["auto", "fp8"]  # of a server's cache: the type of the inputs, or e4m3 with a scale of 1
 
@@ -28,8 +28,8 @@ MAX_SEGMENT = 1 << 16
 MAX_TAU = 1e6
 MAX_CHUNK = 64
 MAX_KEYS = (1 << 31) - 1
-REPRESENTATIVES = (1, 2, 4, 8, 16, 32, 64)
-GRAINS = (1, 2, 4, 8)
+GRAIN = 4  # adjacent keys that are ranked and visited together, a step; 1 in the paper
+REPRESENTATIVES = (1, 16)
 LAST_ROWS = (0, 128, 256, 512)
 
 
@@ -82,12 +82,11 @@ class HeadConfig:
         stop_rule: which number stops the visit once it is below the threshold (`StopRule`).
         representatives: the segment is cut into this many parts, and the mean query of each ranks the keys with a
             softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
-        far: what is done with the keys behind the stop (docs/how-it-works.md): nothing ("none"), an estimate by their
-            mean value ("mean"), or ("linear") one by an expansion to first order about the segment's mean query; that
-            one visits one chunk, whatever `tau` and `stop_rule` say, and has one representative.
+        tail: what is done with the keys behind the stop (docs/how-it-works.md): nothing ("none"), or their mean value
+            estimates them ("mean").
 
-    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, far="mean").has_threshold
-    True
+    >>> HeadConfig(tau=0.3, segment=1024, representatives=16, tail="mean").mode
+    's2o'
     """
 
     tau: float = 0.0
@@ -95,18 +94,13 @@ class HeadConfig:
     mode: Mode = "s2o"
     stop_rule: StopRule = StopRule.REST
     representatives: int = 1
-    far: Far = "none"
-
-    @property
-    def has_threshold(self) -> bool:
-        """Whether `tau` decides where the head stops."""
-        return self.mode == "s2o" and self.far != "linear"
+    tail: Tail = "none"
 
     def validate(self) -> HeadConfig:
         """Return the config itself.
 
         Raises:
-            ConfigError: a field is out of its range, or a linear tail has several representatives.
+            ConfigError: a field is out of its range.
         """
         _check_one_of(self, "mode", get_args(Mode), "is not known")
         if not isinstance(self.stop_rule, StopRule):
@@ -118,9 +112,7 @@ class HeadConfig:
         if self.segment % SEGMENT_STEP:
             raise ConfigError(f"segment {self.segment} is not a multiple of {SEGMENT_STEP}: round it")
         _check_one_of(self, "representatives", REPRESENTATIVES)
-        _check_one_of(self, "far", get_args(Far), "is not known")
-        if self.far == "linear" and self.representatives > 1:
-            raise ConfigError(f"a linear tail has {self.representatives} representatives: use 1")
+        _check_one_of(self, "tail", get_args(Tail), "is not known")
         return self
 
 
@@ -132,7 +124,7 @@ class HeadOptions(TypedDict, total=False):
     mode: Mode
     stop_rule: StopRule | str
     representatives: int
-    far: Far
+    tail: Tail
 
 
 @dataclass(frozen=True)
@@ -216,7 +208,6 @@ class LayerConfig:
     Attributes:
         heads: one config for each query head.
         tile: the tile of all heads.
-        grain: how many adjacent keys are ranked and visited together (a step); 1 is the paper's.
         scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
             bits ("int8"), also where keys are ranked and where heads are dense (docs/how-it-works.md).
         last_rows: so many queries at the end of each sequence of a call run dense, as in a dense head (`dense_from`).
@@ -227,7 +218,6 @@ class LayerConfig:
 
     heads: tuple[HeadConfig, ...]
     tile: TileConfig = TileConfig()
-    grain: int = 1
     scores: Scores = "input"
     last_rows: int = 0
 
@@ -237,7 +227,6 @@ class LayerConfig:
         num_heads: int,
         *,
         tile: TileConfig | None = None,
-        grain: int = 1,
         scores: Scores = "input",
         last_rows: int = 0,
         **head: Unpack[HeadOptions],
@@ -254,7 +243,7 @@ class LayerConfig:
         if isinstance(rule := head.get("stop_rule"), str):
             fields["stop_rule"] = StopRule.parse(rule)
         every_head = HeadConfig(**fields)
-        return cls((every_head,) * num_heads, tile or TileConfig(), grain, scores, last_rows).validate()
+        return cls((every_head,) * num_heads, tile or TileConfig(), scores, last_rows).validate()
 
     @property
     def num_heads(self) -> int:
@@ -277,9 +266,9 @@ class LayerConfig:
         return min((head.segment for head in self.heads if head.mode == "s2o"), default=0)
 
     @cached_property
-    def tails(self) -> frozenset[Far]:
-        """The tails that heads have, "mean" and "linear"; those of dense heads do not count."""
-        return frozenset(head.far for head in self.heads if head.mode == "s2o") - {"none"}
+    def has_tail(self) -> bool:
+        """Whether any head that is not dense estimates the keys behind its stop."""
+        return any(head.mode == "s2o" and head.tail == "mean" for head in self.heads)
 
     def dense_from(self, q_len: int) -> int:
         """The first of the rows of a sequence of `q_len` queries that run dense for being the last; `q_len` for none.
@@ -297,6 +286,11 @@ class LayerConfig:
         heads = tuple(replace(head, mode="dense") for head in self.heads)
         return replace(self, heads=heads, scores="input", last_rows=0)
 
+    def as_exact(self) -> LayerConfig:
+        """The same layer with S2O that never stops, so that it computes dense attention."""
+        heads = (replace(head, tau=0.0) for head in self.heads)
+        return replace(self, heads=tuple(heads), scores="input")
+
     def with_tile(self, tile: TileConfig) -> LayerConfig:
         """The same layer with another tile. Raises ConfigError as `validate` does."""
         return replace(self, tile=tile).validate()
@@ -305,8 +299,8 @@ class LayerConfig:
         """Return the config itself. Only the first call looks: every call of the op validates.
 
         Raises:
-            ConfigError: there are no heads, a field of the layer, its tile or a head is out of its range, the rows of
-                the tile do not divide a head's segment, or scores of a head with a linear tail are int8.
+            ConfigError: there are no heads, a field of the layer, its tile or a head is out of its range, or the rows
+                of the tile do not divide a head's segment.
         """
         _ = self._checked
         return self
@@ -315,14 +309,11 @@ class LayerConfig:
     def _checked(self) -> bool:
         if not self.heads:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
-        _check_one_of(self, "grain", GRAINS)
         _check_one_of(self, "scores", get_args(Scores), "are not known")
         _check_one_of(self, "last_rows", LAST_ROWS)
         self.tile.validate()
         for index, head in enumerate(self.heads):
             head.validate()
-            if head.mode == "s2o" and head.far == "linear" and self.scores == "int8":
-                raise ConfigError(f'head {index} has a linear tail and scores are "int8": use scores "input"')
             if head.mode == "s2o" and head.segment % self.tile.rows:
                 raise ConfigError(
                     f"segment {head.segment} of head {index} is not a multiple of {self.tile.rows}, the rows of "
@@ -334,7 +325,7 @@ class LayerConfig:
         """The layer as JSON, of which `torch_op.config_from_text` makes it again."""
         distinct = list(dict.fromkeys(self.heads))
         heads = [vars(head) for head in distinct]
-        fields: dict[str, Any] = {name: getattr(self, name) for name in ("grain", "scores", "last_rows")}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("scores", "last_rows")}
         fields["tile"] = vars(self.tile)
         return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in self.heads]})
 
@@ -360,7 +351,7 @@ class LayerConfig:
 
     @property
     def _values(self) -> tuple[object, ...]:
-        return self.heads, self.tile, self.grain, self.scores, self.last_rows
+        return self.heads, self.tile, self.scores, self.last_rows
 
 
 def dense_from(q_len: int, last_rows: int, rows: int) -> int:

@@ -21,6 +21,7 @@ class DenseReason(str, Enum):
     FEW_QUERIES = "fewer than {} queries behind a prefix, where dense is faster on this GPU"
     LITTLE_WORK = "shorter than {} keys, or less work than a prompt of them, where dense is faster on this GPU"
     LAST_ROWS = "the last rows of a prompt, which answer"
+    ADAPTER = "the request has a LoRA adapter, which the profile is not of"
     HOST = "so little work that the host would decide, not the GPU"
 
     __str__ = str.__str__

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.errors import ConfigError, ResourceError
-from s2o_runtime.shapes import KERNEL_TYPES
+from s2o_runtime.sequences import KERNEL_TYPES
 from s2o_runtime.tiles import MIN_CAPABILITY, Capability, families, family, sm
 
 MEMORY_SLACK = 0.1  # of a GPU's memory: drivers and error correction take different parts of it

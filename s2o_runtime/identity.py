@@ -1,4 +1,4 @@
-"""Which model is this: its geometry, and a fingerprint of its weights and its rotary embedding (RoPE)."""
+"""Which model is this: its geometry, and a fingerprint of what it computes (weights, adapters, RoPE, config.json)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,27 @@ from s2o_runtime.layer_kinds import FULL, layer_kinds, text_config
 
 SAMPLES_PER_TENSOR = 64
 RANDOM = "random-"  # how the fingerprint of random weights starts
-ROPE = "+rope-"  # between the hash of the weights and that of the RoPE parameters in a fingerprint
+# parts of a fingerprint behind the hash of the weights, in this order; the last two are fields of their own in a file
+ROPE, ADAPTERS, BASE, CONFIG = "+rope-", "+adapters-", "+base-", "+config-"
+HEADS = ("lm_head.", "embed_out.")  # how parameters of a language model's head begin, which a base model lacks
+OTHER_HEADS = ("score.", "classifier.", "qa_outputs.")  # those of another head, which is not in the weights' hash
+# what wrappers add to names of parameters and modules: PEFT, torch.compile, FSDP and checkpointing
+WRAPPERS = re.compile(r"^base_model\.model\.|\b(_orig_mod|base_layer|original_module|_fsdp\w+|_checkpoint\w+)\.")
+# Fields of config.json, by patterns of their names, that do not decide what the same weights compute: names, tokens and
+# labels; types, caches, attention implementation and output; training; what geometry, shapes of weights and RoPE
+# parameters have already, under names that differ between versions.
+WITHOUT_EFFECT = re.compile(
+    r"_.*|architectures|auto_map|model_type|name_or_path|.*_version|tokenizer_class|prefix|.*_plan|"
+    r".*_token_(id|index)|(bos|eos|pad|unk|sep)_token|id2label|label2id|num_labels|problem_type|finetuning_task|"
+    r"(torch_)?dtype|use_cache|cache_implementation|attn_impl.*|output_(attentions|hidden_states|router_logits|scores)|"
+    r".*return_dict|torchscript|num_logits_to_keep|chunk_size_feed_forward|mamba_chunk_size|pretraining_tp|quant.*_config|"
+    r".*dropout.*|.*_pdrop|.*initializer_.*|.*init_std|.*aux_loss.*|router_jitter_noise|gradient_.*|summary_.*|"
+    r"num_hidden_layers|num_attention_heads|num_key_value_heads|head_dim|n_(head|layer|positions)|vocab_size|"
+    r"num_(local_)?experts|n_routed_experts|tie_.*|is_(encoder_)?decoder|add_cross_attention|sliding_window_pattern|"
+    r"rope_(parameters|scaling|theta|local_base_freq)|partial_rotary_factor|ignore_keys_at_rope_validation"
+)
+BY_POSITIONS = re.compile("dynamic|longrope")  # kinds of RoPE that depend on `max_position_embeddings`
+SHOWN = 60  # characters of a value in a message
 PACKED, SCALES = frozenset({"qweight", "qzeros"}), "scales"  # buffers of a linear layer in GPTQ's and AWQ's formats
 # safetensors' names of the types that torch has, and torch's
 STORED_TYPES = {
@@ -210,8 +231,12 @@ def decoder_attention(model: nn.Module) -> dict[int, list[nn.Module]]:
     return by_layer
 
 
+@torch.no_grad()
 def fingerprint(model: Any) -> str:
-    """What names a model's weights and positions in a profile: `with_rope` of the hash of its weights.
+    """Return what names the function of a model in a profile: `compose_fingerprint` of what it holds.
+
+    Wrappers (torch.compile, PEFT) change nothing, nor do adapters that are disabled, whose LoRA is zeros, or that are
+    merged: those are in the weights.
 
     Args:
         model: a transformers model with its parameters in memory, in any floating point type.
@@ -219,21 +244,71 @@ def fingerprint(model: Any) -> str:
     Raises:
         RuntimeError: a parameter is not in memory (on the meta device, as offloaded ones are).
     """
-    return with_rope(_weights_hash(model), model.config)
+    model, adapters = _unwrap(model)
+    with _settled(model):
+        weights = {WRAPPERS.sub("", name): tensor for name, tensor in _stored(model).items()}
+        for prefix, module in model.named_modules():
+            adapters |= _take_adapters(WRAPPERS.sub("", f"{prefix}."), module, weights)
+        is_base: bool = getattr(model, "base_model", None) is model
+        if is_base and model.get_output_embeddings() is None:  # as AutoModel loads it
+            weights = {f"{model.base_model_prefix}.{name}": tensor for name, tensor in weights.items()}
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith(OTHER_HEADS)}
+        return compose_fingerprint(_hash(weights), model.config, _hash(adapters) if adapters else "")
 
 
-def with_rope(weights_hash: str, config: Any) -> str:
-    """A fingerprint: the hash of the weights, then one of the RoPE parameters, which change what the weights compute.
+def compose_fingerprint(weights_hash: str, config: Any, adapters_hash: str = "") -> str:
+    """Return a fingerprint: hashes of weights, RoPE parameters and active adapters, and the values of config.json.
 
     Args:
         weights_hash: as `sampled_fingerprint` gives it.
-        config: the model's transformers configuration; without RoPE parameters the hash stands alone.
+        config: the model's transformers configuration; without RoPE parameters they are left out.
+        adapters_hash: of the adapters that are active and not merged; empty without any.
     """
+    weights, separator, base = weights_hash.partition(BASE)
     rope = _rope_parameters(config)
-    if not rope:
-        return weights_hash
-    text = json.dumps(rope, sort_keys=True, separators=(",", ":"))
-    return f"{weights_hash}{ROPE}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if rope:
+        weights += ROPE + hashlib.sha256(_canonical(rope).encode()).hexdigest()[:16]
+    if adapters_hash:
+        weights += ADAPTERS + adapters_hash[:16]
+    return f"{weights}{separator}{base}{CONFIG}{_canonical(config_values(config))}"
+
+
+def config_values(config: Any) -> dict[str, Any]:
+    """Return the fields of a configuration's text part that may decide what its weights compute, as JSON.
+
+    Args:
+        config: a transformers configuration, or an object with the same attributes.
+    """
+
+    def number(text: str) -> float:
+        value = float(f"{float(text):.7g}")  # GGUF files have float32
+        return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
+
+    values = vars(text_config(config))
+    by_positions = BY_POSITIONS.search(str(values.get("rope_parameters"))) is not None
+    limits = () if by_positions else ("max_position_embeddings", "original_max_position_embeddings")
+    values = {name: values[name] for name in values if not WITHOUT_EFFECT.fullmatch(name) and name not in limits}
+    text = json.dumps(values, default=lambda other: type(other).__name__)
+    decided: dict[str, Any] = json.loads(text, parse_int=number, parse_float=number, parse_constant=str)
+    return decided
+
+
+def _canonical(values: Any) -> str:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
+
+
+def split_fingerprint(fingerprint: str) -> dict[str, Any]:
+    """Return a fingerprint as a file's fields: `fingerprint` is what versions before know of it."""
+    hashes, _, config = fingerprint.partition(CONFIG)
+    hashes, _, base = hashes.partition(BASE)
+    more = {"base_fingerprint": base} if base else {}
+    return {"fingerprint": hashes, **more} | ({"config": json.loads(config)} if config else {})
+
+
+def join_fingerprint(hashes: str, base: str | None, config: Mapping[str, Any] | None) -> str:
+    """Return the fingerprint that `split_fingerprint` took apart."""
+    hashes = re.split(r"\+(?:base|config)-", hashes)[0]  # a foreign file's may hold anything
+    return f"{hashes}{BASE + base if base else ''}{'' if config is None else CONFIG + _canonical(config)}"
 
 
 def not_finite(model: nn.Module) -> str | None:
@@ -251,16 +326,31 @@ def not_finite(model: nn.Module) -> str | None:
 def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str) -> str | None:
     """How a model differs from the one a profile was calibrated on, in words, or None if it is the same.
 
+    Of config.json those fields are compared that both have: versions of transformers add some. A model without a
+    language model's head is compared with the profile's model without its head.
+
     Args:
         model_fingerprint: the model's, as `fingerprint` gives it.
         profile_fingerprint: the profile's.
     """
-    if model_fingerprint == profile_fingerprint:
-        return None
-    weights, calibrated = (text.partition(ROPE)[0] for text in (model_fingerprint, profile_fingerprint))
-    if weights != calibrated:
+    model, profile = split_fingerprint(model_fingerprint), split_fingerprint(profile_fingerprint)
+    weights, *parts = re.split(r"(?=\+)", model["fingerprint"])
+    calibrated, *calibrated_parts = re.split(r"(?=\+)", profile["fingerprint"])
+    if weights not in (calibrated, profile.get("base_fingerprint")):
         return "the weights are not those"
-    return "the RoPE parameters (rope_parameters in the model's config) are not those"
+    if different := {*parts} ^ {*calibrated_parts}:
+        rope = "RoPE parameters (rope_parameters in the model's config)"
+        return f"the {rope if any(part.startswith(ROPE) for part in different) else 'active adapters'} are not those"
+    return config_mismatch(model.get("config", {}), profile.get("config", {}))
+
+
+def config_mismatch(model: Mapping[str, Any], profile: Mapping[str, Any]) -> str | None:
+    """The first field of config.json whose values differ, in words; None if there is none that both have."""
+    for name in sorted(model.keys() & profile.keys()):
+        if model[name] != profile[name]:
+            mine, calibrated = (json.dumps(values[name])[:SHOWN] for values in (model, profile))
+            return f"the config ({name} is {mine} where the profile has {calibrated}) is not the one"
+    return None
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -287,6 +377,8 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
             pairs = {name: plain(part) for name, part in value.items() if part is not None}
             if "type" in pairs:  # the former name of `rope_type`, which SGLang writes beside it
                 pairs.setdefault("rope_type", pairs.pop("type"))
+            if any(isinstance(part, dict) for part in pairs.values()):  # transformers 5.0 adds a type to them
+                pairs.pop("rope_type", None)
             return {name: part for name, part in pairs.items() if (name, part) != ("partial_rotary_factor", 1.0)}
         if isinstance(value, (list, tuple)):
             return [plain(part) for part in value]
@@ -297,8 +389,7 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     return parameters
 
 
-@torch.no_grad()
-def _weights_hash(model: nn.Module) -> str:
+def _hash(tensors: Mapping[str, Tensor]) -> str:
     """A hash over evenly spaced samples of what a checkpoint holds, in bfloat16: the same for one in any type."""
 
     def sample(name: str, indices: range) -> Tensor:
@@ -310,9 +401,52 @@ def _weights_hash(model: nn.Module) -> str:
             flat = tensor.dequantize().reshape(-1)
         return flat[indices.start : indices.stop : indices.step]
 
-    with _settled(model):
-        tensors = _stored(model)
-        return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
+    return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
+
+
+def _unwrap(model: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The transformers model in wrappers of torch.compile and PEFT, and the prompts that PEFT learnt for it."""
+    prompts: dict[str, Tensor] = {}
+    while True:
+        if (inner := model._modules.get("_orig_mod")) is not None:
+            model = inner
+        elif hasattr(type(model), "get_base_model"):
+            if model.active_peft_config.is_prompt_learning:
+                prompts |= model.prompt_encoder[model.active_adapter].named_parameters(prefix="prompt")
+            model = model.get_base_model()
+        else:
+            return model, prompts
+
+
+def _take_adapters(prefix: str, module: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take a module's PEFT adapters, whose names begin with `prefix`, out of the weights.
+
+    Returns the tensors of those that have an effect, by names that do not depend on the adapters' own, and the scaling
+    of each in the name of an empty one.
+    """
+    by_adapter: dict[str, dict[str, Tensor]] = {}
+    for kind in getattr(module, "adapter_layer_names", ()):
+        for name, tensor in module._modules.get(kind, nn.Module()).named_parameters():  # type: ignore[union-attr]
+            weights.pop(f"{prefix}{kind}.{name}", None)
+            adapter, _, rest = name.partition(".")
+            by_adapter.setdefault(adapter, {})[f"{kind}.{rest}"] = tensor
+    layer: Any = module
+    if not by_adapter or layer.disable_adapters or layer.merged_adapters:
+        return {}
+    active = [adapter for adapter in layer.active_adapters if not _adds_nothing(by_adapter.get(adapter, {}))]
+    tensors: dict[str, Tensor] = {}
+    for index, adapter in enumerate(active):
+        tensors |= {f"{prefix}{index}.{name}": tensor for name, tensor in by_adapter[adapter].items()}
+        scaling = getattr(layer, "scaling", {}).get(adapter)
+        tensors[f"{prefix}{index}.scaling={scaling}"] = torch.empty(0)
+    return tensors
+
+
+def _adds_nothing(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether an adapter is none of a module, or a LoRA whose product is zero, as a new one's is."""
+    factors = {name for name in tensors if re.match(r"lora_(A|B|E|embedding_.)\.(?!bias)", name)}
+    zero = any(not bool(tensors[name].any()) for name in factors)
+    return not tensors or (zero and not any(bool(tensors[name].any()) for name in tensors.keys() - factors))
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:
@@ -359,20 +493,24 @@ def _settled(model: nn.Module) -> Iterator[None]:
 
 
 def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:
-    """The hash of parameters that need not be in memory.
+    """The hash of parameters that need not be in memory; behind it that of all but a head, if there is one.
 
     sample: given a parameter's name and indices into it when it is flat, its values there.
     """
-    digest = hashlib.sha256()
-    samples = []
-    for name, shape in sorted(shapes.items()):
-        digest.update(f"{name}{tuple(shape)}".encode())
-        numel = math.prod(shape)
-        if numel:
+    samples = {}
+    for name, shape in shapes.items():
+        if numel := math.prod(shape):
             indices = range(0, numel, max(1, numel // SAMPLES_PER_TENSOR))[:SAMPLES_PER_TENSOR]
-            samples.append(sample(name, indices).bfloat16().cpu())
-    digest.update(tensor_bytes(torch.cat(samples)))
-    return digest.hexdigest()
+            samples[name] = sample(name, indices).bfloat16().cpu()
+
+    def hash_of(names: Sequence[str]) -> str:
+        digest = hashlib.sha256("".join(f"{name}{tuple(shapes[name])}" for name in names).encode())
+        digest.update(tensor_bytes(torch.cat([samples[name] for name in names if name in samples])))
+        return digest.hexdigest()
+
+    names = sorted(shapes)
+    base = [name for name in names if not name.startswith(HEADS)]
+    return hash_of(names) if len(base) in (0, len(names)) else f"{hash_of(names)}{BASE}{hash_of(base)}"
 
 
 @dataclass(frozen=True)

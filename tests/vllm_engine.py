@@ -83,7 +83,7 @@ def main(profile: str, model: str, name: str) -> int:
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
         attention_backend=backend(case),
-        additional_config={"s2o": {"profile": profile}} if case.sparse else {},
+        additional_config={"s2o": {"profile": profile, "strict": False}} if case.sparse else {},
         gpu_memory_utilization=0.4,
     )
     if case.sparse and case.processes == 1:
@@ -148,7 +148,7 @@ def questions(
     tokenizer: object, length: int = LENGTH, count: int = NEEDLES
 ) -> tuple[list[dict[str, list[int]]], list[str]]:
     """A prompt of about `length` tokens for each needle, all with one text, and the codes that answer them."""
-    from calibrate.prompts.stdlib import one_text
+    from calibrate.prompts.documents import one_text
 
     prompts, codes = one_text(tokenizer, length, count, random.Random(SEED))
     return [{"prompt_token_ids": prompt} for prompt in prompts], codes

@@ -37,10 +37,7 @@ EXAMPLES = (
     ("see whether this machine is ready", DOCTOR),
     ("see the plan for a model on a GPU that is not here", "--model qwen2.5-7b --dry-run --target-gpu H100"),
     ("calibrate the demo model with the default budget", "--model demo"),
-    (
-        "calibrate for long prompts, within a KL of the predictions",
-        "--model qwen2.5-7b --budget-kl 5e-3 --lengths 32768",
-    ),
+    ("calibrate for long prompts", "--model qwen2.5-7b --lengths 32768"),
     ("calibrate on your own prompts", "--model my/model --prompts mine.jsonl,manuals/ --budget-rel-mse 1e-3"),
     ("rehearse a model's sizes without its weights", "--model llama-3.1-70b --random-weights --num-certify 0"),
     ("prove what a server runs that feeds prompts in chunks", "--model my/model --chunk 8192"),
@@ -167,15 +164,12 @@ def advice(problems: Sequence[Problem]) -> str:
     Returns:
         What helps against each kind of problem, once. Where layers are over their limit and needles are lost too, only
         the advice about needles is given: less error is no help for the limit, and more error would lose more needles.
-        The advice about a KL over its budget is given where there is no other.
     """
     from calibrate.proof.state import ProblemKind
 
     kinds = {problem.kind for problem in problems}
     if ProblemKind.LOST_NEEDLES in kinds:
         kinds.discard(ProblemKind.OVER_LIMIT)
-    if len(kinds) > 1:
-        kinds.discard(ProblemKind.OVER_KL)
     return "; ".join(kind.value for kind in ProblemKind if kind in kinds)
 
 

@@ -84,7 +84,7 @@ def _run(flags: Flags) -> int:
     check_limit(plan.lengths[-1], limit)
 
     from calibrate.evaluation import report, tasks
-    from calibrate.evaluation.user_prompts import read_user_prompts
+    from calibrate.evaluation.tasks import read_user_prompts
     from calibrate.tables import print_lines, terminal
 
     tokenizer = load_tokenizer(plan.model, **loading)
@@ -114,8 +114,7 @@ def _run(flags: Flags) -> int:
 def _measured(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: bool) -> Summary:
     """The summary of what the plan's journal has and what is measured now."""
     from calibrate.evaluation.results import open_journal, summary
-    from calibrate.evaluation.run import evaluate
-    from calibrate.evaluation.variants import variants
+    from calibrate.evaluation.run import Evaluation, evaluate, variants
     from calibrate.model.models import load
     from calibrate.progress import PhaseClock
     from calibrate.versions import now
@@ -124,8 +123,9 @@ def _measured(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: bo
         loaded = load(plan.model, plan.device, seed=plan.seed, resident=True, **plan.loading)
     compared = variants(plan, loaded)
     with open_journal(plan, loaded) as journal:
-        evaluate(plan, loaded, compared, user_prompts, journal, progress=progress)
-        outcome = summary(plan, loaded, compared, user_prompts, journal)
+        evaluation = Evaluation(plan, loaded, compared, user_prompts, journal)
+        evaluate(evaluation, progress=progress)
+        outcome = summary(evaluation)
     return outcome | {"date": now(), "command": shlex.join([PROGRAM, *sys.argv[1:]])}
 
 

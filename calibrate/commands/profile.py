@@ -49,7 +49,6 @@ REBUDGET = {
     "budget_mse": "",
     "ceiling_rel_mse": f"{DEFAULT_CEILING:g}",
     "budget_rel_mse": "",
-    "budget_kl": "",
     "worst_rows": "the profile's",
     "journal": "beside the profile",
     "out": "<budget>.safetensors here",
@@ -172,7 +171,7 @@ def rebudget(flags: Flags) -> int:
     flags: "profile" and some of `REBUDGET`.
     """
     if not {f"budget_{kind}" for kind in KINDS} & flags.keys():
-        raise ConfigError("rebudget needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl")
+        raise ConfigError("rebudget needs the new budget: give --budget-mse or --budget-rel-mse")
     profile, budget = flags["profile"], Budget.of(flags)
     worst_rows = flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"

@@ -1,4 +1,4 @@
-"""Error and density against threshold for every head: what calibration measures, and what it decides by."""
+"""Error and density of a head at every threshold, and what its ranking costs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.config import Far, Scores, TileConfig
+from s2o_runtime.config import GRAIN, Scores, Tail, TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
 
 
 @dataclass(frozen=True)
 class RankingConfig:
-    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig.
-
-    linear: of heads with a linear tail, which visit one chunk whatever their threshold: its curves have one point.
-    """
+    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig."""
 
     segment: int
     representatives: int = 1
-    grain: int = 1
     scores: Scores = "input"
-    linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Curve:
-    """Errors and density of every head at every threshold of `TAUS`; linear tails have one point.
+    """Errors and density of every head at every threshold of `TAUS`.
 
-    All tensors are float64 [Hq, len(TAUS)], of a linear tail [Hq, 1]. Thresholds are those of the
-    stop rule "rest", and a tile's gain is the mean over its rows. The tail does not change where a head stops, so one
-    density belongs to both errors.
+    All tensors are float64 [Hq, len(TAUS)]. Thresholds are those of the stop rule "rest", and a tile's gain is the mean
+    over its rows. The tail does not change where a head stops, so one density belongs to both errors.
 
     Attributes:
         mse: mean squared error without a tail.
@@ -72,9 +67,9 @@ class Curve:
     dense_power: float
     fixed_cost: float = 0.0
 
-    def errors(self, far: Far) -> tuple[Tensor, Tensor]:
-        """The mean squared error and that of the worst rows with this `HeadConfig.far`."""
-        return (self.mse, self.worst) if far == "none" else (self.tail_mse, self.tail_worst)
+    def errors(self, tail: Tail) -> tuple[Tensor, Tensor]:
+        """The mean squared error and that of the worst rows with this `HeadConfig.tail`."""
+        return (self.mse, self.worst) if tail == "none" else (self.tail_mse, self.tail_worst)
 
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Errors and density in the order of the fields, in this type: [5, Hq, len(TAUS)]."""
@@ -85,14 +80,13 @@ Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one leng
 
 
 def methods(
-    curves: Curves, segment: int, grain: int, shape: Shape, scores: Scores = "input"
+    curves: Curves, segment: int, shape: Shape, scores: Scores = "input"
 ) -> dict[RankingConfig, Curve]:  # fmt: skip
-    """The curves that heads choose among once segment, grain, tile shape and scores are fixed."""
-    settings = segment, grain, scores
+    """The curves that heads choose among once segment, tile shape and scores are fixed."""
     return {
         ranking: curve
         for (ranking, curve_shape), curve in curves.items()
-        if curve_shape == shape and (ranking.segment, ranking.grain, ranking.scores) == settings
+        if curve_shape == shape and (ranking.segment, ranking.scores) == (segment, scores)
     }
 
 
@@ -169,6 +163,82 @@ def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[RankingConfig, 
     return curves
 
 
-def with_fixed_cost(curves: Curves, cost: float, linear: float) -> dict[tuple[RankingConfig, Shape], Curve]:
-    """The same curves, with what every ranking, and every linear tail, takes at their length beside `overhead`."""
-    return {key: replace(curve, fixed_cost=cost + linear * key[0].linear) for key, curve in curves.items()}
+def with_fixed_cost(curves: Curves, cost: float) -> dict[tuple[RankingConfig, Shape], Curve]:
+    """The same curves, with what every ranking takes at their length beside `overhead`."""
+    return {key: replace(curve, fixed_cost=cost) for key, curve in curves.items()}
+
+
+# Measured on an H200 at 131072 tokens (docs/results/ranking-h200.txt).
+READING = 0.003  # reading queries and keys and writing scores once for every 1024 queries
+SCORING_RATE = 0.75  # of dense attention's rate at matrix products: scoring reads each key for few rows
+ORDER = 0.017  # ordering a prefix for every 1024 queries, key by key
+UNIT_SEGMENT = 1024
+TAIL = 24.0  # summing the values once for every segment, as if that many queries attended to them
+
+# Measured on an H200 for 32 heads: "selecting" of S2O with one tau, less `overhead`, in docs/results, of
+# bench-methods-rivals-8k-h200.json (10% of dense attention's time) and bench-methods-rivals-32k-h200.json (2.4%). At
+# 131072 tokens they then give 1.6%, where bench-methods-rivals-128k-h200.json has 1.3% for 8 heads: the shares of
+# `overhead`, which are nearly all of it there, are of older kernels.
+LINEAR = 225.0  # tokens
+QUADRATIC = 2036.0  # tokens
+RECORDED = 8192  # the shortest length that these are from: shorter ones are taken to have its share
+
+
+def overhead(ranking: RankingConfig, tail: Tail) -> float:
+    """The time of a head's ranking, and of its tail if it has one, over the head's dense time."""
+    scoring = ranking.representatives / (2 * ranking.segment) / SCORING_RATE  # q k only, half of dense's products
+    passes = (READING + ORDER / GRAIN) * UNIT_SEGMENT / ranking.segment
+    sums = TAIL / (ranking.segment * GRAIN) if tail == "mean" else 0.0
+    return scoring + passes + sums
+
+
+def fixed_cost(length: int) -> float:
+    """What ranking takes beside `overhead` in a call of this many tokens, over a head's dense time; not measured."""
+    tokens = max(length, RECORDED)
+    return LINEAR / tokens + (QUADRATIC / tokens) ** 2
+
+
+WORST = 0.99  # the quantile of the errors, of rows or of row tiles, that stands for the worst rows
+
+
+def row_errors(out: Tensor, truth: Tensor) -> Tensor:
+    """The relative error of every row: the norm of what it is off by, over its norm.
+
+    It is |out - truth| over |truth|, or over the root mean square of |truth| in the head where that is larger, so that
+    a row whose values cancel out is not taken for a bad one.
+
+    Args:
+        out, truth: outputs [B, H, L, D].
+
+    Returns:
+        float32 [B, H, L].
+    """
+    truth = truth.float()
+    return relative_errors((out.float() - truth).square().sum(-1), truth.square().sum(-1))
+
+
+def relative_errors(squared: Tensor, power: Tensor) -> Tensor:
+    """The same from each row's squared error and squared norm of the truth, float32 [..., L]."""
+    scale = power.maximum(power.mean(-1, keepdim=True)).clamp(min=1e-30)
+    return (squared / scale).sqrt()
+
+
+def worst_of(errors: Tensor, dim: int = -1) -> Tensor:
+    """The `WORST` quantile of errors, by the nearest rank: one of the errors, so that a root may be taken after it.
+
+    Args:
+        errors: of rows or of row tiles, of any shape and floating type; nan counts as the largest.
+        dim: the dimension that goes.
+
+    Returns:
+        float64, without that dimension.
+    """
+    count = errors.shape[dim]
+    rank = min(count, int(WORST * (count - 1) + 0.5) + 1)  # kthvalue counts from 1
+    return errors.kthvalue(rank, dim).values.double()
+
+
+def tile_worst(errors: Tensor, block: int = 64) -> Tensor:
+    """The largest of each `block` adjacent row errors: [..., L] -> [..., ceil(L / block)]."""
+    padded = F.pad(errors, (0, -errors.shape[-1] % block))
+    return padded.view(*padded.shape[:-1], -1, block).amax(-1)

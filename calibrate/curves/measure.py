@@ -1,27 +1,147 @@
-"""The first stage: every layer's curves at every length. An item of work is one layer at one length."""
+"""Measure the curves and the sensitivities of every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
-from calibrate.curves import linear_pass
-from calibrate.curves.costs import linear_cost
-from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, mean_curve, packed, unpacked, with_fixed_cost
-from calibrate.curves.passes import measure
-from calibrate.curves.ranking_cost import ranking_cost
-from calibrate.journal import Journal
+from calibrate.curves import torch_pass, trace_pass
+from calibrate.curves.curves import (
+    Curve,
+    Curves,
+    RankingConfig,
+    Shape,
+    fixed_cost,
+    mean_curve,
+    overhead,
+    packed,
+    unpacked,
+    with_fixed_cost,
+)
+from calibrate.journal import Journal, taken_on
 from calibrate.model import layers
 from calibrate.model.estimate import within_memory
 from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel
+from calibrate.model.sensitivity import Sensitivity, sensitivity
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
-from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.timing import FAILURES, medians
+from calibrate.work.executor import Executor, WorkerState, WorkItem, executor_of, measured, shares
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.config import GRAIN, MAX_TAU, REPRESENTATIVES, LayerConfig
+from s2o_runtime.devices import DeviceIdentity, launching_on
+from s2o_runtime.identity import Geometry
+from s2o_runtime.reference.dense import dense_attention
+from s2o_runtime.tiles import candidate_tiles
+
+RANKING_COST = "ranking cost"  # of entries in a journal
+ROUNDS = 5
+
+
+def ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journal) -> float:
+    """The share of dense attention's time that every head's ranking takes at a length beside `costs.overhead`.
+
+    On a GPU it is measured once and kept in the journal; elsewhere, and where the GPU cannot run the call, it is
+    `costs.fixed_cost`.
+    """
+    if executor.device.kind != "cuda":
+        return fixed_cost(length)
+    return float(measured([_item(executor.geometry, length, recipe)], executor, journal)[0])
+
+
+def _item(geometry: Geometry, length: int, recipe: Recipe) -> RankingCost:
+    ranking = RankingConfig(recipe.segments_for(length)[-1])
+    return RankingCost(length, ranking, (geometry.query_heads, geometry.kv_heads, geometry.head_dim))
+
+
+@dataclass(frozen=True)
+class RankingCost(WorkItem):
+    """The measurement of `ranking_cost` as an item of work; heads: query heads, KV heads, head dim."""
+
+    length: int
+    ranking: RankingConfig
+    heads: tuple[int, int, int]
+    stage: str = "ranking cost"
+    kind: ClassVar[str] = RANKING_COST
+    timed: ClassVar[bool] = True
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"length": self.length, "segment": self.ranking.segment, "grain": GRAIN, "heads": list(self.heads)}
+
+    def __str__(self) -> str:
+        return f"cost of ranking {self.length} tokens"
+
+    def run(self, worker: WorkerState) -> float:
+        return _measured(worker.loaded.geometry, worker.loaded.weights.device, self.length, self.ranking)
+
+
+def stored_cost(
+    entries: Sequence[tuple[Mapping[str, Any], Any]],
+    geometry: Geometry,
+    device: DeviceIdentity,
+    length: int,
+    recipe: Recipe,
+) -> float:
+    """The same from a journal's entries of `KIND`; `costs.fixed_cost` if there is none for this length and GPU."""
+    key = {**_item(geometry, length, recipe).key, **taken_on(device)}
+    return next((float(value) for entry, value in entries if entry == key), fixed_cost(length))
+
+
+def _measured(geometry: Geometry, device: torch.device, length: int, ranking: RankingConfig) -> float:
+    """From a call that stops as early as it can: its time less that of the pairs it computes and of `overhead`."""
+    tiles = [
+        tile
+        for tile in candidate_tiles(geometry.head_dim, torch.cuda.get_device_capability(device))
+        if ranking.segment % tile.rows == 0
+    ]
+    if not tiles:
+        return fixed_cost(length)
+    q, k, v = (
+        torch.randn(1, length, heads, geometry.head_dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
+        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
+    )
+    config = LayerConfig.uniform(geometry.query_heads, tau=MAX_TAU, segment=ranking.segment, tile=tiles[0])
+    try:
+        seconds = medians(
+            {"s2o": partial(s2o_attention, q, k, v, config), "dense": partial(dense_attention, q, k, v)}, device, ROUNDS
+        )
+        stats = s2o_attention(q, k, v, config, return_stats=True).stats
+    except FAILURES:
+        return fixed_cost(length)
+    assert stats is not None
+    return beside(seconds["s2o"] / seconds["dense"], float(stats.density.mean()), ranking)
+
+
+def beside(share: float, density: float, ranking: RankingConfig) -> float:
+    """What a call takes, as a share of dense attention's time, beside its pairs and `overhead`; not below 0."""
+    return max(0.0, share - density - overhead(ranking, "none"))
+
+
+def measure(
+    prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0
+) -> dict[tuple[RankingConfig, Shape], Curve]:
+    """One prompt's curves at one layer.
+
+    Args:
+        prompt: the layer's q, k and v.
+        rankings: all of one segment length.
+        shapes: of the tiles that may run the layer.
+        last_rows: so many rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
+
+    Returns:
+        A curve for every ranking and shape.
+    """
+    if trace_pass.supports(prompt):
+        with launching_on(prompt.q.device):  # a model on several GPUs has layers on others than the current one
+            return trace_pass.measure(prompt, rankings, shapes, last_rows)
+    return torch_pass.measure(prompt, rankings, shapes, last_rows)
+
 
 STAGE = "curves"
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
@@ -44,7 +164,7 @@ def measure_model(
         model: who runs it, or a loaded model, which then runs in this process.
         prompts: calibration prompts by length.
         shapes: of the tiles that may run, by length.
-        recipe: says which segments, representatives and grains there are.
+        recipe: says which segments and scores there are.
         journal: where curves are kept.
         on_step: called for every layer and length, and once for all that the journal has, as `progress_bar`'s step.
 
@@ -97,10 +217,7 @@ def measure_model(
                 on_step()
         fixed_costs = {length: ranking_cost(executor, length, recipe, journal) for length in prompts}
     return {
-        length: [
-            with_fixed_cost(unpacked(entries[layer, length]), fixed_costs[length], linear_cost(length))
-            for layer in layers
-        ]
+        length: [with_fixed_cost(unpacked(entries[layer, length]), fixed_costs[length]) for layer in layers]
         for length in prompts
     }
 
@@ -219,16 +336,8 @@ def of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curv
     length = int(prompt.q.shape[2])
     last_rows = recipe.last_rows_at(length)
     for segment in recipe.segments_for(length):
-        rankings = [
-            RankingConfig(segment, count, grain, scores)
-            for scores in recipe.scores
-            for count in recipe.representatives
-            for grain in recipe.grains
-        ]
+        rankings = [RankingConfig(segment, count, scores) for scores in recipe.scores for count in REPRESENTATIVES]
         curves |= measure(prompt, rankings, shapes, last_rows)
-        if segment in recipe.linear_segments_for(length):
-            linear = [RankingConfig(segment, grain=grain, linear=True) for grain in recipe.grains]
-            curves |= linear_pass.measure(prompt, linear, shapes, last_rows)
     return curves
 
 
@@ -252,13 +361,81 @@ def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
     """What a key of curves says of the recipe."""
     key: dict[str, Any] = {
         "segments": list(recipe.segments_for(length)),
-        "representatives": list(recipe.representatives),
-        "grains": list(recipe.grains),
         "scores": list(recipe.scores),
-        "linear_tails": bool(recipe.linear_segments_for(length)),
     }
     if last_rows := recipe.last_rows_at(length):
         key["last_rows"] = last_rows
     if recipe.kv_cache_dtype != "auto":
         key["kv_cache_dtype"] = recipe.kv_cache_dtype
     return key
+
+
+SENSITIVITY = "sensitivity"  # of entries in the journal
+PROMPTS = 4  # one of each kind of the built-in text; single prompts differ by a factor of two to three
+TOKENS = 2048  # of each, its first ones: a backward pass needs memory
+
+
+def measured_sensitivity(
+    model: LoadedModel | Executor, prompts: Mapping[int, Sequence[Prompt]], recipe: Recipe, journal: Journal
+) -> Sensitivity:
+    """The sensitivity of every layer and head, from the journal if it is there.
+
+    Args:
+        model: who runs it, or a loaded model, which then runs in this process.
+        prompts: calibration prompts by length. Those of the longest length of at most `TOKENS` are used, or the
+            beginnings of the shortest ones.
+        recipe: says the seed.
+        journal: where it is kept.
+
+    Raises:
+        ModelError: inf or NaN came up in the model.
+        ResourceError: The GPU's memory ran out, or the journal cannot be written.
+    """
+    length = max((length for length in prompts if length <= TOKENS), default=min(prompts))
+    chosen = prompts[length][:PROMPTS]
+    item = PromptsSensitivity(tuple(prompt.sha256 for prompt in chosen), min(length, TOKENS), recipe.seed)
+    with executor_of(model) as executor:
+        executor.register_prompts(chosen)
+        return _typed(measured([item], executor, journal)[0])
+
+
+@dataclass(frozen=True)
+class PromptsSensitivity(WorkItem):
+    """The sensitivity of every layer and head on the first tokens of some prompts, as an item of work."""
+
+    prompts: tuple[str, ...]
+    tokens: int
+    seed: int
+    stage: str = "sensitivity"
+    kind: ClassVar[str] = SENSITIVITY
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {"prompts": list(self.prompts), "tokens": self.tokens, "seed": self.seed}
+
+    def __str__(self) -> str:
+        return "sensitivity of all layers"
+
+    def run(self, worker: WorkerState) -> Sensitivity:
+        return sensitivity(
+            worker.loaded, [worker.prompts[prompt].ids[: self.tokens] for prompt in self.prompts], self.seed
+        )
+
+
+def stored_sensitivity(
+    entries: Sequence[tuple[Mapping[str, Any], Any]], prompts: set[str | None]
+) -> Sensitivity | None:
+    """The sensitivity last measured on some of these prompts; None without one.
+
+    Args:
+        entries: of this kind in a journal.
+        prompts: the hashes of the prompts that a profile was calibrated on.
+    """
+    for key, value in reversed(entries):
+        if set(key["prompts"]) <= prompts:
+            return _typed(value)
+    return None
+
+
+def _typed(value: Any) -> Sensitivity:
+    return tuple(tuple(float(head) for head in layer) for layer in value)

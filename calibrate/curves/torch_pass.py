@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
-from calibrate.curves.row_errors import worst_of
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs, worst_of
 from calibrate.model.layers import Captured
-from s2o_runtime.config import dense_from
+from s2o_runtime.call import capped
+from s2o_runtime.config import GRAIN, dense_from
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.attention import dense_window
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means
-from s2o_runtime.scoring import capped
 
 STEP = 128
 GPU_BYTES, CPU_BYTES = 8 << 30, 256 << 20  # workspace of one pass
@@ -179,8 +178,8 @@ def _trace(segment: _Segment, ranking: RankingConfig) -> _Trace:
     )
     if segment.int8 is not None:
         parts = segment.int8.representatives(parts)
-    log_mass = log_weights(parts, segment.k, ranking.grain, segment.softcap)
-    order = order_of(log_mass, ranking.grain)
+    log_mass = log_weights(parts, segment.k, GRAIN, segment.softcap)
+    order = order_of(log_mass, GRAIN)
     weights, v = _in_order(segment.weights, order), _in_order(segment.v, order)
     l = torch.cat([segment.l[:, None], weights.sum(2)], 1).cumsum_(1)
     acc = (weights.transpose(2, 3) @ v).cumsum_(1).add_(segment.acc[:, None])  # [H, T, S, D]
@@ -205,10 +204,9 @@ def _in_order(rows: Tensor, order: Tensor) -> Tensor:
 def _left(mass: Tensor, order: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The mass of the keys left before and after every step [H, T + 1], and their mean value after it [H, T, D].
 
-    mass: [H, P / grain] by position; order: [H, P]; v: [H, T, STEP, D], in that order. See ranking.Ranking.
+    mass: [H, P / GRAIN] by position; order: [H, P]; v: [H, T, STEP, D], in that order. See ranking.Ranking.
     """
-    grain = order.shape[1] // mass.shape[1]
-    key_mass = (mass.gather(1, order // grain) / grain).view(v.shape[:3])
+    key_mass = (mass.gather(1, order // GRAIN) / GRAIN).view(v.shape[:3])
     left = _suffix_sums(key_mass.sum(-1))
     values = _suffix_sums((key_mass[:, :, None] @ v)[:, :, 0])[:, 1:]
     return left, values / torch.where(left > 0, left, 1.0)[:, 1:, None]

@@ -9,14 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs
-from calibrate.curves.row_errors import worst_of
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs, worst_of
 from calibrate.model.layers import Captured
 from calibrate.recipe import SAMPLED_ROWS
 from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, dense_from
 from s2o_runtime.devices import capability
-from s2o_runtime.shapes import laid_out
+from s2o_runtime.sequences import laid_out
 from s2o_runtime.tiles import MIN_CAPABILITY, padded_head_dim, trace_tile
 
 WINDOW = 2048  # rows of a window of a sample, or one segment where that is longer
@@ -76,8 +75,8 @@ def traced(
     assert max(spacings.values()) < STRIDES
     tile = trace_tile(head_dim, capability(prompt.q.device), shapes[0].block_m, first)
     config = LayerConfig.uniform(
-        heads, segment=method.segment, representatives=method.representatives, far="mean", tile=tile,
-        grain=method.grain, scores=method.scores,
+        heads, segment=method.segment, representatives=method.representatives, tail="mean", tile=tile,
+        scores=method.scores,
     )  # fmt: skip
     q, k, v, truth = (laid_out(tensor, padded) for tensor in (prompt.q, prompt.k, prompt.v, dense))
     sinks = None if prompt.sinks is None else prompt.sinks.contiguous()

@@ -1,33 +1,41 @@
-"""What a user sees of an evaluation: the plan, and the tables and pictures of its summary, printed and as Markdown."""
+"""Tables and pictures of an evaluation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from calibrate.evaluation.plan import FILES, PROMPTS, EvaluationPlan
-from calibrate.evaluation.quality_plots import pictures
 from calibrate.evaluation.results import DENSE_CAN, Row, Summary
 from calibrate.machine import MARK, json_file
 from calibrate.model.models import in_full
-from calibrate.report.figures import attempt
+from calibrate.report.figures import BAR, COLOURS, attempt, panels, png
 from calibrate.report.sections import times
 from calibrate.tables import Table, bullets, escaped, formatted, markdown, print_fields, print_lines, print_table
 from s2o_runtime.fields import counted
 from s2o_runtime.files import write_atomically
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WRAP = 34  # characters of a variant's name in one line
+MARKERS = "osD^vPX*"
+LOWEST_KL = 1e-7  # nats, where the axis ends: what is below is rounding
+PANEL = (4.3, 3.4)  # inches of one length's axes
+LINE, LETTER, HANDLE = 0.17, 0.075, 0.55  # inches: a legend's line, a letter of it, what stands before an entry
+Columns = dict[str, Callable[[Row], str]]
 CAPTIONS = {
     "needles": "The share of needles found, by the prompt's length and the needle's depth in it.",
     "agreement": "Distance from the dense model's predictions, by position in the prompt.",
     "time": "Speed against quality: the time to the first token, and the distance from the dense model.",
 }
-_Columns = dict[str, Callable[[Row], str]]
-_LENGTH_AND_VARIANT: _Columns = {"tokens": lambda row: str(row["length"]), "variant": lambda row: row["variant"]}
-_DENSITY: _Columns = {"density": lambda row: f"{row['density']:.3f}"}
 POINT = 0.01  # of the share of right answers
 TASK_NAMES = {
     "needles": "needles",
@@ -40,7 +48,7 @@ TASK_NAMES = {
 
 
 def plan_lines(plan: EvaluationPlan, architecture: str, device: str, prompts: int) -> dict[str, Any]:
-    """Every choice of a run, as JSON. prompts: how many each variant reads."""
+    """Return every choice of a run as JSON; `prompts` is how many each variant reads."""
     return {
         "model": in_full(plan.model),
         "architecture": architecture,
@@ -61,20 +69,18 @@ def plan_lines(plan: EvaluationPlan, architecture: str, device: str, prompts: in
 
 
 def print_plan(lines: dict[str, Any], console: Console) -> None:
-    """Print what `plan_lines` gives."""
-
-    def in_words(value: Any) -> object:
-        return "; ".join(map(str, value)) if isinstance(value, list) else "none" if value is None else value
-
-    print_fields({name: in_words(value) for name, value in lines.items()}, console)
+    """Print the result of `plan_lines`."""
+    words = {name: "none" if value is None else value for name, value in lines.items()}
+    lists = {name: "; ".join(map(str, value)) for name, value in words.items() if isinstance(value, list)}
+    print_fields(words | lists, console)
 
 
 def print_summary(summary: Summary, console: Console) -> None:
     """Print the tables, and below them what a reader must know to read them."""
-    for table in tables(summary):
+    for table in list_tables(summary):
         spaced = [[cell.replace(",", ", ") for cell in row] for row in table.rows]  # long settings break at commas
         print_table(replace(table, rows=spaced), console)
-    print_lines(notes(summary), console)
+    print_lines(list_notes(summary), console)
 
 
 def write_report(summary: Summary, plan: EvaluationPlan) -> tuple[list[str], str]:
@@ -95,26 +101,100 @@ def write_report(summary: Summary, plan: EvaluationPlan) -> tuple[list[str], str
     return list(contents), failure
 
 
-def tables(summary: Summary) -> list[Table]:
-    """The tables of what was measured."""
-    every = [_quality_table(summary), _retrieval_table(summary), _text_table(summary), _time_table(summary)]
-    return [table for table in every if table.rows]
+def list_tables(summary: Summary) -> list[Table]:
+    """Lay out the tables of what was measured."""
+    held_out: dict[tuple[int, str], Row] = {}  # perplexity and greedy answers in one row
+    for row in (*summary["perplexity"], *summary["greedy"]):
+        held_out.setdefault((row["length"], row["variant"]), {}).update(row)
+    key: Columns = {"tokens": lambda row: str(row["length"]), "variant": lambda row: row["variant"]}
+    density: Columns = {"density": lambda row: f"{row['density']:.3f}"}
+    quality = {
+        "budget": lambda row: row["budget"] or "-",
+        "attention": lambda row: times(row["attention_speedup"]),
+        "prefill": lambda row: times(row.get("speedup")),
+        "recall, dense": lambda row: formatted(row.get("dense_accuracy"), ".1%"),
+        "recall": lambda row: formatted(row.get("accuracy"), ".1%"),
+        "difference, 95%": _format_difference,
+        "p": lambda row: formatted(row.get("p"), ".2g"),
+        "p by prompt": lambda row: formatted(row.get("p_by_prompt"), ".2g"),
+        "KL [nats]": lambda row: formatted(row.get("kl"), ".1e"),
+        "same top-1": lambda row: formatted(row.get("top1"), ".2%"),
+        "same answers": lambda row: formatted(row.get("same"), ".0%"),
+    }
+    answers = {
+        "task": lambda row: TASK_NAMES[row["task"]],
+        "tokens": lambda row: f"{'up to ' if row['task'] == PROMPTS else ''}{row['length']}",
+        "variant": lambda row: row["variant"],
+        "right": lambda row: f"{row['found']} of {row['asked']}",
+        "accuracy": lambda row: f"{row['accuracy']:.1%}",
+        "kept of dense's": lambda row: f"{row['kept']} of {row['dense_found']}" if row["dense_can"] else "dense cannot",
+        "difference, 95%": _format_difference,
+        "log-lik.": lambda row: f"{row['log_likelihood']:.3f}",
+    }
+    text = {
+        "perplexity": lambda row: formatted(row.get("perplexity"), ".4f"),
+        "over dense": _format_over_dense,
+        "same answers": lambda row: formatted(row.get("same"), ".0%"),
+        "same tokens": lambda row: f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
+    }
+    time = {
+        "first token [ms]": lambda row: f"{row['seconds'] * 1e3:.1f}",
+        "fastest .. slowest": lambda row: f"{row['fastest'] * 1e3:.1f} .. {row['slowest'] * 1e3:.1f}",
+        "vs dense": lambda row: times(row["speedup"]),
+        "peak [GiB]": lambda row: "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / (1 << 30):.2f}",
+    }
+    compared = [row for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
+    by_length = sorted(held_out.values(), key=lambda row: int(row["length"]))
+    all_tables = [
+        Table.of(compared, key | quality, "quality beside dense", align="rlr", wrap="variant"),
+        Table.of(summary["retrieval"], answers | density, "answers", align="lrlr", wrap="variant"),
+        Table.of(by_length, key | text | density, "held-out text", align="rlr", wrap="variant"),
+        Table.of(summary["time"], key | time | density, "time to the first token, warm", align="rlr", wrap="variant"),
+    ]
+    return [table for table in all_tables if table.rows]
 
 
-def notes(summary: Summary) -> list[str]:
-    """What a reader must know to read the tables, one sentence each."""
-    lines = [note for row in summary["quality"] if (note := _precision(row, summary["plan"]["samples"])) is not None]
-    for task, accuracies in _beyond_dense(summary).items():
+def _format_difference(row: Row) -> str:
+    """Format by how many points more answers are right than dense's, with the interval."""
+    if "difference" not in row:
+        return "-"
+    return f"{100 * row['difference']:+.1f} ({100 * row['low']:+.1f} .. {100 * row['high']:+.1f})"
+
+
+def _format_over_dense(row: Row) -> str:
+    """Format how much higher a perplexity is than dense's."""
+    if "perplexity" not in row:
+        return "-"
+    return f"{row['perplexity'] / row['dense_perplexity'] - 1:+.2%}".replace("-0.00%", "+0.00%")
+
+
+def list_notes(summary: Summary) -> list[str]:
+    """List what a reader must know to read the tables, one sentence each."""
+    lines = []
+    for row in summary["quality"]:
+        half = (row["high"] - row["low"]) / 2 if "low" in row else 0.0
+        if half > POINT:
+            enough = math.ceil(summary["plan"]["samples"] * (half / POINT) ** 2)  # an interval narrows by the root
+            lines.append(
+                f"{row['variant']} at {row['length']} tokens: the interval is {100 * half:.1f} points wide to each "
+                f"side; about --num-prompts {enough} make it {100 * POINT:g}"
+            )
+    beyond_dense: dict[str, dict[int, float]] = {}
+    for row in summary["retrieval"]:
+        if not row["dense_can"]:
+            beyond_dense.setdefault(row["task"], {})[row["length"]] = row["dense_accuracy"]
+    for task, accuracies in beyond_dense.items():
         shares = ", ".join(f"{accuracy:.0%} right at {length} tokens" for length, accuracy in accuracies.items())
         lines.append(
             f"dense cannot do {TASK_NAMES[task]} ({shares}): below {DENSE_CAN:.0%} a task does not tell what a variant "
             "loses"
         )
     for row in summary["time"]:
-        for reason, layers in row["dense"].items():
-            if row["variant"] != summary["variants"][0]["name"]:
-                ran = f"{counted(layers, 'layer')} ran dense ({reason})"
-                lines.append(f"{row['variant']} at {row['length']} tokens: {ran}")
+        if row["variant"] != summary["variants"][0]["name"]:
+            lines += [
+                f"{row['variant']} at {row['length']} tokens: {counted(layers, 'layer')} ran dense ({reason})"
+                for reason, layers in row["dense"].items()
+            ]
     if summary["device"] == "cpu" and summary["time"]:
         lines.append("times are those of the plain reference on a CPU: they say nothing about a GPU")
     if summary["random_weights"]:
@@ -122,101 +202,8 @@ def notes(summary: Summary) -> list[str]:
     return lines
 
 
-def _precision(row: Row, samples: int) -> str | None:
-    """How many prompts it takes to tell whether a variant is within `POINT` of dense; None if these suffice."""
-    half = (row["high"] - row["low"]) / 2 if "low" in row else 0.0
-    if half <= POINT:
-        return None
-    return (
-        f"{row['variant']} at {row['length']} tokens: the interval is {100 * half:.1f} points wide to each side; about "
-        f"--num-prompts {math.ceil(samples * (half / POINT) ** 2)} make it {100 * POINT:g}"
-    )
-
-
-def _beyond_dense(summary: Summary) -> dict[str, dict[int, float]]:
-    """The tasks that the dense model cannot do, with its accuracy at each length where that is so."""
-    accuracies: dict[str, dict[int, float]] = {}
-    for row in summary["retrieval"]:
-        if not row["dense_can"]:
-            accuracies.setdefault(row["task"], {})[row["length"]] = row["dense_accuracy"]
-    return accuracies
-
-
-def _quality_table(summary: Summary) -> Table:
-    """What each variant keeps of dense's quality at a length, in one row."""
-    columns = _LENGTH_AND_VARIANT | {
-        "budget": lambda row: row["budget"] or "-",
-        "attention": lambda row: times(row["attention_speedup"]),
-        "prefill": lambda row: times(row.get("speedup")),
-        "recall, dense": lambda row: formatted(row.get("dense_accuracy"), ".1%"),
-        "recall": lambda row: formatted(row.get("accuracy"), ".1%"),
-        "difference, 95%": _difference,
-        "p": lambda row: formatted(row.get("p"), ".2g"),
-        "p by prompt": lambda row: formatted(row.get("p_by_prompt"), ".2g"),
-        "KL [nats]": lambda row: formatted(row.get("kl"), ".1e"),
-        "same top-1": lambda row: formatted(row.get("top1"), ".2%"),
-        "same answers": lambda row: formatted(row.get("same"), ".0%"),
-    }
-    rows = [row for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
-    return Table.of(rows, columns, "quality beside dense", align="rlr", wrap="variant")
-
-
-def _difference(row: Row) -> str:
-    """How many points more answers are right than dense's, with the interval."""
-    if "difference" not in row:
-        return "-"
-    return f"{100 * row['difference']:+.1f} ({100 * row['low']:+.1f} .. {100 * row['high']:+.1f})"
-
-
-def _retrieval_table(summary: Summary) -> Table:
-    columns = {
-        "task": lambda row: TASK_NAMES[row["task"]],
-        "tokens": lambda row: f"{'up to ' if row['task'] == PROMPTS else ''}{row['length']}",
-        "variant": lambda row: row["variant"],
-        "right": lambda row: f"{row['found']} of {row['asked']}",
-        "accuracy": lambda row: f"{row['accuracy']:.1%}",
-        "kept of dense's": lambda row: f"{row['kept']} of {row['dense_found']}" if row["dense_can"] else "dense cannot",
-        "difference, 95%": _difference,
-        "log-lik.": lambda row: f"{row['log_likelihood']:.3f}",
-    }
-    return Table.of(summary["retrieval"], columns | _DENSITY, "answers", align="lrlr", wrap="variant")
-
-
-def _text_table(summary: Summary) -> Table:
-    """Perplexity and greedy answers of a variant at a length, in one row."""
-    columns = _LENGTH_AND_VARIANT | {
-        "perplexity": lambda row: formatted(row.get("perplexity"), ".4f"),
-        "over dense": _over_dense,
-        "same answers": lambda row: formatted(row.get("same"), ".0%"),
-        "same tokens": lambda row: f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
-    }
-    rows: dict[tuple[int, str], Row] = {}
-    for row in (*summary["perplexity"], *summary["greedy"]):
-        rows.setdefault((row["length"], row["variant"]), {}).update(row)
-    ordered = sorted(rows.values(), key=lambda row: int(row["length"]))
-    return Table.of(ordered, columns | _DENSITY, "held-out text", align="rlr", wrap="variant")
-
-
-def _over_dense(row: Row) -> str:
-    """How much higher a perplexity is than dense's."""
-    if "perplexity" not in row:
-        return "-"
-    return f"{row['perplexity'] / row['dense_perplexity'] - 1:+.2%}".replace("-0.00%", "+0.00%")
-
-
-def _time_table(summary: Summary) -> Table:
-    columns = _LENGTH_AND_VARIANT | {
-        "first token [ms]": lambda row: f"{row['seconds'] * 1e3:.1f}",
-        "fastest .. slowest": lambda row: f"{row['fastest'] * 1e3:.1f} .. {row['slowest'] * 1e3:.1f}",
-        "vs dense": lambda row: times(row["speedup"]),
-        "peak [GiB]": lambda row: "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / (1 << 30):.2f}",
-    }
-    rows, title = summary["time"], "time to the first token, warm"
-    return Table.of(rows, columns | _DENSITY, title, align="rlr", wrap="variant")
-
-
 def _page(summary: Summary, files: Sequence[str]) -> str:
-    """The report in Markdown. files: the pictures beside it."""
+    """Write the report in Markdown; `files` are the pictures beside it."""
     plan = summary["plan"]
     parts = [
         f"# Evaluation of {escaped(summary['model'])}",
@@ -227,9 +214,9 @@ def _page(summary: Summary, files: Sequence[str]) -> str:
     ]
     if summary.get("command"):
         parts.append(f"```sh\n{summary['command']}\n```")
-    for table in tables(summary):
+    for table in list_tables(summary):
         parts += [f"## {table.title[0].upper()}{table.title[1:]}", markdown(table)]
-    if lines := notes(summary):
+    if lines := list_notes(summary):
         parts += ["## Notes", bullets(lines)]
     if files:
         parts.append("## Pictures")
@@ -237,3 +224,96 @@ def _page(summary: Summary, files: Sequence[str]) -> str:
     else:
         parts.append("There are no pictures, because nothing was compared with dense.")
     return "\n\n".join(parts) + "\n"
+
+
+def pictures(summary: Summary) -> dict[str, bytes]:
+    """Draw PNG files of what was measured, by name."""
+    draws = {
+        "needles": (draw_needles, summary["heat"]),
+        "agreement": (draw_agreement, summary["agreement"]),
+        "time": (draw_time, summary["agreement"] and summary["time"]),
+    }
+    title = f"{summary['model']} on {summary['device']}"
+    return {
+        name: png(partial(draw, summary=summary), title, pad=0.1)  # so that the ticks of two axes do not touch
+        for name, (draw, rows) in draws.items()
+        if rows
+    }
+
+
+def draw_needles(figure: Figure, summary: Summary) -> None:
+    """Draw a heat map for each variant: length across, depth down, the share of needles as colour and number."""
+    heats = summary["heat"]
+    across, down = len(heats[0]["lengths"]), len(heats[0]["depths"])
+    size = (min(max(0.75 * across, 2.6), 7.0), min(max(0.42 * down, 1.6), 5.0))
+    titles = [_wrap_name(heat["variant"], WRAP) for heat in heats]
+    all_axes = panels(figure, titles, size, x="prompt length [tokens]", y="depth of the needle", sharey=True)
+    for axes, heat in zip(all_axes, heats, strict=True):
+        image = axes.imshow(heat["accuracy"], vmin=0, vmax=1, cmap=COLOURS, aspect="auto", interpolation="nearest")
+        for y, row in enumerate(heat["accuracy"]):
+            for x, share in enumerate(row):
+                colour = "black" if share > 0.6 else "white"
+                axes.text(x, y, f"{share:.0%}", ha="center", va="center", color=colour, fontsize="small")
+        axes.set_xticks(range(across), list(map(str, heat["lengths"])))
+        axes.set_yticks(range(down), [f"{depth:.0%}" for depth in heat["depths"]])
+    figure.colorbar(image, ax=all_axes, label="needles found", format="{x:.0%}", **BAR)
+
+
+def draw_agreement(figure: Figure, summary: Summary) -> None:
+    """Draw KL from the dense model's predictions, by position."""
+    for axes, rows in _make_panels(figure, summary["agreement"], "share of the prompt"):
+        for row in rows:
+            middles = [(part + 0.5) / len(row["parts"]) for part in range(len(row["parts"]))]
+            axes.plot(middles, [max(part["kl"], LOWEST_KL) for part in row["parts"]], **_choose_style(summary, row))
+        axes.set(yscale="log", xlim=(0, 1))
+        axes.xaxis.set_major_formatter("{x:.0%}")
+        axes.grid(alpha=0.3)
+    _add_legend(figure)
+
+
+def draw_time(figure: Figure, summary: Summary) -> None:
+    """Draw speed against quality: the speedup to the first token, and KL from the dense model."""
+    speedups = {(row["variant"], row["length"]): row["speedup"] for row in summary["time"]}
+    timed = [row for row in summary["agreement"] if (row["variant"], row["length"]) in speedups]
+    for axes, rows in _make_panels(figure, timed, "speedup over dense, to the first token"):
+        axes.axvline(1, color="black", lw=1, ls="--", label="dense")
+        for row in rows:
+            x, style = speedups[row["variant"], row["length"]], _choose_style(summary, row) | {"ls": "", "ms": 8}
+            axes.plot(x, max(row["kl"], LOWEST_KL), **style)
+        axes.xaxis.set_major_formatter("{x:g}x")
+        axes.grid(alpha=0.3)
+        axes.margins(x=0.15, y=0.3)
+        axes.set_yscale("log")
+    _add_legend(figure)
+
+
+def _make_panels(figure: Figure, rows: Sequence[Row], x: str) -> list[tuple[Axes, list[Row]]]:
+    """Make axes for the rows of each length."""
+    lengths = sorted({row["length"] for row in rows})
+    titles = [f"{length} tokens" for length in lengths]
+    all_axes = panels(figure, titles, PANEL, x=x, y="KL from dense [nats]", sharey=True)
+    by_length = [[row for row in rows if row["length"] == length] for length in lengths]
+    return list(zip(all_axes, by_length, strict=True))
+
+
+def _choose_style(summary: Summary, row: Row) -> dict[str, Any]:
+    """Choose the colour and marker of a row's variant, the same in every picture."""
+    index = [variant["name"] for variant in summary["variants"][1:]].index(row["variant"])
+    look = {"color": f"C{index % 10}", "marker": MARKERS[index % len(MARKERS)], "ms": 4.5, "lw": 1.2}
+    return {**look, "label": _wrap_name(row["variant"], 2 * WRAP), "clip_on": False}
+
+
+def _add_legend(figure: Figure) -> None:
+    """Add a legend below the axes, in as many columns as fit; the figure grows by its lines."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    label_lines = [label.splitlines() for label in labels]
+    width, height = figure.get_size_inches()
+    columns = max(1, int(width / (LETTER * max(len(line) for lines in label_lines for line in lines) + HANDLE)))
+    rows = -(-len(labels) // columns) * max(map(len, label_lines))
+    figure.set_size_inches(width, height + LINE * rows)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize="small")
+
+
+def _wrap_name(name: str, width: int) -> str:
+    """Break a variant's name into lines that end between settings."""
+    return fill(name.replace(",", ", "), width, break_on_hyphens=False)

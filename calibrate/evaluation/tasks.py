@@ -1,9 +1,4 @@
-"""The prompts of an evaluation: which there are, and how each is built.
-
-The retrieval tasks are of RULER's kinds. Every prompt has exactly the length it is meant to have: Python sources that
-calibration does not use, facts written over them, and the questions with their answers at the end. A prompt depends on
-the seed and on its task, length and number alone.
-"""
+"""Prompts of an evaluation: the built-in tasks and the user's own."""
 
 from __future__ import annotations
 
@@ -11,28 +6,27 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, EvaluationPlan
-from calibrate.prompts.facts import FACTS
+from calibrate.prompts.assembly import encode_served
+from calibrate.prompts.documents import check_text, document_of, first_tokens, parse_entries, sources
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import Retrieval, encode, start_of
-from calibrate.prompts.stdlib import first_tokens, sources
+from calibrate.prompts.retrieval import FACTS, Retrieval, encode, start_of
 from s2o_runtime.errors import InputError
 
+EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
 SUMMARY = "\n\n# What the sources above do, in a few sentences:\n#"  # ends held-out text: what follows is an answer
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt of an evaluation, before it is built.
+    """One prompt of an evaluation, before it is built: its `length` in tokens and its number among those of its kind.
 
-    Args:
-        tasks: what its result answers; several where one forward pass answers them all.
-        length: in tokens.
-        sample: its number among the prompts of this kind.
+    tasks: what its result answers; several where one forward pass answers them all.
     """
 
     tasks: tuple[str, ...]
@@ -40,12 +34,16 @@ class Case:
     sample: int
 
     def key(self, variant: str) -> dict[str, Any]:
-        """The journal's key of this prompt's result with a variant."""
+        """Return the journal's key of this prompt's result with a variant."""
         return {"variant": variant, "length": self.length, "sample": self.sample}
+
+    def rng(self, plan: EvaluationPlan, purpose: str) -> random.Random:
+        """Return the random numbers of one purpose for this prompt."""
+        return random.Random(f"{plan.seed}/{self.tasks[0]}/{self.length}/{self.sample}/{purpose}")
 
 
 def cases(plan: EvaluationPlan, user_prompts: Sequence[Prompt]) -> list[Case]:
-    """Every prompt that a plan asks for, by rising length; the user's prompts and the timed ones last."""
+    """List every prompt of a plan, by rising length; the user's prompts and the timed ones come last."""
     groups = [*((task,) for task in RETRIEVAL), TEXT]  # one forward pass answers all tasks of a group
     groups = [tasks for group in groups if (tasks := tuple(task for task in group if task in plan.tasks))]
     planned = [Case(tasks, *rest) for *rest, tasks in product(plan.lengths, range(plan.samples), groups)]
@@ -57,54 +55,62 @@ def cases(plan: EvaluationPlan, user_prompts: Sequence[Prompt]) -> list[Case]:
 
 
 def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequence[Prompt]) -> tuple[Prompt, list[int]]:
-    """The prompt of a case, and for each of its answers the number of the question, which is that of its fact.
-
-    Raises:
-        InputError: If its length is too short for its facts and questions.
-    """
+    """Build the prompt of a case; return it and, for each of its answers, the number of the fact that it is about."""
     task = case.tasks[0]
     if task == PROMPTS:
         return user_prompts[case.sample], [0]
-    text = first_tokens(tokenizer, sources(_rng(case, plan, "text")), case.length)
-    if task not in RETRIEVAL:
-        end = encode(tokenizer, SUMMARY) if task in TEXT else []
-        return Prompt(torch.tensor(text[: case.length - len(end)] + end)), []
-    begin = len(start_of(tokenizer))
-    retrieval = _retrieval(case, plan, tokenizer)
-    needed = retrieval.fewest_tokens(begin)
-    if case.length < needed:
-        raise InputError(_too_short(task, case.length, needed))
-    ids, answers = retrieval.hidden_in(text[: case.length - len(retrieval.questions)], begin)
-    return Prompt(torch.tensor(ids), answers), retrieval.asked
+    text = first_tokens(tokenizer, sources(case.rng(plan, "text")), case.length)
+    if task in RETRIEVAL:
+        begin = len(start_of(tokenizer))
+        retrieval = _hide_facts(case, plan, tokenizer)
+        _check_length(task, case.length, retrieval.fewest_tokens(begin))
+        ids, answers = retrieval.hidden_in(text[: case.length - len(retrieval.questions)], begin)
+        return Prompt(torch.tensor(ids), answers), retrieval.asked
+    end = encode(tokenizer, SUMMARY) if task in TEXT else []
+    return Prompt(torch.tensor(text[: case.length - len(end)] + end)), []
 
 
 def check(plan: EvaluationPlan, tokenizer: Any) -> None:
-    """Check that the shortest length is long enough for every prompt of every task.
-
-    Raises:
-        InputError: If it is not.
-    """
+    """Raise InputError if the shortest length is too short for a prompt of a task."""
     begin = len(start_of(tokenizer))
-    needed: dict[str, int] = {}
-    for case in cases(plan, ()):
-        task = case.tasks[0]
-        if task in RETRIEVAL and case.length == plan.lengths[0]:
-            needed[task] = max(needed.get(task, 0), _retrieval(case, plan, tokenizer).fewest_tokens(begin))
-    for task, least in needed.items():
-        if plan.lengths[0] < least:
-            raise InputError(_too_short(task, plan.lengths[0], least))
+    for task in (task for task in RETRIEVAL if task in plan.tasks):
+        samples = (Case((task,), plan.lengths[0], sample) for sample in range(plan.samples))
+        needed = max(_hide_facts(case, plan, tokenizer).fewest_tokens(begin) for case in samples)
+        _check_length(task, plan.lengths[0], needed)
 
 
-def _retrieval(case: Case, plan: EvaluationPlan, tokenizer: Any) -> Retrieval:
-    """The facts and questions of a case."""
-    rng = _rng(case, plan, "facts")
+def _hide_facts(case: Case, plan: EvaluationPlan, tokenizer: Any) -> Retrieval:
+    rng = case.rng(plan, "facts")
     facts, asked = FACTS[case.tasks[0]](plan.needles, rng)
     return Retrieval.of(tokenizer, asked, rng, facts)
 
 
-def _rng(case: Case, plan: EvaluationPlan, purpose: str) -> random.Random:
-    return random.Random(f"{plan.seed}/{case.tasks[0]}/{case.length}/{case.sample}/{purpose}")
+def _check_length(task: str, length: int, needed: int) -> None:
+    if length < needed:
+        raise InputError(
+            f"length {length} is too short for the task {task!r}: use {needed} tokens or more, or leave the task out"
+        )
 
 
-def _too_short(task: str, length: int, needed: int) -> str:
-    return f"length {length} is too short for the task {task!r}: use {needed} tokens or more, or leave the task out"
+def read_user_prompts(paths: Sequence[Path], tokenizer: Any, limit: int) -> list[Prompt]:
+    """Read prompts with their answers behind them, up to the model's `limit` of tokens.
+
+    Raises InputError with file and line for a prompt that cannot be read, is empty or too long.
+    """
+
+    def read(entry: Any, location: str) -> Prompt:
+        answer = entry.pop("answer", None) if isinstance(entry, dict) else None
+        if not isinstance(answer, str):
+            raise ValueError(EXPECTED)
+        before = encode_served(tokenizer, document_of(entry, "", "", EXPECTED))
+        after = encode(tokenizer, check_text(answer))
+        tokens = len(before + after)
+        if not before or not after:  # a tokenizer may drop what it does not know
+            raise ValueError(EXPECTED)
+        if tokens > limit:
+            raise ValueError(
+                f"prompt and answer are {tokens} tokens, beyond the model's limit of {limit}: shorten them"
+            )
+        return Prompt(torch.tensor(before + after), ((len(before), tokens),))
+
+    return [prompt for path in paths for prompt in parse_entries(path, read, EXPECTED)]

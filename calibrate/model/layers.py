@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from calibrate.model.models import LoadedModel
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
@@ -24,15 +25,18 @@ from s2o_runtime.huggingface.layers import layer_obstacle
 from s2o_runtime.identity import device_of, geometry, numbered_modules
 from s2o_runtime.quantisation import as_cached
 from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.scoring import Scoring
+
+NAME = "s2o_override"  # the attention implementation, and the attribute of a module that holds its function
+ROWS = 16384  # positions that an MLP or a norm computes at a time
+BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a decoder layer: [B, L, H] -> [B, L, H]
+Attention = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]  # q, k, v [1, H, L, D] -> the output [1, Hq, L, Dv]
+Calls = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]  # of layers: positional arguments, and others by name
 
 
 @contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside the block each of these modules runs its function, instead of its own forward pass, with hooks as before.
-
-    A forward pass that somebody else had replaced, as accelerate does to spread a model over GPUs, comes back after it.
-    """
+def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the forward passes of modules inside the block; their hooks run as before."""
+    # accelerate replaces forward passes too, to spread a model over GPUs: its own come back after the block
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, function in forwards.items():
         module.__dict__["forward"] = function
@@ -46,51 +50,48 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
                 module.__dict__["forward"] = forward
 
 
-NAME = "s2o_watched"
-WATCH = "s2o_watch"
+class AttentionCall(NamedTuple):
+    """One call of transformers' attention function: q [B, Hq, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv]."""
 
-Watch = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]  # q, k, v [1, H, L, D] -> the output [1, Hq, L, Dv]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scoring: Scoring
+
+    @classmethod
+    def from_transformers(cls, layer: Any, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any]) -> AttentionCall:
+        """Read the arguments of decoder layer number `layer`. Raises ModelError if S2O cannot do its attention."""
+        if (obstacle := layer_obstacle(q, k, v, named)) is not None:
+            raise ModelError(f"layer {layer} cannot run S2O ({obstacle}): the model is not supported")
+        scale = named.get("scaling")
+        return cls(q, k, v, scoring_of(q.shape[3] ** -0.5 if scale is None else scale, named))
 
 
 def register() -> None:
-    """Make transformers know the attention implementation `NAME`, with which modules can be watched."""
-    AttentionInterface.register(NAME, _attention)
+    """Make transformers know the attention implementation `NAME`, which `override_attention` works with."""
+    AttentionInterface.register(NAME, _compute_attention)
     AttentionMaskInterface.register(NAME, s2o_mask)
 
 
 @contextmanager
-def watched(attention: nn.Module, watch: Watch) -> Iterator[None]:
-    """Inside the block an attention module of full attention computes what `watch` gives."""
-    attention.__dict__[WATCH] = watch
+def override_attention(attention: nn.Module, function: Attention) -> Iterator[None]:
+    """Let an attention module of full attention compute this function inside the block."""
+    attention.__dict__[NAME] = function
     try:
         yield
     finally:
-        del attention.__dict__[WATCH]
+        del attention.__dict__[NAME]
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
+def _compute_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """What the module's watch gives; modules that nobody watches stay what they are."""
-    watch: Watch | None = module.__dict__.get(WATCH)
-    if watch is None:
-        return s2o_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    obstacle = layer_obstacle(query, key, value, kwargs)
-    if obstacle is not None:
-        raise ModelError(f"layer {module.layer_idx} cannot run S2O ({obstacle}): the model is not supported")
-    scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
-    return watch(query, key, value, scoring).transpose(1, 2).contiguous(), None
-
-
-ROWS = 16384
-Calls = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]  # of layers: positional arguments, and others by name
-BY_ROWS = ("input_layernorm", "post_attention_layernorm", "mlp")  # parts of a decoder layer: [B, L, H] -> [B, L, H]
+    """Compute the module's own function; modules without one stay what they are."""
+    function: Attention | None = module.__dict__.get(NAME)
+    if function is None:
+        return s2o_attention_forward(module, query, key, value, attention_mask, **options)
+    call = AttentionCall.from_transformers(getattr(module, "layer_idx", "?"), query, key, value, options)
+    return function(*call).transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Stream:
     """One prompt before its next layer.
 
     prompt: its index in the list that was given. hidden: the hidden state, [1, L, H] in the model's dtype. calls: what
-    each decoder layer is called with besides: positional arguments, and others by name.
+    each decoder layer is called with besides.
     """
 
     prompt: int
@@ -106,11 +107,7 @@ class Stream:
     calls: Calls
 
     def through(self, layer: nn.Module, number: int) -> Stream:
-        """The prompt after one decoder layer.
-
-        Raises:
-            ModelError: Its hidden state is not finite there.
-        """
+        """Run one decoder layer. Raises ModelError if the hidden state is not finite behind it."""
         arguments, named = self.calls[number]
         output = layer(self.hidden, *arguments, **named)
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
@@ -120,11 +117,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer of a model's decoder.
-
-    number: which one it is. row: its row in a profile's tables, None for a layer that has no full attention; attention:
-    its attention module, if it has a row.
-    """
+    """Decoder layer `number`. `row`: its row in a profile's tables, and `attention`: None without full attention."""
 
     number: int
     row: int | None
@@ -133,15 +126,15 @@ class DecoderLayer:
 
     @property
     def device(self) -> torch.device:
-        """Where the layer runs: the layers of a model may be on several GPUs."""
+        """The device of the layer: the layers of a model may be on several GPUs."""
         return device_of(self.module)
 
     def dense(self, stream: Stream) -> Stream:
-        """The prompt after the layer as the model has it."""
+        """Run the layer as the model has it."""
         return stream.through(self.module, self.number)
 
     def patched(self, stream: Stream, state: hf.LayerState) -> Stream:
-        """The prompt after the layer with S2O in its attention, which the layer must have."""
+        """Run the layer with S2O in its attention, which the layer must have."""
         assert self.attention is not None
         hf.attach(self.attention, state)
         try:
@@ -151,29 +144,24 @@ class DecoderLayer:
 
 
 def decoder_layers(model: Any) -> list[DecoderLayer]:
-    """All layers of a model's decoder, in order.
-
-    Raises:
-        ModelError: They cannot be found, or a layer of full attention has no attention module.
-    """
-    modules = layer_list(model)
-    served = numbered_modules(model)
-    row_of = {number: row for row, (number, _) in enumerate(served)}
-    attention_of = dict(served)
+    """List all layers of a model's decoder. Raises ModelError if one of full attention has no attention module."""
+    served = {number: (row, attention) for row, (number, attention) in enumerate(numbered_modules(model))}
+    modules = enumerate(find_layer_list(model))
     return [
-        DecoderLayer(number, row_of.get(number), module, attention_of.get(number))
-        for number, module in enumerate(modules)
+        DecoderLayer(number, row, module, attention)
+        for number, module in modules
+        for row, attention in [served.get(number, (None, None))]
     ]
 
 
 def decoder_of(model: Any) -> Any:
-    """The part of a model that embeds tokens and holds the decoder layers."""
+    """Return the part of a model that embeds tokens and holds the decoder layers."""
     decoder = model.get_decoder()
     return decoder.model if decoder is model or hasattr(decoder, "lm_head") else decoder  # Llama 4's own is itself
 
 
-def layer_list(model: Any) -> nn.ModuleList:
-    """The module list that holds a decoder's layers. Raises ModelError if there is no such list."""
+def find_layer_list(model: Any) -> nn.ModuleList:
+    """Return the module list that holds a decoder's layers. Raises ModelError if there is no such list."""
     expected = geometry(model.config).decoder_layers
     for child in decoder_of(model).children():
         if isinstance(child, nn.ModuleList) and len(child) == expected:
@@ -183,44 +171,43 @@ def layer_list(model: Any) -> nn.ModuleList:
     )
 
 
+def list_other_parts(model: Any) -> list[nn.Module]:
+    """List the parts of a decoder that are no layers: embeddings, positions, norms."""
+    layers = find_layer_list(model)
+    return [part for part in decoder_of(model).children() if part is not layers]
+
+
+@torch.no_grad()
 def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> list[Stream]:
-    """The prompts before the first layer, with the masks of the model's attention implementation.
+    """Embed prompts, with the masks of the model's attention implementation.
 
     Args:
         loaded: the model.
         prompts: token ids, int64 [L] each. Those of one length share positions and masks.
-        calls: what layers were called with besides, by length, for other prompts under the same implementation; what
-            is new is added.
+        calls: the layers' calls by length, of other prompts under the same implementation; new ones are added.
     """
-    device, layers = loaded.weights.device, layer_list(loaded.model)
-    decoder = decoder_of(loaded.model)
+    device, layers = loaded.weights.device, find_layer_list(loaded.model)
     calls = {} if calls is None else calls
     streams = []
-    with loaded.weights.on_device(*beside_layers(loaded.model)):
+    with loaded.weights.on_device(*list_other_parts(loaded.model)):
         for index, ids in enumerate(prompts):
-            hidden, layer_calls = _layer_inputs(decoder, layers, ids.to(device))
+            hidden, layer_calls = _record_layer_inputs(decoder_of(loaded.model), layers, ids.to(device))
             streams.append(Stream(index, hidden, calls.setdefault(len(ids), layer_calls)))
     return streams
 
 
-def beside_layers(model: Any) -> list[nn.Module]:
-    """The parts of a decoder that are no layers: embeddings, positions, norms."""
-    layers = layer_list(model)
-    return [part for part in decoder_of(model).children() if part is not layers]
-
-
 @contextmanager
 def layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Module]:
-    """A decoder layer, its parameters on the device inside the block, and its parts that work row by row in pieces."""
+    """Put a layer's parameters on the device inside the block; its parts that work row by row run in pieces."""
     with loaded.weights.on_device(layer.module):
         parts = [part for name, part in layer.module.named_children() if name in BY_ROWS]
-        with replaced_forwards({part: partial(_in_pieces, part.forward) for part in parts}):
+        with replace_forwards({part: partial(_run_in_pieces, part.forward) for part in parts}):
             yield layer.module
 
 
 @contextmanager
 def attention_implementation(model: Any, name: str) -> Iterator[None]:
-    """Inside the block the model computes attention by the function that transformers knows by this name."""
+    """Let the model compute attention by the function that transformers knows by this name, inside the block."""
     previous = implementations(model)
     model.set_attn_implementation(name)
     try:
@@ -236,11 +223,7 @@ def use_attention(model: Any, name: str) -> None:
 
 
 def check_finite(tensor: Tensor, what: str, layer: int, prompt: int) -> None:
-    """Check that a tensor holds neither inf nor NaN.
-
-    Raises:
-        ModelError: It does; the error names layer and prompt.
-    """
+    """Raise ModelError with layer and prompt if a tensor holds inf or NaN."""
     if not bool(tensor.isfinite().all()):
         raise ModelError(
             f"layer {layer}, prompt {prompt}: the {what} holds inf or NaN, expected finite {tensor.dtype} numbers: "
@@ -252,12 +235,9 @@ class _ReachedError(Exception):
     """The last decoder layer was reached."""
 
 
-def _layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Tensor, Calls]:
-    """What the decoder calls its layers with: the first one's hidden state, and what each gets besides.
-
-    No layer runs. What a layer gets besides the hidden state (masks of its kind, positions) does not depend on the
-    layers before it.
-    """
+def _record_layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Tensor, Calls]:
+    """Return the first layer's hidden state, and what the decoder calls each layer with besides. No layer runs."""
+    # what a layer gets besides the hidden state (masks of its kind, positions) does not depend on layers before it
     calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
     hidden: list[Tensor] = []
 
@@ -269,7 +249,7 @@ def _layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Ten
             raise _ReachedError
         return first
 
-    with replaced_forwards(dict.fromkeys(layers, record)):
+    with replace_forwards(dict.fromkeys(layers, record)):
         try:
             decoder(input_ids=ids[None], use_cache=False)
         except _ReachedError:
@@ -279,7 +259,7 @@ def _layer_inputs(decoder: Any, layers: nn.ModuleList, ids: Tensor) -> tuple[Ten
     )
 
 
-def _in_pieces(forward: Callable[..., Tensor], rows: Tensor, *arguments: Any, **named: Any) -> Tensor:
+def _run_in_pieces(forward: Callable[..., Tensor], rows: Tensor, *arguments: Any, **named: Any) -> Tensor:
     if rows.dim() < 3 or rows.shape[1] <= ROWS or arguments or named:
         return forward(rows, *arguments, **named)
     out = torch.empty_like(rows)
@@ -288,22 +268,16 @@ def _in_pieces(forward: Callable[..., Tensor], rows: Tensor, *arguments: Any, **
     return out
 
 
-Through = Callable[[DecoderLayer, Stream], Stream]  # a prompt after a layer that runs in another way than the model's
+Through = Callable[[DecoderLayer, Stream], Stream]  # runs a layer in another way than the model's
 
 
 class LayerwiseForward:
-    """Prompts on their way through a model.
-
-    Streams that are one object are moved once where a layer runs as the model has it.
+    """Prompts on their way through a model: `streams`, before layer `number` of `layers`.
 
     Args:
         loaded: the model.
-        streams: the prompts before the first layer, as `begin` gives them; one may be there several times.
-
-    Attributes:
-        streams: the prompts before the next layer.
-        layers: all decoder layers.
-        number: which of them is next.
+        streams: the prompts before the first layer, as `begin` gives them. Those that are one object are moved once
+            where a layer runs as the model has it.
     """
 
     def __init__(self, loaded: LoadedModel, streams: Sequence[Stream]) -> None:
@@ -316,38 +290,35 @@ class LayerwiseForward:
         return self.layers[self.number]
 
     @torch.no_grad()
-    def moving(self, through: Through | Sequence[Through | None] | None = None) -> Iterator[int]:
+    def move_each(self, through: Through | Sequence[Through | None] | None = None) -> Iterator[int]:
         """Move the streams through the next layer, one after another, its parameters on the device meanwhile.
 
         Args:
-            through: how the layer runs, for all streams or for each; None where it runs as the model has it.
+            through: runs the layer, for all streams or for each; None where it runs as the model has it.
 
         Yields:
             The index of each stream after it moved.
-
-        Raises:
-            ModelError: A hidden state is not finite.
         """
         layer = self.next_layer
         self.number += 1
         per_stream = through if isinstance(through, Sequence) else [through] * len(self.streams)
         count = Counter(map(id, self.streams))
-        moved: dict[int, Stream] = {}  # of what is there several times
+        moved: dict[int, Stream] = {}  # streams that are there several times
         with layer_on_device(self._loaded, layer):
-            for index, how in enumerate(per_stream):
+            for index, run in enumerate(per_stream):
                 stream = self.streams[index]
-                if how is not None:
-                    self.streams[index] = how(layer, stream)
+                if run is not None:
+                    self.streams[index] = run(layer, stream)
                 elif count[id(stream)] == 1:
                     self.streams[index] = layer.dense(stream)
                 else:
                     self.streams[index] = moved.get(id(stream)) or moved.setdefault(id(stream), layer.dense(stream))
-                del stream
+                del stream  # its hidden state is not needed while the caller works on the next
                 yield index
 
     def move(self, through: Through | Sequence[Through | None] | None = None) -> None:
-        """Move all streams through the next layer, as `moving` does."""
-        for _ in self.moving(through):
+        """Move all streams through the next layer, as `move_each` does."""
+        for _ in self.move_each(through):
             pass
 
     def move_to(self, number: int) -> None:
@@ -360,9 +331,9 @@ class LayerwiseForward:
 class Captured:
     """One prompt's attention inputs at one layer.
 
-    q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: what q k^T is multiplied
-    by. layer: its row in a profile's tables. prompt: the prompt's index in the list that was given. softcap, sinks: as
-    in `s2o_runtime.scoring.Scoring`. exact: the keys and values before they were rounded; None if they were not.
+    q: [1, Hq, L, D] and k, v: [1, Hkv, L, D] and [1, Hkv, L, Dv], in the model's dtype. scale: factor of q k^T. layer:
+    its row in a profile's tables. prompt: its index in the list that was given. softcap, sinks: as in
+    `s2o_runtime.call.Scoring`. exact: the keys and values before they were rounded; None if they were not.
     """
 
     q: Tensor
@@ -376,39 +347,34 @@ class Captured:
     exact: tuple[Tensor, Tensor] | None = None
 
     def cached(self, kv_cache_dtype: KvCacheDtype) -> Captured:
-        """The inputs as S2O reads them from a server's cache of this type."""
+        """Round the keys and values as a server's cache of this type does."""
         if kv_cache_dtype == "auto":
             return self
         k, v = (as_cached(tensor, kv_cache_dtype) for tensor in (self.k, self.v))
         return replace(self, k=k, v=v, exact=(self.k, self.v))
 
     def truth(self) -> Tensor:
-        """The dense attention that errors are taken from, of keys and values that were not rounded."""
+        """Compute the dense attention that errors are taken from, of keys and values that were not rounded."""
         return dense_attention(self.q, *(self.exact or (self.k, self.v)), **self.scoring.arguments())
 
     @property
     def scoring(self) -> Scoring:
-        """What the layer makes of the products of q and k."""
+        """The layer's scale, soft cap and sinks."""
         return Scoring(self.scale, self.softcap, self.sinks)
 
     def s2o(self, config: LayerConfig) -> Callable[[], Tensor]:
-        """A call of S2O's attention with these inputs."""
+        """Return a call of S2O's attention with these inputs."""
         return partial(s2o_attention, self.q, self.k, self.v, config, **self.scoring.arguments())
 
     def dense(self) -> Tensor:
-        """The fastest dense attention of these inputs."""
+        """Compute the fastest dense attention of these inputs."""
         return fastest_dense_attention(self.q, self.k, self.v, self.scoring)
 
 
 def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
-    """Run prompts through the model and capture what reaches attention.
+    """Run prompts, int64 [L] each, through the model and capture what reaches attention.
 
-    A prompt runs through a layer when its inputs are asked for, so that the inputs of one prompt exist at a time;
-    prompts that were not asked for run before the next layer. The hidden states of all prompts stay on the device.
-
-    Args:
-        loaded: the model.
-        prompts: token ids, int64 [L] each.
+    The inputs of one prompt exist at a time. The hidden states of all prompts stay on the device.
 
     Yields:
         For each layer of full attention in turn, an iterator over the attention inputs of every prompt.
@@ -425,9 +391,10 @@ def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Capt
 
 
 class DenseForward:
-    """Prompts on their way through the dense model, which gives the attention inputs of any layer.
+    """Prompts on their way through the dense model, whose attention implementation is `NAME` meanwhile.
 
-    The model computes attention by `watched.NAME` while a pass is under way.
+    A prompt moves through a layer when its inputs there are asked for; those that were not asked for move before any
+    others are.
 
     Args:
         loaded: the model.
@@ -440,80 +407,57 @@ class DenseForward:
     ) -> None:  # fmt: skip
         self._loaded, self._prompts, self._calls = loaded, prompts, calls
         self._forward: LayerwiseForward | None = None
-        self._open: Iterator[Captured] | None = None  # prompts of which some may not have moved through their layer
+        self._open: Iterator[Captured] = iter(())  # inputs of which some may not have been asked for
 
     def inputs(self, row: int) -> Iterator[Captured]:
-        """The attention inputs of every prompt at a layer of full attention, which they move through.
-
-        A prompt runs when its inputs are asked for; those that were not asked for run before the next layer.
-        """
-        forward = self._before(self._number(row))
-        while forward.number < self._number(row):
-            for _ in self._through_next(forward):
-                pass
-        self._open = self._through_next(forward)
-        return self._open
+        """Return every prompt's attention inputs at a layer of full attention."""
+        return (captured for captured in self.inputs_up_to(row) if captured.layer == row)
 
     def inputs_up_to(self, row: int) -> Iterator[Captured]:
-        """The attention inputs of every prompt at all layers of full attention that it moves through to get to one.
-
-        The last are those of that layer.
-        """
-        forward = self._before(self._number(row))
-        while forward.number <= self._number(row):
-            yield from self._through_next(forward)
+        """Return every prompt's attention inputs at all layers of full attention on its way to one, that one's last."""
+        self.finish()
+        self._open = self._capture_up_to(self._loaded.geometry.layer_number(row))
+        return self._open
 
     def finish(self) -> None:
         """Let all prompts move through the layer whose inputs were asked for last."""
-        for _ in self._open or ():
+        for _ in self._open:
             pass
-        self._open = None
 
-    def _number(self, row: int) -> int:
-        return self._loaded.geometry.layer_number(row)
-
-    @torch.no_grad()
-    def _before(self, number: int) -> LayerwiseForward:
-        """The forward pass, before this decoder layer or one that comes earlier."""
-        self.finish()
+    def _capture_up_to(self, number: int) -> Iterator[Captured]:
         if self._forward is None or self._forward.number > number:
             self._forward = LayerwiseForward(self._loaded, begin(self._loaded, self._prompts, self._calls))
-        return self._forward
-
-    def _through_next(self, forward: LayerwiseForward) -> Iterator[Captured]:
-        """Move through the next layer; what reaches its attention, if that is full attention."""
-        if forward.next_layer.attention is None:
-            forward.move()
-            return
-        captured: list[Captured] = []
-
-        def through(layer: DecoderLayer, stream: Stream) -> Stream:
-            stream, inputs = _through(layer, stream)
-            captured.append(inputs)
-            return stream
-
-        for _ in forward.moving(through):
-            yield captured.pop()
+        while self._forward.number <= number:
+            yield from _capture_next(self._forward)
 
 
-def _through(layer: DecoderLayer, stream: Stream) -> tuple[Stream, Captured]:
+def _capture_next(forward: LayerwiseForward) -> Iterator[Captured]:
+    """Move through the next layer; yield what reaches its attention, if that is full attention."""
+    layer = forward.next_layer
+    attention, row = layer.attention, layer.row
+    if attention is None or row is None:
+        forward.move()
+        return
     captured: list[Captured] = []
-    row = layer.row
-    assert layer.attention is not None
-    assert row is not None
 
-    def keep(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        for name, tensor in (("queries", q), ("keys", k), ("values", v)):
-            check_finite(tensor, f"tensor of {name}", layer.number, stream.prompt)
-        scale, softcap, sinks = scoring
-        assert scale is not None
-        captured.append(Captured(q, k, v, scale, row, stream.prompt, softcap, sinks))
-        return dense_attention(q, k, v, **scoring.arguments())
+    def capture(layer: DecoderLayer, stream: Stream) -> Stream:
+        def keep(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+            for name, tensor in (("queries", q), ("keys", k), ("values", v)):
+                check_finite(tensor, f"tensor of {name}", layer.number, stream.prompt)
+            scale, softcap, sinks = scoring
+            assert scale is not None
+            captured.append(Captured(q, k, v, scale, row, stream.prompt, softcap, sinks))
+            return dense_attention(q, k, v, **scoring.arguments())
 
-    with watched(layer.attention, keep):
-        stream = stream.through(layer.module, layer.number)
-    if not captured:
-        raise ModelError(
-            f"layer {layer.number} does not call transformers' attention function: the architecture is not supported"
-        )
-    return stream, captured[0]
+        captured.clear()
+        with override_attention(attention, keep):
+            after = layer.dense(stream)
+        if not captured:
+            raise ModelError(
+                f"layer {layer.number} does not call transformers' attention function: the architecture is not "
+                "supported"
+            )
+        return after
+
+    for _ in forward.move_each(capture):
+        yield captured.pop(0)

@@ -1,77 +1,74 @@
-"""The dense and the patched model's logits, and how far apart they are."""
+"""Compute the dense and the patched model's logits, and how far apart they are."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from calibrate.model.layers import beside_layers, decoder_of, layer_list, replaced_forwards
+from calibrate.model.layers import decoder_of, find_layer_list, list_other_parts, replace_forwards
 from calibrate.model.models import LoadedModel
 from s2o_runtime.errors import ModelError
 
-Logits = Callable[[Tensor], Tensor]
+ROWS = 512  # positions whose logits exist at once: 512 x 152064 in float32 are 0.3 GB
+LOGITS = 1 << 25  # numbers of logits at once, of a vocabulary that is so small that more positions have no more
+Logits = Callable[[Tensor], Tensor]  # hidden states [1, R, H] -> logits [1, R, V]
 
 
 @contextmanager
 def logits_on_device(loaded: LoadedModel) -> Iterator[Logits]:
-    """What follows the last decoder layer, its parameters on the device inside the block.
+    """Put everything behind the last decoder layer on the device inside the block.
 
     Yields:
         A function from hidden states behind the last layer, [1, R, H], to logits, [1, R, V].
     """
     model = loaded.model
-    with loaded.weights.on_device(*beside_layers(model), model.get_output_embeddings()):
+    with loaded.weights.on_device(*list_other_parts(model), model.get_output_embeddings()):
         norm = getattr(decoder_of(model), "norm", None)
         head = model.get_output_embeddings()
-        yield _quickest(
-            None if norm is None else lambda rows: head(norm(rows)), lambda rows: _behind_layers(model, rows)
-        )
+
+        def run_without_layers(rows: Tensor) -> Tensor:
+            # decoders of older versions want a tuple of their layers, of which a tensor is none: it leads to errors
+            for output in (rows, (rows,)):
+                with suppress(IndexError, RuntimeError):
+                    logits = _run_replaced(model, rows, *find_layer_list(model), output=output)
+                    if logits.shape[:2] == rows.shape[:2]:
+                        return logits
+            raise ModelError(
+                f"{type(model).__name__} gives no logits of its hidden states: the architecture is not supported"
+            )
+
+        yield _choose_quicker(None if norm is None else lambda rows: head(norm(rows)), run_without_layers)
 
 
 def logits_of(model: Any) -> Logits:
-    """What a model with all of its weights makes of the hidden states behind its last norm: [1, R, H] -> [1, R, V]."""
+    """Return a function from hidden states behind the last norm, [1, R, H], to logits, [1, R, V].
 
-    def whole(rows: Tensor) -> Tensor:
-        outputs = BaseModelOutputWithPast(last_hidden_state=rows)
-        with replaced_forwards({decoder_of(model): lambda *arguments, **named: outputs}):
-            logits: Tensor = model(input_ids=_any_tokens(rows), use_cache=False).logits
-        return logits
+    Args:
+        model: a model whose weights are all on the device.
+    """
 
-    return _quickest(model.get_output_embeddings(), whole)
+    def run_without_decoder(rows: Tensor) -> Tensor:
+        return _run_replaced(model, rows, decoder_of(model), output=BaseModelOutputWithPast(last_hidden_state=rows))
 
-
-def _behind_layers(model: Any, rows: Tensor) -> Tensor:
-    """The whole model's logits if its last layer returned these rows, [1, R, H]. No layer runs."""
-    outputs: tuple[Any, ...] = (rows, (rows,))  # decoders of older versions want a tuple of their layers
-    for output in outputs:
-        with (
-            replaced_forwards(dict.fromkeys(layer_list(model), partial(_returned, output))),
-            suppress(IndexError, RuntimeError),  # what a tensor that was taken for a tuple leads to
-        ):
-            logits: Tensor = model(input_ids=_any_tokens(rows), use_cache=False).logits
-            if logits.shape[:2] == rows.shape[:2]:
-                return logits
-    raise ModelError(f"{type(model).__name__} gives no logits of its hidden states: the architecture is not supported")
+    return _choose_quicker(model.get_output_embeddings(), run_without_decoder)
 
 
-def _any_tokens(rows: Tensor) -> Tensor:
-    """As many tokens as there are rows, [1, R]: which ones does not matter, no layer sees them."""
-    return torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)
+def _run_replaced(model: Any, rows: Tensor, *modules: torch.nn.Module, output: Any) -> Tensor:
+    """Compute the whole model's logits where these modules return `output`, made of rows [1, R, H]."""
+    ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)  # any: no layer sees them
+    with replace_forwards(dict.fromkeys(modules, lambda *arguments, **named: output)):
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
 
 
-def _returned(output: Any, *arguments: Any, **named: Any) -> Any:
-    return output
-
-
-def _quickest(short: Logits | None, whole: Logits) -> Logits:
-    """`short` if it gives what `whole` gives for the first rows, else `whole`, which costs milliseconds a call."""
+def _choose_quicker(short: Logits | None, whole: Logits) -> Logits:
+    """Return `short` if it gives what `whole` gives for the first rows, else `whole`, milliseconds slower a call."""
     chosen: list[Logits] = []
 
     def logits(rows: Tensor) -> Tensor:
@@ -84,12 +81,8 @@ def _quickest(short: Logits | None, whole: Logits) -> Logits:
     return logits
 
 
-ROWS = 512  # positions whose logits exist at once: 512 x 152064 in float32 are 0.3 GB
-LOGITS = 1 << 25  # numbers of logits at once, of a vocabulary that is so small that more positions have no more
-
-
 class Agreement(NamedTuple):
-    """How alike two models predict the next token, position by position.
+    """Agreement of two models' predictions of the next token, position by position.
 
     kl: float64 [R], KL(dense || other) in nats. dense_tokens, tokens: int64 [R], the most likely token of each.
     """
@@ -100,40 +93,29 @@ class Agreement(NamedTuple):
 
     @property
     def same(self) -> Tensor:
-        """Where both find the same token most likely (top-1), bool [R]."""
+        """Positions where both find the same token most likely (top-1), bool [R]."""
         return self.dense_tokens == self.tokens
 
 
 def agreement(dense: Tensor, other: Tensor) -> Agreement:
-    """Compare the predictions of two models at the same positions.
-
-    Args:
-        dense: the dense model's log-probabilities, float32 [R, V].
-        other: the other model's, float32 [R, V].
-
-    Returns:
-        How alike they are at each position, on the device of `dense`.
-    """
+    """Compare two models' log-probabilities at the same positions, float32 [R, V], on the device of `dense`."""
     kl = (dense.exp() * (dense - other)).sum(-1, dtype=torch.float64)
     return Agreement(kl, dense.argmax(-1), other.argmax(-1))
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """How many positions' logits exist at once: a small vocabulary's work is otherwise that of launching kernels."""
-    return max(ROWS, LOGITS // vocabulary)
+    """Return how many positions' logits exist at once."""
+    return max(ROWS, LOGITS // vocabulary)  # a small vocabulary's work is otherwise that of launching kernels
 
 
 @torch.no_grad()
 def timed_prefill(model: Any, ids: Tensor, *, use_cache: bool) -> float:
-    """Time one prefill, until the first token behind the prompt is known.
+    """Time one prefill in seconds, until the first token behind the prompt is known.
 
     Args:
         model: a model whose weights are all on the device.
         ids: the prompt's token ids, int64 [L].
         use_cache: whether the keys and values are kept, as generation needs them.
-
-    Returns:
-        Seconds by the clock.
     """
     device = next(model.parameters()).device
     ids = ids[None].to(device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,67 +22,15 @@ from calibrate.model.weights import (
     RandomWeights,
     Weights,
     check_quantisation,
+    explain_no_streaming,
+    find_quantisation,
     load_whole,
-    quantisation,
     skeleton,
-    streaming_obstacle,
 )
 from s2o_runtime.errors import ModelError, ResourceError, first_line
 from s2o_runtime.fields import did_you_mean
 from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import text_config
-
-SUFFIX = ".gguf"
-PACKAGES = ("gguf", "accelerate")  # without either, transformers fails after minutes
-SPACES = ("▁", "Ġ")  # how vocabularies write the space before a word: those of SentencePiece, and those of bytes
-WORDS = ("people", "because", "between", "different", "important", "capital", "country", "system", "France", "return")
-
-
-class Vocabulary(NamedTuple):
-    """What a GGUF file says of its tokens: their ids by their texts, and whether texts begin with a BOS, if it says."""
-
-    ids: Mapping[str, int]
-    adds_bos: bool | None
-
-
-def check_packages(name: str) -> None:
-    """Raises ResourceError if what reads a GGUF file is not installed."""
-    if missing := [package for package in PACKAGES if find_spec(package) is None]:
-        raise ResourceError(
-            f"model {name!r} is a GGUF file, and {' and '.join(missing)}, which it is read with, cannot be imported: "
-            "in the clone, pip install '.[gguf]'"
-        )
-
-
-def read_vocabulary(path: Path) -> Vocabulary:
-    """The vocabulary in a file."""
-    from gguf import GGUFReader
-
-    fields = GGUFReader(path).fields
-    tokens, adds_bos = (fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "add_bos_token"))
-    ids = {token: number for number, token in enumerate(tokens.contents() if tokens else ())}
-    return Vocabulary(ids, None if adds_bos is None else bool(adds_bos.contents()))
-
-
-def wrong_tokens(tokenizer: Any, vocabulary: Vocabulary) -> str | None:
-    """What a tokenizer does otherwise than the vocabulary says; None if it is right.
-
-    Common words that are one token in the vocabulary must come out as that token, and a BOS must if the file says so.
-    """
-    for word in WORDS:
-        expected = next((vocabulary.ids[space + word] for space in SPACES if space + word in vocabulary.ids), None)
-        ids = tokenizer(f"a {word}", add_special_tokens=False).input_ids
-        if expected is not None and ids[-1] != expected:
-            return f"it makes the tokens {ids} of 'a {word}', where the file has token {expected} for the last word"
-    adds_bos = tokenizer.bos_token_id in tokenizer("a").input_ids[:1]
-    if vocabulary.adds_bos not in (None, adds_bos):
-        return (
-            "it puts no BOS before a text, as the file asks"
-            if vocabulary.adds_bos
-            else ("it puts a BOS before a text, which the file does not ask for")
-        )
-    return None
-
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 ARCHITECTURES = Path(__file__).parents[1] / "architectures"
@@ -103,12 +51,14 @@ ALIASES = {
     "gpt-oss-20b": "openai/gpt-oss-20b",
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
 }
-
-
 TRUST = "--trust-remote-code"
 TOKENIZER_FILES = "put tokenizer.json and what belongs to it beside the model's config.json"
 HUB_TIMEOUT = 5.0  # seconds for the first answer
 SAMPLE = "def read(path): return 12"  # every tokenizer makes several tokens of it
+SUFFIX = ".gguf"
+PACKAGES = ("gguf", "accelerate")  # without either, transformers fails after minutes
+SPACES = ("▁", "Ġ")  # how vocabularies write the space before a word: those of SentencePiece, and those of bytes
+WORDS = ("people", "because", "between", "different", "important", "capital", "country", "system", "France", "return")
 
 log = logging.getLogger("calibrate")
 
@@ -127,12 +77,12 @@ class LoadedModel:
     tokenizer: Any
     geometry: Geometry
     fingerprint: str
-    weights: Weights | InMemory
+    weights: Weights
     random: bool = False
 
 
 def resolve(name: str) -> str:
-    """The folder or hub id behind a name.
+    """Return the folder, GGUF file or hub id behind a name.
 
     Raises:
         ModelError: The name is not known, or a folder holds no model; it names the nearest aliases.
@@ -155,7 +105,7 @@ def resolve(name: str) -> str:
 
 
 def _existing(name: str) -> str:
-    """The name with its ~ expanded. Raises ModelError for what is written as a path where nothing is."""
+    """Expand the ~ of a name. Raises ModelError for what is written as a path where nothing is."""
     path = os.path.expanduser(name)
     is_path = name.startswith((".", "/", "~")) or (name.count("/") > 1 and not name.endswith(SUFFIX))
     if is_path and not os.path.exists(path):
@@ -164,17 +114,23 @@ def _existing(name: str) -> str:
 
 
 def in_full(name: str) -> str:
-    """A model's name, and behind an alias the hub id that it stands for; the demo model comes with the package."""
+    """Return a model's name, and behind an alias its hub id; the demo model comes with the package."""
     return f"{name} = {ALIASES[name]}" if name in ALIASES and name != "demo" else name
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a name is that of a GGUF file, here or on the Hub."""
+    """Return whether a name is that of a GGUF file, here or on the Hub."""
     return name.endswith(SUFFIX) and not Path(name).is_dir()
 
 
-def _source(name: str) -> tuple[str, dict[str, Any]]:
-    """What transformers' `from_pretrained` takes for a name: a folder or hub id, and for a GGUF file its name in it."""
+def shipped_sizes(name: str) -> Path | None:
+    """Return the configuration of an alias that is part of this package."""
+    path = ARCHITECTURES / f"{name}.json"
+    return path if name in ALIASES and path.is_file() else None
+
+
+def _find_source(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the arguments of `from_pretrained`: a folder or hub id, and for a GGUF file its name in it."""
     path = resolve(name)
     if not is_gguf(path):
         return path, {}
@@ -185,10 +141,9 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def load_config(name: str, *, random_weights: bool = False, trust_remote_code: bool = False) -> Any:
-    """The model's configuration.
+    """Load a model's configuration by an alias, a local folder, a GGUF file or a hub id.
 
     Args:
-        name: an alias, a local folder, a GGUF file or a hub id.
         random_weights: whether only the architecture is needed.
         trust_remote_code: whether code that comes with the model may run; else it never does.
 
@@ -199,10 +154,13 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     from transformers import AutoConfig
 
     shipped = shipped_sizes(name) if random_weights else None
-    source, options = (str(shipped), {}) if shipped else _source(name)
-    if options:
-        check_packages(name)
-    with _loading(name, source):
+    source, options = (str(shipped), {}) if shipped else _find_source(name)
+    if options and (missing := [package for package in PACKAGES if find_spec(package) is None]):
+        raise ResourceError(
+            f"model {name!r} is a GGUF file, and {' and '.join(missing)}, which it is read with, cannot be imported: "
+            "in the clone, pip install '.[gguf]'"
+        )
+    with _wrap_errors(name, source):
         _ask_hub(source, options.get("gguf_file", "config.json"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     geometry(config)
@@ -214,12 +172,11 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
 def load_tokenizer(
     name: str, *, random_weights: bool = False, trust_remote_code: bool = False, tokenizer: str | None = None
 ) -> Any:
-    """The model's tokenizer; the demo model's if the weights are random and the model has none at hand.
+    """Load a model's tokenizer; the demo model's if the weights are random and the model has none at hand.
 
     Args:
-        name: the model. A GGUF file's tokenizer is read once in a process, because that takes half a minute.
+        name, trust_remote_code: as `load_config` takes them.
         random_weights: whether any tokenizer will do.
-        trust_remote_code: whether code that comes with it may run; else it never does.
         tokenizer: the folder or hub id of one to use in place of the model's.
 
     Raises:
@@ -227,17 +184,17 @@ def load_tokenizer(
     """
     if random_weights and tokenizer is None and shipped_sizes(name):
         tokenizer = str(DEMO_FOLDER)
-    read = _read_once if is_gguf(name) else _read_tokenizer
+    read = _read_once if is_gguf(name) else _read_tokenizer  # a GGUF file's takes half a minute
     return read(name, random_weights, trust_remote_code, tokenizer)
 
 
 def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, own: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    source, options = _source(name) if own is None else (_existing(ALIASES.get(own, own)), {})
+    source, options = _find_source(name) if own is None else (_existing(ALIASES.get(own, own)), {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-        problem = _unreadable(tokenizer)
+        problem = _check_reading(tokenizer)
         cause: Exception | None = None
     except (OSError, ValueError, ImportError) as error:
         if not random_weights:
@@ -246,7 +203,7 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
         if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
             problem = f"its files are missing: {TOKENIZER_FILES}"
     if problem is None:
-        if is_gguf(name) and not random_weights and (wrong := wrong_tokens(tokenizer, _vocabulary(name))):
+        if is_gguf(name) and not random_weights and (wrong := compare_tokens(tokenizer, *_read_vocabulary(name))):
             raise ModelError(
                 f"the tokenizer that transformers {'makes' if own is None else 'loads'} for {name!r} is not the "
                 f"file's: {wrong}; give --tokenizer and the folder of the model that the file was made of"
@@ -261,17 +218,38 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
 _read_once = lru_cache(maxsize=1)(_read_tokenizer)
 
 
-def _vocabulary(name: str) -> Vocabulary:
-    """What a GGUF file says of its tokens."""
+def _read_vocabulary(name: str) -> tuple[dict[str, int], bool | None]:
+    """Read the token ids of a GGUF file by their texts, and whether it asks for a BOS, None if it does not say."""
+    from gguf import GGUFReader
     from transformers.utils.hub import cached_file
 
-    source, options = _source(name)
-    with _loading(name, source):
-        return read_vocabulary(Path(cached_file(source, options["gguf_file"])))
+    source, options = _find_source(name)
+    with _wrap_errors(name, source):
+        fields = GGUFReader(cached_file(source, options["gguf_file"])).fields
+    tokens, adds_bos = (fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "add_bos_token"))
+    ids = {token: number for number, token in enumerate(tokens.contents() if tokens else ())}
+    return ids, None if adds_bos is None else bool(adds_bos.contents())
 
 
-def _unreadable(tokenizer: Any) -> str | None:
-    """Why a tokenizer cannot make prompts; None if it can. Transformers makes some without any files, with no words."""
+def compare_tokens(tokenizer: Any, ids: Mapping[str, int], adds_bos: bool | None) -> str | None:
+    """Return how a tokenizer differs from a GGUF file's vocabulary; None if it is right.
+
+    Common words that are one token in the vocabulary must come out as that token, and a BOS must if the file says so.
+    """
+    for word in WORDS:
+        expected = next((ids[space + word] for space in SPACES if space + word in ids), None)
+        tokens = tokenizer(f"a {word}", add_special_tokens=False).input_ids
+        if expected is not None and tokens[-1] != expected:
+            return f"it makes the tokens {tokens} of 'a {word}', where the file has token {expected} for the last word"
+    if adds_bos is None or adds_bos == (tokenizer.bos_token_id in tokenizer("a").input_ids[:1]):
+        return None
+    if adds_bos:
+        return "it puts no BOS before a text, as the file asks"
+    return "it puts a BOS before a text, which the file does not ask for"
+
+
+def _check_reading(tokenizer: Any) -> str | None:
+    """Return why a tokenizer cannot make prompts; None if it can."""
     if not callable(tokenizer):
         return f"{type(tokenizer).__name__} is no tokenizer"
     try:
@@ -280,6 +258,7 @@ def _unreadable(tokenizer: Any) -> str | None:
         return f"{type(tokenizer).__name__} does not say where in a text its tokens are, as a fast tokenizer does"
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):
         return f"{type(tokenizer).__name__} reads no text"
+    # transformers makes some tokenizers without any files, with no words
     return None if len(set(ids)) > 1 else f"its files are missing or hold no words: {TOKENIZER_FILES}"
 
 
@@ -299,14 +278,12 @@ def load(
     time. All others are loaded as a whole, by transformers.
 
     Args:
-        name: an alias, a local folder, a GGUF file or a hub id.
+        name, trust_remote_code, tokenizer: as `load_config` and `load_tokenizer` take them.
         device: a torch device, such as "cuda:0" or "cpu".
         random_weights: take only the model's architecture, and draw its weights.
-        seed: what random weights are drawn from.
+        seed: of random weights.
         resident: whether all weights stay on the device, so that `model` can be called; None keeps them if they take
             a quarter of the memory or less, or cannot go layer by layer.
-        trust_remote_code: whether code that comes with the model may run; else it never does.
-        tokenizer: the folder or hub id of a tokenizer to use in place of the model's.
 
     Raises:
         ModelError: The model cannot be found, downloaded or read, or is not supported.
@@ -323,29 +300,25 @@ def load(
             "give it a tokenizer of its own"
         )
     torch_device = torch.device(device)
-    source, options = _source(name) if not random_weights else ("", {})
-    model = None
-    if not options and (random_weights or quantisation(config) is None):
+    source, options = ("", {}) if random_weights else _find_source(name)
+    if not options and (random_weights or find_quantisation(config) is None):
         model = skeleton(config, torch.bfloat16 if torch_device.type == "cuda" else torch.float32, torch_device)
-    if random_weights:
-        weights = Weights(model, RandomWeights(model, seed), torch_device, resident)
-        return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights, True)
-    checkpoint = None if model is None else _checkpoint(name, source, model)
-    if model is not None and checkpoint is not None and streaming_obstacle(config, model, checkpoint.names) is None:
-        weights = Weights(model, checkpoint, torch_device, resident)
-        return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights)
-    with _loading(name, source):
-        whole = load_whole(source, config, torch_device, name, trust_remote_code=trust_remote_code, **options)
-    return in_memory(whole, reader, name)
+        parameters = RandomWeights(model, seed) if random_weights else _find_checkpoint(name, source, model)
+        if parameters is not None:
+            weights = Weights(model, parameters, torch_device, resident)
+            return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights, random_weights)
+    with _wrap_errors(name, source):
+        model = load_whole(source, config, torch_device, name, trust_remote_code=trust_remote_code, **options)
+    return in_memory(model, reader, name)
 
 
 def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedModel:
-    """A transformers model that is loaded already: quantised, with adapters, spread over like GPUs or as it is.
+    """Take a transformers model that is loaded already: quantised, with adapters, spread over like GPUs or as it is.
 
     Args:
         model: in evaluation mode, all of its parameters in memory.
         tokenizer: the model's tokenizer, or the processor of a model with further inputs.
-        name: what it is called in profiles; by default what it was loaded from, or its class.
+        name: in profiles; by default what it was loaded from, or its class.
 
     Raises:
         ModelError: It is no such model, has no layer of full attention, or there is no tokenizer.
@@ -357,7 +330,7 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
     if model.training:
         raise ModelError("the model is in training mode, expected evaluation: call model.eval()")
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    if (problem := _unreadable(tokenizer)) is not None:
+    if (problem := _check_reading(tokenizer)) is not None:
         raise ModelError(f"the tokenizer of {type(model).__name__} cannot be used: {problem}; give the model's own")
     shape = geometry(model.config)
     weights = InMemory(model)
@@ -365,14 +338,8 @@ def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMode
     return LoadedModel(name, model, tokenizer, shape, weights.fingerprint, weights)
 
 
-def shipped_sizes(name: str) -> Path | None:
-    """The configuration of an alias that is part of this package."""
-    path = ARCHITECTURES / f"{name}.json"
-    return path if name in ALIASES and path.is_file() else None
-
-
-def _checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
-    """The safetensors files with the weights, downloaded if need be; None if there are weights in other files only.
+def _find_checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
+    """Find the safetensors files with the weights, downloaded if need be; None if they cannot go layer by layer.
 
     The model gets the generation settings beside them.
     """
@@ -383,22 +350,23 @@ def _checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
     disable_progress_bar()
 
     def find(file: str) -> str | None:
-        with _loading(name, source):
+        with _wrap_errors(name, source):
             path: str | None = cached_file(source, file, _raise_exceptions_for_missing_entries=False)
         return path
 
     if find("generation_config.json") is not None:
-        with _loading(name, source):
+        with _wrap_errors(name, source):
             model.generation_config = GenerationConfig.from_pretrained(source)
     others = ("pytorch_model.bin", "pytorch_model.bin.index.json")
     if find(SINGLE) is None and find(INDEX) is None and any(find(file) for file in others):
         return None
-    return Checkpoint(find)
+    checkpoint = Checkpoint(find)
+    return checkpoint if explain_no_streaming(model.config, model, checkpoint.names) is None else None
 
 
 @contextmanager
-def _loading(name: str, source: str) -> Iterator[None]:
-    """Turns what transformers raises into one sentence."""
+def _wrap_errors(name: str, source: str) -> Iterator[None]:
+    """Turn what transformers raises into one sentence."""
     try:
         yield
     except ModelError:
@@ -415,25 +383,21 @@ def _loading(name: str, source: str) -> Iterator[None]:
 
 
 def _ask_hub(source: str, file: str) -> None:
-    """Say what is asked of the Hub, and try once: transformers would try for half a minute, without a word.
-
-    Raises:
-        ConnectionError: There is no way to the Hub. Nothing is asked of it for what is here already.
-    """
+    """Ask the Hub once, with a line in the log, unless the file is here. Raises ConnectionError without an answer."""
     import httpx
     from huggingface_hub import constants, get_session, try_to_load_from_cache
 
     if Path(source).exists() or constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(source, file), str):
         return
     log.warning("asking the Hub for %s", source)
-    try:
+    try:  # transformers would try for half a minute, without a word
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
     except httpx.TransportError as error:
         raise ConnectionError(str(error)) from error
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether transformers failed because there is no way to the Hub, or none is allowed (HF_HUB_OFFLINE)."""
+    """Return whether transformers failed because the Hub is out of reach, or not allowed (HF_HUB_OFFLINE)."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)):
@@ -442,7 +406,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def _refuse_code(name: str, error: Exception) -> None:
-    """Raises ModelError if transformers said that the model has code of its own."""
+    """Raise ModelError if transformers said that the model has code of its own."""
     if "trust_remote_code" in str(error):
         raise ModelError(
             f"model {name!r} comes with code of its own, which is not run: give {TRUST} if you have read and trust it"

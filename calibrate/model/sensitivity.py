@@ -1,4 +1,4 @@
-"""How much a model's predictions change with an error in the attention of each head: one backward pass.
+"""Measure how a model's predictions change with an error in the attention of each head, by one backward pass.
 
 To second order, KL(dense || patched) of the next token is half the error's quadratic form with the Fisher information.
 Its diagonal suffices, because the errors of rows and heads are nearly uncorrelated. For one head it is the mean square
@@ -7,7 +7,7 @@ model itself predicts at its position:
 
     KL per token = sum over layers and heads of 0.5 * E|g_row|^2 * mse,   |g_row|^2 summed over the head's D entries.
 
-The pass goes layer by layer, like every other (`streams.py`): forward without a graph, where only each layer's input
+The pass goes layer by layer, like every other (`layers.py`): forward without a graph, where only each layer's input
 is kept, in host memory; then backward, where each layer runs again from its input. So a model of any size needs the
 parameters and the activations of one layer at a time.
 """
@@ -33,19 +33,19 @@ from calibrate.model.layers import (
     begin,
     check_finite,
     layer_on_device,
+    override_attention,
     register,
-    watched,
 )
 from calibrate.model.logits import ROWS, logits_on_device
 from calibrate.model.models import LoadedModel
+from s2o_runtime.call import Scoring, capped, softmax
 from s2o_runtime.errors import ModelError
-from s2o_runtime.scoring import Scoring, capped, softmax
 
 Sensitivity = tuple[tuple[float, ...], ...]  # of each layer and head: nats per token for each unit of the head's mse
 
 
 def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Sensitivity:
-    """What each head's mean squared error costs in KL, the mean over prompts.
+    """Measure the cost in KL of each head's mean squared error, the mean over prompts.
 
     Args:
         loaded: the model.
@@ -71,7 +71,7 @@ def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Se
             for _ in forward.layers:
                 inputs.append([stream.hidden.cpu() for stream in forward.streams])
                 forward.move()
-        gradients = _of_predictions(loaded, forward.streams, seed)
+        gradients = _compute_prediction_gradients(loaded, forward.streams, seed)
         for layer in reversed(forward.layers):
             with (
                 layer_on_device(loaded, layer),
@@ -80,15 +80,15 @@ def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Se
                 head_costs = []
                 for prompt, (stream, hidden) in enumerate(zip(forward.streams, inputs.pop(), strict=True)):
                     before = replace(stream, hidden=hidden.to(device))
-                    gradients[prompt], outputs = _backward(layer, before, gradients[prompt])
+                    gradients[prompt], outputs = _run_backward(layer, before, gradients[prompt])
                     head_costs += outputs
             if layer.attention is not None:
                 costs.append(tuple(torch.stack(head_costs).mean(0).tolist()))
     return tuple(reversed(costs))
 
 
-def _of_predictions(loaded: LoadedModel, streams: Sequence[Stream], seed: int) -> list[Tensor]:
-    """The gradient of the drawn tokens' log-probability with respect to each prompt's last hidden state, [1, L, H]."""
+def _compute_prediction_gradients(loaded: LoadedModel, streams: Sequence[Stream], seed: int) -> list[Tensor]:
+    """Compute the gradient of drawn tokens' log-probability by each prompt's last hidden state, [1, L, H]."""
     generator = torch.Generator().manual_seed(seed)
     gradients = []
     with logits_on_device(loaded) as logits, torch.enable_grad():
@@ -97,26 +97,21 @@ def _of_predictions(loaded: LoadedModel, streams: Sequence[Stream], seed: int) -
             for piece in torch.split(stream.hidden, ROWS, 1):
                 rows = piece.detach().requires_grad_()
                 log_p = logits(rows)[0].float().log_softmax(-1)
-                drawn = _drawn(log_p.detach(), generator)
+                drawn = _draw_tokens(log_p.detach(), generator)
                 pieces.append(torch.autograd.grad(log_p.gather(1, drawn[:, None]).sum(), rows)[0])
             gradients.append(torch.cat(pieces, 1))
     return gradients
 
 
-def _drawn(log_p: Tensor, generator: torch.Generator) -> Tensor:
-    """A token for each row of log-probabilities float32 [R, V], int64 [R]; the same numbers decide on every device."""
+def _draw_tokens(log_p: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a token int64 [R] for each row of log-probabilities float32 [R, V], alike on every device."""
     uniform = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
     cumulated = log_p.exp().cumsum(-1)
     return torch.searchsorted(cumulated, uniform * cumulated[:, -1:]).clamp_(max=log_p.shape[1] - 1)[:, 0]
 
 
-def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A layer's turn in the backward pass.
-
-    Args:
-        layer: the decoder layer.
-        before: the prompt before the layer.
-        gradient: with respect to the hidden state behind the layer, [1, L, H].
+def _run_backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Run the backward pass of one layer, given the gradient with respect to the hidden state behind it, [1, L, H].
 
     Returns:
         The gradient with respect to the hidden state before the layer, and half the mean over rows of the squared norm
@@ -126,10 +121,10 @@ def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Te
     outputs: list[Tensor] = []
 
     def keep(*call: Any) -> Tensor:
-        outputs.append(_differentiable(*call))
+        outputs.append(_attend(*call))
         return outputs[-1]
 
-    with torch.enable_grad(), nullcontext() if layer.attention is None else watched(layer.attention, keep):
+    with torch.enable_grad(), nullcontext() if layer.attention is None else override_attention(layer.attention, keep):
         after = replace(before, hidden=hidden).through(layer.module, layer.number).hidden
     if not all(output.requires_grad for output in outputs):  # quantised q, k and v
         raise _without_gradients(layer)
@@ -145,13 +140,13 @@ def _backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Te
 
 def _without_gradients(layer: DecoderLayer) -> ModelError:
     return ModelError(
-        f"layer {layer.number}: its weights let no gradient through, which a budget in KL needs: use --budget-rel-mse, "
-        "or a checkpoint that is not quantised"
+        f"layer {layer.number}: its weights let no gradient through, which a sensitivity needs: use a checkpoint "
+        "that is not quantised"
     )
 
 
-def _differentiable(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Dense causal attention of q, k, v [1, H, L, D], through which gradients flow."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Compute dense causal attention of q, k, v [1, H, L, D], through which gradients flow."""
     scale, softcap, sinks = scoring
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from calibrate.compiling import compile_ahead, with_tiles
-from calibrate.curves import linear_pass
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, RankingConfig, Shape
-from calibrate.curves.passes import measure
+from calibrate.curves.curves import TAUS, RankingConfig, Shape, overhead
+from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
 from calibrate.record import RetiledLayers, Retiling, read_record, update_record
-from calibrate.search.crossover import Layer, with_crossover
+from calibrate.search.tiles import Layer, with_crossover
 from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, StopRule, TileConfig
@@ -47,7 +45,6 @@ class TimingKey:
 
     length: int  # keys, at most `LONGEST`
     segments: tuple[int, ...]  # of the layer's heads in queries, ascending
-    grain: int
     shape: Shape  # of the profile's tile
     density: int  # pairs computed over dense attention's, in steps of `ALIKE`
     ranking: int  # time that ranking adds over dense attention's, in steps of `ALIKE`
@@ -168,11 +165,10 @@ def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dic
             if config.is_dense:
                 continue
             ranked = _list_ranked(config)
-            ranking = sum(overhead(_get_ranking(head, config), head.far) for head in ranked) / config.num_heads
+            ranking = sum(overhead(_get_ranking(head, config), head.tail) for head in ranked) / config.num_heads
             key = TimingKey(
                 min(length, LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
-                config.grain,
                 Shape.of(config.tile),
                 round(densities[bucket][layer] / ALIKE),
                 round(ranking / ALIKE),
@@ -213,11 +209,11 @@ def _list_traces(
     """Return measurements of curves, one for each kernel that `_with_density` needs."""
     traces: dict[Hashable, Callable[[], object]] = {}
     for key, config in layers:
-        ranked = [head for head in config.heads if head.has_threshold]
-        if ranked and (key.shape, key.grain, key.scores) not in traces:
+        ranked = _list_ranked(config)
+        if ranked and (key.shape, key.scores) not in traces:
             inputs = _make_inputs(geometry, key.length, where)
             trace = partial(measure, inputs, [_get_ranking(ranked[0], config)], [key.shape])
-            traces[key.shape, key.grain, key.scores] = trace
+            traces[key.shape, key.scores] = trace
     return traces.values()
 
 
@@ -233,11 +229,8 @@ def list_legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) ->
 
 def _with_density(prompt: Captured, config: LayerConfig, density: float) -> LayerConfig:
     """Return the layer with thresholds at which its heads, given the synthetic inputs, compute `density` of pairs."""
-    ranked = [head for head in config.heads if head.has_threshold]
+    ranked = _list_ranked(config)
     computed = density * config.num_heads - sum(head.mode == "dense" for head in config.heads)
-    for head in _list_ranked(config):
-        if head.far == "linear":
-            computed -= linear_pass.density(prompt.q.shape[2], replace(config, heads=(head,)))
     target = computed / max(len(ranked), 1)
     shape = Shape.of(config.tile)
     densities_of = {
@@ -246,7 +239,7 @@ def _with_density(prompt: Captured, config: LayerConfig, density: float) -> Laye
     }
     heads = list(config.heads)
     for index, head in enumerate(heads):
-        if head.has_threshold:
+        if head.mode == "s2o":
             tau = interpolate_tau(densities_of[_get_ranking(head, config)][index], target)
             heads[index] = replace(head, tau=tau, stop_rule=StopRule.REST)
     return replace(config, heads=tuple(heads))
@@ -257,7 +250,7 @@ def interpolate_tau(densities: Tensor, target: float) -> float:
 
     Beyond what was measured it is the nearest of `TAUS`, or 0, which computes everything.
 
-    >>> tau_for(torch.linspace(1.0, 0.5, len(TAUS)), 0.75)
+    >>> interpolate_tau(torch.linspace(1.0, 0.5, len(TAUS)), 0.75)
     1.0
     """
     falling = densities.cummin(0).values.tolist()
@@ -292,4 +285,4 @@ def _list_ranked(config: LayerConfig) -> list[HeadConfig]:
 
 
 def _get_ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
-    return RankingConfig(head.segment, head.representatives, config.grain, config.scores, head.far == "linear")
+    return RankingConfig(head.segment, head.representatives, config.scores)

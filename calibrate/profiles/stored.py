@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibrate.curves import ranking_cost, sensitivities
-from calibrate.curves.costs import linear_cost
+from calibrate.curves import measure
 from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
 from calibrate.curves.measure import recipe_key
-from calibrate.curves.sensitivities import stored_sensitivity
 from calibrate.journal import Journal
-from calibrate.model.sensitivity import Sensitivity
 from calibrate.recipe import DEFAULT_CEILING, Recipe
 from calibrate.record import Record, read_record
 from s2o_runtime.errors import InputError
-from s2o_runtime.identity import Geometry
+from s2o_runtime.identity import Geometry, config_mismatch, split_fingerprint
 from s2o_runtime.profile import Profile
 
 
@@ -29,7 +26,6 @@ class StoredCurves:
     recipe: Recipe
     entries: list[tuple[dict[str, Any], Any]]  # keys and values of the journal's curves, in the order of measuring
     ranking_costs: list[tuple[dict[str, Any], Any]]  # the same of what ranking takes at each length
-    sensitivity: Sensitivity | None = None  # what errors cost in KL; None if it was not measured
 
     def find_curves(self, layer: int, length: int) -> Curves | None:
         """Return the curves last measured for a layer at a bucket of `length` tokens.
@@ -42,11 +38,11 @@ class StoredCurves:
         expected_key = {"layer": layer, "prompts": prompts, **recipe_key(self.recipe, length)}
         for key, value in reversed(self.entries):
             if key == expected_key | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
-                cost = ranking_cost.stored_cost(
+                cost = measure.stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
-                curves = with_fixed_cost(unpacked(value), cost, linear_cost(length))
-                matching = methods(curves, config.segment, config.grain, shape, config.scores)
+                curves = with_fixed_cost(unpacked(value), cost)
+                matching = methods(curves, config.segment, shape, config.scores)
                 return curves if matching else None
         return None
 
@@ -88,17 +84,14 @@ def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str)
     """
     if not journal.exists():
         raise InputError(f"journal {journal} does not exist: give --journal, or measure again with {command}")
-    record = read_record(profile)
-    prompts = {prompt for length in profile.lengths for prompt in _list_prompt_hashes(record, length)}
     with Journal.read(journal) as opened:
         _check_identity(opened, profile)
         return StoredCurves(
             profile,
-            record,
+            read_record(profile),
             recipe,
             opened.entries("curves"),
-            opened.entries(ranking_cost.KIND),
-            stored_sensitivity(opened.entries(sensitivities.KIND), prompts),
+            opened.entries(measure.RANKING_COST),
         )
 
 
@@ -112,7 +105,8 @@ def calibrate_command(recipe: Recipe) -> str:
 
 def _check_identity(journal: Journal, profile: Profile) -> None:
     """Raise InputError if the journal's measurements are of another model or kind of device than the profile."""
-    expected = {("model", "fingerprint"): profile.fingerprint, ("device", "kind"): profile.device.kind}
+    calibrated = split_fingerprint(profile.fingerprint)
+    expected = {("model", "fingerprint"): calibrated["fingerprint"], ("device", "kind"): profile.device.kind}
     for (part, name), value in expected.items():
         measured = journal.identity.get(part)
         actual = measured.get(name) if isinstance(measured, dict) else None
@@ -121,6 +115,8 @@ def _check_identity(journal: Journal, profile: Profile) -> None:
                 f"journal {journal.path} was made with {part}.{name} {actual}, the profile with {value}: "
                 "give the profile's own --journal"
             )
+    if mismatch := config_mismatch(journal.identity["model"].get("config", {}), calibrated.get("config", {})):
+        raise InputError(f"journal {journal.path} is of another model: {mismatch}: give the profile's own --journal")
 
 
 def _list_prompt_hashes(record: Record, length: int) -> list[str | None]:

@@ -1,1 +1,1 @@
-"""What is calibrated, adjusted and certified on: prompts of exact token lengths, with needles."""
+"""Prompts of exact token lengths, with needles, to calibrate, adjust and certify on."""

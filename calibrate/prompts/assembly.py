@@ -12,24 +12,26 @@ from typing import Any
 
 import torch
 
-from calibrate.prompts.documents import SEPARATOR, Document, Turn
-from calibrate.prompts.needles import make_needles
+from calibrate.prompts.documents import SEPARATOR, Document, Origins, TooShortError, Turn, join_documents
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import Retrieval, encode, encode_all, isolated_in, needles_in, spread, start_of
+from calibrate.prompts.retrieval import (
+    Retrieval,
+    count_needles,
+    encode,
+    encode_all,
+    hide_and_ask_within,
+    make_needles,
+    spread,
+    start_of,
+)
 from s2o_runtime.errors import InputError
 
 ASK = "List the secret codes that are hidden in the text above."
 TODAY = "26 Jul 2024"  # for chat templates that state the date: prompts do not depend on the day
-Origins = Counter[tuple[str, str]]  # tokens of each domain and group
 _ATTEMPTS = 40
-_CHARACTERS = 8  # of a token, hardly more
 
 
-class TooShortError(InputError):
-    """Documents end before a prompt is full."""
-
-
-def assembled(
+def assemble_prompt(
     tokenizer: Any,
     documents: Iterator[Document],
     length: int,
@@ -38,10 +40,10 @@ def assembled(
     needles: bool,
     isolated: bool = False,
 ) -> Prompt:
-    """A prompt of the first `length` tokens of documents, one after another.
+    """Make a prompt of the first `length` tokens of documents, one after another.
 
     A tokenizer's own first tokens stand before plain text. A conversation is laid out by the tokenizer's chat template,
-    which writes them itself; without a template as "User: ... Assistant: ...". The first document says which of
+    which writes them itself; without a template as "User: ... Assistant: ...". The first document decides which of
     the two a prompt is: further conversations are text in plain text, and further texts are the user's in a
     conversation. The prompt's domain and group are those of most of its tokens.
 
@@ -49,41 +51,42 @@ def assembled(
         tokenizer: the model's tokenizer.
         documents: texts or conversations; as many are taken as are needed.
         length: in tokens.
-        rng: what draws the needles.
-        needles: whether facts are hidden in the text and asked for at its end: after plain text, or as the answer of a
+        rng: draws the needles.
+        needles: hide facts in the text and ask for them at its end: after plain text, or as the answer of a
             conversation's last turn. A quarter of the prompt at most are these questions.
-        isolated: whether plain text has the questions each by itself, spread over its second half, not at its end.
+        isolated: ask in plain text each question by itself, spread over its second half, not at its end.
 
     Raises:
         InputError: The documents are too short, or the chat template does not take the conversation.
     """
-    asked = make_needles(needles_in(length) if needles else 0, rng)
+    # the order of draws is a part of what a seed means: needles, documents, the order of questions
+    asked = make_needles(count_needles(length) if needles else 0, rng)
     first = next(documents, None)
     if first is None:
-        raise _too_short(length)
+        raise TooShortError(length)
+    documents = chain([first], documents)
     if isolated and not first.turns:
-        text, tokens = _plain(tokenizer, first, documents, length)
-        ids, answers = isolated_in(tokenizer, text, asked, rng, len(start_of(tokenizer)))
+        text, origins = join_documents(tokenizer, documents, length)
+        ids, answers = hide_and_ask_within(tokenizer, text, asked, rng, len(start_of(tokenizer)))
     else:
-        retrieval = Retrieval.of(tokenizer, asked, rng).within(length // 4)
+        retrieval = Retrieval.of(tokenizer, asked, rng).cap_questions(length // 4)
         length -= len(retrieval.questions)
         if first.turns:
-            turns, tokens = _joined_turns(tokenizer, first, documents, length)
-            text = _conversation(tokenizer, turns, [needle.fact for needle in asked], length)
-            ids, answers = retrieval.asked_after(text)
+            turns, origins = _join_turns(tokenizer, documents, length)
+            ids, answers = retrieval.ask_after(_lay_out(tokenizer, turns, [needle.fact for needle in asked], length))
         else:
-            text, tokens = _plain(tokenizer, first, documents, length)
+            text, origins = join_documents(tokenizer, documents, length)
             ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
-    return Prompt(torch.frombuffer(array("q", ids), dtype=torch.int64), answers, *tokens.most_common(1)[0][0])
+    return Prompt(torch.frombuffer(array("q", ids), dtype=torch.int64), answers, *origins.most_common(1)[0][0])
 
 
-def in_equal_parts(tokenizer: Any, kinds: Sequence[Iterator[Document]], length: int) -> Iterator[Document]:
-    """Documents of several kinds for one prompt: of each its share of the tokens, and of the last all that come."""
+def mix_equal_parts(tokenizer: Any, kinds: Sequence[Iterator[Document]], length: int) -> Iterator[Document]:
+    """Yield documents of several kinds for one prompt: its share of the tokens of each, and all of the last."""
     for documents in kinds[:-1]:
         missing = length // len(kinds)
         for document in documents:
-            tokens = size_of(tokenizer, document)
-            yield document if tokens <= missing else document.beginning(missing / tokens)
+            tokens = count_tokens(tokenizer, document)
+            yield document if tokens <= missing else document.truncate(missing / tokens)
             missing -= tokens
             if missing <= 0:
                 break
@@ -97,85 +100,55 @@ def encode_served(tokenizer: Any, document: Document) -> list[int]:
         InputError: The chat template does not take the conversation.
     """
     if document.turns:
-        return _layout_start(tokenizer) + encode(tokenizer, _laid_out(tokenizer, document.turns))
+        return _encode_layout_start(tokenizer) + encode(tokenizer, _apply_template(tokenizer, document.turns))
     return start_of(tokenizer) + encode(tokenizer, document.text)
 
 
-def size_of(tokenizer: Any, document: Document) -> int:
-    """How many tokens a document brings to a prompt, without what a layout of turns adds."""
+def count_tokens(tokenizer: Any, document: Document) -> int:
+    """Return the number of tokens that a document brings to a prompt, without what a layout of turns adds."""
     contents = [content for _, content in document.turns] if document.turns else [document.text]
     return sum(map(len, encode_all(tokenizer, contents)))
 
 
 @lru_cache(maxsize=1 << 16)
-def _count(tokenizer: Any, text: str) -> int:
+def _count_text(tokenizer: Any, text: str) -> int:
     return len(encode(tokenizer, text))
 
 
-def _plain(tokenizer: Any, first: Document, others: Iterator[Document], length: int) -> tuple[list[int], Origins]:
-    """The first tokens of documents, and what they are of."""
-    ids, separator = start_of(tokenizer), encode(tokenizer, SEPARATOR)
-    tokens: Origins = Counter()
-    documents = chain([first], others)
-    while needed := list(_needed(documents, length - len(ids))):
-        most = _CHARACTERS * (length - len(ids))  # long files are not read to their end for a few tokens
-        texts = [document.as_text for document in needed]
-        for document, text, text_ids in zip(
-            needed, texts, encode_all(tokenizer, [text[:most] for text in texts]), strict=True
-        ):
-            before = len(ids)
-            ids += separator if tokens else []
-            cut_short = len(text) > most and len(text_ids) <= length - len(ids)
-            ids += encode(tokenizer, text) if cut_short else text_ids
-            tokens[document.domain, document.group] += min(len(ids), length) - before
-            if len(ids) >= length:
-                return ids[:length], tokens
-    raise _too_short(length)
-
-
-def _needed(documents: Iterator[Document], missing: int) -> Iterator[Document]:
-    """The next documents, as many as so many tokens take at least: a text has no more tokens than bytes."""
-    while missing > 0 and (document := next(documents, None)) is not None:
-        yield document
-        missing -= len(document.as_text.encode("utf-8", "surrogatepass"))
-
-
-def _joined_turns(
-    tokenizer: Any, first: Document, others: Iterator[Document], length: int
-) -> tuple[list[Turn], Origins]:
-    """Enough conversations as one, and what its tokens are of. Roles take turns; the first has the system message."""
+def _join_turns(tokenizer: Any, documents: Iterator[Document], length: int) -> tuple[list[Turn], Origins]:
+    """Join conversations of `length` tokens into one, in which roles take turns; the first has the system message."""
     turns: list[Turn] = []
-    tokens: Origins = Counter()
-    for document in chain([first], others):
-        tokens[document.domain, document.group] += min(size_of(tokenizer, document), length - tokens.total())
+    origins: Origins = Counter()
+    for document in documents:
+        origins[document.domain, document.group] += min(count_tokens(tokenizer, document), length - origins.total())
         for role, content in document.turns or (("user", document.text),):
             if turns and role == turns[-1][0]:
                 turns[-1] = role, turns[-1][1] + SEPARATOR + content
             elif not turns or role != "system":
                 turns.append((role, content))
-        if tokens.total() >= length:
-            return turns, tokens
-    raise _too_short(length)
+        if origins.total() >= length:
+            return turns, origins
+    raise TooShortError(length)
 
 
-def _conversation(tokenizer: Any, turns: list[Turn], facts: list[str], length: int) -> list[int]:
-    """The first tokens of a conversation; if there are facts, these in it, and its end asks for them."""
-    begin = _layout_start(tokenizer)
+def _lay_out(tokenizer: Any, turns: list[Turn], facts: list[str], length: int) -> list[int]:
+    """Return the first `length` tokens of a conversation; with facts hidden in it, its end asks for them."""
+    begin = _encode_layout_start(tokenizer)
     if not facts:
-        ids = begin + encode(tokenizer, _laid_out(tokenizer, turns))
+        ids = begin + encode(tokenizer, _apply_template(tokenizer, turns))
         if len(ids) < length:
-            raise _too_short(length)
+            raise TooShortError(length)
         return ids[:length]
-    end = encode(tokenizer, _body_and_end(tokenizer, turns)[1])
+    end = encode(tokenizer, _ask_at_end(tokenizer, turns)[1])
     room = length - len(begin) - len(end)
     if room < 1:
         raise InputError(f"length {length} is too short for a conversation with needles: use a longer one")
     span = room
     for _ in range(_ATTEMPTS):  # what the layout adds between turns moves facts on: until the last is inside
-        body, _ = _body_and_end(tokenizer, _with_facts(tokenizer, turns, facts, span))
+        body, _ = _ask_at_end(tokenizer, _hide_facts(tokenizer, turns, facts, span))
         encoded = tokenizer(body, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         if len(encoded.input_ids) < room:
-            raise _too_short(length)
+            raise TooShortError(length)
         kept = body[: encoded.offset_mapping[room - 1][1]]
         if all(fact.strip() in kept for fact in facts):
             return [*begin, *encoded.input_ids[:room], *end]
@@ -186,67 +159,56 @@ def _conversation(tokenizer: Any, turns: list[Turn], facts: list[str], length: i
     )
 
 
-def _with_facts(tokenizer: Any, turns: Sequence[Turn], facts: Sequence[str], span: int) -> list[Turn]:
-    """The turns with facts spread evenly over their first `span` tokens."""
+def _hide_facts(tokenizer: Any, turns: Sequence[Turn], facts: Sequence[str], span: int) -> list[Turn]:
+    """Return the turns with facts spread evenly over their first `span` tokens."""
     waiting = list(zip(spread(len(facts), 0, span), facts, strict=True))
     written = []
     position = 0
     for role, content in turns:
-        tokens = _count(tokenizer, content)
+        tokens = _count_text(tokenizer, content)
         text, copied = "", 0
         while waiting and waiting[0][0] < position + tokens and role != "system":
             fact_position, fact = waiting.pop(0)
             character = max(copied, len(content) * (fact_position - position) // tokens)
             text += content[copied:character] + fact
             copied = character
-            position += _count(tokenizer, fact)
+            position += _count_text(tokenizer, fact)
         written.append((role, text + content[copied:]))
         position += tokens
     return written
 
 
-def _body_and_end(tokenizer: Any, turns: list[Turn]) -> tuple[str, str]:
-    """A conversation whose last message asks for the needles: up to that message, and from the end of what was said."""
+def _ask_at_end(tokenizer: Any, turns: list[Turn]) -> tuple[str, str]:
+    """Lay out a conversation whose last message asks for the needles, cut behind the last content before `ASK`."""
     content = turns[-1][1].strip()
     if turns[-1][0] == "user":
-        text = _laid_out(tokenizer, [*turns[:-1], ("user", content + SEPARATOR + ASK)])
+        text = _apply_template(tokenizer, [*turns[:-1], ("user", content + SEPARATOR + ASK)])
     else:
-        text = _laid_out(tokenizer, [*turns, ("user", ASK)])
+        text = _apply_template(tokenizer, [*turns, ("user", ASK)])
     asked = text.rfind(ASK)
-    last_message = text.rfind(content, 0, max(asked, 0))
     if asked < 0:
         raise InputError("the tokenizer's chat template leaves the last message out: use text without conversations")
+    last_message = text.rfind(content, 0, asked)
     split = last_message + len(content) if content and last_message >= 0 else asked
     return text[:split], text[split:]
 
 
-def _layout_start(tokenizer: Any) -> list[int]:
-    """The tokens before a conversation that is laid out: a chat template writes them itself."""
+def _encode_layout_start(tokenizer: Any) -> list[int]:
+    """Return the tokens before a conversation that is laid out: a chat template writes them itself."""
     return [] if getattr(tokenizer, "chat_template", None) else start_of(tokenizer)
 
 
-def _laid_out(tokenizer: Any, turns: Sequence[Turn]) -> str:
-    """A conversation as the model reads it, up to where the assistant answers."""
+def _apply_template(tokenizer: Any, turns: Sequence[Turn]) -> str:
+    """Return a conversation as the model reads it, up to where the assistant answers."""
     if not getattr(tokenizer, "chat_template", None):
         return Document("", "", turns=tuple(turns)).as_text
     messages = [{"role": role, "content": content} for role, content in turns]
+    dated = {"date_string": TODAY, "strftime_now": lambda _: TODAY}
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=True,
-                date_string=TODAY,
-                strftime_now=lambda _: TODAY,
-            )
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **dated))
     except Exception as error:  # a template is a program of the tokenizer's authors
         reason = " ".join(str(error).split())
         raise InputError(
             f"the tokenizer's chat template does not take a conversation ({reason}): use text without conversations "
             "(of the built-in text --domains code,prose)"
         ) from error
-
-
-def _too_short(length: int) -> TooShortError:
-    return TooShortError(f"the documents are too short for a prompt of {length} tokens: give longer ones")

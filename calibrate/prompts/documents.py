@@ -1,52 +1,79 @@
-"""Documents, and the built-in ones of ten kinds, each in one of three sets.
-
-Found text is split by group: code is the Python standard library that runs this program, prose and Chinese are texts/,
-whose SOURCES.txt names their origin. Generated text has a seed for a group. What is composed takes pieces of both.
-"""
+"""Documents that prompts are cut from: users' files, the library's own text, generated text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import lzma
+import os
 import random
+import re
+import sysconfig
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
 
 from calibrate.prompts import generated
-from calibrate.prompts.stdlib import is_held_out, library_files, read_source
+from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import (
+    Retrieval,
+    count_needles,
+    encode,
+    encode_all,
+    make_needles,
+    spread,
+    start_of,
+    with_facts,
+)
+from s2o_runtime.errors import InputError
+from s2o_runtime.fields import shown
 
 SEPARATOR = "\n\n"  # between documents and between turns
-Turn = tuple[str, str]  # the role, such as "user", and what is said
+Turn = tuple[str, str]  # the role, such as "user", and the content
+Origins = Counter[tuple[str, str]]  # tokens of each domain and group
 PURPOSES = CALIBRATION, HELD_OUT, CERTIFY = "calibration", "held_out", "certify"
-# what a domain's groups are for, in turns: certificates need most prompts, calibrating fewest
-_TURNS = (CERTIFY, HELD_OUT, CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CERTIFY)
+# purposes of a domain's groups, in turns: certificates need most prompts, calibrating fewest
+PURPOSE_CYCLE = (CERTIFY, HELD_OUT, CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CERTIFY)
 FOUND = ("code", "prose", "chinese")
 GENERATED: dict[str, Callable[[random.Random], str]] = {
-    "json": generated.json_text,
-    "tables": generated.table_text,
-    "logs": generated.log_text,
-    "encoded": generated.encoded_text,
+    "json": generated.write_json,
+    "tables": generated.write_table,
+    "logs": generated.write_log,
+    "encoded": generated.write_encoded,
 }
-COMPOSED: dict[str, Callable[[random.Random, generated.Piece], str | tuple[Turn, ...]]] = {
-    "chat": generated.conversation,
-    "questions": generated.excerpt,
-    "mixed": generated.excerpt,
+COMPOSED: dict[str, Callable[[random.Random, generated.Excerpt], str | tuple[Turn, ...]]] = {
+    "chat": generated.write_conversation,
+    "questions": generated.write_excerpt,
+    "mixed": generated.write_excerpt,
 }
 # tests resemble one another, and tables of characters and documentation are not code
 _NO_CODE = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+_HELD_OUT_FILES = 3  # one of this many of the standard library's files is held out
+_CHARACTERS = 8  # of a token, hardly more
+
+
+class TooShortError(InputError):
+    """Documents end before a prompt is full."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(
+            f"the documents are too short for a prompt of {length} tokens: give longer ones, or a shorter length"
+        )
 
 
 @dataclass(frozen=True)
 class Document:
     """A text or a conversation, which is in at most one of the three sets.
 
-    domain: what kind of text it is. group: what it belongs to; documents of one group are in one set. text: empty for a
-    conversation. turns: of a conversation.
+    domain: the kind of text. group: its source; documents of one group are in one set. text: empty for a conversation.
+    turns: of a conversation.
     """
 
     domain: str
@@ -56,12 +83,17 @@ class Document:
 
     @property
     def as_text(self) -> str:
-        """The text; of a conversation, what each role says, up to where the assistant answers."""
+        """The text; of a conversation, each role's content, up to where the assistant answers."""
         turns = (f"{role.capitalize()}: {content}{SEPARATOR}" for role, content in self.turns)
         return "".join([*turns, "Assistant: "]) if self.turns else self.text
 
-    def beginning(self, share: float) -> Document:
-        """About this share of it, and at least a character."""
+    @property
+    def digest(self) -> bytes:
+        """Content hash; equal documents have equal digests."""
+        return hashlib.sha256(repr((self.text, self.turns)).encode("utf-8", "surrogatepass")).digest()
+
+    def truncate(self, share: float) -> Document:
+        """Return about this share of the document from its beginning on, and at least a character."""
         left = max(1, int(share * (len(self.text) + sum(len(content) for _, content in self.turns))))
         turns = []
         for role, content in self.turns:
@@ -69,102 +101,92 @@ class Document:
             left -= len(content)
         return replace(self, text=self.text[: max(0, left)], turns=tuple(turns))
 
-    @property
-    def digest(self) -> bytes:
-        """What two documents have in common that are the same."""
-        return hashlib.sha256(repr((self.text, self.turns)).encode("utf-8", "surrogatepass")).digest()
 
-
-def distinct(documents: Iterable[Document]) -> list[Document]:
-    """The documents without those that occurred before."""
+def drop_duplicates(documents: Iterable[Document]) -> list[Document]:
+    """Return the documents without those that occurred before."""
     return list({document.digest: document for document in reversed(list(documents))}.values())[::-1]
 
 
 @cache
-def found_documents(domain: str) -> dict[str, list[Document]]:
-    """The documents of found text by purpose.
+def read_found_documents(domain: str) -> dict[str, list[Document]]:
+    """Read the documents of found text by purpose.
 
-    A module of the standard library belongs to its package. No such file that `is_held_out` is calibrated or adjusted
-    on, so the evaluation's text stays unseen.
+    A module of the standard library belongs to its package. Its held-out files are never calibrated or adjusted on, so
+    the evaluation's text stays unseen.
     """
-    split: dict[str, list[Document]] = {purpose: [] for purpose in PURPOSES}
+    by_purpose: dict[str, list[Document]] = {purpose: [] for purpose in PURPOSES}
     if domain == "code":
-        for name in library_files():
+        for name in list_library_files():
             folders = name.split("/")
             group = folders[0].removesuffix(".py").strip("_")
-            purpose = _TURNS[zlib.crc32(group.encode()) % len(_TURNS)]
+            purpose = PURPOSE_CYCLE[zlib.crc32(group.encode()) % len(PURPOSE_CYCLE)]
             allowed = not _NO_CODE.intersection(folders) and (purpose == CERTIFY or not is_held_out(name))
             if allowed and (text := read_source(name)) is not None:
-                split[purpose].append(Document("code", group, text))
+                by_purpose[purpose].append(Document("code", group, text))
     else:
-        documents = _shipped(domain)
-        groups = list(dict.fromkeys(document.group for document in documents))
-        purposes = {group: _TURNS[number % len(_TURNS)] for number, group in enumerate(groups)}
-        for document in documents:
-            split[purposes[document.group]].append(document)
-    unique = {document.digest: purpose for purpose in PURPOSES for document in split[purpose]}
+        packed = (resources.files("calibrate.prompts") / "texts" / f"{domain}.jsonl.xz").read_bytes()
+        purposes: dict[str, str] = {}  # of each group
+        for entry in map(json.loads, lzma.decompress(packed).decode("utf-8").splitlines()):
+            purpose = purposes.setdefault(entry["group"], PURPOSE_CYCLE[len(purposes) % len(PURPOSE_CYCLE)])
+            by_purpose[purpose].append(Document(domain, entry["group"], entry["text"]))
+    last_purpose = {document.digest: purpose for purpose in PURPOSES for document in by_purpose[purpose]}
     return {
-        purpose: [document for document in distinct(documents) if unique[document.digest] == purpose]
-        for purpose, documents in split.items()
+        purpose: [document for document in drop_duplicates(documents) if last_purpose[document.digest] == purpose]
+        for purpose, documents in by_purpose.items()
     }
 
 
-def _shipped(domain: str) -> list[Document]:
-    packed = (resources.files("calibrate.prompts") / "texts" / f"{domain}.jsonl.xz").read_bytes()
-    entries = map(json.loads, lzma.decompress(packed).decode("utf-8").splitlines())
-    return [Document(domain, entry["group"], entry["text"]) for entry in entries]
-
-
-class Supply:
-    """Hands out the built-in documents of one set, none twice.
+class DocumentPool:
+    """The built-in documents of one set, each of which is handed out once.
 
     used_up: kinds of found text of which a prompt of that kind needed more than there was.
     """
 
     def __init__(self, purpose: str, rng: random.Random) -> None:
         self._rng = rng
-        self._found = {domain: _shuffled(found_documents(domain)[purpose], rng) for domain in FOUND}
+        self._found = {domain: _shuffle_groups(read_found_documents(domain)[purpose], rng) for domain in FOUND}
         self.used_up: set[str] = set()
 
-    def drawn(self, domain: str) -> Iterator[Document]:
-        """The documents for a prompt of one kind: those of one group, then of others, where found text ends.
+    def take(self, domain: str) -> Iterator[Document]:
+        """Yield the documents for a prompt of one kind: those of one group, then of others, where found text ends.
 
         Each prompt begins with the group that was begun longest ago, so no two have one group while there are others.
         What is generated has a group of its own for each prompt, and never ends.
         """
         if domain in FOUND:
-            yield from self._drawn_from(self._found[domain])
+            yield from self._take_found(domain)
             self.used_up.add(domain)
             return
         group = f"{domain} {self._rng.getrandbits(64):016x}"
         rng = random.Random(group)
         while True:
-            content = GENERATED[domain](rng) if domain in GENERATED else COMPOSED[domain](rng, self._piece)
+            content = GENERATED[domain](rng) if domain in GENERATED else COMPOSED[domain](rng, self._take_excerpt)
             text, turns = (content, ()) if isinstance(content, str) else ("", content)
             yield Document(domain, group, text, turns)
 
-    @staticmethod
-    def _drawn_from(groups: deque[list[Document]]) -> Iterator[Document]:
+    def _take_found(self, domain: str) -> Iterator[Document]:
+        groups = self._found[domain]
         while groups:
             groups.rotate(-1)
             while groups[-1]:
                 yield groups[-1].pop()
             groups.pop()
 
-    def _piece(self, most: int) -> str:
-        """At most so many characters of any document that is not composed; the rest of found text stays to be drawn."""
+    def _take_excerpt(self, most: int) -> str:
+        """Return at most `most` characters of a document that is not composed; the rest of found text stays."""
         domain = self._rng.choice((*FOUND, *GENERATED))
         if domain in GENERATED:
             return GENERATED[domain](self._rng)[:most]
-        for document in self._drawn_from(self._found[domain]):
-            if len(document.text) > most:
-                self._found[domain][-1].append(replace(document, text=document.text[most:]))
-            return document.text[:most]
-        return self._piece(most)  # of another kind: this one is used up
+        document = next(self._take_found(domain), None)
+        if document is None:
+            return self._take_excerpt(most)  # of another kind: this one is used up
+        if len(document.text) > most:
+            self._found[domain][-1].append(replace(document, text=document.text[most:]))
+        return document.text[:most]
 
 
-def _shuffled(documents: Iterable[Document], rng: random.Random) -> deque[list[Document]]:
-    """The groups in random order, each a stack of its documents from a random one on."""
+def _shuffle_groups(documents: Iterable[Document], rng: random.Random) -> deque[list[Document]]:
+    """Return the groups in random order, each a stack of its documents from a random one on."""
     groups: dict[str, list[Document]] = {}
     for document in documents:
         groups.setdefault(document.group, []).insert(0, document)
@@ -173,3 +195,297 @@ def _shuffled(documents: Iterable[Document], rng: random.Random) -> deque[list[D
         first = rng.randrange(len(stack))
         stack[:] = stack[first:] + stack[:first]
     return stacks
+
+
+def join_documents(
+    tokenizer: Any, documents: Iterator[Document], length: int, separator: str = SEPARATOR
+) -> tuple[list[int], Origins]:
+    """Return the first `length` tokens of documents as plain text behind the tokenizer's own first, and their origins.
+
+    Raises:
+        TooShortError: The documents are too short.
+    """
+    ids, between = start_of(tokenizer), encode(tokenizer, separator)
+    origins: Origins = Counter()
+    while texts := _take_bytes(documents, length - len(ids)):
+        most = _CHARACTERS * (length - len(ids))  # long files are not read to their end for a few tokens
+        for (document, text), text_ids in zip(
+            texts, encode_all(tokenizer, [text[:most] for _, text in texts]), strict=True
+        ):
+            before = len(ids)
+            ids += between if origins else []
+            cut_short = len(text) > most and len(text_ids) <= length - len(ids)
+            ids += encode(tokenizer, text) if cut_short else text_ids
+            origins[document.domain, document.group] += min(len(ids), length) - before
+            if len(ids) >= length:
+                return ids[:length], origins
+    raise TooShortError(length)
+
+
+def _take_bytes(documents: Iterator[Document], missing: int) -> list[tuple[Document, str]]:
+    """Take as many documents as `missing` tokens need at least: a text has no more tokens than bytes."""
+    taken = []
+    while missing > 0 and (document := next(documents, None)) is not None:
+        taken.append((document, document.as_text))
+        missing -= len(taken[-1][1].encode("utf-8", "surrogatepass"))
+    return taken
+
+
+TEXT_SUFFIXES = (".txt", ".md")
+SUFFIXES = (".jsonl", *TEXT_SUFFIXES)
+COLUMNS = ("text", "prompt", "messages")
+# what else holds text in merged data sets, or in a message: a document of the other columns alone would lose it
+UNREAD = (
+    *("completion", "response", "answer", "output", "chosen", "rejected", "conversations"),
+    *("instruction", "input", "question", "context", "content", "system", "tools"),
+)
+UNREAD_IN_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+EXPECTED = 'expected a string, or an object with "text", "prompt" or "messages"'
+SURROGATE = re.compile("[\ud800-\udfff]")
+CONVERTIBLE_DIGITS = 640  # of a whole number; Python can be told to refuse longer ones
+Entry = TypeVar("Entry")
+
+
+def read_documents(paths: Sequence[Path]) -> list[Document]:
+    """Read the documents of files and folders.
+
+    A .txt or .md file is one document; any other file that is named is JSON, an entry a line or an array of entries:
+    strings, or objects with "text", "prompt" or chat "messages", and optionally with "group" and "domain". Of a folder,
+    the .jsonl, .txt and .md files are read, in the order of their names. Without a "group" an entry is a group of its
+    own, and so is a text, but texts in one folder within a folder that was named are one group. Without a "domain" it
+    is the file's name without its ending, or, for texts, the folder's that was named.
+
+    Raises:
+        InputError: A file or folder cannot be read or has no prompts, or an entry is none; it names file and line.
+    """
+    documents = []
+    for path in paths:
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+            if not files:
+                raise InputError(f"prompt folder {path} holds no {', '.join(SUFFIXES)} files: check the path")
+            for file in files:
+                documents += _read_file(file, path.stem, file if file.parent == path else file.parent)
+        elif content := _read_file(path, path.stem, path):
+            documents += content
+        else:
+            raise InputError(f"prompt file {path} is empty: leave it out")
+    return documents
+
+
+def _read_file(path: Path, domain: str, group: Path) -> list[Document]:
+    """Read the documents of one file; a text is of `domain` and `group`, and a blank one is none."""
+    if path.suffix.lower() not in TEXT_SUFFIXES:
+        return parse_entries(path, lambda entry, location: document_of(entry, path.stem, location), EXPECTED)
+    text = read_text(path)
+    return [Document(domain, str(group), text)] if text.strip() else []
+
+
+def read_text(path: Path) -> str:
+    """Return a prompt file's text without its byte order mark. Raises InputError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InputError(f"prompt file {path} cannot be read ({reason}): check the path") from error
+
+
+def parse_entries(path: Path, parse: Callable[[Any, str], Entry], expected: str) -> list[Entry]:
+    """Read the entries of a file of JSON lines, or of one JSON array.
+
+    Args:
+        path: the file.
+        parse: makes an entry from its JSON and its location, file and line; its ValueError names the problem.
+        expected: the remedy, for messages.
+
+    Raises:
+        InputError: The file cannot be read or has no entries, or an entry is none; it names file and line.
+    """
+    text = read_text(path)
+    is_array = text.lstrip().startswith("[")  # a line of JSON lines is no array
+    # joined files have byte order marks within
+    lines = enumerate(text.replace("\n\ufeff", "\n").split("\n"), 1)
+    entries = []
+    for line, source in [(1, text)] if is_array else [(at, content) for at, content in lines if content.strip()]:
+        location = f"{path}:{line}"
+        try:
+            value = json.loads(source, object_pairs_hook=_require_unique_names, parse_int=_parse_int)
+            for number, entry in enumerate(value if is_array else [value], 1):
+                location = f"{path}: entry {number}" if is_array else location
+                entries.append(parse(entry, location))
+        except json.JSONDecodeError as error:
+            problem = f"this is not JSON ({error.msg} at column {error.colno}): {expected}"
+            raise InputError(f"{path}:{line + error.lineno - 1}: {problem}") from error
+        except RecursionError as error:
+            raise InputError(f"{location}: this is nested too deep: {expected}") from error
+        except ValueError as error:
+            raise InputError(f"{location}: {error}") from error
+    if not entries:
+        raise InputError(f"prompt file {path} holds no prompts: {expected} per line")
+    return entries
+
+
+def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {shown(twice)} twice, and only the last would be read: name each once")
+    return fields
+
+
+def _parse_int(digits: str) -> float:
+    return int(digits) if len(digits) <= CONVERTIBLE_DIGITS else float(digits)
+
+
+def document_of(entry: Any, domain: str, group: str, expected: str = EXPECTED) -> Document:
+    """Return the document of an entry: a string, or an object of which one column holds text.
+
+    Args:
+        entry: its JSON.
+        domain, group: the document's unless the entry has its own.
+        expected: the remedy, for messages.
+
+    Raises:
+        ValueError: No column or several hold text, or the text is broken.
+    """
+    fields = {"text": entry} if isinstance(entry, str) else entry
+    if not isinstance(fields, dict):
+        raise ValueError(f"this is {shown(entry)}: {expected}")
+    filled = _list_filled(fields, (*COLUMNS, *UNREAD))
+    if len(filled) > 1:
+        columns = " and ".join(f'"{name}"' for name in filled)
+        raise ValueError(f'{columns} have text, and one is read: join them in "text" or "messages", or leave one out')
+    domain, group = _read_label(fields, "domain", domain), _read_label(fields, "group", group)
+    content = fields[filled[0]] if filled else ""
+    if filled == ["messages"] and isinstance(content, list):
+        document = Document(domain, group, turns=tuple(map(_read_turn, content)))
+    elif set(COLUMNS[:2]).intersection(filled or fields) and isinstance(content, str):
+        document = Document(domain, group, check_text(content))
+    else:
+        raise ValueError(f"this is {shown(entry)}: {expected}")
+    if not (document.text + "".join(content for _, content in document.turns)).strip():
+        raise ValueError("this has no text: leave it out")
+    return document
+
+
+def check_text(text: str) -> str:
+    """Return a text as it is. Raises ValueError if it holds half of a character, which no tokenizer takes."""
+    if half := SURROGATE.search(text):
+        code = f"\\u{ord(half[0]):04x}"
+        raise ValueError(f"the text holds half of a surrogate pair ({code}): write the whole character or leave it out")
+    return text
+
+
+def _list_filled(fields: dict[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the names whose fields are neither missing nor null nor empty nor blank."""
+    values = {name: fields.get(name) for name in names}
+    return [name for name, value in values.items() if (value.strip() if isinstance(value, str) else value)]
+
+
+def _read_label(fields: dict[str, Any], key: str, default: str) -> str:
+    if key not in fields:
+        return default
+    value = fields[key]
+    if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+        raise ValueError(f'"{key}" is {shown(value)}: expected a name')
+    return check_text(str(value))
+
+
+def _read_turn(message: Any) -> Turn:
+    """Return a message's role and text; a list of parts may hold text alone."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        content = "\n".join(texts) if len(texts) == len(content) else None
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        raise ValueError('expected "messages" with a "role" and a text as "content" each')
+    if unread := _list_filled(message, UNREAD_IN_MESSAGE):
+        raise ValueError(f'a message has "{unread[0]}", which is not read: write it into "content", or leave it out')
+    return check_text(message["role"]), check_text(content)
+
+
+@cache
+def list_library_files() -> dict[str, Path]:
+    """List the sources of the running standard library in order, by their paths from its folder, with slashes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in ("site-packages", "dist-packages")]
+        files += [Path(folder) / name for name in names if name.endswith(".py")]
+    return {path.relative_to(root).as_posix(): path for path in sorted(files)}
+
+
+def read_source(name: str) -> str | None:
+    """Return the text of one of `list_library_files` after a line with its name; None if it cannot be read."""
+    try:
+        return f"# {name}\n{list_library_files()[name].read_text(encoding='utf-8')}\n"
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def is_held_out(name: str) -> bool:
+    """Tell whether one of `list_library_files` is never calibrated on."""
+    return zlib.crc32(name.encode()) % _HELD_OUT_FILES == 0
+
+
+def sources(rng: random.Random, used: set[str] | None = None) -> Iterator[Document]:
+    """Yield the held-out files: folders in random order, and in each all files from a random one on.
+
+    Files of one folder are alike, so every prompt is to take the folders in an order of its own.
+
+    Args:
+        rng: draws the order.
+        used: names of files to leave out. The files that are taken are added to it.
+    """
+    folders: dict[Path, list[str]] = {}
+    for name, path in list_library_files().items():
+        folders.setdefault(path.parent, []).append(name)
+    used = set() if used is None else used
+    for folder in rng.sample(sorted(folders), len(folders)):
+        first = rng.randrange(len(folders[folder]))
+        for name in folders[folder][first:] + folders[folder][:first]:
+            if name not in used and is_held_out(name) and (text := read_source(name)) is not None:
+                used.add(name)
+                yield Document("code", "", text)
+
+
+def first_tokens(tokenizer: Any, documents: Iterator[Document], length: int) -> list[int]:
+    """Return the first `length` tokens of `sources`. Raises TooShortError."""
+    return join_documents(tokenizer, documents, length, separator="")[0]
+
+
+def built_in(tokenizer: Any, length: int, count: int, seed: int) -> list[Prompt]:
+    """Make `count` prompts of `length` tokens of the standard library's held-out sources, with needles.
+
+    No file is in two of them, and a quarter of a prompt at most are the questions at its end. `seed` draws the text and
+    the needles.
+
+    Raises:
+        TooShortError: The sources are too short.
+    """
+    rng = random.Random(f"{seed}/{length}/held out")
+    used: set[str] = set()
+    prompts = []
+    for _ in range(count):
+        retrieval = Retrieval.of(tokenizer, make_needles(count_needles(length), rng), rng).cap_questions(length // 4)
+        text = first_tokens(tokenizer, sources(rng, used), length - len(retrieval.questions))
+        ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
+        prompts.append(Prompt(torch.tensor(ids), answers))
+    return prompts
+
+
+def one_text(tokenizer: Any, length: int, count: int, rng: random.Random) -> tuple[list[list[int]], list[str]]:
+    """Make `count` prompts that hide the same codes in the same held-out text, and each ask for another of them.
+
+    The longest has `length` tokens; `rng` draws the text and the codes.
+
+    Returns:
+        Each prompt's token ids, and the codes that answer them.
+    """
+    needles = make_needles(count, rng)
+    retrieval = Retrieval.of(tokenizer, needles, rng)
+    questions = [encode(tokenizer, needle.question) for needle in needles]
+    text = first_tokens(tokenizer, sources(rng), length - max(map(len, questions)))
+    text = with_facts(text, retrieval.facts, spread(count, len(start_of(tokenizer)), len(text)))
+    return [text + question for question in questions], [needle.code for needle in needles]

@@ -1,7 +1,7 @@
 """Text that a seed writes: JSON, tables, logs, code with encoded bytes, conversations and excerpts.
 
 Fields, names, numbers and times are drawn, so that texts of different seeds share a template of a line or two and no
-long passage. Conversations and excerpts are about pieces of documents of the other kinds.
+long passage. Conversations quote documents of the other kinds.
 """
 
 from __future__ import annotations
@@ -14,31 +14,30 @@ from datetime import datetime, timedelta, timezone
 from random import Random
 from typing import Any
 
-from calibrate.prompts.facts import CITIES, FIRST_NAMES, JOBS, LAST_NAMES
-from calibrate.prompts.needles import WORDS, read_texts
+from calibrate.prompts.retrieval import CITIES, FIRST_NAMES, JOBS, LAST_NAMES, WORDS, read_texts
 
-Piece = Callable[[int], str]  # at most so many characters of another kind's document, none twice
+Excerpt = Callable[[int], str]  # returns at most so many characters of another kind's document, none twice
 Field = Callable[[Random, datetime], Any]
 TEMPLATES = read_texts("templates")  # lists of them by name; of stack traces the head, and the template of its frames
 
 
-def _hex(rng: Random, digits: int) -> str:
+def _draw_hex(rng: Random, digits: int) -> str:
     return f"{rng.getrandbits(4 * digits):0{digits}x}"
 
 
-def _person(rng: Random) -> str:
+def _draw_person(rng: Random) -> str:
     return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
 
 
-# what records have and templates name
+# of records and templates
 FIELDS: dict[str, Field] = {
     "id": lambda rng, now: rng.randrange(1, 10**7),
-    "uuid": lambda rng, now: "-".join(_hex(rng, digits) for digits in (8, 4, 4, 4, 12)),
-    "hash": lambda rng, now: _hex(rng, rng.choice((8, 12, 16, 40))),
+    "uuid": lambda rng, now: "-".join(_draw_hex(rng, digits) for digits in (8, 4, 4, 4, 12)),
+    "hash": lambda rng, now: _draw_hex(rng, rng.choice((8, 12, 16, 40))),
     "created_at": lambda rng, now: now.isoformat(timespec="seconds"),
     "date": lambda rng, now: now.date().isoformat(),
-    "person": lambda rng, now: _person(rng),
-    "email": lambda rng, now: f"{_person(rng).lower().replace(' ', '.')}@{rng.choice(WORDS)}.example",
+    "person": lambda rng, now: _draw_person(rng),
+    "email": lambda rng, now: f"{_draw_person(rng).lower().replace(' ', '.')}@{rng.choice(WORDS)}.example",
     "job": lambda rng, now: rng.choice(JOBS),
     "city": lambda rng, now: rng.choice(CITIES),
     "word": lambda rng, now: rng.choice(WORDS),
@@ -62,7 +61,7 @@ FIELDS: dict[str, Field] = {
     "deleted_at": lambda rng, now: None if rng.random() < 0.8 else now.isoformat(timespec="seconds"),
     "address": lambda rng, now: f"10.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(1, 255)}",
     "version": lambda rng, now: f"{rng.randrange(9)}.{rng.randrange(30)}.{rng.randrange(99)}",
-    "comment": lambda rng, now: _filled(rng.choice(TEMPLATES["remarks"]), rng, now),
+    "comment": lambda rng, now: _fill(rng.choice(TEMPLATES["remarks"]), rng, now),
 }
 LISTS: dict[str, Field] = {
     "tags": lambda rng, now: rng.sample(WORDS, rng.randrange(1, 6)),
@@ -70,34 +69,34 @@ LISTS: dict[str, Field] = {
 }
 
 
-def _data(rng: Random, now: datetime) -> bytes:
-    """What code keeps encoded: random bytes, as keys and compressed data are, or JSON."""
+def _draw_bytes(rng: Random, now: datetime) -> bytes:
+    """Draw what code keeps encoded: random bytes, as keys and compressed data are, or JSON."""
     if rng.random() < 0.7:
         return rng.randbytes(rng.randrange(30, 900))
-    return json.dumps(_record(_form(rng, 0), rng, now)).encode()
+    return json.dumps(_draw_record(_draw_form(rng, 0), rng, now)).encode()
 
 
-def _base64(rng: Random, now: datetime) -> str:
-    return base64.b64encode(_data(rng, now)).decode()
+def _draw_base64(rng: Random, now: datetime) -> str:
+    return base64.b64encode(_draw_bytes(rng, now)).decode()
 
 
-def _dump(rng: Random, now: datetime) -> str:
-    data = _data(rng, now)
+def _draw_dump(rng: Random, now: datetime) -> str:
+    data = _draw_bytes(rng, now)
     return "\n".join(f"{start:08x}  {data[start : start + 16].hex(' ')}" for start in range(0, len(data), 16))
 
 
 BYTES: dict[str, Field] = {
-    "hex": lambda rng, now: _data(rng, now)[:96].hex(),
-    "base64": _base64,
-    "lines": lambda rng, now: textwrap.fill(_base64(rng, now), 64),
-    "octets": lambda rng, now: textwrap.fill(", ".join(f"0x{byte:02x}" for byte in _data(rng, now)), 76),
-    "dump": _dump,
-    "token": lambda rng, now: ".".join([_base64(rng, now)[:36], _base64(rng, now)[:150], _hex(rng, 43)]),
+    "hex": lambda rng, now: _draw_bytes(rng, now)[:96].hex(),
+    "base64": _draw_base64,
+    "lines": lambda rng, now: textwrap.fill(_draw_base64(rng, now), 64),
+    "octets": lambda rng, now: textwrap.fill(", ".join(f"0x{byte:02x}" for byte in _draw_bytes(rng, now)), 76),
+    "dump": _draw_dump,
+    "token": lambda rng, now: ".".join([_draw_base64(rng, now)[:36], _draw_base64(rng, now)[:150], _draw_hex(rng, 43)]),
 }
 
 
 class _Values:
-    """What fills a template: each name a field or bytes, drawn anew wherever it stands."""
+    """The values of a template's names: a field or bytes, drawn anew wherever the name stands."""
 
     def __init__(self, rng: Random, now: datetime) -> None:
         self._rng, self._now = rng, now
@@ -106,12 +105,12 @@ class _Values:
         return (FIELDS.get(name) or BYTES[name])(self._rng, self._now)
 
 
-def _filled(template: str, rng: Random, now: datetime) -> str:
+def _fill(template: str, rng: Random, now: datetime) -> str:
     return template.format_map(_Values(rng, now))
 
 
-def _times(rng: Random, low: int, high: int) -> Iterator[datetime]:
-    """Some number of moments from a random one on, seconds to hours apart."""
+def _draw_times(rng: Random, low: int, high: int) -> Iterator[datetime]:
+    """Yield `low` to `high` moments from a random one on, seconds to hours apart."""
     now = datetime(2015, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=rng.uniform(0, 3e8))
     pace = 10 ** rng.uniform(-1, 4)
     for _ in range(rng.randrange(low, high)):
@@ -119,43 +118,43 @@ def _times(rng: Random, low: int, high: int) -> Iterator[datetime]:
         yield now
 
 
-def json_text(rng: Random) -> str:
-    """Records of one drawn form: a document with indents, or a record a line."""
-    form = _form(rng, rng.randrange(3))
-    records = [_record(form, rng, now) for now in _times(rng, 8, 40)]
+def write_json(rng: Random) -> str:
+    """Write records of one drawn form: a document with indents, or a record a line."""
+    form = _draw_form(rng, rng.randrange(3))
+    records = [_draw_record(form, rng, now) for now in _draw_times(rng, 8, 40)]
     if rng.random() < 0.4:
         return "\n".join(json.dumps(record) for record in records)
-    by_key = {f"{rng.choice(WORDS)}-{_hex(rng, 6)}": record for record in records}
-    page = {rng.choice(WORDS): records, "next": _hex(rng, 16), "total": rng.randrange(10**5)}
+    by_key = {f"{rng.choice(WORDS)}-{_draw_hex(rng, 6)}": record for record in records}
+    page = {rng.choice(WORDS): records, "next": _draw_hex(rng, 16), "total": rng.randrange(10**5)}
     return json.dumps(rng.choice((records, by_key, page)), indent=rng.choice((1, 2, 2, 4)))
 
 
-def _form(rng: Random, depth: int) -> dict[str, Any]:
-    """Names, each with what writes its value: a field, a form, or a list with a form."""
+def _draw_form(rng: Random, depth: int) -> dict[str, Any]:
+    """Draw names, each with the writer of its value: a field, a form, or a list with a form."""
     form: dict[str, Any] = {}
     for name in rng.sample(list(FIELDS), rng.randrange(3, 9)):
         form[f"{rng.choice(WORDS)}_{name}" if rng.random() < 0.4 else name] = FIELDS[name]
     form |= {name: field for name, field in LISTS.items() if rng.random() < 0.3}
     for _ in range(depth):
-        inner = _form(rng, depth - 1)
+        inner = _draw_form(rng, depth - 1)
         form["_".join(rng.sample(WORDS, 2))] = [inner] if rng.random() < 0.5 else inner
     return form
 
 
-def _record(form: Any, rng: Random, now: datetime) -> Any:
+def _draw_record(form: Any, rng: Random, now: datetime) -> Any:
     if isinstance(form, dict):
-        return {name: _record(inner, rng, now) for name, inner in form.items()}
+        return {name: _draw_record(inner, rng, now) for name, inner in form.items()}
     if isinstance(form, list):
-        return [_record(form[0], rng, now) for _ in range(rng.randrange(1, 4))]
+        return [_draw_record(form[0], rng, now) for _ in range(rng.randrange(1, 4))]
     return form(rng, now)
 
 
-def table_text(rng: Random) -> str:
-    """A table of fields and of numbers that drift: CSV with one of several separators, Markdown, or a database's."""
+def write_table(rng: Random) -> str:
+    """Write a table of fields and of numbers that drift: CSV with one of several separators, Markdown, or aligned."""
     fields = ["date"] * rng.randrange(2) + rng.sample([name for name in FIELDS if name != "date"], rng.randrange(2, 7))
-    drifting = {f"{word}_{_hex(rng, 2)}": rng.uniform(1, 1000) for word in rng.sample(WORDS, rng.randrange(5))}
+    drifting = {f"{word}_{_draw_hex(rng, 2)}": rng.uniform(1, 1000) for word in rng.sample(WORDS, rng.randrange(5))}
     rows = [[*fields, *drifting]]
-    for now in _times(rng, 15, 80):
+    for now in _draw_times(rng, 15, 80):
         drifting = {name: value * rng.lognormvariate(0, 0.05) for name, value in drifting.items()}
         cells = [str(FIELDS[name](rng, now)) for name in fields]
         rows.append([*cells, *(f"{value:.3f}" for value in drifting.values())])
@@ -170,51 +169,50 @@ def table_text(rng: Random) -> str:
     return f"### {title}\n\n" + "\n".join(f"| {line} |" if separator == " | " else line for line in lines)
 
 
-def log_text(rng: Random) -> str:
-    """A program's log in one of several layouts; errors may bring a stack trace."""
+def write_log(rng: Random) -> str:
+    """Write a program's log in one of several layouts; errors may bring a stack trace."""
     layout, host = rng.choice(TEMPLATES["layouts"]), rng.choice(WORDS)
     trace, frame_below = rng.choice(list(TEMPLATES["frames"].items()))
     services = ["-".join(rng.sample(WORDS, 2)) for _ in range(rng.randrange(1, 6))]
     events = TEMPLATES["events"]
     events = rng.sample(events, rng.randrange(5, len(events)))
     lines = []
-    for now in _times(rng, 30, 120):
+    for now in _draw_times(rng, 30, 120):
         level = rng.choice(("DEBUG", "INFO", "INFO", "INFO", "INFO", "WARN", "ERROR"))
-        event = _filled(rng.choice(events), rng, now)
+        event = _fill(rng.choice(events), rng, now)
         named = {"now": now, "stamp": now.timestamp(), "thread": rng.randrange(1, 999), "level": level, "event": event}
         lines.append(layout.format(host=host, service=rng.choice(services), **named))
         if level == "ERROR" and rng.random() < 0.4:
             frames = [trace, *[frame_below] * rng.randrange(2, 12), "caused by: {comment}"]
-            lines += [_filled(frame, rng, now) for frame in frames]
+            lines += [_fill(frame, rng, now) for frame in frames]
     return "\n".join(lines)
 
 
-def encoded_text(rng: Random) -> str:
-    """Code and configuration whose values are bytes in base64 or hex."""
-    return "\n\n".join(_filled(rng.choice(TEMPLATES["code"]), rng, now) for now in _times(rng, 4, 12))
+def write_encoded(rng: Random) -> str:
+    """Write code and configuration whose values are bytes in base64 or hex."""
+    return "\n\n".join(_fill(rng.choice(TEMPLATES["code"]), rng, now) for now in _draw_times(rng, 4, 12))
 
 
-def conversation(rng: Random, piece: Piece) -> tuple[tuple[str, str], ...]:
-    """A system prompt and some exchanges, mostly about what the user has pasted, which the assistant quotes."""
-    now = next(_times(rng, 1, 2))
+def write_conversation(rng: Random, excerpt: Excerpt) -> tuple[tuple[str, str], ...]:
+    """Write a system prompt and some exchanges, mostly about excerpts that the user pastes and the assistant quotes."""
+    now = next(_draw_times(rng, 1, 2))
 
-    def said(name: str, most: int) -> list[str]:
-        return [_filled(template, rng, now) for template in rng.sample(TEMPLATES[name], rng.randrange(1, most))]
+    def write_sentences(name: str, most: int) -> list[str]:
+        return [_fill(template, rng, now) for template in rng.sample(TEMPLATES[name], rng.randrange(1, most))]
 
-    turns = [("system", " ".join(said("system", 8)))]
+    turns = [("system", " ".join(write_sentences("system", 8)))]
     for _ in range(rng.randrange(2, 7)):
-        pasted = piece(rng.randrange(400, 3000)) if rng.random() < 0.7 else ""
-        turns.append(("user", "\n\n".join([*said("asked", 3), *([pasted] if pasted else [])])))
+        pasted = excerpt(rng.randrange(400, 3000)) if rng.random() < 0.7 else ""
+        turns.append(("user", "\n\n".join([*write_sentences("asked", 3), *([pasted] if pasted else [])])))
         lines = [line for line in pasted.splitlines() if line.strip()]
         quoted = [f"> {line[:120]}" for line in lines[rng.randrange(len(lines)) :][:2]] if lines else []
-        turns.append(
-            ("assistant", "\n\n".join(rng.sample([*said("replies", 6), *quoted], len(quoted) + 1) + said("replies", 3)))
-        )
+        reply = rng.sample([*write_sentences("replies", 6), *quoted], len(quoted) + 1)
+        turns.append(("assistant", "\n\n".join(reply + write_sentences("replies", 3))))
     return tuple(turns)
 
 
-def excerpt(rng: Random, piece: Piece) -> str:
-    """A piece of another kind under a heading, as a search hands documents to a model."""
+def write_excerpt(rng: Random, excerpt: Excerpt) -> str:
+    """Write an excerpt of another kind under a heading, as a search hands documents to a model."""
     source = rng.choice(("Document", "Source", "Search result", "Attachment"))
-    heading = _filled(f"[{source} {{count}}: {{path}}, {{date}}]", rng, next(_times(rng, 1, 2)))
-    return f"{heading}\n{piece(rng.randrange(600, 5000))}"
+    heading = _fill(f"[{source} {{count}}: {{path}}, {{date}}]", rng, next(_draw_times(rng, 1, 2)))
+    return f"{heading}\n{excerpt(rng.randrange(600, 5000))}"

@@ -1,9 +1,8 @@
-"""What a prompt is, and the three sets of prompts that a calibration uses."""
+"""A prompt, and the three sets of prompts that a calibration uses."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,11 +13,11 @@ from calibrate.record import PromptHash, PromptHashes
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and where the answers stand among them.
+    """Token ids, and the spans of the answers among them.
 
-    ids: int64 [L]. answers: each answer that the prompt asks for, as (first token, one behind the last). domain: what
-    kind of text it is, such as "code". group: what most of its text belongs to, such as a novel or a module: prompts of
-    one group are not independent of one another. Empty if that is not known.
+    ids: int64 [L]. answers: each answer that the prompt asks for, as (first token, one behind the last). domain: the
+    kind of text, such as "code". group: the source of most of its text, such as a novel or a module, or empty if that
+    is not known; prompts of one group are not independent of one another.
     """
 
     ids: Tensor
@@ -40,8 +39,8 @@ class Prompt:
 class PromptSet:
     """The prompts of a run, by length in tokens. No two of the three sets share a document, at any length.
 
-    calibration: what is calibrated on; a length that is only checked has none. held_out: what layers are adjusted on.
-    certify: what the finished choice is certified on; they choose nothing. A length may have none.
+    calibration: a length that is only checked has none. held_out: layers are adjusted on these. certify: the finished
+    profile is certified on these; they choose nothing, and a length may have none.
     """
 
     calibration: dict[int, list[Prompt]]
@@ -54,12 +53,9 @@ class PromptSet:
         return self.calibration, self.held_out, self.certify
 
     def record(self) -> PromptHashes:
-        """The hashes, for the profile."""
-        calibration, held_out, certify = map(_hashes, self.by_purpose)
+        """Return the hashes, for the profile."""
+        calibration, held_out, certify = (
+            tuple(PromptHash(length=length, sha256=prompt.sha256) for length in prompts for prompt in prompts[length])
+            for prompts in self.by_purpose
+        )
         return PromptHashes(calibration=calibration, held_out=held_out, certify=certify)
-
-
-def _hashes(by_length: Mapping[int, Sequence[Prompt]]) -> tuple[PromptHash, ...]:
-    return tuple(
-        PromptHash(length=length, sha256=prompt.sha256) for length, prompts in by_length.items() for prompt in prompts
-    )

@@ -1,26 +1,149 @@
-"""The one builder of retrieval prompts: facts hidden in a long text, and the questions that ask for them at its end."""
+"""Facts hidden in prompts and the questions that ask for them."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
+from itertools import product
 from typing import Any
 
-from calibrate.prompts.needles import Needle
-
-Span = tuple[int, int]  # the first token and the one behind the last
+DIGITS = 5  # of a code
+FAMILY = 4  # keys that differ in one character
+HOPS = 2  # assignments between the one that states a chain's code and the last variable of the chain
+MOST_NOTES = 5  # on a word that is counted
+MOST = 64  # questions of a prompt for which there are names
 TOKENS_PER_NEEDLE = 1024
 MAX_NEEDLES = 32
+
+Span = tuple[int, int]  # the first token and the one behind the last
+
+
+def read_texts(name: str) -> Any:
+    """Return the JSON of a file in texts/: lists that generated text and facts are drawn from, whose order counts."""
+    return json.loads((resources.files("calibrate.prompts") / "texts" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+WORDS: list[str]
+WORDS, FIRST_NAMES, LAST_NAMES, CITIES, JOBS = map(
+    read_texts("words").get, ("words", "first_names", "last_names", "cities", "jobs")
+)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A hidden fact and its question, as text.
+
+    fact: the line that is hidden in the text. question: up to where the answer is due. code: the answer.
+    """
+
+    fact: str
+    question: str
+    code: str
+
+    @property
+    def answer(self) -> str:
+        """The code, as it follows the question."""
+        return f"{self.code}.\n"
+
+
+Facts = tuple[list[str], list[Needle]]  # the lines to hide, in their order, and the needles to ask for
+
+
+def make_needle(key: str, code: str) -> Needle:
+    """Return the needle that states a code for a key."""
+    fact, question = f"The secret code for {key} is {code}.", f"What is the secret code for {key}?"
+    return Needle(f"\n# {fact}\n", f"\n# {question} The secret code for {key} is ", code)
+
+
+def make_needles(count: int, rng: random.Random) -> list[Needle]:
+    """Draw `count` needles with distinct words and random codes. Raises ValueError if there are fewer words."""
+    if count > len(WORDS):
+        raise ValueError(f"{count} needles were asked for, but there are {len(WORDS)} distinct words")
+    return [make_needle(word, draw_code(rng)) for word in rng.sample(WORDS, count)]
+
+
+def draw_code(rng: random.Random) -> str:
+    """Draw a code of `DIGITS` digits."""
+    return "".join(rng.choices("0123456789", k=DIGITS))
+
+
+def _write_alike(count: int, rng: random.Random) -> Facts:
+    """Draw codes of keys in families that differ in one digit, so that each key has the others for distractors."""
+    keys = []
+    for word in rng.sample(WORDS, -(-count // FAMILY)):
+        number, changed = draw_code(rng), rng.randrange(DIGITS)
+        digits = rng.sample("0123456789", FAMILY)
+        keys += [f"{word}-{number[:changed]}{digit}{number[changed + 1 :]}" for digit in digits]
+    return _with_facts_of([make_needle(key, draw_code(rng)) for key in rng.sample(keys[:count], count)])
+
+
+def _write_variables(count: int, rng: random.Random) -> Facts:
+    """Draw chains of assignments, each name assigned before the one that refers to it; ask for those that refer."""
+    chains = -(-count // HOPS)
+    names = rng.sample(WORDS, chains * (HOPS + 1))
+    codes = {name: draw_code(rng) for name in names[:chains]}
+    facts = [f"\n# VAR {name} = {code}.\n" for name, code in codes.items()]
+    asked = []
+    for hop in range(1, HOPS + 1):
+        sources, targets = names[(hop - 1) * chains : hop * chains], names[hop * chains : (hop + 1) * chains]
+        for name, source in zip(targets, rng.sample(sources, chains), strict=True):
+            codes[name] = codes[source]
+            facts.append(f"\n# VAR {name} = VAR {source}.\n")
+            question = f"\n# What is the value of VAR {name}? The value of VAR {name} is "
+            asked.append(Needle(facts[-1], question, codes[name]))
+    return facts, asked[-count:]
+
+
+def _write_notes(count: int, rng: random.Random) -> Facts:
+    """Draw lines that occur up to `MOST_NOTES` times; ask how often."""
+    facts, asked = [], []
+    for word in rng.sample(WORDS, count):
+        times, note = rng.randint(1, MOST_NOTES), f"\n# A note on {word}.\n"
+        facts += [note] * times
+        question = f"\n# How many notes on {word} are there? The number of notes on {word} is "
+        asked.append(Needle(note, question, str(times)))
+    return rng.sample(facts, len(facts)), asked
+
+
+def _write_people(count: int, rng: random.Random) -> Facts:
+    """Draw sentences about people; ask in other words, by turns for a city, a profession and a name."""
+    people = rng.sample(list(product(FIRST_NAMES, LAST_NAMES)), count)
+    homes = rng.sample(list(product(CITIES, JOBS)), count)
+    asked = []
+    for number, ((first, last), (city, job)) in enumerate(zip(people, homes, strict=True)):
+        name = f"{first} {last}"
+        question, answer = (
+            (f"In which city does {name} live now? {name} lives in", city),
+            (f"What is the profession of {name}? {name} is a", job),
+            (f"Who is the {job} in {city}? The {job} in {city} is", name),
+        )[number % 3]
+        asked.append(Needle(f"\n# {name} moved to {city} to work as a {job}.\n", f"\n# {question} ", answer))
+    return _with_facts_of(asked)
+
+
+def _with_facts_of(asked: list[Needle]) -> Facts:
+    return [needle.fact for needle in asked], asked
+
+
+FACTS: dict[str, Callable[[int, random.Random], Facts]] = {
+    "needles": lambda count, rng: _with_facts_of(make_needles(count, rng)),
+    "alike": _write_alike,
+    "variables": _write_variables,
+    "counting": _write_notes,
+    "questions": _write_people,
+}
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What a retrieval prompt has besides its text, as token ids.
+    """The token ids that a retrieval prompt has besides its text.
 
     facts: each fact, in the order in which they stand in the text. questions: the end of the prompt, where each
-    question is followed by its answer. answers: where the codes stand among the tokens of `questions`. asked: which of
-    the needles each answer belongs to.
+    question is followed by its answer. answers: the codes' spans among the tokens of `questions`. asked: for each
+    answer the number of its needle.
     """
 
     facts: list[list[int]]
@@ -32,112 +155,93 @@ class Retrieval:
     def of(
         cls, tokenizer: Any, asked: Sequence[Needle], rng: random.Random, facts: Sequence[str] | None = None
     ) -> Retrieval:
-        """Tokenize needles, their questions in random order.
+        """Tokenize needles, their questions in random order: one `sample` of `rng`, of as many as there are needles.
 
-        Args:
-            tokenizer: the model's tokenizer.
-            asked: the needles that are asked for.
-            rng: what draws the order of the questions: one `sample` of as many as there are needles.
-            facts: what is written into the text; by default the needles' own facts, in their order.
+        facts: the lines written into the text; by default the needles' own, in their order.
         """
-        questions: list[int] = []
-        answers = []
         order = rng.sample(range(len(asked)), len(asked))
-        for ids, (first, end) in _asked(tokenizer, [asked[number] for number in order]):
-            answers.append((len(questions) + first, len(questions) + end))
-            questions += ids
-        texts = [needle.fact for needle in asked] if facts is None else facts
-        return cls(encode_all(tokenizer, texts), questions, answers, order)
+        questions: list[int] = []
+        answers: list[Span] = []
+        texts = [asked[number].question + asked[number].answer for number in order]
+        options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
+        encoded: Any = tokenizer(texts, **options) if texts else None
+        for row, number in enumerate(order):
+            begin = len(asked[number].question)
+            end = begin + len(asked[number].code)
+            spans = enumerate(encoded.offset_mapping[row], len(questions))
+            # a token may hold a part of the code and of what stands beside it
+            code = [token for token, (first, behind) in spans if first < end and behind > begin]
+            answers.append((code[0], code[-1] + 1))
+            questions += encoded.input_ids[row]
+        lines = [needle.fact for needle in asked] if facts is None else facts
+        return cls(encode_all(tokenizer, lines), questions, answers, order)
 
-    def within(self, most: int) -> Retrieval:
-        """The same with at most `most` tokens of questions, and the answers that are whole within them."""
+    def cap_questions(self, most: int) -> Retrieval:
+        """Return the first `most` tokens of the questions, with the answers that are whole within them."""
         answers = [span for span in self.answers if span[1] <= most]
         return replace(self, questions=self.questions[:most], answers=answers, asked=self.asked[: len(answers)])
 
     def fewest_tokens(self, start: int) -> int:
-        """The shortest prompt in which no fact is written over another. start: tokens that stand before all facts."""
+        """Return the length of the shortest prompt in which no fact overwrites another; `start` tokens precede all."""
         return start + len(self.questions) + (len(self.facts) + 1) * max(map(len, self.facts))
 
     def hidden_in(self, text: Sequence[int], start: int) -> tuple[list[int], tuple[Span, ...]]:
-        """Hide the facts in a text, spread evenly, and ask for them at its end.
-
-        Args:
-            text: the text's token ids.
-            start: how many of its first tokens may not be written over.
+        """Hide the facts in a text's token ids, spread evenly behind its first `start` tokens, and ask at its end.
 
         Returns:
-            The prompt's token ids, as many as text and questions have together, and where the codes that it asks for
-            stand in it.
+            The prompt's token ids, as many as text and questions have together, and the spans of its answers.
         """
-        return self.asked_after(with_facts(text, self.facts, spread(len(self.facts), start, len(text))))
+        return self.ask_after(with_facts(text, self.facts, spread(len(self.facts), start, len(text))))
 
-    def asked_after(self, text: Sequence[int]) -> tuple[list[int], tuple[Span, ...]]:
-        """Ask for the facts after a text that holds them already; returns what `hidden_in` does."""
+    def ask_after(self, text: Sequence[int]) -> tuple[list[int], tuple[Span, ...]]:
+        """Ask for the facts after a text that holds them already. Returns the same as `hidden_in`."""
         return [*text, *self.questions], tuple((len(text) + first, len(text) + end) for first, end in self.answers)
 
 
-def isolated_in(
+def hide_and_ask_within(
     tokenizer: Any, text: Sequence[int], asked: Sequence[Needle], rng: random.Random, start: int
 ) -> tuple[list[int], tuple[Span, ...]]:
     """Hide facts in the first half of a text, and ask for each by itself in the second, in random order.
 
-    Args:
-        tokenizer, text, start: as for `Retrieval`.
-        asked: the needles.
-        rng: what draws the order.
-
-    Returns:
-        What `Retrieval.hidden_in` does.
+    The arguments are those of `Retrieval.of` and `hidden_in`, which also returns the same.
     """
-    single = [Retrieval.of(tokenizer, [needle], rng) for needle in asked]
+    needles = [Retrieval.of(tokenizer, [needle], rng) for needle in asked]
     half = (start + len(text)) // 2
-    ids = with_facts(text, [one.facts[0] for one in single], spread(len(single), start, half))
-    shuffled, positions = rng.sample(single, len(single)), spread(len(single), half, len(text))
-    answers = [(at + one.answers[0][0], at + one.answers[0][1]) for one, at in zip(shuffled, positions, strict=True)]
-    ids = with_facts(ids, [one.questions for one in shuffled], positions)
-    return ids, tuple(span for span in answers if span[1] <= len(ids))
+    ids = with_facts(text, [needle.facts[0] for needle in needles], spread(len(needles), start, half))
+    shuffled, positions = rng.sample(needles, len(needles)), spread(len(needles), half, len(text))
+    ids = with_facts(ids, [needle.questions for needle in shuffled], positions)
+    spans = [
+        (at + first, at + end) for at, needle in zip(positions, shuffled, strict=True) for first, end in needle.answers
+    ]
+    return ids, tuple(span for span in spans if span[1] <= len(ids))
 
 
-def needles_in(length: int) -> int:
-    """How many needles a prompt of so many tokens gets."""
+def count_needles(length: int) -> int:
+    """Return the number of needles of a prompt of `length` tokens."""
     return min(MAX_NEEDLES, max(1, length // TOKENS_PER_NEEDLE))
 
 
 def spread(count: int, start: int, end: int) -> list[int]:
-    """`count` positions that cut a text from `start` to `end` into equal parts."""
+    """Return `count` positions that cut a text from `start` to `end` into equal parts."""
     return [start + (index + 1) * (end - start) // (count + 1) for index in range(count)]
 
 
 def with_facts(text: Sequence[int], facts: Sequence[Sequence[int]], positions: Sequence[int]) -> list[int]:
-    """The text's token ids with each fact written over them at its position; what goes beyond the end is cut off."""
+    """Return a text's token ids with each fact written over them at its position, cut to the text's length."""
     ids = list(text)
     for fact, position in zip(facts, positions, strict=True):
         ids[position : position + len(fact)] = fact
     return ids[: len(text)]
 
 
-def _asked(tokenizer: Any, needles: Sequence[Needle]) -> list[tuple[list[int], Span]]:
-    """Each needle's question and answer as token ids, and which of these hold a digit of its code."""
-    if not needles:
-        return []
-    texts = [needle.question + needle.answer for needle in needles]
-    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
-    asked = []
-    for needle, ids, characters in zip(needles, encoded.input_ids, encoded.offset_mapping, strict=True):
-        begin, end = len(needle.question), len(needle.question) + len(needle.code)
-        digits = [index for index, (first, behind) in enumerate(characters) if first < end and behind > begin]
-        asked.append((ids, (digits[0], digits[-1] + 1)))
-    return asked
-
-
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """A text's token ids, without the special tokens that a tokenizer may add."""
+    """Return a text's token ids, without the special tokens that a tokenizer may add."""
     return encode_all(tokenizer, [text])[0]
 
 
 def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of several texts, as `encode` gives them; a tokenizer shares them out over the machine's cores."""
-    if not texts:
+    """Return the token ids of several texts at once: a tokenizer shares them out over the machine's cores."""
+    if not texts:  # on which some tokenizers fail
         return []
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     ids: list[list[int]] = tokenizer(list(texts), **options).input_ids
@@ -145,7 +249,7 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def start_of(tokenizer: Any) -> list[int]:
-    """Return the tokens that a tokenizer puts before every text; what it puts behind, such as an end, is left out."""
+    """Return the tokens that a tokenizer puts before every text; those behind it, such as an end, are left out."""
     ids: list[int] = tokenizer("a").input_ids
     text = encode(tokenizer, "a")
     return ids[: next((at for at in range(len(ids)) if ids[at : at + len(text)] == text), 0)]

@@ -2,8 +2,8 @@
 
 A candidate is changed in two places, and both return a new candidate. While the adjust prompts move through the model,
 each layer is moved along one scale, what it spends of its budget (`Adjusting`), and is run again before the next layer
-sees it. After all layers, a length that lost needles gets half its budget, a length that is over a budget in KL gets
-less by as much, and a length whose prefill was slower than the dense one becomes dense (`tighten`).
+sees it. After all layers, a length that lost needles gets half its budget, and a length whose
+prefill was slower than the dense one becomes dense (`tighten`).
 
 The search spends what its curves predict on the calibration prompts. On other prompts a layer's error is often less or
 more, and how much it varies between prompts differs from layer to layer. So a layer is given more, or less, until
@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from calibrate.proof.bounds import CONFIDENCE, STEPS, expected_mean_bound, mean_lower_bound, step_confidence
-from calibrate.proof.state import Candidate, KlTrial, LengthAndLayer, Problem, ProblemKind, lengths_of
+from calibrate.proof.bounds import CONFIDENCE, STEPS, expected_mean_bound, step_confidence
+from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import Recipe
 from calibrate.record import CertifiedLength, CertifiedRetrieval
@@ -50,14 +50,12 @@ class Proven:
 
     candidate: what was proven. proofs: what was measured, by length in tokens. problems: why the proof failed;
     none if it holds. certificates: what is certified, by length in tokens; empty without a certificate.
-    kl_passes: how a budget in KL was searched for, by length in tokens; empty with others.
     """
 
     candidate: Candidate
     proofs: dict[int, LengthProof]
     problems: tuple[Problem, ...]
     certificates: Mapping[int, CertifiedLength] = field(default_factory=dict)
-    kl_passes: Mapping[int, Sequence[KlTrial]] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
@@ -123,7 +121,7 @@ def prove_and_tighten(prover: Prover, candidate: Candidate, texts: Mapping[int, 
         repairable = [problem for problem in problems if problem.kind != ProblemKind.OVER_LIMIT]
         if not repairable or attempt == RETRIES:
             break
-        candidate, lengths = tighten(candidate, repairable, proofs)
+        candidate, lengths = tighten(candidate, repairable)
         log.info("%s: proving %s tokens again", "; ".join(map(str, repairable)), sorted(lengths))
     return Proven(candidate, proofs, problems)
 
@@ -170,14 +168,13 @@ class Adjusting:
 
         Returns:
             What to prove instead; None if the layer spends about as much as it may, or nothing is to be changed: it is
-            dense, was over its limit before, is at a length without curves, or is under a budget in KL, which is spent
-            by a search of its own.
+            dense, was over its limit before, or is at a length without curves.
         """
         if tightened := tighten_layer(candidate, length, layer, proof):
             return tightened
         key, choice = (length, layer), candidate.choice(layer, length)
         before = candidate.changes.get(key)
-        if choice is None or choice.config.is_dense or candidate.recipe.budget.is_kl or (before and before.tightened):
+        if choice is None or choice.config.is_dense or (before and before.tightened):
             return None
         texts = self.texts.get(length, candidate.recipe.num_certify)
         times = allowed_growth(proof, candidate.limits[key], candidate.recipe, candidate.geometry.layers, texts)
@@ -215,8 +212,7 @@ def scaled(
 ) -> tuple[LayerConfig, Choice | None]:
     """A layer with a share of the error that it spends in a candidate.
 
-    A calibrated length spends less of its budget. A checked length has no curves: there the thresholds are lowered, and
-    heads with a linear tail, which have none, become dense.
+    A calibrated length spends less of its budget. A checked length has no curves: there the thresholds are lowered.
 
     Args:
         candidate: what the layer runs so far.
@@ -235,26 +231,20 @@ def scaled(
         choice = choice.spending(choice.spent * share, search_constraints(candidate.recipe))
         return choice.config, choice
     factor = share ** (1 / TAU_FOR_ERROR)
-    heads = (
-        replace(head, tau=head.tau * factor) if head.has_threshold else replace(head, mode="dense")
-        for head in config.heads
-    )
-    return replace(config, heads=tuple(heads)), None
+    heads = tuple(replace(head, tau=head.tau * factor) for head in config.heads)
+    return replace(config, heads=heads), None
 
 
-def tighten(
-    candidate: Candidate, problems: Sequence[Problem], proofs: Mapping[int, LengthProof]
-) -> tuple[Candidate, frozenset[int]]:
+def tighten(candidate: Candidate, problems: Sequence[Problem]) -> tuple[Candidate, frozenset[int]]:
     """Change the lengths at which a proof failed as a whole.
 
     A length whose prefill was slower than the dense one becomes dense. Any other length that lost needles gets half
-    its budget; if it is only checked, the buckets around it do. A length whose KL is over its budget gets less by as
-    much. Layers of checked lengths beside them start again from what is interpolated.
+    its budget; if it is only checked, the buckets around it do. Layers of checked lengths beside them start again from
+    what is interpolated.
 
     Args:
         candidate: what was proven.
         problems: what is wrong with it.
-        proofs: what was measured of it, by length in tokens.
 
     Returns:
         The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
@@ -264,9 +254,6 @@ def tighten(
     lost = lengths_of(problems, ProblemKind.LOST_NEEDLES) - slower
     halved = {bucket for length in lost for bucket in ([length] if length in chosen else neighbours(length, buckets))}
     shares = dict.fromkeys(halved, 0.5)
-    for length in lengths_of(problems, ProblemKind.OVER_KL) - slower:
-        share = candidate.recipe.margin * candidate.recipe.budget.value / proofs[length].kl
-        shares[length] = min(share, shares.get(length, 1.0))
     for length, share in shares.items():
         chosen[length] = chosen[length].spending(share, search_constraints(candidate.recipe))
     for length in slower & set(chosen):
@@ -298,14 +285,13 @@ def judge(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Prob
         proofs: what was measured, by length in tokens.
 
     Returns:
-        Why the proof failed: layers over their limit, then lengths that lost needles, are slower than dense or are over
-        a budget in KL, each in the order of `proofs`. A proof without problems holds.
+        Why the proof failed: layers over their limit, then lengths that lost needles or are slower than dense, each in
+        the order of `proofs`. A proof without problems holds.
     """
     return (
         *layers_over_limit(candidate, proofs),
         *lost_needles(proofs, candidate.recipe),
         *slower_than_dense(candidate, proofs),
-        *kl_over_budget(proofs, candidate.recipe),
     )
 
 
@@ -382,45 +368,6 @@ def lost_needles(proofs: Mapping[int, LengthProof], recipe: Recipe) -> tuple[Pro
         if proof.needles is not None
         for patched, dense in (proof.needles,)
         if patched < least(dense)
-    )
-
-
-def kl_over_budget(proofs: Mapping[int, LengthProof], recipe: Recipe) -> tuple[Problem, ...]:
-    """The calibrated lengths whose KL is over a budget in KL."""
-    if not recipe.budget.is_kl:
-        return ()
-    return tuple(
-        Problem(
-            ProblemKind.OVER_KL,
-            length,
-            f"at {length} tokens the KL is {proof.kl:.2e} nats per token, {recipe.budget.value:.2e} are allowed",
-        )
-        for length, proof in proofs.items()
-        if length in recipe.lengths and not proof.kl <= recipe.budget.value  # also where it is no number
-    )
-
-
-def kl_shown_over_budget(length: int, kls: Sequence[float], kinds: Sequence[str], recipe: Recipe) -> Problem | None:
-    """A calibrated length whose certify prompts show that the mean KL is over the budget; None otherwise.
-
-    They show it if even a lower bound for the mean over prompts like these is over it.
-
-    Args:
-        length: in tokens.
-        kls, kinds: of each certify prompt, in nats per token, and its kind of text.
-        recipe: says the budget, and which lengths it is for.
-    """
-    if not recipe.budget.is_kl or length not in recipe.lengths:
-        return None
-    low = mean_lower_bound(kls, kinds, CONFIDENCE)
-    if low <= recipe.budget.value:
-        return None
-    return Problem(
-        ProblemKind.OVER_KL,
-        length,
-        f"at {length} tokens the mean KL of prompts like these is at least {low:.2e} nats per token with "
-        f"{CONFIDENCE:.0%} confidence, {recipe.budget.value:.2e} are allowed: adjust on more prompts (--num-held-out), "
-        "or spend less of the budget (--margin)",
     )
 
 

@@ -22,7 +22,7 @@ from calibrate.profiles.stored import check_sizes, recipe_of
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.adjust import kl_over_budget, lost_needles, over_limit
+from calibrate.proof.adjust import lost_needles, over_limit
 from calibrate.proof.bounds import CONFIDENCE, excess_probability, mean_lower_bound
 from calibrate.proof.certify import FEWEST, Groups, Scale, retrieval_of
 from calibrate.proof.layers import Configured
@@ -33,7 +33,7 @@ from s2o_runtime.errors import InputError
 from s2o_runtime.fields import counted
 from s2o_runtime.identity import fingerprint_mismatch, geometry
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.profile.device_fit import fitted
+from s2o_runtime.profile.profile import fitted
 from s2o_runtime.profile.record import get_list, read_limits
 
 
@@ -101,7 +101,7 @@ def opened(
     before_loading(recipe, preflight(model, config, device=device, lengths=recipe.lengths, random_weights=random))
     loaded = load(model, device, seed=recipe.seed, **recipe.loading)
     if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
-        raise InputError(f"{path} is not of {model}: {mismatch} that were calibrated: calibrate this model")
+        raise InputError(f"{path} is not of {model}: {mismatch} of the profile: calibrate this model")
     return Opened(profile, recipe, loaded, prompts)
 
 
@@ -140,7 +140,7 @@ def verified(opened: Opened, *, progress: bool = False) -> Verified:
         for layer in row["layers"]
         if not (layer["error"] <= layer["limit"] or layer["dense"])  # also where it is no number
     ]
-    problems += (*lost_needles(proofs, recipe), *kl_over_budget(proofs, recipe))
+    problems += lost_needles(proofs, recipe)
     recorded = read_record(profile).data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
     return Verified(lengths, list(map(str, problems)), same_prompts)
@@ -159,12 +159,11 @@ def on_other_text(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
 def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof) -> dict[str, Any]:
     """One length's new proof beside the limits in the record.
 
-    A layer without one there has what the budget allows it for a limit; with a budget in KL it has none.
+    A layer without one there has what the budget allows it for a limit.
     """
 
     def limit(index: int, layer: LayerProof) -> float:
-        default = math.inf if recipe.budget.is_kl else recipe.budget.limit(layer.dense_power)
-        return read_limits(profile.record, index).get(length, default)
+        return read_limits(profile.record, index).get(length, recipe.budget.limit(layer.dense_power))
 
     return {
         "length": length,
@@ -293,9 +292,6 @@ def _compared_length(
             f"{stated.error_over_limit:.2f} times its limit or a KL over {stated.kl or 0:.1e}, which chance gives in "
             f"{chance:.1%} of cases"
         )
-    low = mean_lower_bound(groups.means(seen.kls), groups.kinds, CONFIDENCE)
-    if stated.mean_kl_bound is not None and low > stated.mean_kl_bound:
-        problems.append(f"at {length} tokens the mean KL is {seen.kl:.1e}, {stated.mean_kl_bound:.1e} is certified")
     before, now = stated.retrieval, retrieval_of(seen)
     if before and before.low is not None and now and now.found and now.high is not None and now.high < before.low:
         problems.append(

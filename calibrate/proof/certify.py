@@ -28,8 +28,6 @@ from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import (
     Proven,
-    kl_over_budget,
-    kl_shown_over_budget,
     layers_over_limit,
     lost_needles,
     retrieval_lost,
@@ -56,9 +54,7 @@ from calibrate.proof.verify import LayerProof, LengthProof, Progress, Prover, pr
 from calibrate.recipe import Recipe
 from calibrate.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
 from calibrate.search.choice import ChosenDense
-from calibrate.work.executor import Executor
-from calibrate.work.items import WorkerState
-from calibrate.work.measured import measured
+from calibrate.work.executor import Executor, WorkerState, measured
 from s2o_runtime.fields import counted
 from s2o_runtime.reference.dense import sdpa_backend
 
@@ -115,8 +111,8 @@ class Scale:
 
     @classmethod
     def of(cls, candidate: Candidate, length: int, proof: LengthProof) -> Scale:
-        """The scale of a length. Its KL is a budget's, or on the adjust prompts the largest KL over the largest error,
-        so that neither of the two decides alone. With single prompts held to limits it has room (`KL_ROOM`).
+        """The scale of a length. Its KL is the largest KL over the largest error on the adjust prompts, so that neither
+        of the two decides alone. With single prompts held to limits it has room (`KL_ROOM`).
 
         Args:
             candidate, length: what is certified.
@@ -128,8 +124,6 @@ class Scale:
             for layer in layers
         )
         unscaled = cls(candidate.recipe, limits, math.inf)
-        if candidate.recipe.budget.is_kl:
-            return replace(unscaled, kl=candidate.recipe.budget.value)
         largest = max(unscaled.numbers(proof), default=0.0) or 1.0
         kl = max(proof.kls, default=0.0) / largest * (KL_ROOM if candidate.recipe.per_prompt else 1.0)
         return replace(unscaled, kl=kl or math.inf)
@@ -194,7 +188,6 @@ def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Pro
             problems += [
                 _not_shown(length, scale.above(seen), groups) if recipe.per_prompt else None,
                 retrieval_lost(length, certificates[length].retrieval, recipe),
-                kl_shown_over_budget(length, groups.means(seen.kls), groups.kinds, recipe),
             ]
     return replace(
         proven,
@@ -356,7 +349,7 @@ def proven_again(prover: Prover, proven: Proven, certified: Proven) -> Proven:
         looked = True
         candidate, lengths = _without_slower(candidate, layers, lengths_of(slower_than_dense(candidate, measured)))
     recipe = candidate.recipe
-    problems = (*lost_needles(proofs, recipe), *kl_over_budget(proofs, recipe))
+    problems = lost_needles(proofs, recipe)
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
 
 
@@ -421,7 +414,6 @@ def certificate_of(
     above = scale.above(seen) if recipe.per_prompt else may_exceed(len(groups), 1 - CONFIDENCE)
     times = 1.0 if recipe.per_prompt else sorted(groups.largest(scale.numbers(seen)), reverse=True)[above]
     sparse = any(limit is not None for limit in scale.limits)
-    mean_kl_bound = mean_bound(groups.means(seen.kls), groups.kinds, CONFIDENCE) if recipe.budget.is_kl else math.inf
     return CertifiedLength(
         length=length,
         prompts=len(seen.prompts),
@@ -431,7 +423,6 @@ def certificate_of(
         error_over_limit=_finite(times) if sparse else None,
         kl=_finite(times * scale.kl) if sparse else None,
         mean_kl=seen.kl,
-        mean_kl_bound=_finite(mean_kl_bound),
         top1=min(agreement.top1 for agreement in seen.agreements),
         retrieval=retrieval_of(seen),
         noise_floor=noise_floor,

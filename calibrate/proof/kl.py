@@ -1,19 +1,17 @@
-"""A budget in KL: allocate from the curves, prove, compare with the budget, and allocate again at another scale.
+"""What layers cost in KL by themselves, and at which scale a KL comes out as aimed at.
 
 A sensitivity takes the errors of rows for unrelated. Those of late layers are, to a few percent; those of early layers
-may not be (on the demo model the first layer costs nine times what is predicted). So layers are first weighed by what
-they cost by themselves, with S2O's own errors (`isolated_kl`): one group of adjacent layers is patched at a time, and
-the rest is dense.
+may not be (on the demo model the first layer costs nine times what is predicted). So layers are weighed by what they
+cost by themselves, with S2O's own errors (`isolated_kl`): one group of adjacent layers is patched at a time, and the
+rest is dense.
 
-Then a few passes find the scale: log KL is nearly linear in the logarithm of what is spent, so a secant through them
-does (`next_scale`). A pass is the adjust stage's measurement, with its tightening of layers and without times. What is
-aimed at is the budget less its margin, which is left for prompts that were not seen.
+A few passes find the scale: log KL is nearly linear in the logarithm of what is spent, so a secant through them does
+(`next_scale`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
@@ -28,21 +26,13 @@ from calibrate.journal import Journal
 from calibrate.model.layers import DecoderLayer, LayerwiseForward, Stream, begin
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import LoadedModel
-from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.adjust import tighten_layer
 from calibrate.proof.layers import LayerSetting, ProofItem, compare, layer_state
-from calibrate.proof.state import Candidate, KlTrial
-from calibrate.proof.verify import Prover
 from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choose import Chosen
-from calibrate.work.executor import Executor, executor_of, shares
-from calibrate.work.items import WorkerState
-from calibrate.work.measured import measured
+from calibrate.work.executor import Executor, WorkerState, executor_of, measured, shares
 from s2o_runtime.config import HeadConfig, LayerConfig
 
-WEIGHINGS = 2
-NEAR = 1.3  # times what was predicted: layers by themselves that cost no more than this were weighed near the budget
 PASSES = 3
 GROUPS = 8  # at most; each is one more stream of hidden states for each prompt
 ALONE = 2  # the first layers, which are groups of their own where not all layers are
@@ -53,72 +43,14 @@ SLOPES = (0.5, 2.0)  # of log KL over log scale; a secant outside of it is noise
 
 IsolatedKls = tuple[tuple[float, ...], float]  # KL of each group in nats per token, and that of rounding alone
 
-log = logging.getLogger("calibrate")
 
+@dataclass(frozen=True)
+class KlTrial:
+    """One pass: what of the KL aimed at was predicted to be spent, the predicted KL, and the KL that was measured."""
 
-def within_kl(prover: Prover, candidate: Candidate) -> tuple[Candidate, dict[int, tuple[KlTrial, ...]]]:
-    """Find the allocation whose KL on the adjust prompts is the budget less its margin.
-
-    Args:
-        prover: what measures it.
-        candidate: what the search chose, for a budget in KL.
-
-    Returns:
-        The candidate to prove, whose calibrated lengths spend what the passes found, and the passes of each length.
-
-    Raises:
-        ModelError: inf or NaN came up in the model.
-        ResourceError: The GPU's memory ran out.
-    """
-    recipe = candidate.recipe
-    begun = _weighed(prover, candidate)
-    most, aim = recipe.budget.value, recipe.budget.value * recipe.margin
-    passes: dict[int, list[KlTrial]] = {length: [] for length in recipe.lengths}
-    ended: set[int] = set()
-    for number in range(1, PASSES + 1):
-        scales = {length: next_scale(passes[length], aim) for length in recipe.lengths if length not in ended}
-        tried = {length: begun[length].sharing(recipe, scale) for length, scale in scales.items()}
-        if number > 1:  # a scale at which no head changes would measure the same
-            ended |= {length for length, chosen in tried.items() if _same(chosen, candidate.chosen[length])}
-            tried = {length: chosen for length, chosen in tried.items() if length not in ended}
-        if not tried:
-            break
-        candidate = replace(candidate, chosen={**candidate.chosen, **tried})
-        title = f"searching for the KL, pass {number}"
-        _, proofs = prover.prove(title, tried, candidate, tighten_layer, timed=False)
-        for length, chosen in tried.items():
-            passes[length].append(KlTrial(scales[length], chosen.predicted_kl, proofs[length].kl))
-            log.info("%d tokens: %s, aimed at %.2e", length, passes[length][-1], aim)
-        ended |= {length for length in tried if close_enough(passes[length], aim, most)}
-    final = {
-        length: begun[length].sharing(recipe, best_scale(passes_of_length, aim, most))
-        for length, passes_of_length in passes.items()
-    }
-    return replace(candidate, chosen=final), {
-        length: tuple(passes_of_length) for length, passes_of_length in passes.items()
-    }
-
-
-def _weighed(prover: Prover, candidate: Candidate) -> dict[int, Chosen]:
-    """What was chosen at each calibrated length, with layers weighed by what they cost by themselves."""
-    weighed = dict(candidate.chosen)
-    for length in candidate.recipe.lengths:
-        for _ in range(WEIGHINGS):  # the first one may be at errors far from those that the budget allows
-            configs = [choice.config for choice in weighed[length].choices]
-            with progress_bar(f"weighing layers at {length} tokens", 1, "pass", shown=prover.progress) as step:
-                isolated = isolated_kl(prover.executor, prover.held_out[length], configs, prover.journal)
-                step()
-            log.info("%d tokens: groups of layers by themselves have a KL of %s, rounding %.1e", length, *isolated)
-            ratio = sum(isolated[0]) / max(weighed[length].predicted_kl, 1e-30)
-            weighed[length] = corrected(weighed[length], isolated).sharing(candidate.recipe, 1.0)
-            if 1 / NEAR <= ratio <= NEAR:
-                break
-    return weighed
-
-
-def _same(chosen: Chosen, other: Chosen) -> bool:
-    """Whether every layer is the same in both."""
-    return [choice.config for choice in chosen.choices] == [choice.config for choice in other.choices]
+    scale: float
+    predicted: float
+    kl: float
 
 
 def layer_groups(layers: int) -> list[range]:
@@ -224,7 +156,7 @@ def corrected(chosen: Chosen, isolated: IsolatedKls) -> Chosen:
     """What was chosen, with the weights of its layers as their groups were measured.
 
     Args:
-        chosen: with a budget in KL; what it predicts is compared.
+        chosen: with weights in KL; what they predict is compared.
         isolated: what was measured of its configurations.
     """
     kls, noise = isolated

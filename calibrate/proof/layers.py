@@ -22,16 +22,16 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import relative_errors, tile_worst
+from calibrate.curves.curves import relative_errors, tile_worst
 from calibrate.model.estimate import plenty_is_free, within_memory
 from calibrate.model.layers import DecoderLayer, LayerwiseForward, Stream, begin, layer_on_device
 from calibrate.model.logits import agreement, logits_on_device, rows_at_once
 from calibrate.prompts.prompt import Prompt
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.executor import WorkerState, WorkItem
 from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf
-from s2o_runtime.scoring import Scoring
 
 PREFIXES = 16  # that a process keeps unpacked
 ANSWER_ROWS, ANSWER_PART = 256, 8  # the rows that answer: so many last ones, and one in so many at most

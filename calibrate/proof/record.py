@@ -6,7 +6,7 @@ from calibrate.prompts.prompt import PromptSet
 from calibrate.proof.adjust import Proven
 from calibrate.proof.bounds import CONFIDENCE
 from calibrate.recipe import Recipe
-from calibrate.record import Certificate, KlPass, PredictedLength, ProvenLayer, ProvenLength, Record
+from calibrate.record import Certificate, PredictedLength, ProvenLayer, ProvenLength, Record
 from calibrate.versions import versions
 
 METHOD = (
@@ -30,11 +30,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
         proof="held out" if proven.met else "failed",
         problems=tuple(map(str, proven.problems)),
         predicted=tuple(
-            PredictedLength(
-                length=length,
-                kl=chosen.predicted_kl if recipe.budget.is_kl else None,
-                layers=tuple(choice.predicted(len(chosen.choices)) for choice in chosen.choices),
-            )
+            PredictedLength(length=length, layers=tuple(choice.predicted() for choice in chosen.choices))
             for length, chosen in proven.chosen.items()
         ),
         held_out=tuple(_record_length(proven, length) for length in proven.proofs),
@@ -59,13 +55,6 @@ def _list_not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
             for domain in certificate.domains or ()
             if domain.groups == 1 and (domain.prompts or 0) > 1
         ]
-        bound = certificate.mean_kl_bound
-        if bound is None or bound <= recipe.budget.value or not recipe.budget.is_kl:
-            continue
-        sentences.append(
-            f"that the mean KL of prompts like these is within the budget at {length} tokens: "
-            + (f"its bound is {bound:.1e}" if length in recipe.lengths else f"the length is only checked ({bound:.1e})")
-        )
     between = "lengths between these" if len(proven.certificates) > 1 else "other lengths"
     return (*sentences, f"text unlike these prompts, {between}, and calls that continue a prompt")
 
@@ -77,7 +66,6 @@ def _record_length(proven: Proven, length: int) -> ProvenLength:
         length=length,
         calibrated=length in proven.chosen,
         kl=proof.kl,
-        kl_passes=tuple(KlPass(**vars(trial)) for trial in proven.kl_passes.get(length, ())) or None,
         top1=proof.top1,
         needles=proof.needles,
         prefill_seconds=proof.prefill_seconds if on_gpu else None,

@@ -161,7 +161,6 @@ class ProblemKind(Enum):
     OVER_LIMIT = "allow more error or calibrate on more prompts (--num-prompts)"
     LOST_NEEDLES = "allow less error, a smaller --worst-rows, or ask for fewer needles (--keep-needles)"
     SLOWER = "calibrate for longer prompts (--lengths), or leave these dense"
-    OVER_KL = "calibrate on more prompts (--num-prompts)"
     TOO_FEW = "certify on more text (--num-certify, --prompts), or not at all (--num-certify 0)"
     NOT_SHOWN = "allow more error, or certify on more prompts (--num-certify)"
 
@@ -181,16 +180,3 @@ class Problem:
 def lengths_of(problems: Iterable[Problem], kind: ProblemKind | None = None) -> frozenset[int]:
     """The lengths that problems are at, of one kind or of all."""
     return frozenset(problem.length for problem in problems if kind in (None, problem.kind))
-
-
-@dataclass(frozen=True)
-class KlTrial:
-    """One allocation that was tried for a budget in KL.
-
-    scale: how much of the budget without its margin was predicted to be spent. predicted: the KL that sensitivities
-    give for the allocation, in nats per token. kl: what was measured on the adjust prompts.
-    """
-
-    scale: float
-    predicted: float
-    kl: float

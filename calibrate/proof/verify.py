@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import worst_of
+from calibrate.curves.curves import worst_of
 from calibrate.journal import Journal
 from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, begin, layer_on_device
 from calibrate.model.models import LoadedModel
@@ -38,13 +38,11 @@ from calibrate.proof.layers import (
 from calibrate.proof.state import Candidate
 from calibrate.recipe import Budget, Recipe
 from calibrate.timing import medians
-from calibrate.work.executor import Executor, executor_of
-from calibrate.work.items import WorkerState
-from calibrate.work.measured import Measuring, measured
+from calibrate.work.executor import Executor, Measuring, WorkerState, executor_of, measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.identity import Geometry
-from s2o_runtime.scoring import Scoring
 
 GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched

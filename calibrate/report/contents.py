@@ -15,7 +15,6 @@ from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
-from calibrate.proof.state import KlTrial
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, read_record
@@ -23,8 +22,8 @@ from calibrate.report.plan import list_options
 from calibrate.report.summary import count_heads
 from calibrate.search.choice import Choice, search_constraints
 from calibrate.versions import versions
-from s2o_runtime.config import Far
-from s2o_runtime.profile.record import BudgetKind, ErrorUnit, error_unit
+from s2o_runtime.config import Tail
+from s2o_runtime.profile.record import BudgetKind, ErrorUnit
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
 
@@ -34,9 +33,9 @@ class HeadReport:
     """One query head as chosen, with what its curve predicts."""
 
     mode: str
-    tau: float  # says nothing where `far` is "linear"
+    tau: float
     representatives: int
-    far: Far
+    tail: Tail
     density: float
     cost: float
     error: float
@@ -57,7 +56,6 @@ class LayerReport:
     tails: int  # heads that estimate what the keys behind the stop would bring
     representatives: dict[str, int]  # how many heads have each number of them, which is the key
     segment: int
-    grain: int
     scores: str
     tile: str
     why_dense: str | None  # of the whole layer; None if it is not dense
@@ -75,7 +73,6 @@ class LayerReport:
     dense_seconds: float | None
     heads: tuple[HeadReport, ...]  # empty at a length that was only checked
     frontier: tuple[tuple[float, float], ...] | None  # (density, error) of other budgets, by rising budget
-    linear_tails: int = 0  # heads beside `tails` that visit one chunk and estimate the rest to first order
     binds: ErrorUnit | None = None  # which of its two limits `limit` is; None of a budget without a ceiling
 
 
@@ -86,7 +83,7 @@ class UniformReport:
     tau: float
     segment: int
     representatives: int
-    far: Far
+    tail: Tail
     cost: float
     seconds: float | None
 
@@ -108,7 +105,6 @@ class LengthReport:
     dense_attention_seconds: float | None
     groups: tuple[tuple[int, ...], ...]  # layers that shared one study
     layers: tuple[LayerReport, ...]
-    kl_passes: tuple[KlTrial, ...] = ()  # how the scale of a budget in KL was found
 
     @property
     def label(self) -> str:
@@ -137,7 +133,7 @@ class BudgetReport:
     @property
     def unit(self) -> ErrorUnit:
         """The unit of the layers' errors and limits."""
-        return error_unit(self.kind)
+        return self.kind
 
 
 @dataclass(frozen=True)
@@ -221,7 +217,7 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
 def _report_length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
     chosen, layer_number, uniform = result.chosen.get(length), result.profile.geometry.layer_number, None
     if chosen and chosen.uniform:
-        settings = _copy_fields(chosen.uniform.head, "tau", "segment", "representatives", "far")
+        settings = _copy_fields(chosen.uniform.head, "tau", "segment", "representatives", "tail")
         uniform = UniformReport(**settings, **_copy_fields(chosen.uniform, "cost", "seconds"))
     return LengthReport(
         **_copy_fields(proof, "kl", "top1", "needles", "prefill_seconds", "dense_prefill_seconds"),
@@ -233,7 +229,6 @@ def _report_length(recipe: Recipe, result: Result, length: int, proof: LengthPro
         dense_attention_seconds=_sum_if_complete(layer.dense_seconds for layer in proof.layers),
         groups=() if chosen is None else tuple(tuple(map(layer_number, group)) for group in chosen.groups),
         layers=tuple(_report_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
-        kl_passes=tuple(result.kl_passes.get(length, ())),
     )
 
 
@@ -244,7 +239,7 @@ def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof
     return LayerReport(
         layer=result.profile.geometry.layer_number(index),
         **count_heads(config.heads),
-        **_copy_fields(config, "segment", "grain", "scores"),
+        **_copy_fields(config, "segment", "scores"),
         **_copy_fields(proof, "density", "worst", "seconds", "dense_seconds"),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
         tile=str(config.tile),
@@ -276,7 +271,7 @@ def _report_prediction(recipe: Recipe, choices: Sequence[Choice], index: int) ->
         "frontier": tuple((other.density, recipe.budget.error(other.mse, power)) for other in allocations),
         "heads": tuple(
             HeadReport(
-                **_copy_fields(point.head, "mode", "tau", "representatives", "far"),
+                **_copy_fields(point.head, "mode", "tau", "representatives", "tail"),
                 **_copy_fields(point, "density", "cost"),
                 error=recipe.budget.error(point.mse, power),
             )

@@ -41,7 +41,7 @@ def explain_head(
     rows = []
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
-        row = {"length": length, **plain(settings), "grain": config.grain, "scores": config.scores}
+        row = {"length": length, **plain(settings), "scores": config.scores}
         row |= {"last_rows": config.last_rows} if config.last_rows else {}
         row |= {"tile": str(config.tile), **dict.fromkeys(("density", "error", "unit"))}
         curves = stored.find_curves(layer, length) if stored and recipe and length in recipe.lengths else None
@@ -63,11 +63,9 @@ def head_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     for row in rows:
         settings = "dense"
         if row["mode"] != "dense":
-            tau = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, "
-            threshold = "" if row["far"] == "linear" else tau
+            tau = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, tail {row['tail']}"
             int8 = ", int8 scores" if row["scores"] == "int8" else ""
-            shared = f"segment {row['segment']}, grain {row['grain']}, tile {row['tile']}{int8}"
-            settings = f"{threshold}far {row['far']}, {shared}"
+            settings = f"{tau}, segment {row['segment']}, tile {row['tile']}{int8}"
         yield f"{row['length']} tokens: {settings}"
         if row["density"] is not None:
             yield f"  predicted density {row['density']:.3f}, error {row['error']:.2e} {row['unit']}"
@@ -76,7 +74,7 @@ def head_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> dict[str, Any]:
     """Return a head's density and error as its curve predicts them, and what keeps it from the next cheaper setting."""
-    curves_of_methods = methods(curves, config.segment, config.grain, Shape.of(config.tile), config.scores)
+    curves_of_methods = methods(curves, config.segment, Shape.of(config.tile), config.scores)
     power = dense_power(curves_of_methods)
     constraints = search_constraints(recipe)
     guarded = points_of(curves_of_methods, head, constraints)
@@ -120,8 +118,6 @@ def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recip
 def _describe_budget(curves: Curves, recipe: Recipe, power: float) -> str:
     """Describe how much error the layer, or the model, may spend."""
     budget = recipe.budget
-    if budget.is_kl:
-        return f"the model may spend a KL of {budget.value * recipe.margin:.2e} nats per token"
     spend = budget.error(budget_mse(weights_of(curves, recipe), recipe), power)
     spender = "the layer" if recipe.scope == "layer" else "all layers in the mean"
     return f"{spender} may spend {spend:.2e} {budget.unit} in the mean over heads"
@@ -136,6 +132,4 @@ def _is_same_setting(head: HeadConfig, other: HeadConfig) -> bool:
 
 def _format_point(point: Point) -> str:
     head = point.head
-    if head.far == "linear":
-        return f"far linear (density {point.density:.3f})"
-    return f"tau {head.tau:g} (far {head.far}, repr. {head.representatives}, density {point.density:.3f})"
+    return f"tau {head.tau:g} (tail {head.tail}, repr. {head.representatives}, density {point.density:.3f})"

@@ -164,7 +164,7 @@ def make_head_maps(report: Report) -> list[HeadMap]:
     highest = max(errors, default=0.0) or report.budget.value
 
     def threshold(head: HeadReport) -> float | None:
-        return None if head.mode == "dense" or head.far == "linear" else head.tau
+        return None if head.mode == "dense" else head.tau
 
     def short(error: float) -> str:  # 3e-4, as narrow as it can be
         return f"{error:.0e}".replace("e-0", "e-").replace("e+0", "e+") if error else "0"
@@ -197,7 +197,7 @@ CAPTION = "The threshold of every head at every length: the larger, the more a h
 def tau_picture(profile: Profile) -> bytes:
     """Return a PNG: for each length a map of layers and heads, coloured by tau.
 
-    A dense head has a cross, another one without a threshold a ring.
+    A dense head has a cross.
     """
     return png(partial(_draw_taus, profile=profile), f"{profile.model_name} on {profile.device}")
 
@@ -216,15 +216,11 @@ def _draw_taus(figure: Figure, profile: Profile) -> None:
     numbers = [profile.geometry.layer_number(index) for index in range(profile.geometry.layers)]
     for axes, layers in zip(all_axes, profile.layers, strict=True):
         taus = [
-            [max(head.tau, TAUS[0]) if head.has_threshold else math.nan for head in layer.heads] for layer in layers
+            [max(head.tau, TAUS[0]) if head.mode == "s2o" else math.nan for head in layer.heads] for layer in layers
         ]
-        heads = [(head, (x, y)) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads)]
-        crossed = [position for head, position in heads if head.mode == "dense"]
-        ringed = [position for head, position in heads if not head.has_threshold and head.mode != "dense"]
-        image = _draw_heads(axes, taus, crossed, numbers, 12, norm=norm)
-        look: dict[str, Any] = {"marker": "o", "lw": 0.8, "s": 12, "edgecolors": "black", "facecolors": "none"}
-        axes.scatter([x for x, _ in ringed], [y for _, y in ringed], **look)
-    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head; ring: linear tail)", **BAR)
+        dense = [(x, y) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads) if head.mode == "dense"]
+        image = _draw_heads(axes, taus, dense, numbers, 12, norm=norm)
+    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head)", **BAR)
 
 
 CELL = 0.14  # inches of a cell of the heat map where there are many

@@ -89,8 +89,7 @@ def _describe_certified(length: CertifiedLength, confidence: float) -> str:
             f"and the KL within {formatted(length.kl, '.1e')} nats, together"
         )
     noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
-    bound = "" if length.mean_kl_bound is None else f", for all prompts like these at most {length.mean_kl_bound:.1e}"
-    text += f"; these had a mean KL of {formatted(length.mean_kl, '.1e')}{noise}{bound}"
+    text += f"; these had a mean KL of {formatted(length.mean_kl, '.1e')}{noise}"
     retrieval = length.retrieval
     if retrieval is None or not retrieval.found:
         return f"{length.length} tokens: {text}; retrieval not proven"
@@ -193,7 +192,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "length": lambda row: str(row["length"]),
     "tau": lambda row: format_taus(row["tau_min"], row["tau_max"]),
     "dense\nheads": lambda row: f"{row['dense_heads']} of {row['heads']}",
-    "tails": lambda row: format_tails(row["tails"], row["linear_tails"]),
+    "tails": lambda row: str(row["tails"]),
     "density": lambda row: formatted(row["density"], ".3f"),
     "of": lambda row: row["density_is"] or "-",
     "error /\nlimit": lambda row: formatted(row["error_over_limit"], ".0%"),
@@ -213,6 +212,9 @@ def summary_parts(profile: Profile) -> Iterator[Table | str]:
     yield from (f"not proven: {sentence}" for sentence in (*contents["problems"], *contents["not_proven"]))
     if contents["retiled"]:
         yield contents["retiled"]
+    if contents["unsupported_heads"]:
+        count = contents["unsupported_heads"]
+        yield f"dense here: {count} heads, whose tail, grain or representatives this version does not have"
     yield Table.of(contents["lengths"], COLUMNS)
     yield "tau: a head stops visiting keys once the rest would add less than this to its denominator; more skips more"
     yield f"prompts below {profile.min_length} tokens stay dense"
@@ -239,11 +241,6 @@ def format_taus(smallest: float | None, largest: float | None) -> str:
 def format_tau(tau: float) -> str:
     """Format a threshold."""
     return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02
-
-
-def format_tails(tails: int, linear_tails: int) -> Number:
-    """Format the heads with a tail, and beside them those with a linear one: "6+2 lin."."""
-    return Number(f"{tails}+{linear_tails} lin." if linear_tails else str(tails), tails + linear_tails)
 
 
 def times(ratio: float | None) -> str:
@@ -306,7 +303,7 @@ def certificate_parts(check: Recertified) -> Iterator[Table | str]:
     )
 
 
-DETAILS = ("tails", "repr.", "grain", "tile", "binds")  # columns that the terminal leaves to the report
+DETAILS = ("tails", "repr.", "tile", "binds")  # columns that the terminal leaves to the report
 BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
@@ -347,10 +344,7 @@ def is_worthwhile(report: Report) -> bool:
 
 def _count_sparse_layers(report: Report) -> dict[int, int]:
     """Count the layers that run S2O, by length."""
-    return {
-        length.length: sum(bool(layer.representatives or layer.linear_tails) for layer in length.layers)
-        for length in report.lengths
-    }
+    return {length.length: sum(bool(layer.representatives) for layer in length.layers) for length in report.lengths}
 
 
 def _compute_speedups(report: Report) -> tuple[dict[int, float | None], str]:
@@ -373,14 +367,13 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
         "layer": lambda layer: integer(layer.layer),
         "tau": lambda layer: format_taus(layer.tau_min, layer.tau_max),
         "dense\nheads": lambda layer: integer(layer.dense_heads),
-        "tails": lambda layer: format_tails(layer.tails, layer.linear_tails),
+        "tails": lambda layer: integer(layer.tails),
         "repr.": lambda layer: (
             f"{'/'.join(layer.representatives)}: {'/'.join(map(str, layer.representatives.values()))}"
             if layer.representatives
             else "-"
         ),
         "segment": lambda layer: integer(layer.segment),
-        "grain": lambda layer: integer(layer.grain),
         "tile": lambda layer: layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
         "density": lambda layer: formatted(layer.density, ".3f"),
         report.budget.unit: lambda layer: formatted(layer.error, ".2e"),
@@ -400,8 +393,7 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
 
 
 def make_overview_table(report: Report) -> Table:
-    """Return one row a length; the error is the largest of any layer, or the mean of the layers if the budget is of the
-    model. A budget in KL is to be compared with the column KL."""
+    """Return one row a length; the error is the largest of any layer, or their mean if the budget is of the model."""
     combine, name = (max, "largest") if report.budget.scope == "layer" else (fmean, "mean")
 
     def attention_speedup(length: LengthReport) -> str:
@@ -441,7 +433,8 @@ def list_length_notes(report: Report, length: LengthReport) -> list[str]:
         f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
         + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
     ]
-    notes += filter(None, (_describe_kl(report, length), _compare_uniform(length)))
+    if uniform := _compare_uniform(length):
+        notes.append(uniform)
     reasons: dict[str, list[int]] = {}
     for layer in length.layers:
         if layer.why_dense:
@@ -451,17 +444,6 @@ def list_length_notes(report: Report, length: LengthReport) -> list[str]:
     if tightened := [layer.layer for layer in length.layers if layer.tightened]:
         notes.append(f"{format_layers(tightened)} tightened by what the prompts of this table showed")
     return notes
-
-
-def _describe_kl(report: Report, length: LengthReport) -> str | None:
-    """Describe how the scale of a budget in KL was found at a length."""
-    if not length.kl_passes:
-        return None
-    passes = ", ".join(f"{trial.kl:.1e} (predicted {trial.predicted:.1e})" for trial in length.kl_passes)
-    return (
-        f"KL {length.kl:.1e} of {report.budget.value:g} allowed, on the prompts that layers were adjusted on; "
-        f"passes that found what heads may spend: {passes}; limits of layers are the mse that they were given"
-    )
 
 
 def _describe_ceiling(report: Report, length: LengthReport) -> str | None:
@@ -505,7 +487,7 @@ def _compare_uniform(length: LengthReport) -> str | None:
     verdict = f"{gained:.2f}x faster" if gained >= 1 else f"{1 / gained:.2f}x slower"
     return (
         f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error (tau "
-        f"{format_tau(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, far {uniform.far})"
+        f"{format_tau(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, tail {uniform.tail})"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from calibrate.record import ProvenLength, Record, RecordedBudget, read_record
 from s2o_runtime.config import HeadConfig, LayerConfig
+from s2o_runtime.identity import split_fingerprint
 from s2o_runtime.profile import Profile
 
 
@@ -18,7 +19,7 @@ def summary(profile: Profile) -> dict[str, Any]:
     return {
         "model": profile.model_name,
         "architecture": str(profile.geometry),
-        "fingerprint": profile.fingerprint,
+        "fingerprint": split_fingerprint(profile.fingerprint)["fingerprint"],
         "device": str(profile.device),
         "budget": _format_budget(record.budget),
         "objective": record.objective,
@@ -27,6 +28,7 @@ def summary(profile: Profile) -> dict[str, Any]:
         "certificate": record.certificate.to_json() if record.certificate else None,
         "not_proven": list(record.not_proven or ()),
         "retiled": record.retiled.note if record.retiled else None,
+        "unsupported_heads": profile.unsupported_heads,
         "lengths": [_summarise_length(profile, record, length, bucket) for length, bucket in buckets],
     }
 
@@ -34,8 +36,6 @@ def summary(profile: Profile) -> dict[str, Any]:
 def _format_budget(budget: RecordedBudget | None) -> str | None:
     if budget is None or budget.value is None:
         return None
-    if budget.kind == "kl":
-        return f"KL {budget.value:g} (nats per token)"
     ceiling = "" if budget.ceiling_rel_mse is None else f" and rel_mse {budget.ceiling_rel_mse:g}"
     return f"{budget.kind} {budget.value:g}{ceiling} ({budget.scope})"
 
@@ -66,13 +66,12 @@ def _summarise_length(profile: Profile, record: Record, length: int, bucket: Seq
 def count_heads(heads: Sequence[HeadConfig]) -> dict[str, Any]:
     """Return the range of the thresholds, None without any, and how many heads are dense or have a tail."""
     sparse = [head for head in heads if head.mode == "s2o"]
-    taus = [head.tau for head in sparse if head.has_threshold]
+    taus = [head.tau for head in sparse]
     return {
         "tau_min": min(taus, default=None),
         "tau_max": max(taus, default=None),
         "dense_heads": len(heads) - len(sparse),
-        "tails": sum(head.far == "mean" for head in sparse),
-        "linear_tails": sum(head.far == "linear" for head in sparse),
+        "tails": sum(head.tail == "mean" for head in sparse),
     }
 
 

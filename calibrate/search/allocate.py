@@ -14,9 +14,8 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, RankingConfig
-from s2o_runtime.config import Far, HeadConfig, StopRule
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, overhead
+from s2o_runtime.config import HeadConfig, Tail
 
 
 class Point(NamedTuple):
@@ -38,7 +37,7 @@ class Point(NamedTuple):
 
 
 # a point whose head is not made yet: mse, cost, density, worst, and what the head is made of
-_Candidate = tuple[float, float, float, float, RankingConfig, float, Far]
+_Candidate = tuple[float, float, float, float, RankingConfig, float, Tail]
 _MSE_AND_COST = itemgetter(0, 1)
 
 
@@ -47,13 +46,13 @@ class SearchConstraints:
     """What a head may be given.
 
     Attributes:
-        far: which `HeadConfig.far` it may have, if it has a threshold.
+        tails: which `HeadConfig.tail` it may have.
         worst_rows: the largest `Point.worst` it may have; None does not look at rows.
         head_cap: how many times its equal part of the budget it may spend. A layer whose error lies in one or two
             heads is the first to break on text unlike the calibration's.
     """
 
-    far: tuple[Far, ...] = ("none", "mean")
+    tails: tuple[Tail, ...] = ("none", "mean")
     worst_rows: float | None = None
     head_cap: float = math.inf
 
@@ -175,24 +174,19 @@ def points_of(curves: Mapping[RankingConfig, Curve], head: int, constraints: Sea
     candidates: list[_Candidate] = []
     for method, curve in curves.items():
         densities = curve.density[head].tolist()
-        if method.linear:
-            cost, row = densities[0] + overhead(method, "linear") + curve.fixed_cost, float(curve.worst[head, 0])
-            if row <= limit:
-                candidates.append((float(curve.mse[head, 0]), cost, densities[0], row, method, 0.0, "linear"))
-            continue
-        for far in constraints.far:
-            errors, worst = curve.errors(far)
-            extra = overhead(method, far) + curve.fixed_cost
+        for tail in constraints.tails:
+            errors, worst = curve.errors(tail)
+            extra = overhead(method, tail) + curve.fixed_cost
             by_tau = zip(TAUS, errors[head].tolist(), densities, worst[head].tolist(), strict=True)
             candidates += [
-                (mse, density + extra, density, row, method, tau, far)
+                (mse, density + extra, density, row, method, tau, tail)
                 for tau, mse, density, row in by_tau
                 if row <= limit
             ]
     points = [dense_point(next(iter(curves)).segment, *rounding_error(curves, head))]
-    for mse, cost, density, row, method, tau, far in sorted(candidates, key=_MSE_AND_COST):
+    for mse, cost, density, row, method, tau, tail in sorted(candidates, key=_MSE_AND_COST):
         if cost < points[-1].cost:
-            settings = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, far)
+            settings = HeadConfig(tau, method.segment, representatives=method.representatives, tail=tail)
             points.append(Point(mse, cost, density, row, settings))
     return points
 

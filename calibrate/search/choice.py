@@ -1,6 +1,6 @@
 """What was chosen for a layer at one length, and how it follows from the layer's curves, a budget and a search point.
 
-A search point fixes what all heads of a layer share: segment, grain, tile and scores. Each head's threshold,
+A search point fixes what all heads of a layer share: segment, tile and scores. Each head's threshold,
 representatives and tail then follow from its curves and the budget, exactly (`allocate.py`).
 """
 
@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from statistics import fmean
 from typing import NamedTuple
 
 from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, methods
@@ -25,11 +24,9 @@ from calibrate.search.allocate import (
     allocate_together,
 )
 from calibrate.timing import Timing
-from s2o_runtime.config import Far, LayerConfig, Scores, TileConfig
+from s2o_runtime.config import LayerConfig, Scores, Tail, TileConfig
 
-HARMLESS = 0.5  # a layer is not tightened while it costs less than this share of an equal part of a KL budget
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
-FEWEST = 0.01  # the least weight of a head's error, relative to the mean weight of its layer's heads
 
 
 class ChosenDense(Enum):
@@ -54,7 +51,6 @@ class SearchPoint(NamedTuple):
     """What a trial of the search names."""
 
     segment: int
-    grain: int
     tile: TileConfig
     scores: Scores = "input"
 
@@ -93,10 +89,10 @@ class Choice:
     @property
     def config(self) -> LayerConfig:
         """The layer as the runtime takes it."""
-        _, grain, tile, scores = self.point
+        _, tile, scores = self.point
         heads = self.allocation.heads
         last_rows = self.last_rows if any(head.mode == "s2o" for head in heads) else 0
-        return LayerConfig(heads, tile, grain=grain, scores=scores, last_rows=last_rows).validate()
+        return LayerConfig(heads, tile, scores=scores, last_rows=last_rows).validate()
 
     @property
     def cost(self) -> float:
@@ -132,8 +128,8 @@ class Choice:
         why = self.why_dense or (ChosenDense.NO_GAIN if self.config.is_dense else None)
         return self.measured or (why and why.value)
 
-    def predicted(self, layers: int) -> PredictedLayer:
-        """What a profile keeps of it, in a model of so many layers: what the curves say, and the times if there are."""
+    def predicted(self) -> PredictedLayer:
+        """What a profile keeps of it: what the curves say, and the times if there are."""
         allocation, timing = self.allocation, self.timing
         return PredictedLayer(
             mse=allocation.mse,
@@ -141,8 +137,6 @@ class Choice:
             cost=allocation.cost,
             seconds=self.seconds,
             dense_seconds=timing.dense_seconds if timing else None,
-            # of a budget in KL, where layers' weights are for a mean over them
-            sensitivity=self.weights.layer / layers if self.weights.heads is not None else None,
         )
 
     def dense_if_no_gain(self) -> Choice:
@@ -167,41 +161,21 @@ def default_segment(segments: Sequence[int]) -> int:
 
 def search_constraints(recipe: Recipe) -> SearchConstraints:
     """What a recipe lets heads choose. One budget over the model has no equal parts: it goes where it saves most."""
-    far: tuple[Far, ...] = tuple("mean" if tail else "none" for tail in recipe.tails)
-    return SearchConstraints(far, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
+    tails: tuple[Tail, ...] = tuple("mean" if has_tail else "none" for has_tail in recipe.tails)
+    return SearchConstraints(tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
 
 
-def weights_of(
-    curves: Curves, recipe: Recipe, sensitivity: Sequence[float] | None = None, layers: int = 1
-) -> ErrorWeights:
+def weights_of(curves: Curves, recipe: Recipe) -> ErrorWeights:
     """What the errors of one layer count against a recipe's budget.
 
-    An error counts in the budget's unit, and more where a ceiling allows the layer less than the budget's value. With
-    a budget in KL the mean over the layers is to be the model's KL, so that layer and head weights together are the
-    heads' sensitivities times the number of layers.
-
-    Args:
-        curves: of the layer.
-        recipe: says the budget.
-        sensitivity: of each head (`calibrate.model.sensitivity`); needed for a budget in KL only.
-        layers: how many the model has.
+    An error counts in the budget's unit, and more where a ceiling allows the layer less than the budget's value.
     """
     budget, power = recipe.budget, dense_power(curves)
-    if not budget.is_kl:
-        return ErrorWeights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
-    if sensitivity is None:
-        raise ValueError("a budget in KL needs the layer's sensitivity")
-    mean = max(sum(sensitivity) / len(sensitivity), 1e-30)
-    heads = [max(cost / mean, FEWEST) for cost in sensitivity]
-    total = sum(heads)
-    return ErrorWeights(layers * mean * total, tuple(cost * len(heads) / total for cost in heads))
+    return ErrorWeights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
 
 
 def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
-    """What a layer's calibration may spend, as mean squared error weighted by head: the budget without its margin.
-
-    Of a budget in KL that is an equal part for every layer.
-    """
+    """What a layer's calibration may spend, as mean squared error weighted by head: the budget without its margin."""
     return recipe.budget.value * recipe.margin / weights.layer
 
 
@@ -212,38 +186,27 @@ def choice_at(
 
     weights: by default those of a budget that is no KL. last_rows: dense ones at a prompt's end, that curves count so.
     """
-    point_curves = methods(curves, point.segment, point.grain, Shape.of(point.tile), point.scores)
+    point_curves = methods(curves, point.segment, Shape.of(point.tile), point.scores)
     weights = weights_of(curves, recipe) if weights is None else weights
     unspent = Choice(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
     return unspent.spending(budget_mse(weights, recipe), search_constraints(recipe))
 
 
-def predicted_kl(choices: Sequence[Choice]) -> float:
-    """What the sensitivities of all layers make of the errors their choices spend, in nats per token."""
-    return fmean(choice.weights.layer * choice.spent for choice in choices)
-
-
-def allocate_model_budget(
-    choices: Sequence[Choice], recipe: Recipe, scale: float = 1.0
-) -> tuple[list[Choice], list[float]]:
+def allocate_model_budget(choices: Sequence[Choice], recipe: Recipe) -> tuple[list[Choice], list[float]]:
     """One budget over all layers, spent where it saves most.
 
     Args:
         choices: of every layer; those that are dense for a reason which another budget does not change take no part.
         recipe: its budget is what the mean over all layers may be.
-        scale: of the budget without its margin, how much is spent.
 
     Returns:
         The layers' choices, and the limit of each: what it spends, with the margin given back, in the unit of the
-        budget's layers. Of a budget in KL that is the plain mean squared error of the heads as they were chosen, and
-        at least `HARMLESS` of an equal part, because tightening a layer that costs next to nothing gains nothing.
+        budget's layers.
     """
-    # a KL is spent at several scales, and what was too little at one of them may do at the next
-    taking_part = (None, ChosenDense.NO_GAIN, ChosenDense.OTHERS_GAIN) if recipe.budget.is_kl else (None,)
-    live = [layer for layer, choice in enumerate(choices) if choice.why_dense in taking_part]
+    live = [layer for layer, choice in enumerate(choices) if choice.why_dense is None]
     if not live:
         return list(choices), [recipe.budget.value] * len(choices)
-    budget = recipe.budget.value * recipe.margin * scale * len(choices) / len(live)
+    budget = recipe.budget.value * recipe.margin * len(choices) / len(live)
     allocations = allocate_together(
         [choices[layer].curves for layer in live],
         [choices[layer].weights for layer in live],
@@ -258,6 +221,4 @@ def allocate_model_budget(
         if new.config.is_dense:
             continue
         limits[layer] = recipe.budget.error(allocation.mse, dense_power(new.curves)) / recipe.margin
-        if recipe.budget.is_kl:
-            limits[layer] = max(limits[layer], HARMLESS * recipe.budget.value / new.weights.layer)
     return after, limits

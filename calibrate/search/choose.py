@@ -1,4 +1,4 @@
-"""The second stage: from curves to what every layer does at every length. Groups of layers share a search."""
+"""Search what every layer does at every length."""
 
 from __future__ import annotations
 
@@ -10,38 +10,71 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
+from sklearn.cluster import AgglomerativeClustering
 
 from calibrate.compiling import compile_ahead, form, with_tiles
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, Curves, RankingConfig, Shape, dense_power, methods
+from calibrate.curves.curves import TAUS, Curve, Curves, RankingConfig, Shape, dense_power, methods, overhead
 from calibrate.curves.measure import LayersCurves, dense_forward
 from calibrate.journal import Journal, taken_on
 from calibrate.model.estimate import free_memory
 from calibrate.model.layers import Captured
-from calibrate.model.sensitivity import Sensitivity
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import SearchConstraints
+from calibrate.search.allocate import SearchConstraints, allocate_each
 from calibrate.search.choice import (
     Choice,
     SearchPoint,
     allocate_model_budget,
     budget_mse,
     default_segment,
-    predicted_kl,
     search_constraints,
     weights_of,
 )
-from calibrate.search.groups import groups
 from calibrate.search.study import LayerSearch, Studies, Timer
 from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
-from calibrate.work.executor import Executor, Pending, completed
-from calibrate.work.items import WorkerState, WorkItem
-from s2o_runtime.config import Far, HeadConfig, LayerConfig, StopRule, TileConfig
+from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, completed
+from s2o_runtime.config import HeadConfig, LayerConfig, Tail, TileConfig
+
+BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
+APART = 0.08  # of dense attention's time: layers whose costs differ by more than this somewhere are searched apart
+
+
+def groups(
+    layers: Sequence[Mapping[int, Mapping[RankingConfig, Curve]]],
+    budgets: Sequence[float],
+    constraints: SearchConstraints,
+) -> list[list[int]]:
+    """Layers grouped by complete linkage: no two layers of a group are further apart than `APART`.
+
+    Args:
+        layers: of each layer, by segment, the curves of what its heads may choose.
+        budgets: each layer's, as mean squared error.
+        constraints: what heads may choose.
+
+    Returns:
+        Layer numbers, group by group, each ascending, the groups by their first layer.
+    """
+    if len(layers) < 2:
+        return [[layer] for layer in range(len(layers))]
+    costs = [
+        [
+            allocation.cost
+            for curves in by_segment.values()
+            for allocation in allocate_each(curves, [share * budget for share in BUDGETS], constraints)
+        ]
+        for by_segment, budget in zip(layers, budgets, strict=True)
+    ]
+    clustering = AgglomerativeClustering(
+        n_clusters=None, metric="chebyshev", linkage="complete", distance_threshold=APART
+    )
+    labels = clustering.fit_predict(costs).tolist()
+    return [
+        [layer for layer, layer_label in enumerate(labels) if layer_label == label] for label in dict.fromkeys(labels)
+    ]
+
 
 log = logging.getLogger("calibrate")
 
@@ -72,8 +105,8 @@ class Chosen:
         limits: the error every layer may have, in the budget's unit.
         groups: layer numbers that shared a search, made on the first of them.
         failures: what trials died of, and how often.
-        tried: how many combinations of segment, grain, tile and scores each group's search tried, none of them twice.
-        uniform: the best single setting; None if dense attention is cheaper, and with a budget in KL.
+        tried: how many combinations of segment, tile and scores each group's search tried, none of them twice.
+        uniform: the best single setting; None if dense attention is cheaper.
     """
 
     choices: list[Choice]
@@ -87,16 +120,6 @@ class Chosen:
     def trials(self) -> int:
         """How many trials were run, of all groups together."""
         return sum(self.tried)
-
-    @property
-    def predicted_kl(self) -> float:
-        """The KL that is predicted of the choices, in nats per token, with a budget in KL."""
-        return predicted_kl(self.choices)
-
-    def sharing(self, recipe: Recipe, scale: float) -> Chosen:
-        """These search points with `scale` of one budget over all layers (`allocate_model_budget`)."""
-        choices, limits = allocate_model_budget(self.choices, recipe, scale)
-        return replace(self, choices=choices, limits=limits)
 
     def spending(self, share: float, constraints: SearchConstraints) -> Chosen:
         """The same choices with this share of the budget they were made for; dense layers stay as they are."""
@@ -118,7 +141,6 @@ def choose(
     recipe: Recipe,
     journal: Journal,
     on_trial: Callable[[str], object],
-    sensitivity: Sensitivity | None = None,
 ) -> dict[int, Chosen]:
     """Search for the first layer of every group; the others take its point and spend their own budget.
 
@@ -133,7 +155,6 @@ def choose(
         recipe: says the budget and how many trials there are.
         journal: where times are kept.
         on_trial: called after each trial with a text for a progress bar.
-        sensitivity: of every layer and head, for a budget in KL.
 
     Returns:
         What was chosen, by length.
@@ -167,7 +188,6 @@ def choose(
             lambda: deadline is not None and time.monotonic() > deadline,
             on_trial,
             partial(timed, length) if on_gpu else None,
-            sensitivity,
         )
     waiting: list[Pending[None]] = []
     for layer in range(executor.geometry.layers):
@@ -317,21 +337,17 @@ class _LengthSearch:
         out_of_time: Callable[[], bool],
         on_trial: Callable[[str], object],
         timer: Callable[[int, LayerConfig, float], Timing] | None,
-        sensitivity: Sensitivity | None = None,
     ) -> None:
         """timer: times a configuration on a layer's inputs, given the best seconds so far; None without a GPU."""
         self.length = length
         self._curves, self._tiles, self._recipe = curves, tiles, recipe
         self._studies, self._out_of_time, self._on_trial, self._timer = studies, out_of_time, on_trial, timer
         self._segments = recipe.segments_for(length)
-        self._weights = [
-            weights_of(layer_curves, recipe, head_sensitivity, len(curves))
-            for layer_curves, head_sensitivity in zip(curves, sensitivity or repeat(None, len(curves)), strict=True)
-        ]
+        self._weights = [weights_of(layer_curves, recipe) for layer_curves in curves]
         budgets = [budget_mse(weights, recipe) for weights in self._weights]
-        shape, grain = Shape.of(tiles[0]), recipe.grains[-1]
+        shape = Shape.of(tiles[0])
         by_segment = [
-            {segment: methods(layer_curves, segment, grain, shape, recipe.scores[0]) for segment in self._segments}
+            {segment: methods(layer_curves, segment, shape, recipe.scores[0]) for segment in self._segments}
             for layer_curves in curves
         ]
         self._groups = groups(by_segment, budgets, search_constraints(recipe))
@@ -339,10 +355,8 @@ class _LengthSearch:
         self._points: dict[int, Pending[SearchPoint]] = {}  # the best one, by the first layer of a group
         self._choices: dict[int, Choice] = {}
         default = default_segment(self._segments)
-        self._uniform = None  # a KL belongs to no single setting, because its search goes on in the proof
-        if not recipe.budget.is_kl:
-            far = search_constraints(recipe).far
-            self._uniform = _uniform([segment_curves[default] for segment_curves in by_segment], budgets, far)
+        tails = search_constraints(recipe).tails
+        self._uniform = _uniform([segment_curves[default] for segment_curves in by_segment], budgets, tails)
         self._uniform_seconds: dict[int, float] = {}
         self._searches = [
             LayerSearch(
@@ -399,9 +413,9 @@ class _LengthSearch:
         if self._uniform is None:
             return None
         heads = next(iter(self._curves[layer].values())).density.shape[0]
-        grain, scores = self._recipe.grains[-1], self._recipe.scores[0]
+        scores = self._recipe.scores[0]
         last_rows = self._recipe.last_rows_at(self.length)
-        return LayerConfig((self._uniform.head,) * heads, self._tiles[0], grain, scores, last_rows).validate()
+        return LayerConfig((self._uniform.head,) * heads, self._tiles[0], scores, last_rows).validate()
 
     def _time_uniform(self, layer: int, config: LayerConfig, timer: Timer) -> None:
         """Add a layer's time with the single setting; if any layer cannot be timed, the total is not reported."""
@@ -428,21 +442,19 @@ class _LengthSearch:
 
 
 def _uniform(
-    layers: Sequence[Mapping[RankingConfig, Curve]], budgets: Sequence[float], allowed: Sequence[Far]
+    layers: Sequence[Mapping[RankingConfig, Curve]], budgets: Sequence[float], allowed: Sequence[Tail]
 ) -> Uniform | None:
     """The cheapest setting for all heads of all layers whose error over its layer's budget is at most 1 on average."""
     best: Uniform | None = None
     over = torch.tensor(budgets, dtype=torch.float64)[:, None, None]
     for method in layers[0]:
-        if method.linear:
-            continue
         density = torch.stack([curves[method].density for curves in layers]).mean((0, 1))
-        for far in allowed:
-            errors = torch.stack([curves[method].errors(far)[0] for curves in layers])
+        for tail in allowed:
+            errors = torch.stack([curves[method].errors(tail)[0] for curves in layers])
             spent = (errors / over).mean((0, 1))
-            costs = density + overhead(method, far) + layers[0][method].fixed_cost
+            costs = density + overhead(method, tail) + layers[0][method].fixed_cost
             for tau, share, cost in zip(TAUS, spent.tolist(), costs.tolist(), strict=True):
                 if share <= 1.0 and cost < (1.0 if best is None else best.cost):
-                    head = HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, far)
+                    head = HeadConfig(tau, method.segment, representatives=method.representatives, tail=tail)
                     best = Uniform(head, cost)
     return best

@@ -1,4 +1,4 @@
-"""Optuna over segment, grain, tile and scores, with the allocation of the budget as the inner step.
+"""Optuna over segment, tile and scores, with the allocation of the budget as the inner step.
 
 On a GPU the objective is the layer's measured time, on a CPU the time its density predicts. What a point costs is
 predicted before any is tried, so the points come in that order, and those that are predicted to be much slower than the
@@ -122,7 +122,7 @@ class LayerSearch:
     Attributes:
         layer, length: which layer, at how many tokens.
         curves: of the layer.
-        recipe: says the grains, the budget and how many trials there are.
+        recipe: says the scores, the budget and how many trials there are.
         segments: those worth trying.
         tiles: those that get trials, the safe default first.
         timer: times a configuration on this layer's inputs; None on a CPU.
@@ -148,12 +148,12 @@ class LayerSearch:
     @property
     def default(self) -> SearchPoint:
         """The point that is tried first, whatever is predicted of it."""
-        return SearchPoint(default_segment(self.segments), self.recipe.grains[-1], self.tiles[0], self.recipe.scores[0])
+        return SearchPoint(default_segment(self.segments), self.tiles[0], self.recipe.scores[0])
 
     def promising(self) -> list[SearchPoint]:
         """The points to try, in order: the default, and those that may win by their predicted cost, the least first."""
         recipe = self.recipe
-        points = [SearchPoint(*each) for each in product(self.segments, recipe.grains, self.tiles, recipe.scores)]
+        points = [SearchPoint(*each) for each in product(self.segments, self.tiles, recipe.scores)]
         costs = {point: self.choice_at(point).allocation.cost for point in points}
         most = PROMISING * min(costs.values())
         by_cost = sorted((point for point in points if costs[point] <= most), key=costs.__getitem__)
@@ -183,7 +183,6 @@ class LayerSearch:
         tiles = {str(tile): tile for tile in self.tiles}
         parameters: dict[str, tuple[Any, ...]] = {
             "segment": tuple(self.segments),
-            "grain": self.recipe.grains,
             "tile": tuple(tiles),
             "scores": self.recipe.scores,
         }
@@ -218,7 +217,7 @@ class LayerSearch:
 
     def choice_at(self, point: SearchPoint) -> Choice:
         """The budget spent at one point, not timed; tiles of one shape have the same curves."""
-        key = point.segment, point.grain, point.scores, Shape.of(point.tile)
+        key = point.segment, point.scores, Shape.of(point.tile)
         if key not in self._allocated:
             last_rows = self.recipe.last_rows_at(self.length)
             self._allocated[key] = choice_at(point, self.curves, self.recipe, self.weights, last_rows)
@@ -249,7 +248,7 @@ class LayerSearch:
         """Count what a point died of, and say it."""
         why = reason(failure)
         self.failures[why] += 1
-        log.warning("segment %d, grain %d, %s, %s scores failed: %s", *point, why)
+        log.warning("segment %d, %s, %s scores failed: %s", *point, why)
         return why
 
 
@@ -258,7 +257,7 @@ def _attributes(choice: Choice) -> dict[str, Any]:
     points = choice.allocation.points
     return {
         "mode": [point.head.mode for point in points],
-        "tau": [point.head.tau if point.head.has_threshold else None for point in points],
+        "tau": [point.head.tau if point.head.mode == "s2o" else None for point in points],
         "density": [point.density for point in points],
         "error": [point.mse for point in points],
         "predicted_cost": choice.allocation.cost,

@@ -1,9 +1,9 @@
 """Items of work on many GPUs, scheduled by dask.distributed.
 
-The coordinator is this process. It decides, journals and needs no GPU. Each worker process has one GPU, loads the
-model itself and runs one item at a time. Every item is submitted with the workers that may run it; items that continue
-one another have one worker as their home. If all workers of an item are gone, it is submitted again to those that are
-left, so a lost worker costs time and changes no result: an item says everything that its result depends on.
+This process coordinates: it decides, journals and needs no GPU. Each worker process has one GPU, loads the model itself
+and runs one item at a time. Every item is submitted with the workers that may run it; items that continue one another
+have one worker as their home. If all workers of an item are gone, it is submitted again to those that are left, so a
+lost worker costs time and changes no result: an item holds everything that its result depends on.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from calibrate.progress import showing
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
 from calibrate.versions import versions
-from calibrate.work.executor import Item, Pending, StageWork, Track
-from calibrate.work.items import WorkerState, WorkItem
+from calibrate.work.executor import Item, Pending, StageWork, Track, WorkerState, WorkItem
 from s2o_runtime.devices import DeviceIdentity, identify, same_product
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError, first_line
 from s2o_runtime.identity import Geometry
@@ -40,12 +39,12 @@ try:
 except ImportError as error:
     raise ResourceError("--gpus and --scheduler need Dask: in the clone, pip install '.[distributed]'") from error
 
-ATTEMPTS = 3  # of an item, whether it raised or its worker was lost
-POLL = 0.5  # seconds between two looks at which workers there are
-FETCH = 60.0  # seconds that moving a result may take
-CONNECT = 30.0  # seconds to wait for a scheduler
-PATIENCE = 120.0  # seconds to wait for a worker that can run what is left to run
-THREADS = 512  # calls that wait beside one another
+ATTEMPTS = 3  # of an item, where it raises and where its worker is lost
+POLL_INTERVAL_S = 0.5  # between two looks at the list of workers
+FETCH_TIMEOUT_S = 60.0  # to move a result
+CONNECT_TIMEOUT_S = 30.0  # to wait for a scheduler
+WORKER_TIMEOUT_S = 120.0  # to wait for a worker that can run the rest of the items
+MAX_WAITING_CALLS = 512
 
 log = logging.getLogger("calibrate")
 T = TypeVar("T")
@@ -53,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says of itself once its model is loaded."""
+    """A worker's model, device and versions, once its model is loaded."""
 
     name: str
     geometry: Geometry
@@ -63,29 +62,29 @@ class WorkerInfo:
 
 
 class S2OWorker(WorkerPlugin):  # type: ignore[misc]
-    """What a worker process needs for one run; Dask sends it to every worker, also to those that join late."""
+    """A run's model and prompts in a worker process; Dask sends it to every worker, also to those that join late."""
 
     def __init__(self, name: str, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         self.name = name
         self._recipe, self._prompts = recipe, tuple(prompts)
 
     def setup(self, worker: Any) -> None:
-        """Called by Dask when a worker gets this; the model is loaded later, or it would hold up heartbeats."""
+        """Prepare a worker that receives this; the model is loaded later, or loading would hold up heartbeats."""
         self._lock = threading.Lock()  # a worker with several threads runs one item at a time all the same
         self._open = ExitStack()
         self._state: WorkerState | None = None
         if self._recipe.gpus is not None:
-            _quiet_logs()
+            _disable_warnings()
 
     def run(self, item: WorkItem) -> Any:
-        """Run an item, with the model that is loaded the first time."""
+        """Run an item; the first one loads the model."""
         with self._lock:
-            return self._loaded().run(item)
+            return self._load().run(item)
 
     def info(self) -> WorkerInfo:
-        """Load the model and say what it is, and which device it is on."""
+        """Load the model and describe it and its device."""
         with self._lock:
-            state = self._loaded()
+            state = self._load()
         model = state.loaded
         return WorkerInfo(model.name, model.geometry, model.fingerprint, state.device, versions())
 
@@ -94,7 +93,7 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
             self._open.close()
             self._state = None
 
-    def _loaded(self) -> WorkerState:
+    def _load(self) -> WorkerState:
         if self._state is None:
             from calibrate.model.models import load
             from calibrate.model.self_test import self_test
@@ -103,22 +102,18 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
             device = "cuda:0" if recipe.device.startswith("cuda") else recipe.device
             loaded = load(recipe.model, device, seed=recipe.seed, **recipe.loading)
             self_test(loaded)
-            self._state = self._open.enter_context(WorkerState(loaded).working())
+            self._state = self._open.enter_context(WorkerState(loaded).open())
             self._state.register_prompts(self._prompts)
         return self._state
 
 
-def _quiet_logs() -> None:
-    """Let Dask say errors only: of workers that are started here, the coordinator says who comes and goes."""
+def _disable_warnings() -> None:
+    """Let Dask log errors only: the coordinator itself reports workers that it started and lost."""
     logging.getLogger("distributed").setLevel(logging.ERROR)
 
 
-def _in_worker(plugin: str, method: str, *arguments: Any) -> tuple[Any, float]:
-    """Calls a method of `S2OWorker` in a worker.
-
-    Returns:
-        Its result, or what is wrong with the model, and the seconds that it took.
-    """
+def _call_in_worker(plugin: str, method: str, *arguments: Any) -> tuple[Any, float]:
+    """Call a method of `S2OWorker` in a worker. Returns its result, or an error of the model's, and its seconds."""
     begin = time.monotonic()
     try:
         value = getattr(get_worker().plugins[plugin], method)(*arguments)
@@ -128,13 +123,7 @@ def _in_worker(plugin: str, method: str, *arguments: Any) -> tuple[Any, float]:
 
 
 class _Submitted:
-    """The result of an item that is with the workers.
-
-    Args:
-        executor: whose work the item is.
-        item: what is run.
-        priority: items with a higher one run first where both may run.
-    """
+    """The result of an item that is with the workers. Where two items may run, that of higher priority runs first."""
 
     def __init__(self, executor: ClusterExecutor, item: WorkItem, priority: int) -> None:
         self._executor, self.item, self._priority = executor, item, priority
@@ -143,12 +132,12 @@ class _Submitted:
 
     def _submit(self) -> None:
         self._tries += 1
-        self._addresses = self._executor.addresses_for(self.item)
+        self._addresses = self._executor.list_addresses(self.item)
         self.future = self._executor.workers.submit(
             self._addresses, "run", self.item, retries=ATTEMPTS - self._tries, priority=self._priority
         )
 
-    def look(self) -> None:
+    def submit_again_if_lost(self) -> None:
         """Submit the item again if all workers that were to run it are gone, and its result with them.
 
         Raises:
@@ -158,54 +147,51 @@ class _Submitted:
             return
         self.future.cancel()
         if self._tries == ATTEMPTS:
-            raise _gave_up(self.item, "its worker is gone")
+            raise self._make_failure("its worker is gone")
         log.warning("%s runs elsewhere: its worker is gone", self.item)
         self._submit()
 
     def result(self) -> Any:
         while True:
-            self._executor.workers.look()
-            self.look()
+            self._executor.workers.refresh()
+            self.submit_again_if_lost()
             try:
-                value, seconds = self.future.result(timeout=FETCH if self.future.done() else POLL)
+                value, seconds = self.future.result(timeout=FETCH_TIMEOUT_S if self.future.done() else POLL_INTERVAL_S)
                 break
             except Exception as error:
                 if self.future.status != "error":
                     continue  # it runs, or its worker is gone before the result was fetched
-                why = "its worker is gone" if isinstance(error, KilledWorker) else first_line(error)
-                raise _gave_up(self.item, why) from error
+                cause = "its worker is gone" if isinstance(error, KilledWorker) else first_line(error)
+                raise self._make_failure(cause) from error
         if isinstance(value, S2OError):
             raise value
         self._executor.work.setdefault(self.item.stage, StageWork()).add(seconds)
         return value
 
-
-def _gave_up(item: WorkItem, why: str) -> ResourceError:
-    return ResourceError(f"{item} failed {ATTEMPTS} times ({why}): see the workers' logs")
+    def _make_failure(self, cause: str) -> ResourceError:
+        return ResourceError(f"{self.item} failed {ATTEMPTS} times ({cause}): see the workers' logs")
 
 
 class _Workers:
     """The workers of a Dask scheduler that have loaded the run's model.
 
     Attributes:
-        ready: by address, what each said of itself; all have the same model and the same versions, and the run's kind
-            of GPU once that is chosen.
-        lost: how many of them are gone.
+        ready: by address; all have the same model and versions, and the run's GPU product once that is chosen.
+        lost_count: number of those that are gone.
     """
 
     def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         self._client, self._plugin = client, f"s2o-{uuid.uuid4().hex[:12]}"
-        self._scheduler = recipe.scheduler
         client.register_plugin(S2OWorker(self._plugin, recipe, prompts))
         self.ready: dict[str, WorkerInfo] = {}
-        self._kind: DeviceIdentity | None = None  # of the run's GPUs, once it is chosen
-        self._asked: dict[str, Any] = {}  # by address, the future of a worker's info; None if it is not used
-        self.lost = 0
+        self._product: DeviceIdentity | None = None  # of the run's GPUs, once it is chosen
+        self._asked: dict[str, Any] = {}  # by address, the future of a worker's info; None once that is judged
+        self.lost_count = 0
         self._lock = threading.Lock()
-        self._looked = 0.0
+        self._refreshed = 0.0
 
     def wait_until_loaded(self, workers_wanted: int | None) -> None:
-        """Until this many workers have loaded the model; with None, until all that there are have.
+        """Wait until this many workers have loaded the model; with None, until all that there are have.
 
         Raises:
             ModelError: The model cannot be loaded or is not supported.
@@ -213,53 +199,53 @@ class _Workers:
         """
         begun = time.monotonic()
         while True:
-            self.look(at_once=True)
+            self.refresh(at_once=True)
             loading = any(future is not None for future in self._asked.values())
             if len(self.ready) >= (workers_wanted or math.inf):
                 return
             if self.ready and not loading and len(self._asked) >= (workers_wanted or 1):
-                return  # some cannot be used
-            if not loading and time.monotonic() - begun > PATIENCE:
-                raise ResourceError(f"no worker is there after {PATIENCE:g} s: start workers, one for each GPU")
-            time.sleep(POLL / 5)
+                return  # all have answered, and some cannot be used
+            if not loading and time.monotonic() - begun > WORKER_TIMEOUT_S:
+                raise ResourceError(f"no worker is there after {WORKER_TIMEOUT_S:g} s: start workers, one for each GPU")
+            time.sleep(POLL_INTERVAL_S / 5)
 
-    def choose_kind(self, target: str | None) -> DeviceIdentity:
-        """The kind of GPU that the run is for, by its name; by default the kind here, or the only one.
+    def choose_device(self, target: str | None) -> DeviceIdentity:
+        """Choose the run's GPU product by its name; by default this machine's, or the only one.
 
         Workers that have another one are not used from now on.
 
         Raises:
             ConfigError: No worker has a GPU of that name, or it must name one of several.
         """
-        devices = sorted((info.device for info in self.ready.values()), key=lambda one: (str(one), one.memory_bytes))
+        devices = sorted((info.device for info in self.ready.values()), key=lambda item: (str(item), item.memory_bytes))
         names = ", ".join(dict.fromkeys(map(str, devices)))
         if target is not None:
             fitting = [device for device in devices if target.lower() in str(device).lower()]
             if not fitting:
                 raise ConfigError(f"target_gpu {target!r} is no worker's: there are {names}")
         else:
-            here = identify(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            fitting = [device for device in devices if same_product(here, device)] or devices
+            local = identify(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            fitting = [device for device in devices if same_product(local, device)] or devices
             if not all(same_product(fitting[0], device) for device in fitting):
                 raise ConfigError(f"the workers have GPUs of several kinds ({names}): name one with --target-gpu")
         with self._lock:
-            self._kind = fitting[0]
-            self.ready = {address: info for address, info in self.ready.items() if self._has_kind(address, info)}
+            self._product = fitting[0]
+            self.ready = {address: info for address, info in self.ready.items() if self._has_product(address, info)}
         return fitting[0]
 
-    def _has_kind(self, address: str, info: WorkerInfo) -> bool:
-        """Whether a worker has the run's kind of GPU, as far as it is chosen; warns if not."""
-        if self._kind is None or same_product(self._kind, info.device):
+    def _has_product(self, address: str, info: WorkerInfo) -> bool:
+        """Check that a worker has the run's GPU product, as far as it is chosen; warn if not."""
+        if self._product is None or same_product(self._product, info.device):
             return True
-        log.warning("worker %s is not used: it has %s, and the run is for %s", address, info.device, self._kind)
+        log.warning("worker %s is not used: it has %s, and the run is for %s", address, info.device, self._product)
         return False
 
-    def look(self, at_once: bool = False) -> None:
-        """See which workers are new and which are gone, unless somebody looked just now."""
+    def refresh(self, at_once: bool = False) -> None:
+        """Meet new workers and drop those that are gone; without `at_once` only if the last refresh is not recent."""
         with self._lock:
-            if not at_once and time.monotonic() - self._looked < POLL:
+            if not at_once and time.monotonic() - self._refreshed < POLL_INTERVAL_S:
                 return
-            self._looked = time.monotonic()
+            self._refreshed = time.monotonic()
             try:
                 present = set(self._client.nthreads())
             except Exception as error:  # whatever Dask raises when the scheduler is gone
@@ -269,7 +255,7 @@ class _Workers:
                 ) from error
             for address in self.ready.keys() - present:
                 del self.ready[address]
-                self.lost += 1
+                self.lost_count += 1
                 log.warning("worker %s is gone: what it had runs elsewhere", address)
             self._asked = {address: future for address, future in self._asked.items() if address in present}
             for address in present - self.ready.keys():
@@ -277,9 +263,9 @@ class _Workers:
                     self._asked[address] = self.submit([address], "info")
                 elif (future := self._asked[address]) is not None and future.done():
                     self._asked[address] = None
-                    self._meet(address, future)
+                    self._accept_worker(address, future)
 
-    def _meet(self, address: str, future: Any) -> None:
+    def _accept_worker(self, address: str, future: Any) -> None:
         """Use a worker whose model is loaded, if it is like the others."""
         try:
             info, seconds = future.result()
@@ -293,21 +279,20 @@ class _Workers:
             if getattr(info, name) != getattr(reference, name):
                 log.warning("worker %s is not used: its %s differ from the others'", address, name)
                 return
-        if not self._has_kind(address, info):
-            return
-        self.ready = {**self.ready, address: info}
-        log.info("worker %s: %s, model loaded in %.0f s", address, info.device, seconds)
+        if self._has_product(address, info):
+            self.ready = {**self.ready, address: info}
+            log.info("worker %s: %s, model loaded in %.0f s", address, info.device, seconds)
 
     def submit(self, addresses: Sequence[str], method: str, *arguments: Any, **options: int) -> Any:
-        """A call of a method of `S2OWorker` in one of some workers, with options of Dask's. Returns Dask's future."""
+        """Call a method of `S2OWorker` in one of some workers, with options of Dask's. Returns Dask's future."""
         return self._client.submit(
-            _in_worker, self._plugin, method, *arguments, workers=list(addresses), pure=False, **options
+            _call_in_worker, self._plugin, method, *arguments, workers=list(addresses), pure=False, **options
         )
 
     def wait_for_one_of(self, futures: Sequence[Any]) -> None:
-        """Until one of some calls ended, or it is time to look at the workers again."""
+        """Wait until one of some calls ended, or it is time to refresh the workers."""
         with self._client.as_current(), contextlib.suppress(TimeoutError):
-            wait(futures, timeout=POLL, return_when="FIRST_COMPLETED")
+            wait(futures, timeout=POLL_INTERVAL_S, return_when="FIRST_COMPLETED")
 
     def close(self) -> None:
         """Let the workers forget the run."""
@@ -316,7 +301,7 @@ class _Workers:
 
 
 class ClusterExecutor:
-    """Runs items on those workers of a Dask scheduler that have the run's kind of GPU.
+    """Executor on those workers of a Dask scheduler that have the run's GPU product.
 
     Args:
         client: connected to the scheduler.
@@ -332,13 +317,13 @@ class ClusterExecutor:
     def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         self.workers = _Workers(client, recipe, prompts)
         try:
-            # all workers of a scheduler may be needed to find the kind that is named
+            # all workers of a scheduler may be needed to find the GPU that is named
             self.workers.wait_until_loaded(recipe.gpus or (1 if recipe.target_gpu is None else None))
-            self.device = self.workers.choose_kind(recipe.target_gpu)
+            self.device = self.workers.choose_device(recipe.target_gpu)
             model = next(iter(self.workers.ready.values()))  # with which all others agree
             self.name, self.geometry, self.fingerprint = model.name, model.geometry, model.fingerprint
             self._known = frozenset(prompt.sha256 for prompt in prompts)
-            self._threads = ThreadPoolExecutor(THREADS, "s2o-wait")  # where calls wait beside one another
+            self._threads = ThreadPoolExecutor(MAX_WAITING_CALLS, "s2o-wait")
         except BaseException:
             self.workers.close()
             raise
@@ -352,16 +337,15 @@ class ClusterExecutor:
         return max(1, len(self.workers.ready))
 
     def register_prompts(self, prompts: Iterable[Prompt]) -> None:
-        unknown = [prompt for prompt in prompts if prompt.sha256 not in self._known]
-        if unknown:
+        if unknown := {prompt.sha256 for prompt in prompts} - self._known:
             raise ValueError(f"{len(unknown)} prompts are not those that the workers were given")
 
     def submit(self, item: WorkItem) -> Pending[Any]:
-        self.workers.look()
+        self.workers.refresh()
         return _Submitted(self, item, priority=0)
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
-        self.workers.look()
+        self.workers.refresh()
         waiting: dict[Any, tuple[Item, _Submitted]] = {}
         for track in tracks:
             for number, item in enumerate(track):  # the same layer of all lengths together, as in one process
@@ -369,9 +353,9 @@ class ClusterExecutor:
                 waiting[submitted.future] = item, submitted
         while waiting:
             self.workers.wait_for_one_of(list(waiting))
-            self.workers.look()
+            self.workers.refresh()
             for _, submitted in waiting.values():
-                submitted.look()
+                submitted.submit_again_if_lost()
             finished = [future for future in waiting if future.done() and waiting[future][1].future is future]
             for item, submitted in [waiting.pop(future) for future in finished]:
                 yield item, submitted.result()
@@ -380,14 +364,14 @@ class ClusterExecutor:
     def background(self, call: Callable[[], T]) -> Pending[T]:
         return self._threads.submit(call)
 
-    def addresses_for(self, item: WorkItem) -> list[str]:
-        """The workers that may run an item: the home of its affinity, or all.
+    def list_addresses(self, item: WorkItem) -> list[str]:
+        """Return the workers that may run an item: the home of its affinity, or all.
 
         Raises:
             ResourceError: No worker is there, and none came in time.
         """
         with self._lock:
-            able = self._able()
+            able = self._wait_for_workers()
             if item.affinity is None:
                 return able
             if item.stage != self._stage:
@@ -398,23 +382,22 @@ class ClusterExecutor:
                 home = self._homes[item.affinity] = min(able, key=lambda address: count[address])
             return [home]
 
-    def _able(self) -> list[str]:
+    def _wait_for_workers(self) -> list[str]:
         begun = time.monotonic()
         while not (able := list(self.workers.ready)):
-            if time.monotonic() - begun > PATIENCE:
-                raise ResourceError(
-                    f"no worker with {self.device} is there since {PATIENCE:.0f} s: start one and run the same command "
-                    "again, what was measured so far is kept"
-                )
-            time.sleep(POLL)
-            self.workers.look()
+            if time.monotonic() - begun > WORKER_TIMEOUT_S:
+                problem = f"no worker with {self.device} is there since {WORKER_TIMEOUT_S:.0f} s"
+                remedy = "start one and run the same command again, what was measured so far is kept"
+                raise ResourceError(f"{problem}: {remedy}")
+            time.sleep(POLL_INTERVAL_S)
+            self.workers.refresh()
         return able
 
     @property
     def status(self) -> str:
         """The workers in one line."""
         text = f"{self.size} workers"
-        return f"{text}, {self.workers.lost} workers lost" if self.workers.lost else text
+        return f"{text}, {self.workers.lost_count} workers lost" if self.workers.lost_count else text
 
     def close(self) -> None:
         """Let the workers forget the run."""
@@ -424,7 +407,7 @@ class ClusterExecutor:
 
 @contextmanager
 def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[ClusterExecutor]:
-    """The workers that a recipe names: started here, or those of a scheduler.
+    """Yield an executor on the workers that a recipe names: started here, or those of a scheduler.
 
     Args:
         recipe: names them, and the model that they load.
@@ -435,10 +418,7 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[Clus
         ResourceError: The scheduler or its workers cannot be reached.
     """
     with ExitStack() as stack:
-        if recipe.scheduler is None:
-            address = stack.enter_context(_local_cluster(recipe, recipe.gpus or 1))
-        else:
-            address = recipe.scheduler
+        address = recipe.scheduler or stack.enter_context(_start_cluster(recipe, recipe.gpus or 1))
         client = stack.enter_context(connect(address))
         executor = ClusterExecutor(client, recipe, prompts)
         stack.callback(executor.close)
@@ -453,23 +433,22 @@ def connect(scheduler: Any) -> Any:
         ResourceError: The scheduler does not answer.
     """
     try:
-        return Client(scheduler, set_as_default=False, timeout=CONNECT)
+        return Client(scheduler, set_as_default=False, timeout=CONNECT_TIMEOUT_S)
     except OSError as error:
-        raise ResourceError(
-            f"scheduler {scheduler} does not answer within {CONNECT:g} s ({first_line(error)}): check that it runs"
-        ) from error
+        problem = f"does not answer within {CONNECT_TIMEOUT_S:g} s ({first_line(error)})"
+        raise ResourceError(f"scheduler {scheduler} {problem}: check that it runs") from error
 
 
 @contextmanager
-def _local_cluster(recipe: Recipe, count: int) -> Iterator[Any]:
-    """A scheduler and one worker process for each GPU, all of them reachable from this machine only."""
+def _start_cluster(recipe: Recipe, count: int) -> Iterator[Any]:
+    """Start a scheduler and one worker process for each GPU, all of them reachable from this machine only."""
     from distributed import Nanny, Scheduler
 
-    _quiet_logs()
+    _disable_warnings()
     options = {"host": "127.0.0.1", "nthreads": 1, "memory_limit": 0, "silence_logs": logging.ERROR, "dashboard": False}
     workers = {
         number: {"cls": Nanny, "options": {**options, "env": environment}}
-        for number, environment in enumerate(_environments(recipe, count))
+        for number, environment in enumerate(_assign_devices(recipe, count))
     }
     scheduler = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
     # what continues on a worker stays there; the third worker that dies with an item is the last
@@ -481,12 +460,8 @@ def _local_cluster(recipe: Recipe, count: int) -> Iterator[Any]:
         yield cluster
 
 
-def _environments(recipe: Recipe, count: int) -> list[dict[str, str]]:
-    """The environment variables of each worker: its GPU, or its part of the CPU.
-
-    Raises:
-        ConfigError: there are fewer GPUs.
-    """
+def _assign_devices(recipe: Recipe, count: int) -> list[dict[str, str]]:
+    """Return each worker's environment variables: its GPU, or its part of the CPU."""
     if not recipe.device.startswith("cuda"):
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
         return [{"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}] * count

@@ -1,27 +1,118 @@
-"""Executors: who runs items of work. The default is this process; `cluster.py` runs them on many.
-
-What decides is the same code with either: a stage submits items and reads their results. In this process an item runs
-when its result is asked for, one after the other, as in a plain loop.
-"""
+"""Items of work that one GPU measures at a time, and the executor that runs them in this process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise, zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
+from calibrate.journal import Journal, taken_on
+from calibrate.model.layers import use_attention
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
-from calibrate.work.items import WorkerState, WorkItem
-from s2o_runtime.devices import DeviceIdentity
+from s2o_runtime.devices import DeviceIdentity, identify
+from s2o_runtime.huggingface.hf import implementations, set_implementations
+from s2o_runtime.huggingface.layers import Implementations
 from s2o_runtime.identity import Geometry
 
 T = TypeVar("T")
+
+
+class WorkItem:
+    """One measurement; subclasses are frozen dataclasses.
+
+    Attributes:
+        stage: the part of the calibration; a worker forgets what it cached for another stage.
+        kind: of its entry in a journal.
+        timed: its result is a time, which holds for one kind of GPU.
+    """
+
+    stage: str
+    kind: ClassVar[str] = ""
+    timed: ClassVar[bool] = False
+
+    @property
+    def affinity(self) -> Hashable:
+        """Name of items that continue one another, which run on one worker where possible; None without such."""
+        return None
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        """The journal's key: all that the result depends on beside the model, and the GPU if it is timed."""
+        raise NotImplementedError
+
+    def run(self, worker: WorkerState) -> Any:
+        """Measure; the result is JSON with tensors, or dataclasses of such."""
+        raise NotImplementedError
+
+
+@dataclass
+class WorkerState:
+    """The model and the caches of one process that runs items.
+
+    Attributes:
+        loaded: the model.
+        prompts: those that items may name, by their hash.
+        kept: cache of the present stage.
+    """
+
+    loaded: LoadedModel
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    kept: dict[Hashable, Any] = field(default_factory=dict)
+    _stage: str = ""
+    _attention: Implementations | None = None  # the model's own implementations, while another is used
+
+    @property
+    def device(self) -> DeviceIdentity:
+        return identify(self.loaded.weights.device)
+
+    def run(self, item: WorkItem) -> Any:
+        """Run an item."""
+        if item.stage != self._stage:
+            self.kept.clear()
+            self._stage = item.stage
+        return item.run(self)
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the value cached under a key; make it first if there is none."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return cast(T, self.kept[key])
+
+    def attend_with(self, name: str) -> None:
+        """Let the model compute attention by the function that transformers knows by this name, until `close`."""
+        if self._attention is None:
+            self._attention = implementations(self.loaded.model)
+        use_attention(self.loaded.model, name)
+
+    def close(self) -> None:
+        """Empty the cache and leave the model as it was."""
+        self.kept.clear()
+        self.loaded.weights.release()
+        if self._attention is not None:
+            set_implementations(self._attention)
+            self._attention = None
+
+    @contextmanager
+    def open(self) -> Iterator[WorkerState]:
+        """Run items inside the block: the weights that were used last stay on the device until it ends."""
+        self.loaded.weights.keeps_last = True
+        try:
+            yield self
+        finally:
+            self.loaded.weights.keeps_last = False
+            self.close()
+
+    def register_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Let items name these prompts from now on."""
+        self.prompts |= {prompt.sha256: prompt for prompt in prompts}
+
+
 T_co = TypeVar("T_co", covariant=True)
 Item = TypeVar("Item", bound=WorkItem)
 Track = Sequence[Item]  # items that continue one another, such as the layers of a model at one length
@@ -29,13 +120,13 @@ Track = Sequence[Item]  # items that continue one another, such as the layers of
 
 @dataclass
 class StageWork:
-    """How many items of a stage were run, and the seconds that they took, of all workers together."""
+    """Number of items of a stage that were run, and their seconds, of all workers together."""
 
     items: int = 0
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """One item more."""
+        """Count one item more."""
         self.items += 1
         self.seconds += seconds
 
@@ -52,9 +143,9 @@ class Executor(Protocol):
 
     Attributes:
         name, geometry, fingerprint: of the model.
-        device: what times are taken on, and the profile is of.
-        size: how many items run at a time.
-        work: what was done, by stage.
+        device: of the times and of the profile.
+        size: number of items that run at a time.
+        work: items that were run, by stage.
     """
 
     name: str
@@ -67,33 +158,30 @@ class Executor(Protocol):
     def size(self) -> int: ...
 
     def register_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Prompts that items name from now on, by their hash."""
+        """Let items name these prompts, by their hash, from now on."""
 
     def submit(self, item: WorkItem) -> Pending[Any]:
         """Run an item once; it may begin at once or when its result is asked for."""
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
-        """Run all items of some tracks, and give each with its result as soon as it is there, in any order.
+        """Run all items of some tracks, and yield each with its result as soon as it is there, in any order.
 
         A worker that runs neighbours of a track goes on where it was; one that begins in the middle has to get there.
         """
 
     def background(self, call: Callable[[], T]) -> Pending[T]:
-        """A call that submits items and waits for them, beside others like it.
-
-        It may wait for calls that were made before it, not for later ones.
-        """
+        """Run a call concurrently that submits items. It may wait for earlier calls only, or it deadlocks."""
 
 
 def completed(call: Callable[[], T]) -> Pending[T]:
-    """The result of a call that is made now."""
+    """Run a call at once, and return its result as a future."""
     finished: Future[T] = Future()
     finished.set_result(call())
     return finished
 
 
 class _LazyResult:
-    """The result of an item that runs in this process when somebody asks for it."""
+    """The result of an item that runs in this process the first time that it is asked for."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self.result = cache(run)
@@ -117,10 +205,8 @@ class LocalExecutor:
         return _LazyResult(partial(self._run, item))
 
     def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
-        for abreast in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
-            for item in abreast:
-                if item is not None:
-                    yield item, self._run(item)
+        for row in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
+            yield from ((item, self._run(item)) for item in row if item is not None)
 
     def background(self, call: Callable[[], T]) -> Pending[T]:
         return completed(call)
@@ -134,14 +220,14 @@ class LocalExecutor:
 
 @contextmanager
 def local_executor(loaded: LoadedModel) -> Iterator[LocalExecutor]:
-    """The executor of this process, with a model that is loaded; the model is left as it was."""
-    with WorkerState(loaded).working() as worker:
+    """Yield the executor of this process for a loaded model, which is left as it was."""
+    with WorkerState(loaded).open() as worker:
         yield LocalExecutor(worker)
 
 
 @contextmanager
 def executor_of(model: LoadedModel | Executor) -> Iterator[Executor]:
-    """The executor itself, or one of this process for a loaded model."""
+    """Yield the executor itself, or one of this process for a loaded model."""
     if isinstance(model, LoadedModel):
         with local_executor(model) as executor:
             yield executor
@@ -150,7 +236,74 @@ def executor_of(model: LoadedModel | Executor) -> Iterator[Executor]:
 
 
 def shares(executor: Executor, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
-    """Prompts in as many shares as there are workers, nearly equal, each a run of neighbours; none is empty."""
+    """Split prompts into as many nearly equal runs of neighbours as there are workers; none is empty."""
     count = min(executor.size, len(prompts))
     edges = [len(prompts) * number // count for number in range(count + 1)]
     return [prompts[first:end] for first, end in pairwise(edges)]
+
+
+WRITE_INTERVAL_S = 1.0  # of measuring: a commit waits for the disk
+
+
+def measured(items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> list[Any]:
+    """Return the results of items, in their order: from the journal, or measured and put into it.
+
+    Args:
+        items: of one kind.
+        executor: runs those that are not in the journal.
+        journal: keeps the results; None to measure all and keep none.
+
+    Raises:
+        ModelError: inf or NaN came up.
+        ResourceError: The GPU's memory ran out, or the journal cannot be written.
+    """
+    return Measuring(items, executor, journal).results()
+
+
+def unmeasured(items: Sequence[Item], executor: Executor, journal: Journal) -> list[Item]:
+    """Return the items whose results the journal does not have."""
+    return [item for item in items if journal.get(*_get_entry(item, executor)) is None]
+
+
+class Measuring:
+    """Items that are in the journal, or submitted: they may run before the results are asked for.
+
+    The arguments are those of `measured`.
+    """
+
+    def __init__(self, items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> None:
+        self._journal = journal
+        self._entries = [_get_entry(item, executor) for item in items]
+        self._results = [None if journal is None else journal.get(*entry) for entry in self._entries]
+        self._pending = {
+            number: executor.submit(item) for number, item in enumerate(items) if self._results[number] is None
+        }
+
+    def results(self) -> list[Any]:
+        """Wait for the results, in the items' order, as a journal gives them back."""
+        unwritten: list[int] = []
+        begun = time.monotonic()
+        try:
+            for number in list(self._pending):
+                self._results[number] = self._pending[number].result()
+                del self._pending[number]
+                unwritten.append(number)
+                if time.monotonic() - begun > WRITE_INTERVAL_S:
+                    self._write(unwritten)
+                    begun = time.monotonic()
+        finally:
+            self._write(unwritten)
+        return self._results
+
+    def _write(self, numbers: list[int]) -> None:
+        if self._journal is not None and numbers:
+            entries = [(self._entries[number][1], self._results[number]) for number in numbers]
+            self._journal.put_all(self._entries[0][0], entries)
+            for number in numbers:
+                self._results[number] = self._journal.get(*self._entries[number])
+        numbers.clear()
+
+
+def _get_entry(item: WorkItem, executor: Executor) -> tuple[str, dict[str, Any]]:
+    """Return an item's kind and key in a journal."""
+    return item.kind, {**item.key, **(taken_on(executor.device) if item.timed else {})}

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend, is_decode
-from s2o_runtime.attention.compute import compute
+from s2o_runtime.attention.compute import Attention, AttentionStats, compute
 from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
-from s2o_runtime.attention.result import Attention, AttentionStats
-from s2o_runtime.call import Call
+from s2o_runtime.call import Call, Scoring, ScoringOptions, without_gradients
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
-from s2o_runtime.scoring import Scoring, ScoringOptions, without_gradients
-from s2o_runtime.shapes import Packed
+from s2o_runtime.sequences import Packed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,7 +13,7 @@ from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability, interpreted, tensor_obstacle
 from s2o_runtime.errors import InputError
-from s2o_runtime.shapes import CallShape, needs_gradients
+from s2o_runtime.sequences import CallShape, needs_gradients
 from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, Capability, fewest_queries, tile_obstacle
 
 Backend = Literal["auto", "triton", "reference", "dense"]
@@ -40,15 +40,12 @@ def choose_backend(call: Call, backend: Backend) -> BackendChoice:
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
     if backend == "dense":
         return BackendChoice(backend, "asked for")
-    linear_obstacle = None
-    if "linear" in call.config.tails and call.scoring.softcap is not None:
-        linear_obstacle = "soft-capped scores cannot be estimated by a linear tail"
-    obstacle = linear_obstacle or (None if backend == "reference" else _kernel_obstacle(call))
+    obstacle = None if backend == "reference" else _kernel_obstacle(call)
     if backend != "auto":
         if obstacle:
             raise InputError(f'{obstacle}: run with backend="auto"')
         return BackendChoice(backend, "asked for")
-    choice = BackendChoice("dense", linear_obstacle) if linear_obstacle else _automatic(call, obstacle)
+    choice = _automatic(call, obstacle)
     _log_once(choice)
     return choice
 

@@ -1,22 +1,146 @@
-"""Computing a call with the backend that was chosen."""
+"""Compute a checked call with a backend, densely, or within a window."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.call import Call
-from s2o_runtime.config import HEAD_DIMS
+from s2o_runtime.call import PLAIN, Call, Scoring, capped, softmax
+from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import launching_on
 from s2o_runtime.errors import InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
-from s2o_runtime.reference.dense import dense_attention, log_sum_exp
-from s2o_runtime.shapes import laid_out, packed_sequences
+from s2o_runtime.reference.dense import dense_attention, log_sum_exp, with_sink_key
+from s2o_runtime.sequences import CallShape, call_shape, density, laid_out, packed_density, packed_sequences
 from s2o_runtime.tiles import padded_head_dim
+
+
+@dataclass(frozen=True)
+class AttentionStats:
+    """What one call did.
+
+    Attributes:
+        backend: the code that ran: "triton", "reference" or "dense".
+        reason: why this backend was chosen.
+        config: the config of the call.
+        shape: the sizes of the call.
+        kv_start: integers [B], the first key of each sequence that counts, as it was given.
+        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None when the call was dense.
+        cu_q, cu_k: int32 [N + 1], where packed sequences begin, as they were given.
+
+    >>> from s2o_runtime import s2o_attention
+    >>> q, k, v = (torch.randn(1, 2, 256, 64) for _ in range(3))
+    >>> s2o_attention(q, k, v, LayerConfig.uniform(2, mode="dense"), return_stats=True).stats.density.tolist()
+    [1.0, 1.0]
+    """
+
+    backend: str
+    reason: str
+    config: LayerConfig
+    shape: CallShape
+    kv_start: Tensor | None
+    visited: Tensor | None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+    @property
+    def density(self) -> Tensor:
+        """Query-key pairs computed over causal pairs, window included: float64 [Hq]; dense is 1.0."""
+        if self.visited is None:
+            return torch.ones(self.shape.query_heads, dtype=torch.float64)
+        if self.cu_q is None or self.cu_k is None:
+            return density(self.visited, self.config, self.shape, self.kv_start)
+        return packed_density(self.visited, self.config, self.cu_q, self.cu_k)
+
+
+class Attention(NamedTuple):
+    """The result of a call that was asked for more than the output. It always has three fields.
+
+    Attributes:
+        out: the output, in the shape and type of q.
+        lse: float32, the log-sum-exp of the scores that each row computed; None without `return_lse`.
+        stats: what the call did; None without `return_stats`.
+
+    >>> from s2o_runtime import s2o_attention
+    >>> q, k, v = (torch.randn(1, 2, 256, 64) for _ in range(3))
+    >>> out, lse, stats = s2o_attention(q, k, v, LayerConfig.uniform(2, tau=0.5, segment=128), return_lse=True)
+    >>> lse.shape, stats
+    (torch.Size([1, 2, 256]), None)
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    stats: AttentionStats | None
+
+    @property
+    def density(self) -> Tensor:
+        """`stats.density`: float64 [Hq]. Raises InputError without `return_stats`."""
+        if self.stats is None:
+            raise InputError("the call kept no statistics: pass return_stats=True for its density")
+        return self.stats.density
+
+
+ROWS = 512  # computed together at least; a block of rows sees its own keys and window - 1 before them
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scoring: Scoring = PLAIN, kv_start: Tensor | None = None
+) -> Tensor:
+    """Causal attention in which a query sees the last `window` keys up to its own.
+
+    Query i stands at position Lk - Lq + i. Scores without a soft cap go through torch's SDPA; soft-capped ones are
+    products in the type of q and a softmax in float32, as in transformers' eager attention.
+
+    Args:
+        q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it.
+        window: keys that a query sees, itself included; at least 1.
+        scoring: the factor of the scores, their cap and the sinks.
+        kv_start: int32 or int64 [B], the first key of each sequence that counts; None if all do.
+
+    Returns:
+        [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
+
+    Raises:
+        InputError: the tensors do not fit one another.
+    """
+    shape = call_shape(q, k, v, kv_start)
+    scoring = scoring.checked(shape, q)
+    rows = max(ROWS, window)
+    blocks = []
+    for begin in range(0, shape.q_len, rows):
+        end = min(begin + rows, shape.q_len)
+        first, last = max(0, shape.offset + begin - window + 1), shape.offset + end
+        position = torch.arange(shape.offset + begin, last, device=q.device)[:, None]
+        key = torch.arange(first, last, device=q.device)
+        visible = (key <= position) & (key > position - window)
+        if kv_start is not None:
+            visible = (visible & (key >= kv_start[:, None, None]))[:, None]
+        blocks.append(_masked(q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], visible, scoring))
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+    """Attention of some rows in which `visible`, bool [.., rows, keys], says who sees whom; others' rows are zero."""
+    scale, softcap, sinks = scoring
+    assert scale is not None
+    blind = ~visible.any(-1, keepdim=True)
+    if softcap is None and sinks is not None:
+        q, k, v = with_sink_key(q, k, v, sinks, scale)
+        visible = F.pad(visible, (1, 0), value=True)
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | blind, scale=scale)
+        return out.masked_fill(blind, 0.0)
+    scores = capped((q @ k.transpose(2, 3) * scale).float(), softcap).masked_fill(~visible, float("-inf"))
+    weights = softmax(scores.masked_fill(blind, 0.0), None if sinks is None else sinks.float()[None, :, None, None])
+    return (weights.to(v.dtype) @ v).masked_fill(blind, 0.0)
 
 
 class Outputs(NamedTuple):

@@ -7,10 +7,10 @@ from functools import lru_cache
 from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.call import PLAIN, Scoring
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, TileConfig
 from s2o_runtime.devices import capability
 from s2o_runtime.reference.dense import dense_attention, preferred_backend
-from s2o_runtime.scoring import PLAIN, Scoring
 from s2o_runtime.tiles import candidate_tiles
 
 

@@ -11,16 +11,13 @@ from torch import Tensor
 
 from s2o_runtime.attention.api import computed, numbers, recording, refuse, whole_numbers
 from s2o_runtime.attention.backend import Backend, choose_backend
-from s2o_runtime.attention.compute import takes_output
+from s2o_runtime.attention.compute import Attention, AttentionStats, takes_output
 from s2o_runtime.attention.replay import repeated_call
-from s2o_runtime.attention.result import Attention, AttentionStats
-from s2o_runtime.call import Call
-from s2o_runtime.config import HEAD_DIMS, LayerConfig
+from s2o_runtime.call import Call, Scoring
+from s2o_runtime.config import GRAIN, HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
-from s2o_runtime.pages import PagedKeys, packed_starts
-from s2o_runtime.scoring import Scoring
-from s2o_runtime.shapes import KERNEL_TYPES, Packed
+from s2o_runtime.sequences import KERNEL_TYPES, Packed, PagedKeys, packed_starts
 from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
 
 if TYPE_CHECKING:
@@ -173,12 +170,8 @@ def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype)
         return obstacle
     if config.scores == "int8":
         return "int8 scores are of keys that were rounded, which is a copy"
-    if pages.page_size < config.grain:
-        return f"pages have {pages.page_size} tokens, fewer than the {config.grain} of a step"
-    if "linear" in config.tails:
-        return "a linear tail reads all keys and values in their order"
-    if config.grain == 1 and "mean" in config.tails:
-        return "a tail of single keys reads all values in their order"
+    if pages.page_size < GRAIN:
+        return f"pages have {pages.page_size} tokens, fewer than the {GRAIN} of a step"
     if pages.k.shape[3] not in HEAD_DIMS:
         return f"head_dim {pages.k.shape[3]} is filled up with zeros"
     if config.tile.specialized:

@@ -21,7 +21,7 @@ from s2o_runtime.attention.backend import BackendChoice
 from s2o_runtime.call import Call
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import unchecked_attention
-from s2o_runtime.shapes import CallShape, check_config
+from s2o_runtime.sequences import CallShape, check_config
 
 if TYPE_CHECKING:
     from s2o_runtime.kernels.plan import LaunchPlan, Recorder

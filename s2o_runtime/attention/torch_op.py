@@ -68,5 +68,5 @@ def config_from_text(text: str) -> LayerConfig:
     distinct = [HeadConfig(**head | {"stop_rule": StopRule(head["stop_rule"])}) for head in fields["heads"]]
     heads = tuple(distinct[index] for index in fields["head"])
     tile = TileConfig(**fields["tile"])
-    settings = {name: fields[name] for name in ("grain", "scores", "last_rows")}
+    settings = {name: fields[name] for name in ("scores", "last_rows")}
     return LayerConfig(heads, tile, **settings).validate()

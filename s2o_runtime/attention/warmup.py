@@ -7,7 +7,7 @@ import torch
 from s2o_runtime.attention.api import refuse, s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError, first_line
-from s2o_runtime.shapes import check_config
+from s2o_runtime.sequences import check_config
 
 # segments in a call, one number for each form of the ranking kernels (`scores.segments_at_once`, `tail.tail_segments`)
 SEGMENTS = (2, 20, 64)

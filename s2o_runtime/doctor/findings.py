@@ -18,7 +18,7 @@ from typing import Any
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.errors import S2OError
 from s2o_runtime.fields import did_you_mean
-from s2o_runtime.serving.sources import interface_obstacle
+from s2o_runtime.serving.checkpoint import interface_obstacle
 from s2o_runtime.sglang import compat as sglang_compat
 from s2o_runtime.sglang.compat import SglangInterface
 from s2o_runtime.version import __version__

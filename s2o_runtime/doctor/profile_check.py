@@ -18,7 +18,7 @@ from s2o_runtime.layer_kinds import positions
 from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.record import get_list, list_certified, read_budget
-from s2o_runtime.serving.fit import COMPARED, ProfileFit, Rank, check_model
+from s2o_runtime.serving.fit import ANOTHER, COMPARED, ProfileFit, Rank, check_model
 
 GIB = 1 << 30
 
@@ -208,9 +208,9 @@ def _drift_finding(profile: Profile) -> Finding:
 
 def _match_finding(profile: Profile, view: ModelView) -> Finding:
     try:
-        compared = check_model(profile, view.config, view.folder)
+        compared = check_model(profile, view.config, view.folder, (ANOTHER,))
     except ProfileError as error:
         return Finding("model", view.name, str(error), BAD_INPUT)
-    if compared == COMPARED:
-        return Finding("model", f"{view.name} is the profile's: {compared}")
+    if compared.startswith(COMPARED):
+        return Finding("model", f"{view.name} is the profile's: {compared}", profile.config_unknown or "")
     return Finding("model", f"{view.name} has the profile's sizes", compared)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.result import Attention
+from s2o_runtime.attention.compute import Attention
 from s2o_runtime.command_line import NO_RESOURCE
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import capability, fit, identify, launching_on
@@ -63,7 +63,7 @@ def kernel_tiles(device: torch.device) -> Iterator[TileConfig]:
 def layer(tile: TileConfig) -> LayerConfig:
     """Four heads: two that never stop and two that do, one of which estimates what it skips."""
     never, stopping = HeadConfig(0.0, SEGMENT), HeadConfig(TAU, SEGMENT)
-    return LayerConfig((never, stopping, never, HeadConfig(TAU, SEGMENT, far="mean")), tile)
+    return LayerConfig((never, stopping, never, HeadConfig(TAU, SEGMENT, tail="mean")), tile)
 
 
 def inputs(

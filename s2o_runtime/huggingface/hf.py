@@ -28,8 +28,9 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.compute import window_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.attention.windowed import window_attention
+from s2o_runtime.call import Scoring, without_gradients
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import InputError, ModelError, ProfileError
 from s2o_runtime.fields import Rule
@@ -59,8 +60,7 @@ from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import find_profile
 from s2o_runtime.quantisation import as_cached
-from s2o_runtime.scoring import Scoring, without_gradients
-from s2o_runtime.shapes import needs_gradients
+from s2o_runtime.sequences import needs_gradients
 
 NAME = "s2o"
 PAGED = f"paged|{NAME}"  # what transformers' continuous batching calls it
@@ -105,8 +105,8 @@ def patch(
         model: a transformers model.
         profile: the model's profile, or the path of its file; None for the one that `s2o_runtime.profile.find` finds in
             the folders of S2O_PROFILES, in `profiles` of the current folder or in the catalogue of the package.
-        strict: refuse a model whose weights or RoPE parameters are not the ones that were calibrated; otherwise that
-            is a warning.
+        strict: refuse a model that computes another function than the calibrated one, by its weights, active adapters,
+            RoPE parameters or config.json, or cannot be compared with it; otherwise that is a warning.
         drift: how it is checked now and then that the errors keep to the profile's budget: a `DriftCheck`; "warn" or
             "dense", that action with the other settings as they are; None or "off", not at all; "auto", "warn" if the
             profile says what errors it allows.
@@ -145,6 +145,10 @@ def patch(
             raise ProfileError(broken or f"{message}: calibrate this model, or patch with strict=False")
         consequence = "the model stays dense" if rejected else broken or "errors and densities may differ"
         log.warning("%s: %s", message, consequence)
+    if unknown := profile.config_unknown:
+        if strict:
+            raise ProfileError(f"{unknown}, or patch with strict=False")
+        log.info("config not compared: %s", unknown)
     states = states_of(profile, list(map(device_of, modules)), drift, beyond, rejected)
     for module, state in zip(modules, states, strict=True):
         state.heads = heads_here(module, profile.geometry.query_heads)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from s2o_runtime.attention.result import AttentionStats
+from s2o_runtime.attention.compute import AttentionStats
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import HEAD_DIMS, KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.fields import Rule
@@ -24,11 +25,9 @@ from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
 from s2o_runtime.monitor.counters import DenseWatch, Meter
 from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.device_fit import fitted
-from s2o_runtime.scoring import Scoring
-from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.layer import ServedLayer, longest_trusted
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.profile.profile import fitted
+from s2o_runtime.sequences import CallShape
+from s2o_runtime.serving.fit import Rank, ServedLayer, longest_trusted
 
 
 def heads_here(attention: nn.Module, query_heads: int) -> range | None:

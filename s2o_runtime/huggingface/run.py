@@ -232,7 +232,7 @@ def _profile_of(models: list[Any], config: Any, device: torch.device) -> tuple[P
 
 
 def weights_mismatch(models: list[Any], profile: Profile) -> str | None:
-    """How a model's weights or RoPE parameters differ from a profile's, or why that is not known; None if they do not.
+    """Return how a model's function differs from a profile's, or why that is not known; None if it does not.
 
     Args:
         models: the one that was loaded, and what it consists of or is a part of; empty if they are not known.

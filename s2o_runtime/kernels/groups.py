@@ -56,7 +56,7 @@ class Sizes(NamedTuple):
     """The sizes that a prefill is compiled for.
 
     GROUP: query heads of a KV head; D: the head dim; BM, BN: query rows and keys of a tile; STAGES: of the pipeline or
-    the ring; GRAIN: keys of a step; EDGES, BUCKETS: as in `tail` and `rank.order`.
+    the ring; EDGES, BUCKETS: as in `tail` and `rank.order`.
     """
 
     GROUP: int
@@ -64,7 +64,6 @@ class Sizes(NamedTuple):
     BM: int
     BN: int
     STAGES: int
-    GRAIN: int
     EDGES: int
     BUCKETS: int
 

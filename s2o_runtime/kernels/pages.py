@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.kernels.launch import launch, strides
-from s2o_runtime.pages import PagedKeys
+from s2o_runtime.sequences import PagedKeys
 
 GATHER_ROWS = 64  # tokens of a program
 GATHER_WARPS = 4

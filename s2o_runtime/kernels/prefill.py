@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s2o_runtime import config
 from s2o_runtime.call import Call, Starts
 from s2o_runtime.devices import Resources, resources
 from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Strides
 from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import Argument, launch, stride_groups
-from s2o_runtime.kernels.linear import WEIGHT_BYTES, Linear, add_linear, linear_bytes, linear_sums, mask_visited
 from s2o_runtime.kernels.primitives import (
+    GRAIN,
     LOG2E,
     MAX_REGISTERS,
     REST,
@@ -49,7 +50,7 @@ from s2o_runtime.kernels.rank.order import BUCKETS, RANK_BYTES, Ranked, order
 from s2o_runtime.kernels.rank.scores import log_sums, score
 from s2o_runtime.kernels.shares import combine, key_shares, shares_of
 from s2o_runtime.kernels.tail import EDGES, Tail, pooled_values, tail_bytes, tail_sums
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.sequences import CallShape
 
 CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
 WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and logs of a whole call come on top
@@ -124,7 +125,6 @@ def _prefill(
     BM: tl.constexpr = SIZES.BM
     BN: tl.constexpr = SIZES.BN
     STAGES: tl.constexpr = SIZES.STAGES
-    GRAIN: tl.constexpr = SIZES.GRAIN
     EDGES: tl.constexpr = SIZES.EDGES
     BUCKETS: tl.constexpr = SIZES.BUCKETS
     stride_kl = stride_k.row
@@ -212,7 +212,7 @@ def _prefill(
         m_before = m
         l_before = l
         m, l, acc = absorb_chunk(
-            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES,
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES,
             MODE.CAP, MODE.INT8,
         )  # fmt: skip
         chunk_begin = done
@@ -284,20 +284,17 @@ def s2o_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, 
     if out is None:
         out = q.new_empty(entries, rows_in_memory, shape.query_heads, shape.head_dim).transpose(1, 2)
     logs = None
-    if call.with_lse or len(call.tables.linear):  # a linear tail is merged by the log-sum-exp
+    if call.with_lse:
         logs = q.new_empty(entries, shape.query_heads, rows_in_memory, dtype=torch.float32)
     visited = torch.empty(
         shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
     )
     keys = keys_of(call)
     ranker = Ranker(call, keys) if call.tables.shortest else None
-    for rows in row_slices(call, WORKSPACE_BYTES, q.dtype):
+    for rows in row_slices(call, WORKSPACE_BYTES):
         ranking = None if ranker is None else ranker.rank(rows)
-        linear = None if ranker is None or ranking is None else ranker.linear(ranking[0], rows)
         prefill(call, keys, ranking, out, visited, rows, logs)
-        if ranker is not None and linear is not None and logs is not None:
-            add_linear(q, ranker.representative, linear, out, logs, call, rows)
-    return out, visited, logs if call.with_lse else None
+    return out, visited, logs
 
 
 class Ranker:
@@ -314,24 +311,8 @@ class Ranker:
         ranked = order(score(self._representative, self._log_sum, self._keys, self._call, rows), self._call, rows)
         return ranked, None if self._pooled is None else tail_sums(ranked, self._pooled, self._call, rows)
 
-    def linear(self, ranked: Ranked, rows: range) -> Linear | None:
-        """The linear tails of all segments that begin in `rows`, None if no head has one.
 
-        ranked: as `rank` gave it for these rows. Its scores of heads with a linear tail are of no use afterwards.
-        """
-        if not len(self._call.tables.linear):
-            return None
-        mask_visited(ranked, self._call, rows)
-        k = self._keys.rows  # as they are: a layer with a linear tail has no int8 scores
-        return linear_sums(self.representative, self._log_sum, k, self._call.v, ranked, self._call, rows)
-
-    @property
-    def representative(self) -> Tensor:
-        """The representatives of all segments, [B, Hq, parts, D]."""
-        return self._representative.rows
-
-
-def row_slices(call: Call, workspace: int, dtype: torch.dtype = torch.bfloat16) -> list[range]:
+def row_slices(call: Call, workspace: int) -> list[range]:
     """Cut the query rows into slices of whole segments whose ranking fits the workspace.
 
     A slice is as wide as its longest prefix, so early slices hold more rows.
@@ -339,15 +320,13 @@ def row_slices(call: Call, workspace: int, dtype: torch.dtype = torch.bfloat16) 
     Args:
         call: the call.
         workspace: bytes.
-        dtype: of the inputs.
     """
     shape, tables = call.shape, call.tables
     if not tables.shortest:
         return [range(shape.q_len)]
-    heads, linear = shape.query_heads, len(tables.linear)
-    key_bytes = shape.batch * (heads * RANK_BYTES / call.config.grain + linear * WEIGHT_BYTES)
+    key_bytes = shape.batch * shape.query_heads * RANK_BYTES / config.GRAIN
     keys = int(workspace / key_bytes)  # of all segments of one head together
-    sums = heads * tail_bytes(shape.head_dim) * tables.tail + linear * linear_bytes(shape.head_dim, dtype)
+    sums = shape.query_heads * tail_bytes(shape.head_dim) * tables.tail
     tail = int(shape.batch * sums / key_bytes)  # as if a segment had more keys
     slices = []
     begin = 0
@@ -444,7 +423,7 @@ def prefill(
         {
             "SIZES": Sizes(
                 GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n, STAGES=tile.num_stages,
-                GRAIN=call.config.grain, EDGES=EDGES, BUCKETS=BUCKETS,
+                EDGES=EDGES, BUCKETS=BUCKETS,
             ),
             "MODE": Mode(
                 HAS_TAIL=tail is not None, HAS_START=call.padded, PACKED=call.packed, HAS_LSE=lse is not None,

@@ -44,6 +44,7 @@ LN2 = gl.constexpr(primitives.LN2.value)
 RCP_LN2 = gl.constexpr(primitives.RCP_LN2.value)
 STOP_RULE_BITS = gl.constexpr(call.STOP_RULE_BITS)
 TAIL = gl.constexpr(call.TAIL)
+GRAIN = gl.constexpr(primitives.GRAIN.value)
 REST = gl.constexpr(int(StopRule.REST))
 SMALLEST = gl.constexpr(primitives.SMALLEST.value)
 RCP_LEVELS = gl.constexpr(primitives.RCP_LEVELS.value)
@@ -89,16 +90,13 @@ def _marked(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _rows(
-    first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr, GRAIN: gl.constexpr,
-    ALIGNED: gl.constexpr = 8,
+    first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr, ALIGNED: gl.constexpr = 8
 ):  # fmt: skip
     """Offsets [BN, 1] of the rows of BN / GRAIN steps that begin at the rows `first`; ALIGNED divides the stride."""
     row = first * stride
-    if GRAIN > 1:
-        within = gl.arange(0, GRAIN, gl.SliceLayout(0, STEPS)) * stride
-        row = gl.multiple_of(gl.reshape(row[:, None] + within[None, :], [BN]), ALIGNED)
-        row = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT))
-    return row[:, None]
+    within = gl.arange(0, GRAIN, gl.SliceLayout(0, STEPS)) * stride
+    row = gl.multiple_of(gl.reshape(row[:, None] + within[None, :], [BN]), ALIGNED)
+    return gl.convert_layout(row, gl.SliceLayout(1, LAYOUT))[:, None]
 
 
 @gluon.jit
@@ -118,7 +116,6 @@ def _producer(
     D: gl.constexpr = SIZES.D
     BN: gl.constexpr = SIZES.BN
     STAGES: gl.constexpr = SIZES.STAGES
-    GRAIN: gl.constexpr = SIZES.GRAIN
     # a thread holds whole steps, so it reads each entry of the order once
     EVEN: gl.constexpr = gl.BlockedLayout([1, GRAIN, 8], [256 // D, 1, D // 8], [gl.num_warps(), 1, 1], [2, 1, 0])
     STEPS: gl.constexpr = gl.SliceLayout(2, EVEN)
@@ -126,7 +123,7 @@ def _producer(
     rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
     if MODE.INT8:  # a thread copies half the rows of the same steps
-        HALF_STEP: gl.constexpr = GRAIN // 2 if GRAIN > 1 else 1
+        HALF_STEP: gl.constexpr = GRAIN // 2
         K_EVEN: gl.constexpr = gl.BlockedLayout(
             [1, HALF_STEP, 16], [256 // D, 2, D // 16], [gl.num_warps(), 1, 1], [2, 1, 0]
         )
@@ -158,13 +155,13 @@ def _producer(
         _await_free(v_ring, i, STAGES)
         _copy(v_base + row * stride_vl + offs_d, v_ring, i, STAGES)
         i += 1
-    ENTRIES: gl.constexpr = gl.SliceLayout(1, STEPS if GRAIN > 1 else LAYOUT)
+    ENTRIES: gl.constexpr = gl.SliceLayout(1, STEPS)
     entries = gl.arange(0, BN // GRAIN, ENTRIES)
     running = total > near
     if running:
         index = gl.load(order + entries)
         if MODE.INT8:
-            K_ENTRIES: gl.constexpr = gl.SliceLayout(1, K_STEPS if GRAIN > 1 else K_LAYOUT)
+            K_ENTRIES: gl.constexpr = gl.SliceLayout(1, K_STEPS)
             k_entries = gl.arange(0, BN // GRAIN, K_ENTRIES)
             k_index = gl.load(order + k_entries)
         first_done = gl.to_tensor(False)
@@ -179,16 +176,16 @@ def _producer(
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
             _await_free(k_ring, i, STAGES)
             if MODE.INT8:
-                offsets = _rows(k_index, stride_kl, K_STEPS, K_LAYOUT, BN, GRAIN, 16)
+                offsets = _rows(k_index, stride_kl, K_STEPS, K_LAYOUT, BN, 16)
                 _copy(k_base + offsets + k_offs_d, k_ring, i, STAGES)
             else:
-                _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN, GRAIN) + offs_d, k_ring, i, STAGES)
+                _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN) + offs_d, k_ring, i, STAGES)
             _await_free(v_ring, i, STAGES)
             first_done |= _marked(marks, i, 0, STAGES)
             second_done |= _marked(marks, i, 1, STAGES)
             running = not (first_done & second_done)
             if running:  # the marks are read before values are copied: a row tile waits for these before it marks
-                _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN, GRAIN) + offs_d, v_ring, i, STAGES)
+                _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN) + offs_d, v_ring, i, STAGES)
             index = following
             if MODE.INT8:
                 k_index = k_following
@@ -284,7 +281,6 @@ def _consumer(
     BM: gl.constexpr = SIZES.BM
     BN: gl.constexpr = SIZES.BN
     STAGES: gl.constexpr = SIZES.STAGES
-    GRAIN: gl.constexpr = SIZES.GRAIN
     EDGES: gl.constexpr = SIZES.EDGES
     BUCKETS: gl.constexpr = SIZES.BUCKETS
     _, k_empty, _ = k_ring

@@ -13,7 +13,7 @@ import math
 import triton
 import triton.language as tl
 
-from s2o_runtime import call, quantisation
+from s2o_runtime import call, config, quantisation
 from s2o_runtime.config import StopRule
 
 LOG2E = math.log2(math.e)
@@ -25,6 +25,7 @@ WIDE_ELEMENTS = 1 << 31  # from here on an offset into one head of k or v needs 
 # the bits of HeadTables.flags, and the one stop rule beside the paper's that kernels know
 STOP_RULE_BITS = tl.constexpr(call.STOP_RULE_BITS)
 TAIL = tl.constexpr(call.TAIL)
+GRAIN = tl.constexpr(config.GRAIN)
 REST = tl.constexpr(int(StopRule.REST))
 
 SMALLEST = tl.constexpr(quantisation.SMALLEST)
@@ -247,7 +248,7 @@ def absorb_window(
 @triton.jit
 def absorb_chunk(
     q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, begin, count,
-    BN: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
+    BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
     INT8: tl.constexpr = False,
 ):  # fmt: skip
     """A chunk of a row tile's prefix (Algorithm 3, lines 8 to 12): tiles begin .. begin + count of its order, gathered.

@@ -4,8 +4,8 @@ Where few queries stand behind many keys, such as in a chunk of a long prompt, a
 them visits every key: they run long after the other heads are done. There several programs share the keys of one
 row tile (flash-decoding), each writes its output and the log-sum-exp of its scores, and a small kernel weighs the
 outputs by these. A share is a range of a sequence's keys, so it makes no difference whether they lie in one tensor, one
-sequence behind another or in the pages of a cache. `key_shares` alone decides; the other heads, among them those with
-linear tails, compute what they always do.
+sequence behind another or in the pages of a cache. `key_shares` alone decides; the other heads compute
+what they always do.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def key_shares(call: Call, programs: int, gpu: Resources) -> int:
 
     One, unless so many keys precede the queries that a dense program takes longer than the mean work of an SM. Shares
     are short enough to fill up what other heads' programs, which start before them, leave at their end. Their number is
-    a power of two, so that calls of nearby lengths are launched alike. Heads with a linear tail, which visit one chunk,
-    count as no work.
+    a power of two, so that calls of nearby lengths are launched alike.
 
     Args:
         call: the call; its packed sequences count as if all were as long as the longest.

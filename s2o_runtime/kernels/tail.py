@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s2o_runtime import config
 from s2o_runtime.call import Call, Starts
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import TAIL, at_head, cache_rows, sequence, window_start
+from s2o_runtime.kernels.primitives import GRAIN, TAIL, at_head, cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
 
 EDGES = 16  # of the order's buckets every second one
@@ -50,7 +51,7 @@ class Tail(NamedTuple):
 @triton.jit(do_not_specialize=["kv_len", "steps", "page_shift", "page_rows", "stride_pb"])
 def _pool(
     V, POOLED, KV_START, CU_K, PAGES, kv_len, steps, page_shift, page_rows, stride_v: Strides, stride_pb,
-    D: tl.constexpr, GRAIN: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
     """POOLED[b, h, g] = the mean value of the GRAIN keys of step g; steps are counted from the first key that counts.
@@ -91,7 +92,7 @@ def _tail(
     SCORE, EDGE, VALUES, MASS, SUMS, STARTS: Starts, SEGMENT, FLAGS, q_len, offset, row_begin, rows_end, segments,
     shares, share_size, stride_s: Strides, stride_v: Strides,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr,
-    BK: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr, IEEE: tl.constexpr, HAS_START: tl.constexpr,
+    BK: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """MASS[b, h, n, e] = sum of 2^SCORE over the steps from edge e on; SUMS[b, h, n, e] = sum of 2^SCORE * VALUES.
@@ -117,7 +118,7 @@ def _tail(
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
-    _, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
+    _, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     n = block * BS + tl.arange(0, BS)
     inside = (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (n < segments)
     if (segment > 0) & ((tl.load(FLAGS + h) & TAIL) != 0) & (tl.max(inside.to(tl.int32), 0) > 0):
@@ -129,8 +130,6 @@ def _tail(
         highest = tl.load(edge, mask=(steps > 0)[:, None], other=0.0)  # nothing is ranked without steps
         score = at_head(SCORE, stride_s, b, h) + n[:, None].to(tl.int64) * stride_s.row
         value = at_head(VALUES, stride_v, b, h // GROUP)
-        if GRAIN == 1:  # not pooled: rows are keys
-            value += (k_first + start).to(tl.int64) * stride_v.row if PACKED or HAS_START else 0
         offs_d = tl.arange(0, D)
         acc = tl.zeros([BS * EDGES, D], tl.float32)
         mass = tl.zeros([BS * EDGES, 16], tl.float32)  # a product with ones: every column is the sum
@@ -178,11 +177,9 @@ def _add(SHARES, OUT, shares, size, BLOCK: tl.constexpr):
 
 
 def pooled_values(v: Tensor, call: Call) -> Tensor:
-    """The mean values of the steps, [B, Hkv, steps, D]; v itself where a step is a key. v: [B, Hkv, Lk, D]."""
-    shape, grain = call.shape, call.config.grain
-    if grain == 1:
-        return v
-    steps = -(-shape.kv_len // grain)
+    """The mean values of the steps, [B, Hkv, steps, D]. v: [B, Hkv, Lk, D]."""
+    shape = call.shape
+    steps = -(-shape.kv_len // config.GRAIN)
     out = torch.empty(shape.batch, shape.kv_heads, steps, shape.head_dim, dtype=v.dtype, device=v.device)
     launch(
         _pool,
@@ -192,7 +189,7 @@ def pooled_values(v: Tensor, call: Call) -> Tensor:
             "steps": steps, **stride_groups(v=v),
         },
         {
-            "D": shape.head_dim, "GRAIN": grain, "ROWS": POOL_STEPS, "HAS_START": call.padded, "PACKED": call.packed,
+            "D": shape.head_dim, "ROWS": POOL_STEPS, "HAS_START": call.padded, "PACKED": call.packed,
             "PAGED": call.pages is not None,
         },
         num_warps=POOL_WARPS,
@@ -224,7 +221,7 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BS": at_once, "EDGES": EDGES, "BUCKETS": BUCKETS,
-            "BK": tail_steps(at_once, shape.head_dim), "BN": call.config.tile.block_n, "GRAIN": call.config.grain,
+            "BK": tail_steps(at_once, shape.head_dim), "BN": call.config.tile.block_n,
             "IEEE": pooled.dtype != torch.bfloat16, "HAS_START": call.padded, "PACKED": call.packed,
         },
         num_warps=tail_warps(at_once),

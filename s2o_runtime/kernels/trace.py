@@ -20,6 +20,7 @@ from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.launch import launch, stride_groups, strides
 from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, row_slices
 from s2o_runtime.kernels.primitives import (
+    GRAIN,
     LOG2E,
     MAX_REGISTERS,
     WIDE_ELEMENTS,
@@ -96,7 +97,6 @@ def _trace(
     BM: tl.constexpr = SIZES.BM
     BN: tl.constexpr = SIZES.BN
     STAGES: tl.constexpr = SIZES.STAGES
-    GRAIN: tl.constexpr = SIZES.GRAIN
     EDGES: tl.constexpr = SIZES.EDGES
     BUCKETS: tl.constexpr = SIZES.BUCKETS
     stride_kl = stride_k.row
@@ -173,7 +173,7 @@ def _trace(
     while running:
         length = tl.minimum(chunk, tiles - done)
         m, l, acc = absorb_chunk(
-            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, GRAIN, STAGES,
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES,
             CAP, INT8,
         )  # fmt: skip
         done += length
@@ -264,7 +264,7 @@ def trace(
             {
                 "SIZES": Sizes(
                     GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n, STAGES=tile.num_stages,
-                    GRAIN=call.config.grain, EDGES=EDGES, BUCKETS=BUCKETS,
+                    EDGES=EDGES, BUCKETS=BUCKETS,
                 ),
                 "STRIDES": STRIDES, "T": size, "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
                 "INT8": keys.unit is not None,

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from s2o_runtime.attention.result import AttentionStats
+from s2o_runtime.attention.compute import AttentionStats
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.monitor.drift import DriftMonitor
-from s2o_runtime.shapes import CallShape, pairs
+from s2o_runtime.sequences import CallShape, pairs
 
 CALLS = 1000  # of every layer, after which it is judged
 MOST = 0.9  # of the calls: if more than this share is dense, it is said

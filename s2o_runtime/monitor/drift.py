@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from s2o_runtime.call import PLAIN, Scoring, capped, softmax
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.fields import Rule, check_fields, ruled
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.record import ErrorUnit, error_unit, read_budget, read_limits
-from s2o_runtime.scoring import PLAIN, Scoring, capped, softmax
+from s2o_runtime.profile.record import ErrorUnit, read_budget, read_limits
 
 Action = Literal["warn", "dense"]
 DriftChoice = Literal["auto", "off", "warn", "dense"]
@@ -122,7 +122,7 @@ def error_limits(profile: Profile) -> list[ErrorLimits]:
     budget, layers = read_budget(profile.record), profile.geometry.layers
     if budget.kind is None or budget.value is None or not 0 < budget.value < math.inf:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
-    unit = error_unit(budget.kind)
+    unit = budget.kind
     limits = [_usable(read_limits(profile.record, layer)) for layer in range(layers)]
     if all(limits):
         return [ErrorLimits(unit, {length: limit for length, limit in one.items() if limit}) for one in limits]

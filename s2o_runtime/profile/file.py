@@ -3,7 +3,7 @@
 Tensors hold what the runtime needs: one entry for each length bucket, layer and head. Everything else is one JSON
 document under one metadata key: with two keys safetensors files are not byte-reproducible. FORMAT.md beside this file
 specifies both. A file may come from anywhere: its sizes are bounded before it is read, and its values are checked
-before they are used. Files of `SCHEMAS` are read; what is written has the newest.
+before they are used. Only files of this `SCHEMA` are read.
 """
 
 from __future__ import annotations
@@ -26,28 +26,26 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from s2o_runtime.config import (
-    GRAINS,
+    GRAIN,
     LAST_ROWS,
     REPRESENTATIVES,
-    Far,
     HeadConfig,
     LayerConfig,
     Mode,
     Scores,
     StopRule,
+    Tail,
     TileConfig,
 )
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError, ProfileError
 from s2o_runtime.files import write_atomically
-from s2o_runtime.identity import Geometry, tensor_bytes
+from s2o_runtime.identity import Geometry, join_fingerprint, split_fingerprint, tensor_bytes
 from s2o_runtime.lengths import MAX_LENGTH, length_step
 from s2o_runtime.profile.profile import Profile
 from s2o_runtime.version import __version__
 
-SCHEMA = 8  # of what is written
-SCHEMAS = (6, 7, 8)  # that are read; in schema 6 tiles have no `tail_keys`, which counts as not measured
-WITHDRAWN = "what a certificate of a version before said: it claimed more than it had shown, so calibrate again"
+SCHEMA = 8
 JSON_TYPES = {
     int: "an integer", float: "a number", str: "a string", bool: "a boolean", list: "a list", dict: "an object",
     type(None): "null",
@@ -78,13 +76,13 @@ TENSORS = HEAD_TENSORS | LAYER_TENSORS
 OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of it is 0
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 MODES: tuple[Mode, ...] = ("s2o", "dense")  # numbers in the tensor `mode`
-_FIELDS = {"tail": "far"}  # of a config, where a tensor has another name
 # tensors that hold the numbers of names
-_INDEXED: dict[str, tuple[Any, ...]] = {"mode": MODES, "tail": get_args(Far), "scores": get_args(Scores)}
+_INDEXED: dict[str, tuple[Any, ...]] = {"mode": MODES, "tail": get_args(Tail), "scores": get_args(Scores)}
 _VALUES: dict[str, Any] = _INDEXED | {"stop_rule": {int(rule): rule for rule in StopRule}}
 _ALLOWED: dict[str, tuple[int, ...]] = {name: tuple(range(len(names))) for name, names in _INDEXED.items()}
-_ALLOWED |= {"stop_rule": tuple(_VALUES["stop_rule"]), "representatives": REPRESENTATIVES}
-_ALLOWED |= {"row_reduce": (0,), "grain": GRAINS, "last_rows": LAST_ROWS}
+_ALLOWED |= {"stop_rule": tuple(_VALUES["stop_rule"]), "row_reduce": (0,), "last_rows": LAST_ROWS}
+# earlier versions wrote more of these: heads that have one run dense (`_with_supported_heads`)
+_ALLOWED |= {"tail": (0, 1, 2), "representatives": (1, 2, 4, 8, 16, 32, 64), "grain": (1, 2, 4, 8)}
 
 
 def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
@@ -134,7 +132,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
         raise ProfileError(f"{path} is a safetensors file but not an S2O profile: expected {METADATA_KEY!r}")
     with _errors_of(path):
         document = _document(text)
-        _schema(document)
+        _check_schema(document)
         _check_tensor_names(set(header))
     try:
         tensors = load(data)
@@ -168,7 +166,7 @@ def described(profile: Profile) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "baselines": [],  # versions that gave heads to other methods listed them here
-        "model": {"name": profile.model_name, "fingerprint": profile.fingerprint, **profile.geometry.as_json()},
+        "model": {"name": profile.model_name, **split_fingerprint(profile.fingerprint), **profile.geometry.as_json()},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
         "record": profile.record,
@@ -179,8 +177,8 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
     def of_layer(name: str, layer: LayerConfig) -> Any:
         if name == "tile":
             return [int(getattr(layer.tile, field)) for field in TILE_FIELDS]
-        if name == "row_reduce":
-            return 0
+        if name in ("row_reduce", "grain"):
+            return GRAIN if name == "grain" else 0
         return [_coded(name, head) for head in layer.heads] if name in HEAD_TENSORS else _coded(name, layer)
 
     dtypes = TENSORS
@@ -194,14 +192,13 @@ def _tensors(profile: Profile) -> dict[str, Tensor]:
 
 def _coded(name: str, config: HeadConfig | LayerConfig) -> Any:
     """A field as its tensor holds it."""
-    value = getattr(config, _FIELDS.get(name, name))
+    value = getattr(config, name)
     return _INDEXED[name].index(value) if name in _INDEXED else value
 
 
 def _decoded(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a head or of a layer, by what their tensors hold."""
-    values = {name: _VALUES[name][value] if name in _VALUES else value for name, value in fields.items()}
-    return {_FIELDS.get(name, name): value for name, value in values.items()}
+    return {name: _VALUES[name][value] if name in _VALUES else value for name, value in fields.items()}
 
 
 def _canonical(document: dict[str, Any]) -> str:
@@ -350,14 +347,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."
 
 
-def _schema(document: dict[str, Any]) -> int:
+def _check_schema(document: dict[str, Any]) -> None:
     schema: int = _field(document, "schema", int)
-    if schema not in SCHEMAS:
+    if schema != SCHEMA:
         age, advice = ("an older", "calibrate again") if schema < SCHEMA else ("a newer", "install that")
         raise ProfileError(
-            f"schema {schema} is of {age} version of S2O than {__version__}, which reads 6 to 8: {advice}"
+            f"schema {schema} is of {age} version of S2O than {__version__}, which reads {SCHEMA}: {advice}"
         )
-    return schema
 
 
 def _check_tensor_names(names: set[str]) -> None:
@@ -368,7 +364,7 @@ def _check_tensor_names(names: set[str]) -> None:
 
 def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     """The profile in a document and its tensors."""
-    schema = _schema(document)
+    _check_schema(document)
     if methods := _field(document, "baselines", list):
         raise ProfileError(
             f"field baselines is {_shown(methods)}: this version has no heads that other methods compute, calibrate "
@@ -387,26 +383,22 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     heads = math.prod(expected) * geometry.query_heads
     if heads > MAX_HEADS:
         raise ProfileError(f"lengths, model.layers and model.query_heads make {heads} heads: at most {MAX_HEADS}")
-    tile_fields = len(TILE_FIELDS) - (schema == 6)
-    _check_tensors(tensors, expected, geometry.query_heads, tile_fields)
+    _check_tensors(tensors, expected, geometry.query_heads)
     device = _device(_field(document, "device", dict))
-    model_name, fingerprint = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
-    record = _record(_field(document, "record", dict), schema)
+    model_name, hashes = (_field(model, name, str, "model.") for name in ("name", "fingerprint"))
+    base, config = (
+        _field(model, name, kind, "model.") if name in model else None
+        for name, kind in (("base_fingerprint", str), ("config", dict))
+    )
+    record = _field(document, "record", dict)
     if _field(document, "digest", str) != _digest(document, tensors):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
+    tensors, unsupported = _with_supported_heads(tensors)
     layers = tuple(
         tuple(_layer(tensors, bucket, index) for index in range(geometry.layers)) for bucket in range(len(lengths))
     )
-    return Profile(model_name, geometry, fingerprint, device, lengths, layers, record)
-
-
-def _record(document: dict[str, Any], schema: int) -> dict[str, Any]:
-    """The record; what schemas before 8 call a certificate is withdrawn."""
-    if schema < SCHEMA and "certificate" in document:
-        others = document.get("not_proven")
-        sentences = [*(others if isinstance(others, list) else []), WITHDRAWN]
-        document = {key: value for key, value in document.items() if key != "certificate"} | {"not_proven": sentences}
-    return document
+    fingerprint = join_fingerprint(hashes, base, config)
+    return Profile(model_name, geometry, fingerprint, device, lengths, layers, record, unsupported)
 
 
 def _with_other_layers(geometry: Geometry, model: dict[str, Any]) -> Geometry:
@@ -467,10 +459,10 @@ def _device(device: dict[str, Any]) -> DeviceIdentity:
     )
 
 
-def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int, tile_fields: int) -> None:
+def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: int) -> None:
     """Raise ProfileError for a type, a shape or a value that no profile has. outer: buckets and layers."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(HEAD_TENSORS, (*outer, heads))
-    shapes |= dict.fromkeys((*LAYER_TENSORS, *OPTIONAL_TENSORS), outer) | {"tile": (*outer, tile_fields)}
+    shapes |= dict.fromkeys((*LAYER_TENSORS, *OPTIONAL_TENSORS), outer) | {"tile": (*outer, len(TILE_FIELDS))}
     for name, dtype in (TENSORS | OPTIONAL_TENSORS).items():
         if name not in tensors:
             continue
@@ -489,11 +481,27 @@ def _check_tensors(tensors: dict[str, Tensor], outer: tuple[int, int], heads: in
             raise ProfileError(f"tensor {name} holds {unknown[0]}: expected one of {allowed}, calibrate again")
 
 
+def _with_supported_heads(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Return the tensors with heads dense that this version cannot run sparse, and how many became dense.
+
+    A dense head has no error, so whatever was proven of the profile still holds.
+    """
+    mode, tail, representatives = (tensors[name] for name in ("mode", "tail", "representatives"))
+    unsupported = (tail >= len(get_args(Tail))) | (tensors["grain"] != GRAIN)[..., None]
+    unsupported |= ~torch.isin(representatives, torch.tensor(REPRESENTATIVES))
+    dense = mode.masked_fill(unsupported, MODES.index("dense"))
+    supported = {
+        "tail": tail.masked_fill(unsupported, 0),
+        "representatives": representatives.masked_fill(unsupported, 1),
+    }
+    return tensors | supported | {"mode": dense}, int((dense != mode).sum())
+
+
 def _layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
     values = {name: tensor[bucket, layer].tolist() for name, tensor in tensors.items()}
     columns = zip(*(values.pop(name) for name in HEAD_TENSORS), strict=True)
     heads = tuple(HeadConfig(**_decoded(dict(zip(HEAD_TENSORS, column, strict=True)))) for column in columns)
-    fields = dict(zip(TILE_FIELDS, values.pop("tile"), strict=False))  # schema 6 lacks the last
+    fields = dict(zip(TILE_FIELDS, values.pop("tile"), strict=True))
     tile = TileConfig(**fields | {"specialized": bool(fields["specialized"])})
-    del values["row_reduce"]
+    del values["row_reduce"], values["grain"]
     return LayerConfig(heads, tile, **_decoded(values))

@@ -1,19 +1,23 @@
-"""The type of a profile: what each layer of one model does at each calibrated length, and between them."""
+"""One model's calibration, and whether it fits a device."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from s2o_runtime.config import HeadConfig, KvCacheDtype, LayerConfig
-from s2o_runtime.devices import DeviceIdentity
+import torch
+
+from s2o_runtime.config import MAX_CHUNK, HeadConfig, KvCacheDtype, LayerConfig, TileConfig
+from s2o_runtime.devices import DeviceIdentity, fit, identify
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.identity import RANDOM, Geometry
+from s2o_runtime.identity import CONFIG, RANDOM, Geometry
 from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, far_apart, length_step
 from s2o_runtime.profile.record import get_object
+from s2o_runtime.tiles import candidate_tiles
 
 
 @dataclass(frozen=True)
@@ -21,12 +25,13 @@ class Profile:
     """One model's calibration.
 
     model_name: what the calibration was given: an alias, a folder or a hub id.
-    geometry: the sizes of the model; fingerprint: a hash of its weights (`identity.fingerprint`).
+    geometry: the sizes of the model; fingerprint: what names its function (`identity.fingerprint`).
     device: what the tiles were tuned on.
     lengths: the calibrated buckets in tokens, ascending; layers[bucket][layer] is that layer's configuration.
     record: how it was made and what was shown, as the file's JSON; `calibrate.record` has its types. Of it the runtime
         reads the budget and the limits of the held-out proof (drift check), and `s2o-doctor` the proof, the certificate
         and the problems.
+    unsupported_heads: how many heads are dense because the file gives them settings of an earlier version.
 
     >>> from s2o_runtime import load_profile
     >>> profile = load_profile("profiles/demo/cpu/mse-0.0001.safetensors")  # in a clone of the repository
@@ -41,6 +46,7 @@ class Profile:
     lengths: tuple[int, ...]
     layers: tuple[tuple[LayerConfig, ...], ...]
     record: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    unsupported_heads: int = field(default=0, compare=False)
 
     @property
     def min_length(self) -> int:
@@ -52,14 +58,19 @@ class Profile:
         """The type of the server's KV cache that the profile was made for."""
         return "fp8" if get_object(self.record, "recipe").get("kv_cache_dtype") == "fp8" else "auto"
 
+    @property
+    def config_unknown(self) -> str | None:
+        """Why a model's config.json cannot be compared with the profile's; None if it can."""
+        known = CONFIG in self.fingerprint
+        return None if known else f"the profile of {self.model_name} lacks the values of config.json: calibrate again"
+
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """The configuration of a layer for a prompt of `length` keys.
 
         The bucket nearest in log length decides everything but tau. For heads that the two buckets around `length`
         treat alike, tau is interpolated in log length; for others it is the smaller of the two, because the same tau
-        means another error with another segment or other checks. A layer with linear tails in one of the two, which
-        have no tau, is as in the longer one, because what it errs by grows with the length. Lengths are rounded to an
-        eighth of an octave, so that a server sees few distinct configurations.
+        means another error with another segment or other checks. Lengths are rounded to an eighth of an octave, so
+        that a server sees few distinct configurations.
         """
         steps = [length_step(bucket) for bucket in self.lengths]
         if length_step(length) in steps:
@@ -72,8 +83,6 @@ class Profile:
         if not 0 <= other < len(logs):
             return config
         other_config = self.layers[other][layer]
-        if "linear" in config.tails | other_config.tails:
-            return self.layers[max(nearest, other)][layer]
         alike = _checks(config) == _checks(other_config)
         weight = (position - logs[nearest]) / (logs[other] - logs[nearest]) if alike else None
         pairs = zip(config.heads, other_config.heads, strict=True)
@@ -127,7 +136,7 @@ class Profile:
 
 def _checks(config: LayerConfig) -> tuple[object, ...]:
     """What, besides a head's own settings, decides where it stops: tau means the same only where this is equal."""
-    return config.tile.block_m, config.tile.stride, config.grain
+    return config.tile.block_m, config.tile.stride
 
 
 def _between(near: HeadConfig, distant: HeadConfig, weight: float | None) -> HeadConfig:
@@ -137,7 +146,49 @@ def _between(near: HeadConfig, distant: HeadConfig, weight: float | None) -> Hea
     """
     if near.mode != "s2o" or distant.mode != "s2o" or near.stop_rule != distant.stop_rule:
         return near
-    alike = all(getattr(near, name) == getattr(distant, name) for name in ("segment", "representatives", "far"))
+    alike = all(getattr(near, name) == getattr(distant, name) for name in ("segment", "representatives", "tail"))
     if weight is None or not alike or near.tau == 0.0 or distant.tau == 0.0:
         return replace(near, tau=min(near.tau, distant.tau))
     return replace(near, tau=math.exp((1 - weight) * math.log(near.tau) + weight * math.log(distant.tau)))
+
+
+log = logging.getLogger("s2o_runtime")
+
+
+def fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
+    """The profile as it can run on this device, and why it cannot, if so; a warning says what was not proven here."""
+    here = identify(device)
+    verdict = fit(profile.device, here)
+    if verdict.tiles == "profile":
+        return profile, None
+    log.warning("%s", verdict.reason)
+    if verdict.tiles is None:
+        return profile, verdict.reason
+    tiles = candidate_tiles(profile.geometry.head_dim, here.capability)
+    layers = tuple(tuple(with_safe_tile(layer, tiles) for layer in bucket) for bucket in profile.layers)
+    return replace(profile, layers=layers), None
+
+
+def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerConfig:
+    """A layer with a tile of another GPU that stops its heads where the layer's own tile does.
+
+    The same tau means the same error only with as many keys between two stop checks and as many rows that stop
+    together. So the stride is kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The
+    layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all.
+
+    Args:
+        config: a layer of a profile.
+        tiles: the GPU's tiles, the safest first.
+    """
+    segments = {head.segment for head in config.heads if head.mode == "s2o"}
+    if config.is_dense or not segments or not tiles:
+        return config
+    chunks = ((tile, -(-config.tile.stride // tile.block_n)) for tile in tiles)
+    fitting = [
+        replace(tile, chunk=chunk)
+        for tile, chunk in chunks
+        if chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
+    ]
+    if not fitting:
+        return config.as_dense()
+    return config.with_tile(min(fitting, key=lambda tile: tile.block_m != config.tile.block_m))

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 T = TypeVar("T")
 
 ErrorUnit = Literal["mse", "rel_mse"]  # of a layer's error
-BudgetKind = Literal["mse", "rel_mse", "kl"]
+BudgetKind = ErrorUnit
 BudgetScope = Literal["layer", "model"]
 BUDGET_KINDS: tuple[BudgetKind, ...] = get_args(BudgetKind)
 BUDGET_SCOPES: tuple[BudgetScope, ...] = get_args(BudgetScope)
@@ -25,11 +25,6 @@ class AllowedError(NamedTuple):
     value: float | None
     scope: BudgetScope | None
     ceiling: float | None
-
-
-def error_unit(kind: BudgetKind) -> ErrorUnit:
-    """Return the unit of a layer's errors and limits under a budget of this kind: a KL belongs to no single layer."""
-    return "rel_mse" if kind == "rel_mse" else "mse"
 
 
 def read_budget(record: Mapping[str, Any]) -> AllowedError:

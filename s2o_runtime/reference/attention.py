@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.call import Scoring, ScoringOptions, capped
+from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
-from s2o_runtime.scoring import Scoring, ScoringOptions, capped
-from s2o_runtime.shapes import call_shape, check_heads, window_start
+from s2o_runtime.sequences import call_shape, check_heads, window_start
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,9 +104,9 @@ def s2o_attention_reference(
         scores: scale, softcap and sinks, as in `scoring.Scoring`. A sink is part of the denominator from the start, so
             the gain is relative to it too.
         kv_start: int32 or int64 [B], the first key of each sequence that counts.
-        paper_literal: do what the paper's pseudocode does and the product does not: permute queries inside their
-            segment by their score with the mean key of segment 0, check after every tile, and throw away the tile
-            that stops the visit.
+        paper_literal: do what the paper's pseudocode does and the product does not: rank each key by itself, permute
+            queries inside their segment by their score with the mean key of segment 0, check after every tile, and
+            throw away the tile that stops the visit.
         ranking_of: rankings to follow instead of Algorithm 1's; called with sequence, query head and segment.
 
     Raises:
@@ -174,14 +174,10 @@ def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
                 parts = part_means(exact[begin:end], segment // head.representatives, offset + begin, start)
                 if int8 is not None:
                     parts = int8.representatives(parts)
-                ranking = rank(parts, k[start:first], v[start:first], config.grain, start, softcap)
+                ranking = rank(parts, k[start:first], v[start:first], 1 if paper_literal else GRAIN, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
-            if head.far == "linear":
-                center = part_means(exact[begin:end], segment, offset + begin, start)[0]
-                state, keys_visited = _one_chunk(inputs, queries, state, ranking, center, real)
-            else:
-                state, keys_visited = _gathered_prefix(inputs, queries, state, ranking, real)
+            state, keys_visited = _gathered_prefix(inputs, queries, state, ranking, real)
             visited[begin // tile.block_m : begin // tile.block_m + len(tiles)] = keys_visited.int()
         out[tiles[real]] = state.output()[real]
         lse[tiles[real]] = (state.m + state.l.log())[real]
@@ -258,7 +254,7 @@ def _gathered_prefix(
         gain = tile_gain(row_gain(before, after), real[running])
         stop = stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
-        if head.far == "mean" and not paper_literal:
+        if head.tail == "mean" and not paper_literal:
             estimated = with_tail(before, after, ranking, begin, end)
             after = State(*(torch.where(_like(stop, new), new, old) for old, new in zip(after, estimated, strict=True)))
         for part, new in zip(result, after, strict=True):
@@ -266,53 +262,6 @@ def _gathered_prefix(
         visited[running] += end - begin
         running = running[~stop]
     return result, visited
-
-
-def _one_chunk(
-    inputs: _Head, queries: Tensor, state: State, ranking: RankedPrefix, center: Tensor, real: Tensor
-) -> tuple[State, Tensor]:
-    """The first chunk of the order, and a linear tail of all keys behind it.
-
-    Args:
-        queries: [T, BM, D], scaled.
-        state: after the window.
-        center: [D], the segment's mean query, scaled.
-        real: bool [T, BM], rows that count.
-
-    Returns:
-        The state, and the keys that each row tile visited, int64 [T].
-    """
-    order, k, v = ranking.order, inputs.k, inputs.v
-    end = min(inputs.config.tile.stride, len(order))
-    state = absorb(state, queries, k[order[:end]], v[order[:end]])
-    if end < len(order) and not inputs.paper_literal:
-        state = with_linear_tail(state, queries, center, k[order[end:]], v[order[end:]])
-    return state, real.any(-1) * end
-
-
-def with_linear_tail(state: State, q: Tensor, center: Tensor, k: Tensor, v: Tensor) -> State:
-    """Add an estimate of keys that are not visited, to first order about a query (docs/how-it-works.md).
-
-    With w the softmax weights of `center` over these keys, mu and a the means of keys and values under w and C their
-    covariance, a row q has of them the log-sum-exp of `center` plus (q - center) mu, and the mean value
-    a + (q - center) C.
-
-    Args:
-        state: of the rows.
-        q: [T, BM, D], scaled.
-        center: [D], scaled.
-        k, v: [N, D] and [N, Dv], N at least 1.
-    """
-    scores = k @ center
-    weights = scores.softmax(0)[:, None]
-    key, value = (weights * k).sum(0), (weights * v).sum(0)
-    covariance = (k - key).T @ (weights * (v - value))
-    away = q - center
-    log_mass = scores.logsumexp(0) + away @ key
-    mean = value + away @ covariance
-    m = torch.maximum(state.m, log_mass)
-    decay, mass = (state.m - m).exp(), (log_mass - m).exp()
-    return State(m, state.l * decay + mass, state.acc * decay[..., None] + mass[..., None] * mean)
 
 
 def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, end: int) -> State:

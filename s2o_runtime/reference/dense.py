@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from s2o_runtime.scoring import Scoring, capped
-from s2o_runtime.shapes import CallShape, call_shape
+from s2o_runtime.call import Scoring, capped
+from s2o_runtime.sequences import CallShape, call_shape
 
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.scoring import capped
+from s2o_runtime.call import capped
 
 
 class RankedPrefix(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from s2o_runtime.monitor.counters import Counters
-from s2o_runtime.serving.batch import Batch
-from s2o_runtime.serving.calls import compute
+from s2o_runtime.serving.calls import Batch, compute
 from s2o_runtime.serving.fit import LayerFit
 from s2o_runtime.serving.plan import Run
 from s2o_runtime.serving.self_test import UNTESTED, self_test, short_prompt

@@ -1,10 +1,11 @@
-"""What a profile says on one rank of a server, and whether it is of the model that is served."""
+"""A profile as one rank of a server runs it: its layers, and why a request or a layer is dense."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,100 @@ from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import capability
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.identity import RANDOM, fingerprint_mismatch, geometry, with_rope
+from s2o_runtime.identity import RANDOM, compose_fingerprint, fingerprint_mismatch, geometry
 from s2o_runtime.layer_kinds import text_config
 from s2o_runtime.lengths import length_step
+from s2o_runtime.monitor.drift import DriftMonitor
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.device_fit import fitted
+from s2o_runtime.profile.profile import fitted
+from s2o_runtime.sequences import CallShape
 from s2o_runtime.serving.checkpoint import checkpoint_hashes, names_are_known
-from s2o_runtime.serving.layer import ServedLayer, longest_trusted
-from s2o_runtime.shapes import CallShape
 from s2o_runtime.tiles import fewest_queries, tile_obstacle
+
+TRUSTED_BEYOND = 1.5  # a profile's settings hold up to this many times its longest calibrated length
+
+log = logging.getLogger("s2o_runtime")
+
+
+@dataclass(eq=False)
+class ServedLayer:
+    """What a layer runs, and for which prompts.
+
+    layer: the number of the decoder layer, which counters and logs name.
+    config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
+    max_length: more keys than this stay dense too, or with warn_beyond run S2O after one warning; None for no limit.
+    rejected: why the layer cannot run S2O at all, if so.
+    heads: the query heads of the layer that this process computes; None for all.
+    drift: checks the layer's error, None does not.
+    ends_known: whether calls are taken to hold the ends of their prompts, whose last rows then run dense
+    (`LayerConfig.last_rows`); otherwise none do.
+    """
+
+    layer: int
+    config_at: Callable[[int], LayerConfig]
+    min_length: int
+    rejected: str | None = None
+    max_length: int | None = None
+    warn_beyond: bool = False
+    heads: range | None = None
+    drift: DriftMonitor | None = None
+    ends_known: bool = True
+    configs: dict[int, LayerConfig] = field(default_factory=dict)
+
+    def config(self, keys: int) -> LayerConfig:
+        """The configuration of this process's heads behind so many keys; one object for lengths that share it."""
+        step = length_step(keys)
+        if step not in self.configs:
+            config = self.of_heads(self.config_at(keys))
+            config = config if self.ends_known else replace(config, last_rows=0)
+            self.configs[step] = next((known for known in self.configs.values() if known == config), config)
+        return self.configs[step]
+
+    def of_heads(self, config: LayerConfig) -> LayerConfig:
+        """A configuration of the whole layer, cut to the heads of this process."""
+        if self.heads is None:
+            return config
+        return replace(config, heads=config.heads[self.heads.start : self.heads.stop])
+
+    @property
+    def past_budget(self) -> str | None:
+        """Why the layer runs dense because of its drift check; None if it does not."""
+        return self.drift.verdict if self.drift is not None and self.drift.runs_dense else None
+
+    def why_dense_at(self, keys: int) -> str | None:
+        """Why a prompt of so many keys is dense in this layer, by the profile and by what was found since.
+
+        What the call's own sizes say is `attention.backend.why_dense`.
+        """
+        if reason := self.rejected or self.past_budget:
+            return reason
+        if keys < self.min_length:
+            return DenseReason.TOO_SHORT.about(self.min_length)
+        if self.max_length is not None and keys > self.max_length:
+            if not self.warn_beyond:
+                return DenseReason.TOO_LONG.about(self.max_length, TRUSTED_BEYOND)
+            _warn_beyond(self.max_length)
+        return None
+
+
+def longest_trusted(profile: Profile) -> int:
+    """The keys up to which a profile's settings are taken to hold."""
+    return int(TRUSTED_BEYOND * profile.lengths[-1])
+
+
+@lru_cache(maxsize=64)
+def _warn_beyond(max_length: int) -> None:
+    log.warning(
+        "a prompt has more than %d keys, 1.5 times the longest calibrated length: its errors were not proven, "
+        "calibrate with longer --lengths",
+        max_length,
+    )
+
 
 NO_GPU = (0, 0)  # the capability of a CPU
 TEST_KEYS = 256  # of a prompt that layers are tested on, at least
-COMPARED = "weights compared"  # what `check_model` answers if the weights are the profile's
-
-log = logging.getLogger("s2o_runtime")
+COMPARED = "weights compared"  # what `check_model` answers, with "config not compared" behind it where that is so
+STRICT = ANOTHER, UNSEEN, UNKNOWN = "another function", "weights not compared", "config not compared"
 
 
 @dataclass(frozen=True)
@@ -83,7 +163,6 @@ class LayerFit(ServedLayer):
         of_buckets = [bucket[row] for bucket in profile.layers]
         limits = tuple(  # all that `why_dense` looks at
             (
-                "linear" in whole.tails,  # such a layer takes its longer bucket's configuration between two
                 config.is_dense,
                 config.scores,
                 self._tile_obstacle(config),
@@ -92,7 +171,7 @@ class LayerFit(ServedLayer):
                 fewest_queries(config.tile, fit.capability),
                 config.shortest_segment,
             )
-            for whole, config in ((whole, self.of_heads(whole)) for whole in of_buckets)
+            for config in map(self.of_heads, of_buckets)
         )
         self._limits = fit.kinds.setdefault(limits, len(fit.kinds))  # one number, which takes no time to hash
 
@@ -269,53 +348,59 @@ def row_weights(config: Any) -> int:
     return hidden * (2 * head_dim * (heads + kv_heads) + 3 * inner * max(1, experts))
 
 
-def check_model(profile: Profile, config: Any, checkpoint: Path | None, *, strict: bool = True) -> str:
-    """Check that a profile is of the model that is served.
+def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused: Sequence[str] = STRICT) -> str:
+    """Check that a profile is of the model that is served. Returns what was compared, for the log.
 
     Args:
         profile: the profile.
         config: the model's transformers configuration.
         checkpoint: the folder of its safetensors files; None where it is not known.
-        strict: refuse other weights; else they are only reported.
-
-    Returns:
-        What was compared, for the log.
+        refused: what is, of `STRICT`; the rest is only reported. A profile of random weights, a rehearsal's, is not.
 
     Raises:
-        ProfileError: it is of another model; the sentence names the difference.
+        ProfileError: it is of another model; the sentence names the difference. Other sizes are always refused.
     """
     try:
         served = geometry(config)
     except ModelError as error:
         raise ProfileError(f"the served model has no profiles: {error}") from error
+    name = profile.model_name
     if difference := served.difference(profile.geometry):
         raise ProfileError(
-            f"the profile is of {profile.model_name} ({profile.geometry}) but the served model has {difference}: "
+            f"the profile is of {name} ({profile.geometry}) but the served model has {difference}: "
             "calibrate the model that you serve"
         )
-    if profile.fingerprint.startswith(RANDOM) or not profile.fingerprint:
+    if profile.fingerprint.startswith(RANDOM):
         return "weights not compared: the profile is of random ones"
+    calibrated, unseen = profile.fingerprint.partition("+")[0], ""
+    hashes: tuple[str, ...] = (calibrated,)
     if getattr(config, "quantization_config", None) is not None:
-        return "weights not compared: their types differ between checkpoint and model"
-    hashes = () if checkpoint is None else checkpoint_hashes(checkpoint, config)
-    if checkpoint is None or not hashes:
-        return "weights not compared: the checkpoint has no safetensors files here"
-    hashed = next((known for known in hashes if profile.fingerprint.startswith(known)), None)
-    if hashed is None and not names_are_known(config, checkpoint):
-        return "weights not compared: how transformers names those of such a model is not known"
-    mismatch = fingerprint_mismatch(with_rope(hashed or hashes[0], config), profile.fingerprint)
-    if mismatch and strict:
-        raise ProfileError(
-            f"{mismatch} of {profile.model_name}: calibrate the model that you serve, or say "
-            '"strict": false to serve it unproven'
-        )
-    return f"{mismatch} of {profile.model_name}: nothing is proven" if mismatch else COMPARED
+        unseen = "their types differ between checkpoint and model"
+    elif checkpoint is None or not (stored := checkpoint_hashes(checkpoint, config)):
+        unseen = "the checkpoint has no safetensors files here"
+    else:
+        hashes = tuple(known for known in stored if known.startswith(calibrated)) or stored
+        if not hashes[0].startswith(calibrated) and not names_are_known(config, checkpoint):
+            unseen, hashes = "how transformers names those of such a model is not known", (calibrated,)
+    mismatch = fingerprint_mismatch(compose_fingerprint(hashes[0], config), profile.fingerprint)
+    sentences = {
+        ANOTHER: mismatch and f"{mismatch} of {name}: calibrate the model that you serve, or",
+        UNSEEN: unseen and f"weights not compared: {unseen}:",
+        UNKNOWN: profile.config_unknown and f"{profile.config_unknown}, or",
+    }
+    for kind in refused:
+        if sentences[kind]:
+            raise ProfileError(f'{sentences[kind]} say "strict": false to serve it unproven')
+    if mismatch:
+        return f"{mismatch} of {name}: nothing is proven"
+    weights = f"weights not compared: {unseen}" if unseen else COMPARED
+    return f"{weights}, config not compared" if profile.config_unknown else weights
 
 
 def weights_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> str | None:
     """Why a profile that was found is not known to be of the served model; None if it is. Args: `check_model`'s."""
     try:
-        compared = check_model(profile, config, checkpoint)
+        compared = check_model(profile, config, checkpoint, (ANOTHER, UNSEEN))
     except ProfileError as error:
         return str(error)
-    return None if compared == COMPARED else compared
+    return None if compared.startswith(COMPARED) else compared

@@ -1,16 +1,72 @@
-"""Which requests of one server batch S2O computes, and which the stock backend does."""
+"""Who computes which rows of a server's batch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.lengths import length_step
-from s2o_runtime.serving.pieces import Pieces
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a batch is planned by: requests, or two pieces of one, its last rows (`LayerConfig.last_rows`) behind.
+
+    A piece is a request that ends where its last query is.
+
+    Attributes:
+        requests: of each piece, the index of its request in the server's batch.
+        starts: one more than there are pieces: where the rows of each begin, and where they end.
+        lengths: keys, those of the queries included.
+        earlier, later: rows of the same request before, and behind, the piece.
+        ends: whether a piece is of last rows.
+    """
+
+    requests: Sequence[int]
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    earlier: Sequence[int]
+    later: Sequence[int]
+    ends: Sequence[bool]
+
+    @classmethod
+    def of(
+        cls, starts: Sequence[int], lengths: Sequence[int], last_rows: Callable[[int, int], int] = lambda *_: 0
+    ) -> Pieces:
+        """Take the last rows of requests apart.
+
+        Args:
+            starts: N + 1 positions in the rows of the batch, where each request's queries begin, and their end.
+            lengths: N numbers of keys, those of the queries included.
+            last_rows: how many of a request's queries are last rows, by its queries and keys.
+        """
+        pieces: list[tuple[int, int, int, int, bool]] = []
+        for request, (keys, (begin, end)) in enumerate(zip(lengths, pairwise(starts), strict=False)):
+            last = last_rows(end - begin, keys) if end > begin else 0
+            first = end - begin - last
+            if first or not last:
+                pieces.append((request, keys - last, 0, last, False))
+            if last:
+                pieces.append((request, keys, first, 0, True))
+        requests, piece_lengths, earlier, later, ends = zip(*pieces, strict=True) if pieces else ((),) * 5
+        edges = [starts[request] + before for request, before in zip(requests, earlier, strict=True)]
+        return cls(requests, [*edges, starts[-1]], piece_lengths, earlier, later, ends)
+
+    @property
+    def are_requests(self) -> bool:
+        """Whether no request has two pieces."""
+        return not any(self.earlier)
+
+    @property
+    def queries(self) -> list[int]:
+        """Of each piece."""
+        return [end - begin for begin, end in pairwise(self.starts)]
+
 
 WhyDense = Callable[[int, int], str | None]  # for queries and keys of a request: a reason, or None for S2O
 
@@ -70,7 +126,7 @@ class BatchPlan:
         return not any(run.is_sparse for run in self.runs)
 
 
-def plan(pieces: Pieces, why_dense: WhyDense, max_keys: int) -> BatchPlan:
+def plan(pieces: Pieces, why_dense: WhyDense, max_keys: int, adapted: Sequence[bool] = ()) -> BatchPlan:
     """Share the requests of a batch, or the pieces of them, between S2O and the stock backend, which has last rows.
 
     Neighbours join one run if both go to the stock backend, or if both are sparse, of the same length step, and have at
@@ -81,6 +137,7 @@ def plan(pieces: Pieces, why_dense: WhyDense, max_keys: int) -> BatchPlan:
         pieces: of the batch; what is said of requests here is said of them.
         why_dense: asked for every request with queries.
         max_keys: of one sparse run, unless a single request has more.
+        adapted: whether each request of the server's batch has an adapter; empty if none has.
     """
     runs: list[Run] = []
     dense_rows: defaultdict[str, int] = defaultdict(int)
@@ -89,7 +146,9 @@ def plan(pieces: Pieces, why_dense: WhyDense, max_keys: int) -> BatchPlan:
     starts, lengths = pieces.starts, pieces.lengths
     for request, (keys, ends) in enumerate(zip(lengths, pieces.ends, strict=True)):
         queries = starts[request + 1] - starts[request]
-        reason = (why_dense(queries, keys) or (DenseReason.LAST_ROWS if ends else None)) if queries > 0 else ""
+        others = DenseReason.ADAPTER if adapted and adapted[pieces.requests[request]] else None
+        others = others or (DenseReason.LAST_ROWS if ends else None)
+        reason = (why_dense(queries, keys) or others) if queries > 0 else ""
         if reason:
             dense_rows[reason] += queries
         own_step = length_step(keys) if reason is None else None

@@ -8,7 +8,6 @@ written, another scale of the scores, and masks or biases that only the stock ba
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,9 +16,8 @@ from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import S2OError
 from s2o_runtime.lengths import length_step
-from s2o_runtime.pages import FP8_TYPES
-from s2o_runtime.serving.batch import Batch
-from s2o_runtime.serving.calls import SparseCall
+from s2o_runtime.sequences import FP8_TYPES
+from s2o_runtime.serving.calls import Batch, SparseCall
 from s2o_runtime.serving.fit import TEST_KEYS, LayerFit
 from s2o_runtime.serving.plan import Run
 
@@ -44,14 +42,10 @@ def short_prompt(batch: Batch) -> Run | None:
     return None
 
 
-def never_stops(layer: LayerFit) -> LayerConfig | None:
+def exact_config(layer: LayerFit) -> LayerConfig | None:
     """A configuration of the layer's kernels with which it is dense attention; None if the layer is always dense."""
-    for length in layer.lengths:
-        config = layer.config(length)
-        if not config.is_dense:
-            heads = (replace(head, tau=0.0, far="none" if head.far == "linear" else head.far) for head in config.heads)
-            return replace(config, heads=tuple(heads), scores="input")
-    return None
+    configs = map(layer.config, layer.lengths)
+    return next((config.as_exact() for config in configs if not config.is_dense), None)
 
 
 def self_test(
@@ -77,7 +71,7 @@ def self_test(
         scale: of the scores.
     """
     layer.tested = True
-    config = never_stops(layer)
+    config = exact_config(layer)
     if config is None:
         return
     edges, seq_lens, table = batch.tensors_of(run)

@@ -1,15 +1,15 @@
-"""S2O in one process of a server: the profile on this rank, what was counted, and the memory that calls will need."""
+"""S2O inside a server: its settings, its profile, and what it reports."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,17 +18,73 @@ from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.attention.paged import IN_PLACE_ELEMENTS, gathered, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS, THREADS, split_calls
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import ModelError, ProfileError, S2OError
+from s2o_runtime.errors import ConfigError, ModelError, ProfileError, S2OError
+from s2o_runtime.fields import DURATION, Rule, ruled, rules_of
 from s2o_runtime.monitor.counters import EARLY, Counters, serve_metrics
-from s2o_runtime.monitor.drift import DriftMonitor, check_and_limits, check_of
-from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.monitor.drift import DriftChoice, DriftMonitor, check_and_limits, check_of
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.find import find_profile
+from s2o_runtime.sequences import PagedKeys, packed_starts
 from s2o_runtime.serving.calls import cache_obstacle
-from s2o_runtime.serving.fit import NoFit, ProfileFit, Rank, check_model, row_weights, weights_mismatch
-from s2o_runtime.serving.self_test import never_stops
-from s2o_runtime.serving.settings import Settings
+from s2o_runtime.serving.fit import STRICT, NoFit, ProfileFit, Rank, check_model, row_weights, weights_mismatch
+from s2o_runtime.serving.self_test import exact_config
 from s2o_runtime.version import __version__
+
+PROFILE_VARIABLE = "S2O_PROFILE"
+Beyond = Literal["dense", "s2o"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a server.
+
+    Attributes:
+        profile: the profile's file; None for the one that `s2o_runtime.profile.find` finds for the served model.
+        beyond: what prompts of more than 1.5 times the longest calibrated length run.
+        drift: what happens where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense
+            from then on), "off", or "auto", which warns where the profile says what it allows.
+        strict: refuse a profile of another function of the same sizes, and weights or a config.json that cannot be
+            compared; else that is reported, and nothing is proven.
+        metrics_port: where the first process serves its counters to Prometheus, the others at the ports after it; None
+            for nowhere.
+        metrics_host: the address of the machine at which those ports answer; "0.0.0.0" is all of them.
+        log_every: seconds between two lines of the log that say what ran; 0 for none.
+    """
+
+    profile: Path | None = ruled(None, Rule(Path, optional=True))
+    beyond: Beyond = ruled("dense", Rule(str, allowed=get_args(Beyond)))
+    drift: DriftChoice = ruled("auto", Rule(str, allowed=get_args(DriftChoice)))
+    strict: bool = ruled(True, Rule(bool))
+    metrics_port: int | None = ruled(None, Rule(int, low=1, high=65535, optional=True))
+    metrics_host: str = ruled("127.0.0.1", Rule(str))
+    log_every: float = ruled(300.0, Rule(float, low=0, unit=DURATION))
+
+    @classmethod
+    def of(cls, section: Any, name: str) -> Settings:
+        """The settings that a user gave; without a profile among them, the environment's S2O_PROFILE.
+
+        Args:
+            section: a mapping of names to values, or what a user gave in its place.
+            name: what it is called, and where it is from.
+
+        Raises:
+            ConfigError: a setting is unknown or illegal.
+        """
+        if not isinstance(section, Mapping):
+            raise ConfigError(f'{name} is {section!r}: use an object, {{"profile": FILE}}')
+        rules = rules_of(cls)
+        for setting in section:
+            if setting not in rules:
+                raise ConfigError(f'"{setting}" is not a setting of {name}: use {", ".join(sorted(rules))}')
+        given = dict(section) | {"profile": section.get("profile") or os.environ.get(PROFILE_VARIABLE) or None}
+        settings = cls(**{setting: rules[setting].checked(value, setting) for setting, value in given.items()})
+        if not settings.metrics_host:
+            raise ConfigError(
+                f"metrics_host {settings.metrics_host!r} is no address: use 127.0.0.1 for this machine alone, or "
+                "0.0.0.0 for all who reach it"
+            )
+        return settings
+
 
 HOST_FLOPS = 1.2e12  # of a request in a dense layer, 2 ms of an H100: for less, what S2O takes of the host may decide
 CACHE_SHARE = 0.9  # of the GPU's memory, at most
@@ -184,7 +240,7 @@ class Server:
         """
         kinds: dict[object, LayerConfig] = {}
         for layer in self.fit.layers:
-            for config in filter(None, [*map(layer.config, self.fit.profile.lengths), never_stops(layer)]):
+            for config in filter(None, [*map(layer.config, self.fit.profile.lengths), exact_config(layer)]):
                 if not config.is_dense:
                     kinds.setdefault(_compiled_kind(config), config)
         at_once = min(THREADS, os.cpu_count() or 1) if query.is_cuda else 1  # Triton's interpreter is for one
@@ -233,14 +289,14 @@ def _fit_of(settings: Settings, context: ServerContext) -> tuple[ProfileFit, str
     model, decode_queries = context.model_config, context.decode_queries
     if settings.profile is not None:
         profile = load_profile(settings.profile)
-        compared = check_model(profile, model, context.checkpoint, strict=settings.strict)
+        compared = check_model(profile, model, context.checkpoint, STRICT if settings.strict else ())
         taken = f"{settings.profile} of {profile.model_name} ({compared})"
     else:
         try:
             found = find_profile(model, context.device, lambda one: weights_mismatch(one, model, context.checkpoint))
         except (ProfileError, ModelError) as error:
             return NoFit(str(error), decode_queries), ""
-        profile, taken = found.profile, str(found)
+        profile, taken = found.profile, f"{found}{', config not compared' if found.profile.config_unknown else ''}"
     host_flops = HOST_FLOPS if context.device.type == "cuda" else 0.0
     weights = row_weights(model) // context.rank.size
     return ProfileFit(
@@ -260,4 +316,4 @@ def _compiled_kind(config: LayerConfig) -> object:
     tile = config.tile
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     modes = frozenset(head.mode for head in config.heads)
-    return shape, config.grain, config.scores, counts, config.tails, config.shortest_segment, modes
+    return shape, config.scores, counts, config.has_tail, config.shortest_segment, modes

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.serving import batch
-from s2o_runtime.serving.pieces import Pieces
-from s2o_runtime.serving.plan import Run
+from s2o_runtime.serving import calls
+from s2o_runtime.serving.plan import Pieces, Run
 from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 
-class SglangBatch(batch.Batch):
+class SglangBatch(calls.Batch):
     """A ForwardBatch of prompts, some of which S2O may compute.
 
     Args:
@@ -36,7 +35,8 @@ class SglangBatch(batch.Batch):
         lengths = [prefix + count for prefix, count in zip(prefixes, queries, strict=True)]
         pieces = Pieces.of([0, *accumulate(queries)], lengths, last_rows)
         self._pieces = parted = source if pieces.are_requests else in_pieces(source, pieces)
-        super().__init__(pieces, max_keys, lambda run: build_part(part_of(parted, pieces.lengths, run)))
+        adapted = [adapter is not None for adapter in getattr(source, "lora_ids", None) or ()]
+        super().__init__(pieces, max_keys, lambda run: build_part(part_of(parted, pieces.lengths, run)), adapted)
         self.source, self._req_to_token = source, req_to_token
         self._edges: Tensor | None = None
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
-from s2o_runtime.pages import FP8_TYPES, page_obstacle
+from s2o_runtime.sequences import FP8_TYPES, page_obstacle
 from s2o_runtime.serving.attend import LayerCall, attend
 from s2o_runtime.serving.calls import cache_obstacle, layer_obstacle, say_once, scales_obstacle
 from s2o_runtime.serving.fit import LayerFit
@@ -35,11 +35,13 @@ class VllmApi:
         server: gives the profile of this process, which is loaded when the first layer is made.
         layer_index: gives a layer's index in the whole model by its name.
         left: gives the tokens of its prompt behind a request of so many queries and keys; None if that is not known.
+        adapted: says whether a request of so many queries and keys may have a LoRA adapter.
     """
 
     server: Callable[[], Server]
     layer_index: Callable[[str], int]
     left: Callable[[int, int], int | None]
+    adapted: Callable[[int, int], bool] = lambda *_: False
 
 
 def mix_in(stock: type, name: str, api: VllmApi) -> type:
@@ -122,7 +124,8 @@ class _Builder:
         def last_rows(queries: int, keys: int) -> int:
             return server.fit.last_rows(queries, keys, left(queries, keys))
 
-        setattr(metadata, BATCH, VllmBatch(common_attn_metadata, build_part, server.max_keys, last_rows))
+        batch = VllmBatch(common_attn_metadata, build_part, server.max_keys, last_rows, self.s2o_api.adapted)
+        setattr(metadata, BATCH, batch)
         return metadata
 
     def _left(self, metadata: Any, reason: str) -> Any:

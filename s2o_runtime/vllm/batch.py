@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
-from s2o_runtime.serving import batch
-from s2o_runtime.serving.pieces import Pieces
-from s2o_runtime.serving.plan import Run
+from s2o_runtime.serving import calls
+from s2o_runtime.serving.plan import Pieces, Run
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
@@ -30,7 +30,7 @@ WHOLE_ONLY = {
 }
 
 
-class VllmBatch(batch.Batch):
+class VllmBatch(calls.Batch):
     """One batch, as a metadata builder was given it.
 
     Args:
@@ -38,16 +38,21 @@ class VllmBatch(batch.Batch):
         build_part: makes the stock backend's metadata of a part of it.
         max_keys: of one sparse run.
         last_rows: how many of a request's queries are a prompt's last rows, by its queries and keys.
+        adapted: whether a request may have a LoRA adapter, by the same.
     """
 
     def __init__(
-        self, common: Any, build_part: Callable[[Any], Any], max_keys: int, last_rows: Callable[[int, int], int]
-    ) -> None:
+        self, common: Any, build_part: Callable[[Any], Any], max_keys: int, last_rows: Callable[[int, int], int],
+        adapted: Callable[[int, int], bool] = lambda *_: False,
+    ) -> None:  # fmt: skip
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        pieces = Pieces.of(starts, lengths_on_host(common)[: common.num_reqs].tolist(), last_rows)
+        lengths = lengths_on_host(common)[: common.num_reqs].tolist()
+        pieces = Pieces.of(starts, lengths, last_rows)
+        edges = pairwise(starts)
+        with_adapter = [adapted(end - begin, keys) for keys, (begin, end) in zip(lengths, edges, strict=True)]
         self._common = common = common if pieces.are_requests else in_pieces(common, pieces)
         self._build = build_part
-        super().__init__(pieces, max_keys, lambda run: build_part(part_of(common, run)))
+        super().__init__(pieces, max_keys, lambda run: build_part(part_of(common, run)), with_adapter)
 
     def tensors_of(self, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """Where queries begin, how many keys there are, and their pages."""

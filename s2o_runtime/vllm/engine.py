@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from s2o_runtime.pages import page_obstacle
+from s2o_runtime.sequences import page_obstacle
 from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, ServerContext, start_failures
-from s2o_runtime.serving.settings import Settings
+from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, start_failures
 from s2o_runtime.vllm.backend import VllmApi
 from s2o_runtime.vllm.prompts import Prompts
 
@@ -28,7 +27,7 @@ def vllm_api() -> VllmApi:
     """What S2O's classes ask of this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return VllmApi(server, extract_layer_index, PROMPTS.left)
+    return VllmApi(server, extract_layer_index, PROMPTS.left, PROMPTS.adapted)
 
 
 @lru_cache(maxsize=1)
@@ -51,6 +50,7 @@ def server() -> Server:
 
     PROMPTS.watch(Worker)
     config = get_current_vllm_config()
+    PROMPTS.lora = getattr(config, "lora_config", None) is not None
     model = config.model_config
     on_cpu = current_platform.is_cpu()
     context = ServerContext(

@@ -1,4 +1,4 @@
-"""Where the prompts of vLLM's requests end, which it tells its workers and not its attention backends."""
+"""Where prompts of vLLM's requests end and which have LoRA adapters: it tells its workers, not attention backends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ log = logging.getLogger("s2o_runtime")
 
 
 class Prompts:
-    """The prompts that a worker has not read to their end, and what the step of now leaves of them."""
+    """The prompts that a worker has not read to their end, and what the step of now leaves of them.
+
+    lora: whether the server lets requests have adapters of LoRA.
+    """
+
+    lora = False
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self._left: dict[tuple[int, int], int] = {}
+        self._adapters: set[str] = set()  # requests that have one
+        self._adapted: dict[tuple[int, int], bool] = {}
         self._unknown = False
         self._watched: set[type] = set()
 
@@ -35,7 +42,7 @@ class Prompts:
 
     def see(self, step: Any) -> None:
         """Take in a step, vLLM's `SchedulerOutput`; from one that is not understood on, no prompt is known to end."""
-        self._left = {}
+        self._left, self._adapted = {}, {}
         if self._unknown:
             return
         try:
@@ -47,10 +54,13 @@ class Prompts:
     def _see(self, step: Any) -> None:
         for request in step.finished_req_ids:
             self._lengths.pop(request, None)
+            self._adapters.discard(request)
         for new in step.scheduled_new_reqs:
             # vLLM's runner V2 has a preempted request here again, with what it has written
             prompt = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
             self._lengths[new.req_id] = len(new.prompt_embeds if prompt is None else prompt)
+            if self.lora and new.lora_request is not None:
+                self._adapters.add(new.req_id)
         running = step.scheduled_cached_reqs
         for request in running.resumed_req_ids:  # what it has written so far is read again, as a part of its prompt
             if request in running.all_token_ids:
@@ -66,9 +76,14 @@ class Prompts:
             left = length - before[request] - queries
             shape = queries, before[request] + queries
             self._left[shape] = min(left, self._left.get(shape, left))
+            self._adapted[shape] = request in self._adapters or self._adapted.get(shape, False)
             if left <= 0:
                 del self._lengths[request]
 
     def left(self, queries: int, keys: int) -> int | None:
         """Tokens of a prompt behind this step's request of so many queries and keys; None if that is not known."""
         return self._left.get((queries, keys))
+
+    def adapted(self, queries: int, keys: int) -> bool:
+        """Whether one of this step's requests of so many queries and keys has an adapter, or may have."""
+        return self.lora and self._adapted.get((queries, keys), True)

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,25 +26,10 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention
+from scripts.bench import common
 from scripts.bench.calls import Job, bisect, device_tile, kernel_parts, published_config, with_taus
-from scripts.bench.common import (
-    Parser,
-    add_device,
-    bench_parser,
-    check_device,
-    check_least,
-    check_lengths,
-    checked,
-    float_list,
-    int_list,
-    machine,
-    print_table,
-    run_command,
-    spread,
-)
 from scripts.bench.inputs import Inputs, model_qkv, random_qkv, rel_mse, repeated_qkv
 from scripts.bench.schema import (
-    LINEAR_TAILS,
     PUBLISHED,
     AttentionEntry,
     AttentionFile,
@@ -69,33 +53,28 @@ class TableRow:
     config: LayerConfig
 
 
-def parser() -> Parser:
-    out, add = bench_parser(NAME, __doc__)
-    add("--lengths", "8192,32768,131072", type=int_list("8192,32768"), metavar="N,N")
-    add("--densities", "0.02,0.05,0.1,0.2,0.5", type=float_list("0.05,0.2"), metavar="X,X")
+def parser() -> common.Parser:
+    out, add = common.bench_parser(NAME, __doc__)
+    add("--lengths", "8192,32768,131072", type=common.int_list("8192,32768"), metavar="N,N")
+    add("--densities", "0.02,0.05,0.1,0.2,0.5", type=common.float_list("0.05,0.2"), metavar="X,X")
     add("--batch", 1, type=int, metavar="N")
-    heads = checked(lambda text: tuple(map(int, text.split("/"))), "32/8")
+    heads = common.checked(lambda text: tuple(map(int, text.split("/"))), "32/8")
     add("--heads", "32/8", "query heads / KV heads", type=heads, metavar="N/N")
     add("--head-dim", 128, type=int, metavar="N")
     add("--dtype", "bfloat16", choices=("bfloat16", "float16", "float32"))
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
     add("--representatives", 1, "means of so many parts of a segment rank its keys", type=int, metavar="N")
-    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
-    add("--far", "none", "what is done with the keys behind the stop", choices=("none", "mean"))
-    out.add_argument(
-        "--linear", action="store_true", help="a row too of heads with linear tails, which visit one chunk"
-    )
+    add("--tail", "none", "what is done with the keys behind the stop", choices=("none", "mean"))
     add("--data", "random", "random, or a model (demo, an alias, a folder) to capture q, k, v of", metavar="NAME")
     add("--rounds", 7, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
     sampled = "query rows, at random over the sequence, where errors against float32 dense attention are measured"
     add("--error-rows", 256, sampled, type=int, metavar="N")
     add("--seed", 0, type=int, metavar="N")
-    add_device(add)
     out.add_argument("--backend", choices=("triton", "reference"), help="default triton on a GPU, reference on a CPU")
-    tile, form = checked(parse_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"
+    tile, form = common.checked(parse_tile, "128x64x4:8:3 or 64x64x4:4:3:ws"), "BMxBNxCHUNK:WARPS:STAGES[:ws]"
     out.add_argument("--tile", type=tile, action="append", metavar=form, help="repeatable; default by the GPU")
-    add("--out", Path("build/bench_attention.json"), type=Path, metavar="FILE")
+    common.add_machine(add, "bench_attention.json")
     return out
 
 
@@ -110,7 +89,7 @@ def parse_tile(text: str) -> TileConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    return run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or fewer --heads")
+    return common.run_command(NAME, args.out, lambda: measure(args), "shorter --lengths or fewer --heads")
 
 
 @torch.no_grad()
@@ -122,7 +101,7 @@ def measure(args: argparse.Namespace) -> None:
     tiles = args.tile or [device_tile(args.head_dim, device)]
     forms = [never_stopping(args, tile) for tile in tiles]
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "tile")}
-    file = AttentionFile(settings=settings, results=[], cold_l2=device.type == "cuda", **machine(device))
+    file = AttentionFile(settings=settings, results=[], cold_l2=device.type == "cuda", **common.machine(device))
     for length in args.lengths:
         inputs = inputs_of(args, length, device)
         for form in forms:
@@ -132,17 +111,12 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def never_stopping(args: argparse.Namespace, tile: TileConfig) -> dict[str, LayerConfig]:
-    """The forms of S2O with a tau of 0, which never stops; linear tails do not look at it."""
-    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "grain", "far")}
-    forms = {
+    """The forms of S2O with a tau of 0, which never stops."""
+    ranking = {name: getattr(args, name) for name in ("segment", "representatives", "tail")}
+    return {
         S2O: LayerConfig.uniform(args.heads[0], tile=tile, **ranking),
         PUBLISHED: published_config(args.heads[0], 0.0, args.segment, tile),
     }
-    if args.linear:
-        forms[LINEAR_TAILS] = LayerConfig.uniform(
-            args.heads[0], tile=tile, segment=args.segment, grain=args.grain, far="linear"
-        )
-    return forms
 
 
 def inputs_of(args: argparse.Namespace, length: int, device: torch.device) -> Inputs:
@@ -174,11 +148,11 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerC
         of_form = points_of(args, form, config, mean_density if form == PUBLISHED else density)
         named = {f"{form}, {point.target}": point for point in of_form}
         jobs |= {name: partial(s2o_attention, q, k, v, p.config, backend=args.backend) for name, p in named.items()}
-        if args.backend == "triton" and form != LINEAR_TAILS:
+        if args.backend == "triton":
             jobs[f"{form}, rank"], prefills = kernel_parts(q, k, v, [point.config for point in of_form])
             jobs |= {f"{name}, prefill": prefill for name, prefill in zip(named, prefills, strict=True)}
         points |= named
-    seconds = {name: spread(times) for name, times in samples(jobs, q.device, args.rounds).items()}
+    seconds = {name: common.spread(times) for name, times in samples(jobs, q.device, args.rounds).items()}
 
     def row(name: str, point: TableRow) -> AttentionRow:
         of_heads, prefill = density(point.config), seconds.get(f"{name}, prefill")
@@ -217,12 +191,7 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerC
 def points_of(
     args: argparse.Namespace, form: str, never_stop: LayerConfig, density: Callable[[LayerConfig], Tensor]
 ) -> list[TableRow]:
-    """The rows of one form: without a stop, at every density that can be reached, else as low as can be.
-
-    Linear tails have one row.
-    """
-    if form == LINEAR_TAILS:
-        return [TableRow(form, "one chunk", never_stop)]
+    """The rows of one form: without a stop, at every density that can be reached, else as low as can be."""
     lowest = with_taus(never_stop, [MAX_TAU] * never_stop.num_heads)
     floor = float(density(lowest).mean())
     points = [TableRow(form, "never stop", never_stop)]
@@ -258,7 +227,7 @@ def print_entry(entry: AttentionEntry) -> None:
             row.form, str(row.target), f"{row.density:.3f}", f"{min(taus):.2g} .. {max(taus):.2g}", _ms(row.seconds),
             f"{dense.seconds.median / row.seconds.median:.2f}x", f"{row.rate:.2f}", *alone, f"{row.rel_mse:.1e}",
         ))  # fmt: skip
-    print_table(title, names, lines)
+    common.print_table(title, names, lines)
 
 
 def _ms(seconds: Spread) -> str:
@@ -267,11 +236,11 @@ def _ms(seconds: Spread) -> str:
 
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError if an option is out of range."""
-    check_device(args)
-    check_least(args, 1, "batch", "head_dim", "rounds", "steps", "error_rows")
+    common.check_device(args)
+    common.check_least(args, 1, "batch", "head_dim", "rounds", "steps", "error_rows")
     if len(args.heads) != 2 or min(args.heads) < 1 or args.heads[0] % args.heads[1]:
         raise ConfigError(f"--heads {args.heads} are not query heads and KV heads, the first a multiple: try 32/8")
-    check_lengths(args, args.segment + 1)
+    common.check_lengths(args, args.segment + 1)
     for density in args.densities:
         if not 0 < density < 1:
             raise ConfigError(f"density {density:g} is out of range: use shares above 0 and below 1")

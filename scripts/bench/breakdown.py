@@ -29,14 +29,14 @@ from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.profile import load_profile
 from s2o_runtime.reference.dense import dense_attention
-from scripts.bench.common import Parser, add_device, bench_parser, check_device, int_list, print_table, run_command
+from scripts.bench.common import Parser, add_machine, bench_parser, check_device, int_list, print_table, run_command
 from scripts.bench.inputs import QKV, model_qkv
 from scripts.bench.methods import FLUSHES
 
 NAME = "scripts.bench.breakdown"
 PARTS = {  # the kernels' names, as they begin
     "rank": ("_representatives", "_log_sums", "_scores", "_order", "_channel_ranges", "_quantise_keys", "_smallest"),
-    "far": ("_pool", "_tail", "_add", "_mask_visited", "_weights", "_products", "_covariances", "_add_linear"),
+    "far": ("_pool", "_tail", "_add"),
     "pairs": ("_prefill", "_prefill_hopper", "_combine", "cudnn"),
 }
 CALLS = 3  # that the profiler sees
@@ -67,8 +67,7 @@ def parser() -> Parser:
     out.add_argument("--profile", type=Path, required=True)
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--seed", 1234, type=int, metavar="N")
-    add_device(add)
-    add("--out", Path("build/breakdown.txt"), type=Path, metavar="FILE")
+    add_machine(add, "breakdown.txt")
     return out
 
 

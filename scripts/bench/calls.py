@@ -29,8 +29,8 @@ Job = Callable[[], Any]
 def published_config(heads: int, tau: float, segment: int, tile: TileConfig) -> LayerConfig:
     """S2O as published: Algorithms 1 to 3 of the paper, with one tau for all heads.
 
-    One representative ranks single keys, nothing estimates the tail, and the gain itself is compared with tau. The stop
-    is checked once a chunk of the tile.
+    One representative ranks the keys, four at a time unlike in the paper, nothing estimates the tail, and the gain
+    itself is compared with tau. The stop is checked once a chunk of the tile.
     """
     return LayerConfig.uniform(heads, tau=tau, segment=segment, stop_rule="paper", tile=tile)
 

@@ -43,9 +43,10 @@ def bench_parser(name: str, doc: str | None) -> tuple[Parser, Callable[..., None
     return parser, add
 
 
-def add_device(add: Callable[..., None]) -> None:
-    """The option --device."""
+def add_machine(add: Callable[..., None], out: str) -> None:
+    """Add --device, and --out with this file in build/ by default."""
     add("--device", "cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    add("--out", Path("build") / out, type=Path, metavar="FILE")
 
 
 def check_device(args: argparse.Namespace) -> None:

@@ -44,7 +44,7 @@ from typing import Any, ClassVar
 import torch
 
 from calibrate.model.models import load_config, load_tokenizer, resolve
-from calibrate.prompts.stdlib import first_tokens, one_text, sources
+from calibrate.prompts.documents import first_tokens, one_text, sources
 from calibrate.recipe import DEFAULT_LAST_ROWS
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.devices import identify
@@ -113,7 +113,7 @@ class OpenLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenFile(ResultFile):
-    """What both engines, or one of them, did. settings: the options.
+    """What both engines, or one of them, did.
 
     needles: how many of the hidden codes each engine named; none without --profile.
     summary: where S2O's query rows went, and why. density: of each layer's last sampled call, by the layer's number;
@@ -123,7 +123,6 @@ class FirstTokenFile(ResultFile):
     program: ClassVar[str] = f"python -m {NAME}"
 
     format: str = "s2o-bench-first-token/2"
-    settings: dict[str, Any]
     rows: list[FirstTokens]
     open_loop: list[OpenLoop] = field(default_factory=list)
     needles: dict[str, int] = field(default_factory=dict)
@@ -146,8 +145,7 @@ def parser() -> common.Parser:
     add("--tokens", 64, "that each of them generates", type=int, metavar="N")
     out.add_argument("--control", action="store_true", help="start the stock engine twice")
     out.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile: starts sooner")
-    common.add_device(add)
-    add("--out", Path("build/bench_first_token.json"), type=Path, metavar="FILE")
+    common.add_machine(add, "bench_first_token.json")
     return out
 
 
@@ -288,14 +286,49 @@ class Served:
             return seconds, int(output.num_cached_tokens or 0), int(output.outputs[0].token_ids[0])
 
     def needles(self) -> int:
-        """How many of the hidden codes the engine names."""
+        """Count the codes that the engine names, of `NEEDLES` in one text of the longest length."""
+        tokenizer = load_tokenizer(self.args.model)
+        prompts, codes = one_text(tokenizer, self.args.lengths[-1] - NEEDLE_TOKENS, NEEDLES, random.Random(7))
         with failures(self.engine):
-            return needles_named(self.llm, self.args)
+            set_chunk(self.llm, self.args.chunks[-1])
+            self.llm.reset_prefix_cache()
+            outputs = answer(self.llm, prompts, NEEDLE_TOKENS)  # all prompts but the first hit the cache
+        texts = [tokenizer.decode(output.outputs[0].token_ids) for output in outputs]
+        return sum(code in text for code, text in zip(codes, texts, strict=True))
 
     def open_loop(self, rate: float, prompts: list[list[int]], arrivals: list[float]) -> OpenLoop:
-        """Requests that arrive at these times."""
+        """Answer requests that arrive at these times, with --tokens tokens each."""
         with failures(self.engine):
-            return open_loop(self.llm, self.engine, rate, prompts, arrivals, self.args)
+            times = self._arrive(rate, prompts, arrivals)
+        first = [of_request[0] - arrival for of_request, arrival in zip(times, arrivals, strict=True)]
+        between = [after - before for of_request in times for before, after in pairwise(of_request)]
+        loop = OpenLoop(self.engine, len(prompts[0]), rate, *p50_p99(first), *p50_p99(between))
+        print(f"{self.engine}: {loop}", flush=True)
+        return loop
+
+    def _arrive(self, rate: float, prompts: list[list[int]], arrivals: list[float]) -> list[list[float]]:
+        """Return the time of each token of each request, in seconds since the first could arrive."""
+        import vllm
+
+        set_chunk(self.llm, self.args.chunks[-1])
+        self.llm.reset_prefix_cache()
+        tokens = self.args.tokens
+        parameters = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        times: list[list[float]] = [[] for _ in prompts]
+        engine, added, began = self.llm.llm_engine, 0, time.perf_counter()
+        while added < len(prompts) or engine.has_unfinished_requests():
+            now = time.perf_counter() - began
+            while added < len(prompts) and arrivals[added] <= now:
+                engine.add_request(f"{rate}/{added}", {"prompt_token_ids": prompts[added]}, parameters)
+                added += 1
+            if not engine.has_unfinished_requests():
+                time.sleep(max(arrivals[added] - now, 1e-3))
+                continue
+            outputs, now = engine.step(), time.perf_counter() - began
+            for output in outputs:
+                of_request = times[int(output.request_id.split("/")[1])]
+                of_request += [now] * (len(output.outputs[0].token_ids) - len(of_request))
+        return times
 
     def seen(self) -> dict[str, Any]:
         """Fields of `FirstTokenFile` that S2O's process knows; the summary is empty where it computed no row."""
@@ -359,47 +392,6 @@ def answer(llm: Any, prompts: Sequence[list[int]], tokens: int = 1) -> Any:
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
 
 
-def needles_named(llm: Any, args: argparse.Namespace) -> int:
-    """How many of `NEEDLES` codes in one text of the longest length the engine names; all but the first hit a cache."""
-    tokenizer = load_tokenizer(args.model)
-    prompts, codes = one_text(tokenizer, args.lengths[-1] - NEEDLE_TOKENS, NEEDLES, random.Random(7))
-    set_chunk(llm, args.chunks[-1])
-    llm.reset_prefix_cache()
-    outputs = answer(llm, prompts, NEEDLE_TOKENS)
-    said = [tokenizer.decode(output.outputs[0].token_ids) for output in outputs]
-    return sum(code in words for code, words in zip(codes, said, strict=True))
-
-
-def open_loop(
-    llm: Any, engine: str, rate: float, prompts: list[list[int]], arrivals: list[float], args: argparse.Namespace
-) -> OpenLoop:
-    """Requests that arrive at these times, with answers of --tokens tokens."""
-    import vllm
-
-    set_chunk(llm, args.chunks[-1])
-    llm.reset_prefix_cache()
-    parameters = vllm.SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
-    times: list[list[float]] = [[] for _ in prompts]
-    added, began = 0, time.perf_counter()
-    while added < len(prompts) or llm.llm_engine.has_unfinished_requests():
-        now = time.perf_counter() - began
-        while added < len(prompts) and arrivals[added] <= now:
-            llm.llm_engine.add_request(f"{rate}/{added}", {"prompt_token_ids": prompts[added]}, parameters)
-            added += 1
-        if not llm.llm_engine.has_unfinished_requests():
-            time.sleep(max(arrivals[added] - now, 1e-3))
-            continue
-        outputs, now = llm.llm_engine.step(), time.perf_counter() - began
-        for output in outputs:
-            of_request = times[int(output.request_id.split("/")[1])]
-            of_request += [now] * (len(output.outputs[0].token_ids) - len(of_request))
-    first = [of_request[0] - arrival for of_request, arrival in zip(times, arrivals, strict=True)]
-    between = [after - before for of_request in times for before, after in pairwise(of_request)]
-    loop = OpenLoop(engine, len(prompts[0]), rate, *p50_p99(first), *p50_p99(between))
-    print(f"{engine}: {loop}", flush=True)
-    return loop
-
-
 def p50_p99(seconds: list[float]) -> list[float]:
     """The median and the 99th percentile; 0 where there are none."""
     quantiles = torch.tensor([0.5, 0.99], dtype=torch.float64)
@@ -429,7 +421,7 @@ def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[
         from s2o_runtime.vllm.plugin import backend_name
 
         profile = even_profile(args, folder / "even.safetensors") if drawn else args.profile.resolve()
-        options["additional_config"] = {"s2o": {"profile": str(profile), "drift": "off"}}
+        options["additional_config"] = {"s2o": {"profile": str(profile), "strict": False, "drift": "off"}}
         if args.device == "cuda":
             options["attention_backend"] = backend_name()
     return options
@@ -450,9 +442,9 @@ def sizes_folder(model: str, folder: Path) -> Path:
 def even_profile(args: argparse.Namespace, path: Path) -> Path:
     """Write a profile for weights under which all keys count the same: behind a share x, the rest gains (1 - x) / x."""
     shape, device = geometry(load_config(args.model, random_weights=True)), identify(torch.device(args.device))
-    head = HeadConfig(tau=1 / args.density - 1, segment=2048, representatives=32)
+    head = HeadConfig(tau=1 / args.density - 1, segment=2048, representatives=16)
     tile = device_tile(shape.head_dim, torch.device(args.device))
-    layer = LayerConfig((head,) * shape.query_heads, tile, grain=4, last_rows=DEFAULT_LAST_ROWS)
+    layer = LayerConfig((head,) * shape.query_heads, tile, last_rows=DEFAULT_LAST_ROWS)
     lengths = tuple(sorted({max(8192, args.lengths[0]), args.lengths[-1]}))  # as calibrated ones begin
     profile = Profile(args.model, shape, "", device, lengths, ((layer,) * shape.layers,) * len(lengths))
     save_profile(profile.validate(), path)

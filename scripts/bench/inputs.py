@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -16,9 +16,8 @@ from torch import Tensor
 
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.layer_kinds import positions
-from s2o_runtime.scoring import Scoring
-from scripts.bench.exact_rows import exact_rows as exact_rows_of_prompt
 
+SCORES = 2**27  # that are computed together, half a gigabyte in float32
 DIRECTIONS = 4  # that the random queries and keys of a KV head share
 SHARPNESS = (6.0, 10.0)  # how strongly the first and the last query head look along them
 WANDER = 2048  # queries after which a head looks along another direction
@@ -39,7 +38,8 @@ class Inputs:
 
     @classmethod
     def of(cls, qkv: QKV, error_rows: int, seed: int, layer: int = 0) -> Inputs:
-        return cls(*qkv, *exact_rows(*qkv, error_rows, seed), layer)
+        rows = sample_rows(qkv[0].shape[2], error_rows, seed).to(qkv[0].device)
+        return cls(*qkv, rows, exact_rows(*qkv, rows), layer)
 
     def chunks(self, size: int) -> list[Inputs]:
         """The calls of a server that takes `size` queries at a time, each behind all keys so far; rows stay whole."""
@@ -49,13 +49,39 @@ class Inputs:
         ]
 
 
-def exact_rows(q: Tensor, k: Tensor, v: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices [R] of rows, one at random in each of `count` equal parts, and dense attention there in float32."""
-    length, rng = q.shape[2], random.Random(seed)
-    parts = pairwise(sorted({length * part // count for part in range(count + 1)}))
-    rows = torch.tensor([rng.randrange(begin, end) for begin, end in parts])
-    exact = [exact_rows_of_prompt(q[b : b + 1], k[b : b + 1], v[b : b + 1], rows, Scoring()) for b in range(q.shape[0])]
-    return rows.to(q.device), torch.cat(exact)
+def sample_rows(length: int, count: int, seed: int) -> Tensor:
+    """Draw indices [R] of rows, one at random in each of `count` equal parts."""
+    rng = random.Random(seed)
+    edges = sorted({length * part // count for part in range(count + 1)})
+    return torch.tensor([rng.randrange(begin, end) for begin, end in pairwise(edges)])
+
+
+def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+    """Compute dense attention of some rows in float32, for the cost of these rows.
+
+    Args:
+        q: [B, Hq, Lq, D], any floating type. Query i stands at position Lk - Lq + i.
+        k, v: [B, Hkv, Lk, D].
+        rows: which of the queries, int64 [R], ascending.
+
+    Returns:
+        float32 [B, Hq, R, D].
+    """
+    batch, heads, q_len, head_dim = q.shape
+    kv_heads, kv_len = k.shape[1:3]
+    group = heads // kv_heads
+    exact = torch.empty(batch, kv_heads, group, len(rows), head_dim, device=q.device)
+    together = max(1, SCORES // (group * kv_len))
+    for b, head in product(range(batch), range(kv_heads)):  # one at a time: keys in float32 are large
+        keys, values = k[b, head].float(), v[b, head].float()
+        for begin in range(0, len(rows), together):
+            part = rows[begin : begin + together].to(q.device)
+            last = int(part[-1]) + kv_len - q_len + 1
+            queries = q[b, head * group : (head + 1) * group, part].float() * head_dim**-0.5  # [G, R', D]
+            hidden = torch.arange(last, device=q.device) > (part + kv_len - q_len)[:, None]  # [R', Lk']
+            weights = (queries @ keys[:last].T).masked_fill_(hidden, -torch.inf).softmax(-1)
+            exact[b, head, :, begin : begin + together] = weights @ values[:last]
+    return exact.flatten(1, 2)
 
 
 def rel_mse(o: Tensor, exact: Tensor) -> float:
@@ -99,7 +125,7 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
     """
     from calibrate.model.layers import layers
     from calibrate.model.models import load, load_config
-    from calibrate.prompts.stdlib import built_in
+    from calibrate.prompts.documents import built_in
 
     limit = positions(load_config(model))
     if length > limit:

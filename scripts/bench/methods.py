@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.curves.row_errors import row_errors, worst_of
-from calibrate.evaluation.settings import baseline_of, config_of, named
-from calibrate.evaluation.variants import DIGEST
+from calibrate.curves.curves import row_errors, worst_of
+from calibrate.evaluation.plan import configure_layer, find_baseline, normalise_setting
+from calibrate.evaluation.run import DIGEST
 from calibrate.record import read_record
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
@@ -60,7 +60,7 @@ TAUS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 KEEPS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 ALPHAS = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 LADDERS: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {  # forms of a setting, and the numbers in them
-    "s2o": (tuple(f"tau={{:g}},segment={of},grain=4,far=mean" for of in ("1024", "512,representatives=16")), TAUS),
+    "s2o": (tuple(f"tau={{:g}},segment={of},tail=mean" for of in ("1024", "512,representatives=16")), TAUS),
     "flash-prefill": (("flash-prefill:alpha={:g}",), ALPHAS),
     "flash-prefill-v2": (("flash-prefill-v2:alpha={:g}", "flash-prefill-v2:alpha={:g},last=0,dense_layers=0"), ALPHAS),
     "pbs": (("pbs:keep={:g}",), KEEPS),
@@ -105,8 +105,7 @@ def parser() -> common.Parser:
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--error-rows", 256, "query rows, at random over the sequence", type=int, metavar="N")
     add("--seed", 1234, type=int, metavar="N")
-    common.add_device(add)
-    add("--out", Path("build/bench_methods.json"), type=Path, metavar="FILE")
+    common.add_machine(add, "bench_methods.json")
     return out
 
 
@@ -239,10 +238,10 @@ def settings_of(methods: Sequence[str], device: torch.device) -> Settings:
         else:
             forms, numbers = LADDERS.get(name, ((name,), (0.0,)))
             for text in (form.format(number) for form in forms for number in numbers):
-                if baseline := baseline_of(text):
+                if baseline := find_baseline(text):
                     settings[baseline.name, text.partition(":")[2]] = partial(baseline_call, baseline)
                 else:
-                    settings[ONE_SETTING, named(text)] = partial(text_call, text)
+                    settings[ONE_SETTING, normalise_setting(text)] = partial(text_call, text)
     return settings
 
 
@@ -280,7 +279,7 @@ def baseline_call(baseline: Baseline, inputs: Inputs) -> MethodCall:
 def text_call(text: str, inputs: Inputs) -> MethodCall:
     heads, head_dim, device = inputs.q.shape[1], inputs.q.shape[3], inputs.q.device
     tiles = candidate_tiles(head_dim, identify(device).capability) if device.type == "cuda" else ()
-    return config_call(config_of(text, heads, tiles), inputs)
+    return config_call(configure_layer(text, heads, tiles), inputs)
 
 
 def profile_call(profile: Profile, inputs: Inputs) -> MethodCall:

@@ -17,23 +17,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from calibrate.evaluation.variants import Variant, run_stats, running, uniform_states
+from calibrate.evaluation.run import Variant, collect_run_stats, repeat_config, run_as
 from calibrate.model.layers import attention_implementation
 from calibrate.model.models import LoadedModel, load
 from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.scoring import Scoring
 from scripts.bench.calls import bisect, device_tile, flash_attention
-from scripts.bench.common import Parser, add_device, bench_parser, float_list, int_list, machine, run_command, spread
+from scripts.bench.common import Parser, add_machine, bench_parser, float_list, int_list, machine, run_command, spread
 from scripts.bench.inputs import QKV
 from scripts.bench.schema import PrefillEntry, PrefillFile, PrefillRow, write
 
@@ -47,12 +46,10 @@ def parser() -> Parser:
     add("--lengths", "32768,131072", type=int_list("32768,131072"), metavar="N,N")
     add("--densities", "0.25,0.1", type=float_list("0.25,0.1"), metavar="X,X")
     add("--segment", 1024, "queries that share a ranking", type=int, metavar="N")
-    add("--grain", 4, "adjacent keys that are ranked and visited together", type=int, metavar="N")
     add("--rounds", 3, "turns that are timed, after one that is not", type=int, metavar="N")
     add("--steps", 10, "bisection steps for tau", type=int, metavar="N")
     add("--seed", 0, type=int, metavar="N")
-    add_device(add)
-    add("--out", Path("build/bench_prefill.json"), type=Path, metavar="FILE")
+    add_machine(add, "bench_prefill.json")
     return out
 
 
@@ -107,9 +104,10 @@ def first_layer(loaded: LoadedModel, ids: Tensor) -> QKV:
     def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
         captured.append((q, k, v))
 
-    dense = variant(loaded, LayerConfig.uniform(loaded.geometry.query_heads, mode="dense"))
+    config = LayerConfig.uniform(loaded.geometry.query_heads, mode="dense")
+    dense = Variant("", "", repeat_config(config, loaded.geometry.layers))
     dense.states[0].observer = keep
-    with running(loaded.model, dense):
+    with run_as(loaded.model, dense):
         prefill(loaded, ids)
     return captured[0]
 
@@ -118,17 +116,12 @@ def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Name
     """The configuration whose every head computes about this share of the pairs."""
     tile = device_tile(qkv[0].shape[3], qkv[0].device)
     heads = loaded.geometry.query_heads
-    never_stop = LayerConfig.uniform(heads, segment=args.segment, grain=args.grain, far="mean", tile=tile)
+    never_stop = LayerConfig.uniform(heads, segment=args.segment, tail="mean", tile=tile)
 
     def reached(config: LayerConfig) -> Tensor:
         return s2o_attention(*qkv, config, return_stats=True).density.cpu()
 
     return bisect(never_stop, density, args.steps, reached)
-
-
-def variant(loaded: LoadedModel, config: LayerConfig) -> Variant:
-    """The model with this configuration in every layer."""
-    return Variant("", "", uniform_states(config, loaded.geometry.layers))
 
 
 @contextmanager
@@ -140,13 +133,13 @@ def flash(loaded: LoadedModel) -> Iterator[None]:
 
 def timed(loaded: LoadedModel, ids: Tensor, config: LayerConfig | None) -> tuple[float, float]:
     """Seconds of a prefill, and the layers' mean density; no config is `flash`."""
-    run = Variant("", "") if config is None else variant(loaded, config)
-    with flash(loaded) if config is None else running(loaded.model, run):
+    run = Variant("", "", () if config is None else repeat_config(config, loaded.geometry.layers))
+    with flash(loaded) if config is None else run_as(loaded.model, run):
         wait(loaded.weights.device)
         began = time.perf_counter()
         prefill(loaded, ids)
         wait(loaded.weights.device)
-        return time.perf_counter() - began, run_stats(run).density
+        return time.perf_counter() - began, collect_run_stats(run)["density"]
 
 
 def prefill(loaded: LoadedModel, ids: Tensor) -> None:

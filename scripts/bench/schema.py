@@ -20,7 +20,6 @@ DENSE = "dense (cuDNN)"
 FLASH = "dense (FlashAttention-2)"
 ONE_SETTING = "S2O, one setting"  # for all heads of all layers
 PUBLISHED = "S2O as published"
-LINEAR_TAILS = "S2O, linear tails"
 CALIBRATED = "S2O, calibrated"  # a profile
 PROVEN = ", proven"  # ends the settings of profiles that were proven on held-out prompts
 EVERYTHING = 0.9999  # a method of this density computes everything, as dense attention does
@@ -41,12 +40,13 @@ class Spread:
 class ResultFile:
     """What all files state: when, where and with which versions they were measured.
 
-    program: the command, without its options, that measures such a file. device: a `DeviceIdentity`, or only the
-    device's name.
+    program: the command, without its options, that measures such a file. settings: its options. device: a
+    `DeviceIdentity`, or only the device's name.
     """
 
     program: ClassVar[str]
 
+    settings: dict[str, Any]
     device: dict[str, Any] | str
     versions: dict[str, str]
     date: str = "not recorded"
@@ -57,10 +57,9 @@ class ResultFile:
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """One density of one form of S2O, with a tau for each head, `PUBLISHED` or one with linear tails.
+    """One density of one form of S2O, with a tau for each head, or `PUBLISHED`.
 
-    target: the wanted density, "never stop" (tau = 0), "lowest" where window and first chunk are more than wanted, or
-        "one chunk" with linear tails.
+    target: the wanted density, "never stop" (tau = 0), "lowest" where window and first chunk are more than wanted.
     seconds, prefill_seconds: the whole call, and the call without its ranking (None without the kernels).
     rate, prefill_rate: density x dense time / time; 1 means that a computed pair costs what it costs cuDNN.
     """
@@ -109,12 +108,11 @@ class AttentionEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFile(ResultFile):
-    """The attention bench. settings: its options."""
+    """The attention bench."""
 
     program: ClassVar[str] = "python -m scripts.bench.attention"
 
     format: str = "s2o-bench-attention/1"
-    settings: dict[str, Any]
     results: list[AttentionEntry]
     cold_l2: bool = True
     error: str = (
@@ -175,12 +173,11 @@ class MethodsEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodsFile(ResultFile):
-    """The methods' bench. settings: its options."""
+    """The methods' bench."""
 
     program: ClassVar[str] = "python -m scripts.bench.methods"
 
     format: str = "s2o-bench-methods/1"
-    settings: dict[str, Any]
     results: list[MethodsEntry]
 
 
@@ -207,12 +204,11 @@ class PrefillEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillFile(ResultFile):
-    """The prefill bench. settings: its options."""
+    """The prefill bench."""
 
     program: ClassVar[str] = "python -m scripts.bench.prefill"
 
     format: str = "s2o-bench-prefill/1"
-    settings: dict[str, Any]
     results: list[PrefillEntry]
 
 

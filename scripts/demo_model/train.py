@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from calibrate.prompts.needles import DIGITS, make_needles
+from calibrate.prompts.retrieval import DIGITS, make_needles
 
 END_OF_TEXT = "<|endoftext|>"
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

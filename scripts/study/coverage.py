@@ -30,12 +30,7 @@ Draw = Callable[[Generator, tuple[int, ...]], NDArray[np.float64]]
 LAYERS, LENGTHS = 8, (8192, 16384, 32768)
 RECIPE = Recipe("made-up", Budget("rel_mse", 1.0), LENGTHS, Path("p"), check_lengths=())
 KINDS = np.array([0.2, 0.8, 1.0, 2.0])  # means of the kinds; their own is 1
-DESIGNS = (
-    (12, 4, LAYERS),
-    (32, 4, LAYERS),
-    (128, 4, LAYERS),
-    (20, 10, 28),
-)  # texts, kinds and layers; last the default
+DESIGNS = (12, 4, LAYERS), (32, 4, LAYERS), (128, 4, LAYERS), (20, 10, 28)  # texts, kinds, layers; last the default
 ALIKE = 0.7  # of the variance of a text's log loss is common to all cells
 SLOPE = 0.32  # attention takes this power of 1 / error (5.89x at 7.3e-4, 8.72x at 2.5e-3: bench-methods-rivals-128k)
 
@@ -129,16 +124,11 @@ def price(draw: Draw, texts: int, kinds: int, rounds: int, seed: int = 0) -> flo
             prompts = tuple(PromptErrors((error, 1.0), (error, 1.0)) for error in adjusted[:, layer].tolist())
             mean = float(adjusted[:, layer].mean())
             proof = LayerProof(mean, 1.0, 0.2, 0.0, of_prompts=prompts, kinds=tuple(names[:4]))
-            spent = losses[:, layer] * allowed_growth(proof, 1.0, RECIPE, LAYERS, texts)
-            step = next(
-                (
-                    step
-                    for step in STEPS
-                    if mean_bound((step * spent).tolist(), names, step_confidence(step, RECIPE, LAYERS)) <= 1
-                ),
-                None,
-            )
-            share = allowed_growth(proof, 1.0, RECIPE, LAYERS, texts) * (step or 0.0) / RECIPE.margin
+            growth = allowed_growth(proof, 1.0, RECIPE, LAYERS, texts)
+            spent = losses[:, layer] * growth
+            confidences = ((step, step_confidence(step, RECIPE, LAYERS)) for step in STEPS)
+            held = (step for step, level in confidences if mean_bound((step * spent).tolist(), names, level) <= 1)
+            share = growth * next(held, 0.0) / RECIPE.margin
             times.append(share**-SLOPE if share else 8.0)
     return float(np.mean(times))
 

@@ -110,7 +110,7 @@ def test_calls_that_do_not_fit_are_refused_whatever_came_before():
         with pytest.raises(InputError, match="2 query heads"):
             s2o_attention(q, k, v, LayerConfig.uniform(2, tau=0.5))
         with pytest.raises(ConfigError):
-            s2o_attention(q, k, v, LayerConfig(CONFIG.heads, CONFIG.tile, grain=3))
+            s2o_attention(q, k, v, LayerConfig(CONFIG.heads, CONFIG.tile, last_rows=3))
         with pytest.raises(InputError, match="scale is -1"):
             s2o_attention(q, k, v, CONFIG, scale=-1.0)
 

@@ -5,19 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime import ConfigError, HeadConfig, LayerConfig, s2o_attention, s2o_attention_varlen
+from s2o_runtime import ConfigError, LayerConfig, s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.backend import why_dense
 from s2o_runtime.attention.torch_op import config_from_text
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.reference.dense import dense_attention, log_sum_exp
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.sequences import CallShape
 from support.kernels import TILE, drawn, mixed_config
 from support.layouts import pack, unpacked
 from support.marks import INTERPRETED
 from support.paging import PagedBatch
 
 BACKENDS = ["reference", pytest.param("triton", marks=INTERPRETED)]
-LINEAR = LayerConfig((HeadConfig(segment=64, far="linear"), HeadConfig(1.0, 64, far="mean")), TILE, grain=4)
 SLOW = pytest.mark.slow(reason="the kernels take seconds in the interpreter")
 KEPT = {"return_lse": True, "return_stats": True}
 SHAPES = [
@@ -65,19 +64,12 @@ def check(q, k, v, config, kv_start=None, **options):
 )
 def test_the_last_rows_are_dense_and_the_others_as_they_were(shape, backend, nan_filled):
     q, k, v, kv_start = drawn(shape)
-    check(q, k, v, replace(mixed_config(shape[1], 20.0, grain=4), last_rows=128), kv_start, backend=backend)
-
-
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=[INTERPRETED, SLOW])])
-def test_a_linear_tail_ends_before_them(backend, nan_filled):
-    q, k, v, _ = drawn((1, 2, 1, 280, 280, 64, None))
-    _, without = check(q, k, v, replace(LINEAR, last_rows=128), backend=backend)
-    assert not torch.allclose(without.out[:, 0, 192:], dense_attention(q, k, v)[:, 0, 192:], atol=1e-2)
+    check(q, k, v, replace(mixed_config(shape[1], 20.0), last_rows=128), kv_start, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=[INTERPRETED, SLOW])])
 def test_of_packed_and_paged_sequences_each_has_its_own(backend, nan_filled):
-    config = replace(mixed_config(4, 20.0, grain=4), last_rows=128)
+    config = replace(mixed_config(4, 20.0), last_rows=128)
     queries, lengths = [333, 40, 0, 70, 200], [333, 150, 0, 70, 260]
     parts, (q, k, v, cu_q, cu_k) = pack(queries, lengths, 4, 2, 64)
     packed = s2o_attention_varlen(q, k, v, cu_q, cu_k, 333, 333, config, backend=backend, **KEPT)

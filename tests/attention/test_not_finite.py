@@ -13,21 +13,20 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-from s2o_runtime.attention.windowed import window_attention
+from s2o_runtime.attention.compute import window_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention
-from s2o_runtime.scoring import Scoring
 from support.marks import INTERPRETED, pairwise
 
 LENGTH, SEGMENT, HEADS, HEAD_DIM, PADDING = 250, 64, 2, 64, 170
 TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 STOPS_AT_ONCE = 1e6
 OF_HEADS = {
-    "plain": HeadConfig(STOPS_AT_ONCE, SEGMENT, representatives=4),
-    "tail": HeadConfig(STOPS_AT_ONCE, SEGMENT, far="mean"),
-    "linear": HeadConfig(0.0, SEGMENT, far="linear"),
+    "plain": HeadConfig(STOPS_AT_ONCE, SEGMENT, representatives=16),
+    "tail": HeadConfig(STOPS_AT_ONCE, SEGMENT, tail="mean"),
     "dense": HeadConfig(mode="dense"),
 }
 BAD = [math.nan, math.inf, -math.inf]
@@ -108,7 +107,7 @@ def seen_by(heads, expected, where, position):
     """Rows that must be NaN: of a value that a head without a tail skips, only those whose window has its key."""
     if where != "v":
         return expected
-    skip = torch.tensor([head.mode == "s2o" and head.far == "none" for head in heads])
+    skip = torch.tensor([head.mode == "s2o" and head.tail == "none" for head in heads])
     in_window = torch.arange(LENGTH) // SEGMENT == position // SEGMENT
     return expected & (in_window | ~skip[:, None])
 
@@ -128,7 +127,7 @@ def drop_nan(monkeypatch):
 )
 def test_in_kernels(path, where, bad, monkeypatch):
     position = POSITIONS[1]
-    heads = [OF_HEADS[name] for name in OF_HEADS if (path, name) != ("int8", "linear")]
+    heads = list(OF_HEADS.values())
     q, k, v, start = inputs(where, bad, position, len(heads))
     config = LayerConfig(tuple(heads), TILE, scores="int8" if path == "int8" else "input")
     if path == "shares":

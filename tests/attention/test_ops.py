@@ -16,13 +16,12 @@ CONFIG = LayerConfig.uniform(4, tau=0.5, segment=128)
 TAU_ZERO = LayerConfig.uniform(4, segment=128)
 MIXED = LayerConfig(
     (
-        HeadConfig(0.1, 256, representatives=4, far="mean"),
+        HeadConfig(0.1, 256, representatives=16, tail="mean"),
         HeadConfig(mode="dense"),
-        HeadConfig(0.1, 256, representatives=4, far="mean"),
-        HeadConfig(segment=256, far="linear"),
+        HeadConfig(0.1, 256, representatives=16, tail="mean"),
+        HeadConfig(0.3, segment=256),
     ),
     TileConfig(64, 32, 2, 4, 2, dense_below=4096),
-    grain=4,
 )
 
 

@@ -9,25 +9,24 @@ import torch
 from s2o_runtime import HeadConfig, InputError, LayerConfig, TileConfig, s2o_attention_paged
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered, in_place_obstacle
-from s2o_runtime.pages import PagedKeys
+from s2o_runtime.sequences import PagedKeys
 from support.marks import INTERPRETED, pairwise
 from support.paging import LAYOUTS, PagedBatch, paged
 
 SLOW = pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs one after another")
 TILE = TileConfig(64, 32, 2, 4, 1)
-CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, grain=4, tile=TILE)
+CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE)
 OF_ALL_KINDS = LayerConfig(
     (
-        HeadConfig(tau=1.0, segment=64, representatives=4, far="mean"),
+        HeadConfig(tau=1.0, segment=64, representatives=16, tail="mean"),
         HeadConfig(mode="dense"),
         HeadConfig(tau=0.0, segment=128),
         HeadConfig(tau=20.0, segment=64),
     ),
-    grain=4,
     tile=TILE,
 )
-HOPPER = LayerConfig.uniform(4, segment=128, grain=4, tile=TileConfig(64, 128, 4, 4, 2, True))
-SINGLE_KEYS = LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE)
+HOPPER = LayerConfig.uniform(4, segment=128, tile=TileConfig(64, 128, 4, 4, 2, True))
+STEEP = LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE)
 
 
 def keys(lengths, kv_heads=2, head_dim=64, dtype=torch.float32):
@@ -48,13 +47,6 @@ def test_every_key_is_found_in_its_page(name, page_size, nan_filled):
     k, v, pages = pages_of(lengths, page_size, name)
     for gather in (PagedKeys.gathered, gathered):
         assert all(torch.equal(*pair) for pair in zip(gather(pages, torch.float32), (k, v), strict=True))
-
-
-@INTERPRETED
-@SLOW
-def test_a_linear_tail_is_of_keys_that_are_copied_out(nan_filled):
-    config = replace(OF_ALL_KINDS, heads=(HeadConfig(segment=64, far="linear"), *OF_ALL_KINDS.heads[1:]))
-    same(*call([171, 90], [40, 1], 16, LAYOUTS[0], "triton", config, return_lse=True, return_stats=True))
 
 
 @INTERPRETED
@@ -139,8 +131,8 @@ def copies(monkeypatch):
 @SLOW
 @pytest.mark.parametrize(
     ("config", "page_size"),
-    [(OF_ALL_KINDS, 4), (SINGLE_KEYS, 1), (SINGLE_KEYS, 64), (OF_ALL_KINDS, 48)],
-    ids=["4, a step each", "1, a key each", "64", "48, no power of two"],
+    [(OF_ALL_KINDS, 4), (STEEP, 64), (OF_ALL_KINDS, 48)],
+    ids=["4, a step each", "64", "48, no power of two"],
 )
 def test_the_kernels_read_keys_where_they_lie(config, page_size, copies, nan_filled):
     ours, expected = call(
@@ -173,8 +165,6 @@ def test_rows_of_a_cache_are_its_keys(name):
         ({"k": torch.zeros(16, 9, 2, 64).transpose(0, 1)}, CONFIG, "are not alike rows"),
         ({}, replace(CONFIG, scores="int8"), "int8 scores are of keys that were rounded"),
         ({"page": 2}, CONFIG, "pages have 2 tokens, fewer than the 4 of a step"),
-        ({}, LayerConfig.uniform(4, far="mean"), "a tail of single keys reads all values in their order"),
-        ({}, LayerConfig.uniform(4, grain=4, far="linear"), "a linear tail reads all keys and values in their order"),
         ({"width": 80}, CONFIG, "head_dim 80 is filled up with zeros"),
         ({"between": 66}, CONFIG, None),
         ({"between": 66}, HOPPER, "multiples of 16 bytes"),

@@ -7,14 +7,14 @@ import torch
 
 from calibrate.model.weights import model_class
 from s2o_runtime import explain, patched
-from s2o_runtime.attention import windowed
-from s2o_runtime.attention.windowed import window_attention
+from s2o_runtime.attention import compute
+from s2o_runtime.attention.compute import window_attention
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
-from s2o_runtime.scoring import Scoring
 from support.architectures import CASES, SLIDING, WINDOW, WINDOWED
 from support.marks import all_but_first, pairwise
 from support.naive import naive_attention
@@ -29,7 +29,7 @@ LENGTH, CUT, PADDING = 150, 90, 37
 )
 def test_it_is_the_naive_attention_of_a_window(scoring, q_len, kv_len, window, rows, monkeypatch):
     """A batch whose second sequence is padded up to the middle of its keys."""
-    monkeypatch.setattr(windowed, "ROWS", rows)
+    monkeypatch.setattr(compute, "ROWS", rows)
     rng = torch.Generator().manual_seed(window)
     q, k, v = (torch.randn(2, h, n, d, generator=rng) for h, n, d in ((4, q_len, 16), (2, kv_len, 16), (2, kv_len, 24)))
     options = {"scale": 0.4}
@@ -57,7 +57,7 @@ def pair(request, monkeypatch):
     eager, model = twins(request.param)
     config = model.config
     monkeypatch.setattr(hf, "SMALL_MASK", 0)
-    monkeypatch.setattr(windowed, "ROWS", 32)  # several blocks of rows
+    monkeypatch.setattr(compute, "ROWS", 32)  # several blocks of rows
     layer = LayerConfig.uniform(geometry(config).query_heads, tau=0.0, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
     rows = ((layer,) * geometry(config).layers,)
     profile = Profile("tiny", geometry(config), fingerprint(model), DeviceIdentity("cpu", "cpu"), (32,), rows)

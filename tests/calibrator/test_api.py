@@ -47,7 +47,7 @@ def test_it_does_what_the_command_does(tiny_folder, tmp_path, monkeypatch, capsy
         "--trials",
         1,
     ]
-    flags += ["--representatives", "1,4", "--num-prompts", 1, "--num-held-out", 1, "--num-certify", 0]
+    flags += ["--num-prompts", 1, "--num-held-out", 1, "--num-certify", 0]
     flags += ["--device", "cpu", "--quiet", "--json"]
     capsys.readouterr()
     assert command.main(list(map(str, [*flags, "--journal", journal, "--out", "c/named.safetensors"]))) == 0

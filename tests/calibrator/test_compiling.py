@@ -9,7 +9,7 @@ import pytest
 from calibrate.compiling import THREADS, any_stride, compile_ahead, compiling, form, with_tiles
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.kernels import keys, linear, prefill, shares, tail
+from s2o_runtime.kernels import keys, prefill, shares, tail
 from s2o_runtime.kernels.rank import means, order, scores
 from s2o_runtime.tiles import candidate_tiles
 from support.kernels import inputs
@@ -73,12 +73,10 @@ LAYERS = {
     "one": LAYER,
     "other thresholds": LayerConfig.uniform(2, tau=9.0, segment=64, tile=TILE),
     "another segment": LayerConfig.uniform(2, tau=1.0, segment=128, tile=TILE),
-    "more representatives": LayerConfig.uniform(2, tau=1.0, segment=64, representatives=4, tile=TILE),
-    "tail": LayerConfig.uniform(2, tau=1.0, segment=64, far="mean", tile=TILE),
-    "one tail": replace(LAYER, heads=(LAYER.heads[0], replace(LAYER.heads[0], far="mean"))),
-    "linear": LayerConfig.uniform(2, tau=1.0, segment=64, far="linear", tile=TILE),
+    "more representatives": LayerConfig.uniform(2, tau=1.0, segment=64, representatives=16, tile=TILE),
+    "tail": LayerConfig.uniform(2, tau=1.0, segment=64, tail="mean", tile=TILE),
+    "one tail": replace(LAYER, heads=(LAYER.heads[0], replace(LAYER.heads[0], tail="mean"))),
     "one dense": replace(LAYER, heads=(LAYER.heads[0], DENSE)),
-    "grain": replace(LAYER, grain=4),
     "int8": replace(LAYER, scores="int8"),
 }
 
@@ -90,7 +88,7 @@ def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
     def recorded(kernel, grid, arguments, of_kernel, **options):
         constants.append(tuple(of_kernel.items()))  # and no launch: what would be computed is tested elsewhere
 
-    for module in (keys, linear, prefill, shares, tail, means, order, scores):
+    for module in (keys, prefill, shares, tail, means, order, scores):
         monkeypatch.setattr(module, "launch", recorded if module is prefill else lambda *_, **__: None)
     q, k, v = inputs(1, 2, 1, 66, 130, 64)
     of_form = {}
@@ -99,4 +97,4 @@ def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
         s2o_attention(q, k, v, config, backend="triton")
         of_form.setdefault(form(config), set()).add(constants[-1])
     assert all(len(each) == 1 for each in of_form.values())
-    assert len({next(iter(each)) for each in of_form.values()}) == len(of_form) == 6
+    assert len({next(iter(each)) for each in of_form.values()}) == len(of_form) == 4

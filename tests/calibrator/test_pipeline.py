@@ -1,6 +1,7 @@
 """A whole calibration of a small model on a CPU: what is written was proven, and what was proven is what is written."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -132,7 +133,7 @@ def test_the_profile_does_what_it_says(changes, tiny_folder, run):
     scores = {config.scores for bucket in profile.layers for config in bucket if not config.is_dense}
     assert scores == set(recipe.scores)
     if "tails" in changes:
-        assert not any(head.far == "mean" for config in result.configs.values() for head in config.heads)
+        assert not any(head.tail == "mean" for config in result.configs.values() for head in config.heads)
         every = [choice.allocation.points for each in result.chosen.values() for choice in each.choices]
         assert all(point.worst <= 0.22 for points in every for point in points)
 
@@ -207,15 +208,39 @@ def test_what_changed_is_named(change, said, tiny_folder, tmp_path):
         change = {"geometry": replace(loaded.geometry, layers=3)}
     with pytest.raises(InputError, match=said):
         Journal.open(tmp_path / "j", journal_identity(replace(loaded, **change), device))
+    identity = journal_identity(loaded, device)
+    identity["versions"] |= {"transformers": "5.0.0"}
+    with pytest.raises(InputError, match=r"versions\.transformers 5.*, this run has 5\.0\.0"):
+        Journal.open(tmp_path / "j", identity)
     with pytest.raises(InputError, match=r"device\.kind cpu, this run has cuda"):
         Journal.open(tmp_path / "j", journal_identity(loaded, DeviceIdentity("cuda", "H200")))
     Journal.open(tmp_path / "j", journal_identity(loaded, device)).close()
 
 
+def test_a_run_after_an_edit_of_config_json_does_not_continue_the_one_before(tiny_folder, tmp_path):
+    """Else it would prove the function of before; the journal is left as it is."""
+    folder, device = tmp_path / "tiny", DeviceIdentity("cpu", "cpu")
+    shutil.copytree(tiny_folder, folder)
+
+    def opened():
+        return Journal.open(tmp_path / "j", journal_identity(load(str(folder), "cpu"), device))
+
+    with opened() as journal:
+        journal.put("curve", {"layer": 0}, [1.0])
+    before, written = (folder / "config.json").read_text(), (tmp_path / "j").read_bytes()
+    (folder / "config.json").write_text(json.dumps(json.loads(before) | {"rms_norm_eps": 0.125}))
+    with pytest.raises(InputError, match=r"was made with model\.config\.rms_norm_eps 1e-06, this run has 0\.125: give"):
+        opened()
+    assert (tmp_path / "j").read_bytes() == written
+    (folder / "config.json").write_text(json.dumps(json.loads(before) | {"use_cache": False}))
+    with opened() as journal:
+        assert journal.get("curve", {"layer": 0}) == [1.0]
+
+
 def choice(timing, mode="s2o", below=0):
     config = LayerConfig.uniform(2, tau=1.0, segment=512, mode=mode, tile=TileConfig(dense_below=below))
     allocation = Allocation(tuple(Point(0.0, 0.5, 0.5, 0.0, head) for head in config.heads))
-    return Choice(SearchPoint(512, 1, config.tile), {}, 0.0, allocation, timing)
+    return Choice(SearchPoint(512, config.tile), {}, 0.0, allocation, timing)
 
 
 def test_what_was_faster_than_dense_at_a_length_runs_there():

@@ -41,12 +41,9 @@ ALL = BASE | {
     "last_rows": 512,
     "worst_rows": None,
     "keep_needles": 0.9,
-    "representatives": (8,),
-    "grains": (1, 2),
     "scores": ("input", "int8"),
     "segments": (64, 320),
     "tails": (True,),
-    "linear_tails": False,
     "seed": 7,
     "device": "cuda:1",
     "random_weights": True,
@@ -74,7 +71,7 @@ def written(folder, text):
 
 
 def test_every_option_but_the_other_budgets_is_in_the_example():
-    assert set(ALL) == set(OPTIONS) - {"budget_rel_mse", "budget_kl", "prompts", "scheduler"}
+    assert set(ALL) == set(OPTIONS) - {"budget_rel_mse", "prompts", "scheduler"}
     default = Recipe.of(BASE)
     everything = Recipe.of(ALL)
     differ = {field.name for field in dataclasses.fields(Recipe)} - {"model", "lengths", "out", "prompts", "scheduler"}
@@ -96,9 +93,7 @@ def test_dense_last_rows_follow_the_length():
 OWN_PROMPTS = BASE | {"prompts": (Path("mine.jsonl"), Path("folder/b"))}
 
 
-@pytest.mark.parametrize(
-    "options", [BASE, ALL, OWN_PROMPTS, BASE | {"budget_rel_mse": 0.5, "check_lengths": ()}, BASE | {"budget_kl": 5e-3}]
-)
+@pytest.mark.parametrize("options", [BASE, ALL, OWN_PROMPTS, BASE | {"budget_rel_mse": 0.5, "check_lengths": ()}])
 def test_a_recipe_survives_yaml(options, tmp_path):
     recipe = Recipe.of(options)
     options_again = load_yaml(written(tmp_path, recipe.to_yaml()))
@@ -185,14 +180,12 @@ def test_flags_override_a_file():
     assert merged(file, {}) == file
     ceiled = file | {"ceiling_rel_mse": 1e-3}
     assert merged(ceiled, {"budget_mse": 2.0}) == ceiled | {"budget_mse": 2.0}
-    assert merged(ceiled, {"budget_kl": 0.1}) == {"model": "demo", "trials": 3, "seed": 2, "budget_kl": 0.1}
+    assert merged(ceiled, {"budget_rel_mse": 0.1}) == {"model": "demo", "trials": 3, "seed": 2, "budget_rel_mse": 0.1}
 
 
 def test_two_budgets_are_refused():
     with pytest.raises(ConfigError, match="budget_mse and budget_rel_mse are both given: choose one"):
         recipe(budget_mse=1.0, budget_rel_mse=1.0)
-    with pytest.raises(ConfigError, match="budget_rel_mse and budget_kl are both given: choose one"):
-        recipe(budget_kl=5e-3, budget_rel_mse=0.1)
     assert Budget.of({"budget_rel_mse": 0.5}) == Budget("rel_mse", 0.5)
 
 
@@ -234,12 +227,9 @@ def test_a_layer_may_have_the_smaller_of_the_two_limits():
         ({"segments": (100, 256)}, r"segments is \(100, 256\): expected a list, each a multiple of 64"),
         ({"segments": (256, 131072)}, r"segments is \(256, 131072\)"),
         ({"tails": (True, False)}, r"tails is \(True, False\), not ascending: expected a list, each true or false"),
-        ({"representatives": (3,)}, r"representatives is \(3,\): expected a list, each one of 1, 2, 4"),
         ({"check_lengths": (1024,)}, "check length 1024 is calibrated"),
         ({"check_lengths": (512, 1536)}, "check length 512 is below 1024, the shortest that is calibrated"),
         ({"budget_scope": "head"}, "budget_scope is 'head': expected one of layer, model"),
-        ({"budget_kl": 0.0}, r"budget_kl is 0\.0: expected a number above 0 and at most 10, such as 5e-3"),
-        ({"budget_kl": 1e-3, "budget_scope": "layer"}, "budget_scope layer does not go with budget_kl.*: leave"),
         ({"budget_rel_mse": 1e3}, r"budget_rel_mse is 1000\.0: expected a number above 0 and at most 1"),
         ({"budget_mse": 0.0}, r"budget_mse is 0\.0: expected a number above 0 and at most 1000000, such as 1e-4"),
         (
@@ -256,8 +246,8 @@ def test_a_layer_may_have_the_smaller_of_the_two_limits():
             r"ceiling_rel_mse 0\.1 goes with budget_mse only, but the budget is rel_mse 0\.001: ",
         ),
         (
-            {"budget_kl": 0.1, "ceiling_rel_mse": 0.1},
-            r"goes with budget_mse only, but the budget is kl 0\.1: leave it out",
+            {"budget_rel_mse": 0.1, "ceiling_rel_mse": 0.1},
+            r"goes with budget_mse only, but the budget is rel_mse 0\.1: leave it out",
         ),
         ({"time_limit": float("inf")}, "time_limit is inf"),
         ({"worst_rows": -0.1}, r"worst_rows is -0\.1: expected a number from 0 to 1000 or none, such as 0\.7"),
@@ -346,13 +336,3 @@ def test_one_file_of_prompts_may_be_given_as_it_is(tmp_path):
     assert load_yaml(written(tmp_path, "prompts: mine.jsonl\n")) == {"prompts": (Path("mine.jsonl"),)}
     assert load_yaml(written(tmp_path, "prompts: [a.jsonl, b c]\n")) == {"prompts": (Path("a.jsonl"), Path("b c"))}
     assert OPTIONS["prompts"].read(Path("mine.jsonl")) == (Path("mine.jsonl"),)
-
-
-def test_a_budget_in_kl_is_of_the_model():
-    made = recipe(budget_kl=5e-3)
-    assert (made.scope, made.budget.unit, str(made.budget)) == ("model", "mse", "kl-0.005")
-    assert Recipe.from_record(made.record(), made.out).record() == made.record()
-    assert recipe().with_budget(made.budget) == made
-    assert made.with_budget(DEFAULT_BUDGET) == recipe()
-    shared = recipe(budget_scope="model")
-    assert shared.with_budget(Budget("mse", 1.0)).scope == "model"

@@ -14,7 +14,7 @@ from support.processes import called, command, environment
 
 SLOW = pytest.mark.slow(reason="kills and resumes calibrations in processes of their own")
 
-OPTIONS = ["--lengths", "512,1024", "--segments", "64,128", "--representatives", "1,4", "--num-prompts", "6"]
+OPTIONS = ["--lengths", "512,1024", "--segments", "64,128", "--num-prompts", "6"]
 OPTIONS += ["--num-certify", "0"]
 OPTIONS += ["--num-held-out", "1", "--trials", "2", "--budget-rel-mse", "1e-2", "--device", "cpu", "--quiet", "--json"]
 OPTIONS += ["--out", "p.safetensors", "--journal", "j.sqlite"]

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from calibrate.curves import torch_pass, trace_pass
-from calibrate.curves.curves import TAUS, RankingConfig, Shape, mean_curve, window_pairs
-from calibrate.curves.passes import measure
-from calibrate.curves.row_errors import WORST, row_errors, tile_worst
+from calibrate.curves.curves import TAUS, WORST, RankingConfig, Shape, mean_curve, row_errors, tile_worst, window_pairs
+from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.shapes import call_shape, density
+from s2o_runtime.sequences import call_shape, density
 from support.marks import pairwise
 
 SLOW = pytest.mark.slow(reason="more tiles and rankings of the same")
@@ -24,18 +23,18 @@ def prompt(length=1300, heads=4, kv_heads=2, head_dim=16, value_dim=16, **featur
     return Captured(q, k, v, head_dim**-0.5, **features)
 
 
-METHODS = [RankingConfig(256), RankingConfig(512, 8), RankingConfig(256, 32, 4), RankingConfig(512, 1, 2)]
-INT8 = RankingConfig(256, 32, 4, "int8")
+METHODS = [RankingConfig(256), RankingConfig(512, 16), RankingConfig(256, 16), RankingConfig(512)]
+INT8 = RankingConfig(256, 16, "int8")
 TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 
 @pytest.mark.parametrize(
-    ("method", "features", "tile", "far"),
+    ("method", "features", "tile", "tail"),
     pairwise(
         [
             pytest.param(METHODS[2], {"softcap": 3.0, "sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="cap"),
             pytest.param(INT8, {"sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="int8"),
-            *(pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}-G{m.grain}") for m in METHODS),
+            *(pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}") for m in METHODS),
         ],
         TILES,
         ["none", "mean"],
@@ -43,8 +42,8 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
         count=3,
     ),
 )
-def test_a_curve_predicts_what_the_reference_does(method, features, tile, far):
-    predicts(prompt(**features), method, tile, far)
+def test_a_curve_predicts_what_the_reference_does(method, features, tile, tail):
+    predicts(prompt(**features), method, tile, tail)
 
 
 @pytest.mark.parametrize(("tile", "last_rows"), [(TILES[0], 256), pytest.param(TILES[2], 512, marks=SLOW)])
@@ -52,24 +51,24 @@ def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
     predicts(prompt(), METHODS[2], tile, "mean", last_rows)
 
 
-def predicts(captured, method, tile, far, last_rows=0):
+def predicts(captured, method, tile, tail, last_rows=0):
     """Compare the curve of a method and a tile with the reference at some thresholds."""
-    methods = [RankingConfig(method.segment, 64), method]  # one pass, several ways to rank
+    methods = [RankingConfig(method.segment, 17 - method.representatives), method]  # one pass, several ways to rank
     curve = measure(captured, methods, [Shape(64, 128), Shape.of(tile)], last_rows)[method, Shape.of(tile)]
     scoring = captured.scoring.arguments()
     truth = exact_attention(captured.q, captured.k, captured.v, **scoring)
     assert curve.dense_power == pytest.approx(float(truth.square().mean()), rel=1e-5)
     seen = set()
     for index in range(3, len(TAUS), 4):
-        head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, far)
-        config = LayerConfig((head,) * 4, tile, grain=method.grain, scores=method.scores, last_rows=last_rows)
+        head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
+        config = LayerConfig((head,) * 4, tile, scores=method.scores, last_rows=last_rows)
         out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, **scoring)
         # a curve's prefix is a whole number of its steps; the kernel's of its tiles, which divide them
         predicted = curve.density[:, index]
         actual = density(visited, config, call_shape(captured.q, captured.k, captured.v))
         torch.testing.assert_close(predicted, actual, rtol=1e-9, atol=1e-9)
         mse = (out - truth).square().mean((0, 2, 3)).double()
-        predicted_mse, predicted_worst = (errors[:, index] for errors in curve.errors(far))
+        predicted_mse, predicted_worst = (errors[:, index] for errors in curve.errors(tail))
         torch.testing.assert_close(predicted_mse, mse, rtol=1e-3, atol=1e-9)
         worst = tile_worst(row_errors(out, truth), tile.block_m)[0].double()
         expected = worst.sort(-1).values[:, round(WORST * (worst.shape[1] - 1))]
@@ -94,7 +93,7 @@ def test_int8_scores_cost_what_they_do_to_dense_attention():
 
 
 def test_measuring_few_heads_at_a_time_changes_nothing(monkeypatch):
-    captured, method, shape = prompt(600), RankingConfig(256, 4, 2), Shape(64, 256)
+    captured, method, shape = prompt(600), RankingConfig(256, 16), Shape(64, 256)
     whole = measure(captured, [method], [shape])[method, shape]
     monkeypatch.setattr(torch_pass, "CPU_BYTES", 1)
     single = measure(captured, [method], [shape])[method, shape]

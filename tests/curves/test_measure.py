@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate.curves import measure, passes
+from calibrate.curves import measure
 from calibrate.curves.curves import RankingConfig, Shape, mean_curve
 from calibrate.curves.measure import _with_all_shapes, measure_model
 from calibrate.journal import Journal
@@ -36,7 +36,7 @@ def make_prompts(seed=5):
 
 def recipe(**changes):
     options = {"model": "tiny", "lengths": LENGTHS, "check_lengths": (), "out": Path("unused"), "segments": (64, 256)}
-    return Recipe.of(options | {"representatives": (1, 4), "grains": (4,)} | changes)
+    return Recipe.of(options | changes)
 
 
 @dataclasses.dataclass
@@ -51,9 +51,11 @@ class Watched:
     reused: int = 0
 
     def __post_init__(self):
-        def watch(prompt, rankings, shapes, last_rows):
+        real = measure.measure
+
+        def watch(prompt, rankings, shapes, last_rows=0):
             self.measured.append((prompt.layer, int(prompt.q.shape[2])))
-            return passes.measure(prompt, rankings, shapes, last_rows)
+            return real(prompt, rankings, shapes, last_rows)
 
         self.monkeypatch.setattr(measure, "measure", watch)
 
@@ -109,12 +111,12 @@ def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
     curves = watched.run(prompts)
     for length in LENGTHS:
         segments = (64,) if length == 450 else (64, 256)  # at least half of a prompt lies in some prefix
-        methods = [RankingConfig(segment, each, 4) for segment in segments for each in (1, 4)]
+        methods = [RankingConfig(segment, each) for segment in segments for each in (1, 16)]
         alone = [list(map(list, layers.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
         for layer in range(2):
             assert set(curves[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
             for (method, shape), curve in curves[length][layer].items():
-                of_prompts = [passes.measure(each[layer][0], [method], [shape])[method, shape] for each in alone]
+                of_prompts = [measure.measure(each[layer][0], [method], [shape])[method, shape] for each in alone]
                 expected = mean_curve(of_prompts)
                 torch.testing.assert_close(curve.stacked(), expected.stacked(), rtol=1e-4, atol=1e-9)
                 assert curve.dense_power == pytest.approx(expected.dense_power, rel=1e-5)
@@ -159,7 +161,7 @@ def test_what_is_not_the_same_measurement_is_made_again(watched):
     assert watched.measured == []  # curves of more shapes have those of fewer
     watched.run(shapes=SHAPES | {600: (*SHAPES[600], Shape(64, 512))})
     assert set(watched.measured) == of_600
-    for change in ({"segments": (64,)}, {"representatives": (1,)}, {"grains": (2,)}):
+    for change in ({"segments": (64,)}, {"last_rows": 128}, {"scores": ("input", "int8")}):
         watched.run(**change)
         assert set(watched.measured) >= of_600
     watched.run()

@@ -480,8 +480,8 @@ WRONG_KERNELS = {
     "it never stops": ({"tau": 0.0}, "density in head 1"),
     "it stops at the first check": ({"tau": 1e6}, "density in head 1"),
     "its gains are ten times too large": ({"tau": 0.1}, "density in head 1"),
-    "it estimates no tail": ({"far": "none"}, "error in head 3"),
-    "it estimates a tail unasked": ({"far": "mean"}, "error in head 1"),
+    "it estimates no tail": ({"tail": "none"}, "error in head 3"),
+    "it estimates a tail unasked": ({"tail": "mean"}, "error in head 1"),
     "it visits in ascending order": ({"order": lambda r: r._replace(order=r.order.sort().values)}, "head 1"),
     "it visits unimportant keys first": ({"order": lambda r: r._replace(order=r.order.flip(0))}, "head 1"),
     "it visits some keys twice": (
@@ -521,7 +521,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     seen = set()
     for length in (200, 256, 300, 384, 577):
-        s2o_runtime.patch(model, tmp_path / "p.safetensors", strict=True)
+        s2o_runtime.patch(model, tmp_path / "p.safetensors")
         with torch.no_grad():
             model(torch.arange(length)[None] + 100, logits_to_keep=1)
         ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
@@ -537,7 +537,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
 def test_a_profile_and_its_model(capsys):
     code, sections = doctor(capsys, "--profile", DEMO_PROFILE, "--model", DEMO)
     assert code == OK
-    assert sections["profile"]["model"]["value"].endswith("is the profile's: weights compared")
+    assert sections["profile"]["model"]["value"].endswith("is the profile's: weights compared, config not compared")
     assert sections["model"]["model"]["value"].endswith("llama, 6 layers, 8 query heads, 2 KV heads, head dim 128")
     assert sections["profile"]["drift check"]["verdict"] == "ok"
 
@@ -589,7 +589,7 @@ def test_the_calibrators_doctor_knows_aliases_and_what_a_calibration_would_find(
     code, sections = doctor(capsys, "--model", "demo", "--profile", DEMO_PROFILE, run=run)
     assert code == OK
     assert sections["model"]["attention in them"]["value"] == "100% at 1024, 100% at 1536, 100% at 2048 tokens"
-    assert sections["profile"]["model"]["value"] == "demo is the profile's: weights compared"
+    assert sections["profile"]["model"]["value"] == "demo is the profile's: weights compared, config not compared"
     code, sections = doctor(capsys, "--model", "demoo", run=run)
     assert code == BAD_INPUT
     assert "did you mean demo?" in sections["model"]["model"]["advice"]

@@ -8,26 +8,34 @@ import subprocess
 import sys
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from calibrate.evaluation import quality_plots as plots
-from calibrate.evaluation import report, score, settings
-from calibrate.evaluation.plan import TASKS, TEXT, EvaluationPlan
+from calibrate.evaluation import plan, report, score
+from calibrate.evaluation.plan import TEXT, EvaluationPlan, normalise_setting, parse_setting
 from calibrate.evaluation.results import open_journal, summary
-from calibrate.evaluation.run import evaluate
-from calibrate.evaluation.settings import named, parsed
-from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check
-from calibrate.evaluation.user_prompts import read_user_prompts
-from calibrate.evaluation.variants import BASELINE, Variant, _baseline_forward, run_stats, running, variants
+from calibrate.evaluation.run import (
+    BASELINE,
+    Evaluation,
+    Variant,
+    _baseline_forward,
+    collect_run_stats,
+    evaluate,
+    run_as,
+    variants,
+)
+from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check, read_user_prompts
 from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
-from calibrate.prompts.facts import FAMILY
 from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.retrieval import FAMILY
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
@@ -39,6 +47,7 @@ from support.pages import ROOT
 SLOW = pytest.mark.slow(reason="evaluates a model on all tasks")
 
 EXACT, COARSE = "tau=0,segment=64", "tau=1000,segment=64"
+NAMES = "dense", COARSE
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +60,16 @@ def run(plan, loaded, own=()):
     """The summary of a plan, measured or taken from its journal."""
     compared = variants(plan.validate(), loaded)
     with open_journal(plan, loaded) as journal:
-        evaluate(plan, loaded, compared, own, journal, progress=False)
-        return summary(plan, loaded, compared, own, journal)
+        evaluation = Evaluation(plan, loaded, compared, own, journal)
+        evaluate(evaluation, progress=False)
+        return summary(evaluation)
 
 
 def entries(plan):
-    """The results as they stand in the journal: task, key and value."""
-    with Journal.read(plan.journal_path) as journal:
-        return [(task, *entry) for task in TASKS for entry in journal.entries(task)]
-
-
-def lines(plan):
-    """The results as they stand in the file."""
+    """The results in the order of the journal: task, key and value."""
     with closing(sqlite3.connect(plan.journal_path)) as database:
         rows = database.execute("SELECT kind, key, value FROM entries ORDER BY rowid").fetchall()
-    return [{"kind": kind, "key": json.loads(key), "value": json.loads(value)} for kind, key, value in rows]
+    return [(task, json.loads(key), json.loads(value)) for task, key, value in rows]
 
 
 @pytest.fixture(scope="module")
@@ -85,28 +89,21 @@ def rows(results, kind, variant):
 
 
 @SLOW
-def test_a_setting_that_never_stops_answers_exactly_what_dense_answers(measured):
+def test_a_setting_that_never_stops_is_dense_and_a_coarse_one_is_not(measured):
     plan, results = measured
     answers = {}
     for task, key, value in entries(plan):
         if "correct" in value:
             answers.setdefault(key.pop("variant"), {})[(task, *key.values())] = value["correct"]
-    compared = [(answers[EXACT][name], correct) for name, correct in answers["dense"].items()]
-    assert len(compared) == 2 * 2  # lengths x tasks
-    assert all(mine == theirs for mine, theirs in compared)
+    assert len(answers["dense"]) == 2 * 2  # lengths x tasks
+    assert answers[EXACT] == answers["dense"]
     needles = [row for row in rows(results, "retrieval", EXACT) if row["task"] == "needles"]
     assert [(row["found"], row["kept"], row["dense_found"], row["density"]) for row in needles] == [(8, 8, 8, 1.0)] * 2
-
-
-@SLOW
-def test_agreement_is_exact_for_a_setting_that_never_stops_and_not_for_a_coarse_one(measured):
-    _, results = measured
     for exact, coarse in zip(rows(results, "agreement", EXACT), rows(results, "agreement", COARSE), strict=True):
         assert exact["kl"] < 1e-8  # rounding of float32 log-probabilities, squared
         assert exact["top1"] == 1
-        assert coarse["kl"] > 1e-2
-        assert coarse["top1"] < 0.99
-        assert coarse["density"] < 0.9
+        assert coarse["kl"] > 5e-3
+        assert max(coarse["top1"] / 0.99, coarse["density"] / 0.9) < 1
         assert coarse["positions"] == 512
     lost = [row for row in rows(results, "retrieval", COARSE) if row["dense_can"]]
     assert sum(row["kept"] for row in lost) < sum(row["dense_found"] for row in lost)
@@ -115,83 +112,79 @@ def test_agreement_is_exact_for_a_setting_that_never_stops_and_not_for_a_coarse_
     assert rows(results, "perplexity", COARSE)[1]["perplexity"] > 1.01 * exact["dense_perplexity"]
 
 
-def test_rows_and_the_heat_map_are_what_the_lines_say(tiny, tmp_path):
-    tasks = ("needles", "alike")
+def test_rows_and_the_heat_map_are_what_the_entries_say(tiny, tmp_path):
+    tasks, rng, by_hand = ("needles", "alike"), random.Random(0), {}
     plan = EvaluationPlan("tiny", tmp_path, (512, 640), tasks, settings=(COARSE,), samples=5, needles=2).validate()
     compared = variants(plan, tiny)
-    rng = random.Random(0)
-    by_hand = {}
     with open_journal(plan, tiny) as journal:
-        for case in cases(plan, ()):
-            for variant in compared:
-                asked, correct = rng.sample((0, 1), 2), [rng.random() < 0.5, rng.random() < 0.7]
-                value = {"correct": correct, "asked": asked, "log_likelihood": [-1.0] * 2, "density": 1.0, "dense": {}}
-                journal.put(case.tasks[0], case.key(variant.identity), value)
-                by_number = [correct[asked.index(number)] for number in (0, 1)]
-                by_hand.setdefault((case.tasks[0], case.length, variant.name), []).append((by_number, correct))
-        results = summary(plan, tiny, compared, (), journal)
+        for case, variant in product(cases(plan, ()), compared):
+            asked, correct = rng.sample((0, 1), 2), [rng.random() < 0.5, rng.random() < 0.7]
+            value = {"correct": correct, "asked": asked, "log_likelihood": [-1.0] * 2, "density": 1.0, "dense": {}}
+            journal.put(case.tasks[0], case.key(variant.identity), value)
+            by_hand.setdefault((case.tasks[0], case.length, variant.name), []).append((asked, correct))
+        results = summary(Evaluation(plan, tiny, compared, (), journal))
     for heat in results["heat"]:
-        shares = [by_hand["needles", length, heat["variant"]] for length in (512, 640)]
-        assert heat["accuracy"] == [[sum(one[0][part] for one in share) / 5 for share in shares] for part in (0, 1)]
-    assert plots.pictures(results).keys() == {"needles"}
+        answers = [by_hand["needles", length, heat["variant"]] for length in (512, 640)]
+        shares = [[sum(correct[asked.index(part)] for asked, correct in at) / 5 for at in answers] for part in (0, 1)]
+        assert heat["accuracy"] == shares
+    assert report.pictures(results).keys() == {"needles"}
+    kept = {(row["task"], row["length"]): row["kept"] for row in rows(results, "retrieval", COARSE)}
     for length, pooled in zip((512, 640), results["quality"], strict=True):
         pairs = []
         for task in tasks:
-            dense, coarse = (
-                [right for _, correct in by_hand[task, length, name] for right in correct] for name in ("dense", COARSE)
-            )
-            (row,) = [
-                row for row in rows(results, "retrieval", COARSE) if (row["task"], row["length"]) == (task, length)
-            ]
-            assert row["kept"] == sum(map(min, dense, coarse))
-            pairs += zip(dense, coarse, strict=True)
+            answers = ([right for _, correct in by_hand[task, length, name] for right in correct] for name in NAMES)
+            pairs += (of_task := list(zip(*answers, strict=True)))
+            assert kept[task, length] == of_task.count((True, True))
         assert (pooled["length"], pooled["variant"], pooled["asked"]) == (length, COARSE, 20)
-        assert pooled["lost"] == pairs.count((True, False))
-        assert pooled["gained"] == pairs.count((False, True))
-        assert pooled["difference"] == pytest.approx(sum(mine - theirs for theirs, mine in pairs) / 20)
+        assert (pooled["lost"], pooled["gained"]) == (pairs.count((True, False)), pairs.count((False, True)))
+        assert pooled["difference"] == pytest.approx(sum(after - before for before, after in pairs) / 20)
 
 
 def test_perplexity_is_the_cross_entropy(demo):
     ids = torch.randint(0, 4096, (150,))
-    value = score.negative_log_likelihood(score.ForwardPass(demo, ids))
-    with torch.no_grad():
-        logits = demo.model(ids[None], use_cache=False).logits[0, :-1]
+    value = score.sum_negative_log_likelihood(score.ForwardPass(demo, ids))
     assert value["tokens"] == 149
-    assert value["nll"] / value["tokens"] == pytest.approx(float(F.cross_entropy(logits, ids[1:])), rel=1e-5)
+    expected = float(F.nll_loss(log_probs(demo.model, ids)[:-1], ids[1:]))
+    assert value["nll"] / value["tokens"] == pytest.approx(expected, rel=1e-5)
+
+
+def log_probs(model, ids):
+    """The model's predictions after each token, [L, V] in float64."""
+    with torch.no_grad():
+        return model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
 
 
 def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
-    ids = torch.randint(3, 99, (700,))
-    positions = torch.arange(5, 700, 3)
+    ids, positions = torch.randint(3, 99, (700,)), torch.arange(5, 700, 3)
     compared = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
-    kept = score.reference(score.ForwardPass(tiny, ids), positions)
-    with running(tiny.model, compared[1]):
-        value = score.agreement(score.ForwardPass(tiny, ids), positions, kept)
-        with torch.no_grad():
-            q = tiny.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)[positions]
-    with torch.no_grad():
-        p = tiny.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)[positions]
-    part = positions * 8 // 700
-    kl, same = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
-    assert value["kl"] == pytest.approx([float(kl[part == each].sum()) for each in range(8)], rel=1e-4, abs=1e-5)
-    assert value["same"] == [int(same[part == each].sum()) for each in range(8)]
-    assert value["positions"] == [int((part == each).sum()) for each in range(8)]
+    dense = torch.cat(list(score.ForwardPass(tiny, ids).log_probs(positions)))
+    p = log_probs(tiny.model, ids)[positions]
+    with run_as(tiny.model, compared[1]):
+        value = score.compare_predictions(score.ForwardPass(tiny, ids), positions, dense)
+        q = log_probs(tiny.model, ids)[positions]
+    kl, same, count = (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1), torch.ones(len(positions))
     assert sum(value["kl"]) > 1e-3
-    edges = score.bucket_edges(700)
-    assert [position * 8 // 700 for position in edges[:8]] == list(range(8))
-    assert [(position - 1) * 8 // 700 for position in edges[1:]] == list(range(8))
+    for name, by_position in (("kl", kl), ("same", same), ("positions", count)):
+        by_part = torch.zeros(8, dtype=torch.float64).index_add(0, positions * 8 // 700, by_position.double())
+        assert value[name] == pytest.approx(by_part.tolist(), rel=1e-4, abs=1e-5)
+
+
+@given(st.integers(1, 3000), st.integers(0, 99))
+def test_positions_are_equally_many_of_each_part(length, seed):
+    positions = score.sample_positions(length, random.Random(seed))
+    available = torch.bincount(torch.arange(length) * 8 // length, minlength=8)
+    assert len(positions.unique()) == len(positions)
+    assert torch.equal(torch.bincount(positions * 8 // length, minlength=8), available.clamp(max=64))
 
 
 def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
     ids = torch.randint(0, 4096, (120,))
-    with torch.no_grad():
-        for place in range(100, 105):  # the model's own choice, greedily
-            ids[place] = demo.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
-        likely = demo.model(ids[None], use_cache=False).logits[0].double().log_softmax(-1)
-    spans = ((100, 105), (99, 105), (102, 103))
-    value = score.answers(score.ForwardPass(demo, ids), Prompt(ids, spans))
+    for position in range(100, 105):  # the model's own choice, greedily
+        ids[position] = log_probs(demo.model, ids[:position])[-1].argmax()
+    likely, spans = log_probs(demo.model, ids), ((100, 105), (99, 105), (102, 103))
+    value = score.score_answers(score.ForwardPass(demo, ids), Prompt(ids, spans))
     assert value["correct"] == [True, False, True]
-    expected = [sum(float(likely[place - 1, ids[place]]) for place in range(*span)) for span in spans]
+    expected = [sum(float(likely[position - 1, ids[position]]) for position in range(*span)) for span in spans]
     assert value["log_likelihood"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -207,17 +200,17 @@ def test_greedy_answers_are_those_that_the_models_generate(demo, tmp_path):
     plan = EvaluationPlan("demo", tmp_path, (700,), settings=("tau=20,segment=64", EXACT)).validate()
     dense, *sparse = variants(plan, demo)
     ids = build(Case(("greedy",), 700, 1), plan, demo.tokenizer, ())[0].ids
-    with running(demo.model, dense):
+    with run_as(demo.model, dense):
         forward = score.ForwardPass(demo, ids, cache=True)
-    answer = score.greedy_answer(demo, forward)
+    answer = score.write_answer(demo, forward)
     assert answer["tokens"] == generated(demo.model, ids, score.ANSWER)
     assert answer["prefix"] == score.ANSWER
     prefixes = []
     for variant in sparse:
-        with running(demo.model, variant):
+        with run_as(demo.model, variant):
             forward = score.ForwardPass(demo, ids, cache=True)
             own = generated(demo.model, ids, score.ANSWER)
-        prefixes.append(score.greedy_prefix(forward, answer["tokens"])["prefix"])
+        prefixes.append(score.count_prefix(forward, answer["tokens"])["prefix"])
         alike = [first == second for first, second in zip(own, answer["tokens"], strict=True)]
         assert prefixes[-1] == [*alike, False].index(False)
     assert prefixes[0] < prefixes[1] == score.ANSWER
@@ -227,42 +220,35 @@ def test_a_greedy_answer_ends_where_the_model_ends_it(demo, tmp_path, monkeypatc
     ids = build(Case(("greedy",), 300, 0), EvaluationPlan("demo", tmp_path, (300,)), demo.tokenizer, ())[0].ids
     whole = generated(demo.model, ids, score.ANSWER)
     monkeypatch.setattr(demo.model.generation_config, "eos_token_id", [4095, whole[5]])
-    answer = score.greedy_answer(demo, score.ForwardPass(demo, ids, cache=True))
+    answer = score.write_answer(demo, score.ForwardPass(demo, ids, cache=True))
     assert answer["tokens"] == whole[: whole.index(whole[5]) + 1]
 
 
-@pytest.mark.parametrize(("keep", "same"), [(1.0, True), (0.3, False)])
-def test_a_baseline_computes_every_layer_of_full_attention(tiny, tmp_path, keep, same):
-    text = f"pbs:keep={keep},segment=128,block=64"
-    plan = EvaluationPlan("tiny", tmp_path, (700,), settings=(text,)).validate()
-    dense, baseline = variants(plan, tiny)
+@pytest.mark.parametrize(
+    ("text", "dense_layers"),
+    [
+        ("pbs:keep=1,segment=128,block=64", 0),
+        ("pbs:keep=0.3,segment=128,block=64", 0),
+        ("flash-prefill-v2:alpha=1,block=64,first=0,window=0,last=0,dense_layers=1", 1),
+    ],
+)
+def test_a_baseline_computes_every_layer_that_it_does_not_leave_dense(tiny, tmp_path, text, dense_layers):
+    dense, baseline = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(text,)).validate(), tiny)
     assert baseline.name == text
     ids, hidden = torch.randint(3, 99, (700,)), {}
     for variant in (dense, baseline):
-        with running(tiny.model, variant):
+        with run_as(tiny.model, variant):
             hidden[variant.name] = score.ForwardPass(tiny, ids).hidden
-    assert torch.allclose(hidden["dense"], hidden[text], atol=1e-4) == same
-    layers = [float(stats.density.mean()) for stats in baseline.last.values()]
-    assert len(layers) == tiny.geometry.layers
-    assert run_stats(baseline).density == pytest.approx(sum(layers) / len(layers))
-    assert (run_stats(baseline).density == 1.0) == same
+    layers = list(baseline.last.values())
+    assert [stats is None for stats in layers] == [layer < dense_layers for layer in range(tiny.geometry.layers)]
+    densities = [1.0 if stats is None else float(stats.density.mean()) for stats in layers]
+    assert collect_run_stats(baseline)["density"] == pytest.approx(sum(densities) / len(layers))
+    exact = "keep=1," in text
+    assert all((density == 1.0) == (exact or stats is None) for density, stats in zip(densities, layers, strict=True))
+    assert torch.allclose(hidden["dense"], hidden[text], atol=1e-4) == exact
     assert tiny.model.config._attn_implementation == "sdpa"
-    with running(tiny.model, dense):  # nothing of the baseline is left
+    with run_as(tiny.model, dense):  # nothing of the baseline is left
         assert torch.equal(score.ForwardPass(tiny, ids).hidden, hidden["dense"])
-
-
-def test_a_baseline_leaves_its_first_layers_dense(tiny, tmp_path):
-    """Of FlashPrefill V2 those that it names; they count as dense in what the run did."""
-    text = "flash-prefill-v2:alpha=1,block=64,first=0,window=0,last=0,dense_layers=1"
-    baseline = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(text,)).validate(), tiny)[1]
-    with running(tiny.model, baseline):
-        score.ForwardPass(tiny, torch.randint(3, 99, (700,)))
-    first, *others = baseline.last.values()
-    densities = [float(stats.density.mean()) for stats in others]
-    assert first is None
-    assert len(densities) == tiny.geometry.layers - 1
-    assert max(densities) < 0.9
-    assert run_stats(baseline).density == pytest.approx((1 + sum(densities)) / tiny.geometry.layers)
 
 
 @pytest.mark.parametrize(
@@ -281,123 +267,96 @@ def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
 
 def test_baselines_are_found_in_a_clone_only(tmp_path, monkeypatch):
     """Also where the packages alone are on the path, as after an editable installation."""
-    assert tuple(BASELINES) == settings.BASELINES
+    assert tuple(BASELINES) == plan.BASELINES
     for package in ("calibrate", "s2o_runtime"):
         (tmp_path / package).symlink_to(ROOT / package)
-    code = "import sys; from calibrate.evaluation.settings import named; print(named('pbs'), 'scripts' in sys.modules)"
+    code = "import sys; from calibrate.evaluation import plan; "
+    code += "print(plan.normalise_setting('pbs'), 'scripts' in sys.modules)"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert outcome.stdout == "pbs True\n", outcome.stderr
-    monkeypatch.setattr(settings, "REPOSITORY", tmp_path)
-    assert settings.named("tau=1") == "tau=1"
+    monkeypatch.setattr(plan, "REPOSITORY", tmp_path)
+    assert plan.normalise_setting("tau=1") == "tau=1"
     with pytest.raises(InputError, match="the baselines are in the repository, not in the package: run from a clone"):
-        settings.named("pbs:keep=0.9")
+        plan.normalise_setting("pbs:keep=0.9")
 
 
 def test_predictions_that_are_not_finite_are_named(tiny):
     forward = score.ForwardPass(tiny, torch.randint(3, 99, (100,)))
     forward.hidden[50] = torch.nan
     with pytest.raises(ModelError, match="a prompt of 100 tokens hold inf or NaN, expected finite numbers"):
-        score.negative_log_likelihood(forward)
+        score.sum_negative_log_likelihood(forward)
 
 
-def asked_in(demo, tmp_path, task, count=8):
-    """A prompt of a task, 1024 tokens long: its text before the questions, these, and their answers in order."""
-    plan = EvaluationPlan("demo", tmp_path, (1024,), (task,), samples=2, needles=count).validate()
-    prompt, asked = build(cases(plan, ())[1], plan, demo.tokenizer, ())
-    assert len(prompt.ids) == 1024
-    assert sorted(asked) == list(range(count))
-    answers = [demo.tokenizer.decode(prompt.ids[first:last]).strip() for first, last in prompt.answers]
-    text = demo.tokenizer.decode(prompt.ids)
-    begin = re.search(r"\n# (What is|How many|In which|Who is)", text).start()
-    return text[:begin], text[begin:], dict(zip(asked, answers, strict=True))
-
-
-@pytest.mark.parametrize("task", ["needles", "alike"])
-def test_every_code_that_is_asked_for_stands_in_the_text_once(demo, tmp_path, task):
-    text, end, answers = asked_in(demo, tmp_path, task)
-    stated = re.findall(r"\n# The secret code for (\S+) is (\d{5})\.\n", text)
-    questions = re.findall(r"\n# What is the secret code for (\S+)\? The secret code for (\S+) is (\d{5})\.\n", end)
-    assert {(word, code) for word, _, code in questions} == set(stated)
-    assert [answers[number] for number in range(8)] == [code for _, code in stated]  # numbers follow the text
-    if task == "alike":
-        for key, _ in stated:
-            different = [sum(a != b for a, b in zip(key, other, strict=False)) for other, _ in stated]
-            assert different.count(1) == FAMILY - 1  # and itself
-
-
-def test_chains_lead_from_every_variable_that_is_asked_for_to_its_code(demo, tmp_path):
-    text, end, answers = asked_in(demo, tmp_path, "variables")
-    known = {}
-    for name, _, value in re.findall(r"\n# VAR (\w+) = (VAR )?(\w+)\.\n", text):  # what is referred to came before
-        known[name] = (known[value][0], known[value][1] + 1) if value in known else (value, 0)
-    questions = re.findall(r"# What is the value of VAR (\w+)\? The value of VAR (\w+) is (\d{5})\.\n", end)
-    assert len(known) == 12
-    assert [known[name][0] for name, _, _ in questions] == [code for _, _, code in questions]
-    assert sorted(known[name][1] for name, _, _ in questions) == [1] * 4 + [2] * 4
-    assert sorted(answers.values()) == sorted(code for _, _, code in questions)
-
-
-def test_notes_are_as_many_as_the_answers_say(demo, tmp_path):
-    text, end, answers = asked_in(demo, tmp_path, "counting")
-    questions = re.findall(r"How many notes on (\w+) are there\? The number of notes on \w+ is (\d)\.\n", end)
-    assert [text.count(f"\n# A note on {word}.\n") for word, _ in questions] == [int(times) for _, times in questions]
-    assert list(answers.values()) == [times for _, times in questions]
-    assert len(set(answers.values())) > 1
-
-
-def test_questions_are_answered_by_a_sentence_of_the_text(demo, tmp_path):
-    text, end, answers = asked_in(demo, tmp_path, "questions", 9)
+def read_answer(task, text, question):
+    """Answer a question by reading the text before it; names of variables are looked up until there is a code."""
+    if task == "counting":
+        return str(text.count(f"\n# A note on {re.search('notes on (.*) are', question)[1]}.\n"))
+    forms = ("Who is the {2} in {1}?", "In which city does {0} live now?", "What is the profession of {0}?")
     people = re.findall(r"\n# (\w+ \w+) moved to (\w+) to work as a (\w+)\.\n", text)
-    assert len({(city, job) for _, city, job in people}) == len({name for name, _, _ in people}) == 9
-    for number, (name, city, job) in enumerate(people):
-        question, expected = (
-            (f"In which city does {name} live now? {name} lives in {city}.", city),
-            (f"What is the profession of {name}? {name} is a {job}.", job),
-            (f"Who is the {job} in {city}? The {job} in {city} is {name}.", name),
-        )[number % 3]
-        assert f"\n# {question}\n" in end
-        assert answers[number] == expected
+    known = [(form.format(*person), person[index]) for person in people for index, form in enumerate(forms)]
+    stated = re.findall(r"\n# (?:The secret code for|VAR) (\S+) (?:is|=) (?:VAR )?(\w+)\.\n", text)
+    for number, (name, value) in enumerate(stated):  # what is referred to came before
+        stated[number] = name, dict(stated[:number]).get(value, value)
+    assert len(dict(known + stated)) == len(known + stated)  # each is stated once
+    return dict(known + stated)[question if people else re.search(r"(\S+)\?", question)[1]]
+
+
+@pytest.mark.parametrize("task", ["needles", "alike", "variables", "counting", "questions"])
+def test_every_question_is_answered_by_the_text(demo, tmp_path, task):
+    plan = EvaluationPlan("demo", tmp_path, (1024,), (task,), samples=2, needles=8).validate()
+    prompt, asked = build(cases(plan, ())[1], plan, demo.tokenizer, ())
+    assert (len(prompt.ids), sorted(asked)) == (1024, list(range(8)))
+    text, end = re.split(r"(?=\n# (?:What is|How many|In which|Who is))", demo.tokenizer.decode(prompt.ids), maxsplit=1)
+    answers = [demo.tokenizer.decode(prompt.ids[first:end]).strip() for first, end in prompt.answers]
+    assert answers == [read_answer(task, text, question) for question in re.findall(r"\n# ([^?\n]+\?)", end)]
+    assert all(f" {own}.\n" in end for own in answers)
+    assert len(set(answers)) > 1
+    keys = re.findall(r"\n# The secret code for (\S+) is", text)
+    if task in ("needles", "alike"):  # numbers follow the text
+        numbered = [own for _, own in sorted(zip(asked, answers, strict=True))]
+        assert numbered == re.findall(r"The secret code for \S+ is (\d{5})\.\n", text)
+    for key in keys if task == "alike" else ():
+        different = [sum(a != b for a, b in zip(key, other, strict=False)) for other in keys]
+        assert different.count(1) == FAMILY - 1  # and itself
+    if task == "variables":
+        direct = dict(re.findall(r"# VAR (\w+) = VAR (\w+)\.", text))
+        assert len(re.findall(r"# VAR \w+ =", text)) == 12
+        hops = [1 + (direct[name] in direct) for name in re.findall(r"(\S+)\?", end)]
+        assert sorted(hops) == [1] * 4 + [2] * 4
 
 
 def test_a_users_prompt_is_read_as_it_is_served(tmp_path):
     """A conversation by the chat template, plainly without one, and a template that refuses is named with the line."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
-    path = tmp_path / "mine.jsonl"
+    tokenizer, path = AutoTokenizer.from_pretrained(DEMO_FOLDER), tmp_path / "mine.jsonl"
     talk = {"messages": [{"role": "user", "content": "Is it?"}], "answer": "yes"}
     path.write_text(f"{json.dumps({'text': 'Is it? ', 'answer': 'yes'})}\n{json.dumps(talk)}\n")
     templates = {
         None: "User: Is it?\n\nAssistant: ",
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>": "<user>Is it?<assistant>",
     }
-    for template, laid_out in templates.items():
-        tokenizer.chat_template = template
-        prompts = read_user_prompts([path], tokenizer, 100)
-        for prompt, expected in zip(prompts, ("Is it? ", laid_out), strict=True):
+    for tokenizer.chat_template, laid_out in templates.items():
+        for prompt, expected in zip(read_user_prompts([path], tokenizer, 100), ("Is it? ", laid_out), strict=True):
             ((first, end),) = prompt.answers
-            assert tokenizer.decode(prompt.ids[:first]) == expected
-            assert (tokenizer.decode(prompt.ids[first:]), end) == ("yes", prompt.length)
+            assert end == prompt.length
+            assert list(map(tokenizer.decode, (prompt.ids[:first], prompt.ids[first:]))) == [expected, "yes"]
     tokenizer.chat_template = "{{ raise_exception('be nice') }}"
-    with pytest.raises(InputError, match=r"mine.jsonl:2: the tokenizer's chat template does not take .*\(be nice\)"):
+    with pytest.raises(InputError, match=r"mine.jsonl:2: .*template .*\(be nice\)"):
         read_user_prompts([path], tokenizer, 100)
 
 
-def test_the_text_of_a_greedy_answer_ends_with_a_request(demo, tmp_path):
-    plan = EvaluationPlan("demo", tmp_path, (300,)).validate()
-    prompt, _ = build(Case(("perplexity", "greedy"), 300, 0), plan, demo.tokenizer, ())
-    assert len(prompt.ids) == 300
-    assert demo.tokenizer.decode(prompt.ids).endswith(SUMMARY)
-
-
-def test_a_length_too_short_for_a_task_names_one_that_is_not(demo, tmp_path):
-    plan = EvaluationPlan("demo", tmp_path, (256,), ("needles", "perplexity"), needles=9).validate()
-    with pytest.raises(InputError, match=r"length 256 is too short for the task 'needles': use \d+ tokens") as refused:
+def test_the_shortest_length_is_checked_for_every_task(demo, tmp_path):
+    plan = EvaluationPlan("demo", tmp_path, (256,), ("needles", "greedy"), needles=9).validate()
+    with pytest.raises(InputError, match=r"length 256 .* 'needles': use (\d+) tokens") as refused:
         check(plan, demo.tokenizer)
     enough = replace(plan, lengths=(int(re.search(r"use (\d+) tokens", str(refused.value))[1]),))
     check(enough, demo.tokenizer)
     for case in cases(enough, ()):
-        asked, _ = build(case, enough, demo.tokenizer, ())
-        stated = re.findall(r"# The secret code for \w+ is \d{5}\.\n", demo.tokenizer.decode(asked.ids))
+        prompt, _ = build(case, enough, demo.tokenizer, ())
+        text = demo.tokenizer.decode(prompt.ids)
+        assert len(prompt.ids) == case.length
+        assert text.endswith(SUMMARY) == (case.tasks == ("greedy",))
+        stated = re.findall(r"# The secret code for \w+ is \d{5}\.\n", text)
         assert len(stated) == (9 if case.tasks == ("needles",) else 0)
 
 
@@ -431,9 +390,9 @@ def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             run(killed, tiny)
     monkeypatch.setattr(Journal, "put", put)
-    before = lines(killed)
+    before = entries(killed)
     resumed = run(killed, tiny)
-    assert lines(killed)[: len(before)] == before
+    assert entries(killed)[: len(before)] == before
     assert len(before) == 0 + 3 + 7 + 11
     assert json.dumps(run(killed, tiny)) == json.dumps(resumed)  # times too: nothing is measured again
     times = [outcome.pop("time") for outcome in (whole, resumed)]
@@ -467,7 +426,7 @@ def test_profiles_run_as_they_are_deployed(tiny, tmp_path):
     assert rows(results, "agreement", "exact")[1]["kl"] < 1e-8
     assert rows(results, "time", "coarse")[0]["dense"] == {"shorter than the shortest calibrated length, 400": 2}
     assert "coarse at 300 tokens: 2 layers ran dense (shorter than the shortest calibrated length, 400)" in (
-        report.notes(results)
+        report.list_notes(results)
     )
     assert tiny.model.config._attn_implementation == "sdpa"
     save_profile(make_profile(tiny.model, 5.0, min_length=300), files[1])  # another profile under the same name
@@ -496,31 +455,31 @@ def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
     [
         ("tau=much", "setting 'tau=much': tau is 'much': expected a number, such as tau=0.3"),
         ("tau=0.1,segmnt=64", "has 'segmnt=64', expected tau=.., segment=.."),
-        ("tau=0.1,far", "has 'far', expected"),
-        ("tau=0.1,far=yes", "far 'yes' is not known: use one of"),
+        ("tau=0.1,tail", "has 'tail', expected"),
+        ("tau=0.1,tail=yes", "tail 'yes' is not known: use one of"),
         ("segment=64", "setting 'segment=64' has no tau"),
         ("tau=1,tau=2", "gives tau twice"),
         ("tau=1,segment=100", "segment 100 is not a multiple of 64: round it"),
         ("tau=-1", "tau -1.0 is out of range"),
         ("tau=1,stop_rule=last", "stop_rule 'last' is not known: use one of rest, paper"),
-        ("tau=1,grain=3", "grain 3 is not supported: use one of"),
+        ("tau=1,representatives=4", "representatives 4 is not supported: use one of (1, 16)"),
+        ("tau=1,grain=4", "has 'grain=4', expected"),
     ],
 )
 def test_a_bad_setting_names_the_part(text, message):
     with pytest.raises(ConfigError) as refused:
-        parsed(text)
+        parse_setting(text)
     assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("tau=0.3,segment=1024,representatives=32,far=mean", "tau=0.3,segment=1024,representatives=32,far=mean"),
-        (" far=mean , segment=256, tau=3e-1", "tau=0.3,segment=256,far=mean"),
-        ("grain=4,stop_rule=raw,tau=0", "tau=0,grain=4,stop_rule=paper"),
-        ("far=linear,segment=512", "segment=512,far=linear"),
+        ("tau=0.3,segment=1024,representatives=16,tail=mean", "tau=0.3,segment=1024,representatives=16,tail=mean"),
+        (" tail=mean , segment=256, tau=3e-1", "tau=0.3,segment=256,tail=mean"),
+        ("segment=64,stop_rule=raw,tau=0", "tau=0,segment=64,stop_rule=paper"),
     ],
 )
 def test_a_setting_has_one_name(text, name):
-    assert named(text) == name
-    assert parsed(name) == parsed(text)
+    assert normalise_setting(text) == name
+    assert parse_setting(name) == parse_setting(text)

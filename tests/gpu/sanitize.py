@@ -5,10 +5,10 @@ compute-sanitizer --tool racecheck --kernel-name kernel_substring=_prefill pytho
 
 racecheck takes minutes over torch's own products, so name the kernel that it is for: of "specialised" _prefill_hopper,
 of "plain" _prefill and those of ranking and tail (_representatives, _log_sums, _scores, _order, _pool, _tail), with
-int8 scores _channel_ranges and _quantise_keys too, with linear tails _mask_visited, _weights, _products, _covariances
-and _add_linear, where it is split _combine, of the others _trace, _gather_pages, _block_sparse, _pool, _mean_key_mass,
-_antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or later (`pip install nvidia-cuda-sanitizer-api`,
-13.5, brings 2026.4): older ones report barriers of a part of a block wrongly. What both found:
+int8 scores _channel_ranges and _quantise_keys too, where it is split _combine, of the others _trace, _gather_pages,
+_block_sparse, _pool, _mean_key_mass, _antidiagonal and _mass. It should be of compute-sanitizer 2026.1 or later (`pip
+install nvidia-cuda-sanitizer-api`, 13.5, brings 2026.4): older ones report barriers of a part of a block wrongly. What
+both found:
 docs/results/sanitizer-h200.txt. What plain torch computes too is compared with it: what runs under the tool is what the
 tests run.
 """
@@ -33,8 +33,8 @@ from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.pages import gather_pages
-from s2o_runtime.pages import PagedKeys
 from s2o_runtime.reference.dense import exact_attention
+from s2o_runtime.sequences import PagedKeys
 from scripts.bench.baselines.flash_prefill import head_mass, log_mass
 from scripts.bench.baselines.pooling import block_means, pool, pool_plain
 from scripts.bench.baselines.run import attend, select
@@ -45,9 +45,9 @@ from support.paging import LAYOUTS, paged
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1100, 4, 2, 128
 KINDS = (
-    HeadConfig(5.0, 256, far="mean", representatives=32),
+    HeadConfig(5.0, 256, tail="mean", representatives=16),
     HeadConfig(0.5, 128),
-    HeadConfig(50.0, 256, far="mean"),
+    HeadConfig(50.0, 256, tail="mean"),
     HeadConfig(mode="dense"),
 )
 DENSE = 3  # which of them
@@ -73,7 +73,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 def prefill(tile: TileConfig, scores: Scores = "input") -> float:
     """With and without left padding. Int8 scores are compared with the reference of the same rounding."""
     q, k, v = inputs()
-    config = LayerConfig(KINDS, tile, grain=4, scores=scores, last_rows=LAST_ROWS)
+    config = LayerConfig(KINDS, tile, scores=scores, last_rows=LAST_ROWS)
     worst = 0.0
     for start in (None, torch.tensor([70], device="cuda")):
         out, _, did = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_stats=True)
@@ -88,7 +88,7 @@ def prefill(tile: TileConfig, scores: Scores = "input") -> float:
 
 def packed(tile: TileConfig, scores: Scores = "input") -> float:
     """Three sequences, one of them empty."""
-    return off_dense(*packed_outputs(inputs(), LayerConfig(KINDS, tile, grain=4, scores=scores, last_rows=LAST_ROWS)))
+    return off_dense(*packed_outputs(inputs(), LayerConfig(KINDS, tile, scores=scores, last_rows=LAST_ROWS)))
 
 
 def packed_outputs(qkv: tuple[Tensor, ...], config: LayerConfig) -> tuple[Tensor, Tensor]:
@@ -102,32 +102,12 @@ def packed_outputs(qkv: tuple[Tensor, ...], config: LayerConfig) -> tuple[Tensor
     return ours.transpose(0, 1), theirs.transpose(0, 1)
 
 
-def linear(tile: TileConfig) -> float:
-    """Linear tails beside other heads, with and without left padding, against the reference, and packed.
-
-    Queries are short: the reference ranks more finely, and of diffuse heads it makes little difference which keys are
-    in the first chunk.
-    """
-    q, k, v = inputs()
-    q = 0.1 * q
-    kinds = (HeadConfig(0.0, 256, far="linear"), HeadConfig(0.0, 128, far="linear"), *KINDS[2:])
-    config = LayerConfig(kinds, tile, grain=4, last_rows=LAST_ROWS)
-    pairs = [packed_outputs((q, k, v), config)]
-    for start in (None, torch.tensor([70], device="cuda")):
-        ours, theirs = (
-            s2o_attention(q, k, v, config, kv_start=start, backend=each) for each in ("triton", "reference")
-        )
-        pairs.append((ours[0], theirs[0]))
-    assert all(bool(ours.isfinite().all()) for ours, _ in pairs)
-    return max(off(ours[head], theirs[head]) for ours, theirs in pairs for head in (0, 1, DENSE))
-
-
 def in_place(tile: TileConfig) -> float:
     """Three sequences, one of them empty, in the pages of a cache, against the same one behind another."""
     lengths = [300, 0, LENGTH - 300]
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs())
     begins = torch.tensor([0, 300, 300, LENGTH], dtype=torch.int32, device="cuda")
-    config = LayerConfig(KINDS, tile, grain=4, last_rows=LAST_ROWS)
+    config = LayerConfig(KINDS, tile, last_rows=LAST_ROWS)
     k_cache, v_cache, table, _ = paged(k, v, lengths, 16, LAYOUTS[0])
     longest = max(lengths)
     ours = s2o_attention_paged(
@@ -144,7 +124,7 @@ def split(tile: TileConfig) -> float:
     """All of these with the keys of the dense head split, without plans of unsplit calls."""
     forget_plans()
     with mock.patch.object(prefill_module, "key_shares", return_value=4):
-        worst = max(prefill(tile), packed(tile), linear(tile), in_place(tile))
+        worst = max(prefill(tile), packed(tile), in_place(tile))
     forget_plans()
     return worst
 
@@ -172,7 +152,7 @@ def trace() -> float:
     from s2o_runtime.kernels.trace import trace as traced
 
     q, k, v = inputs()
-    config = LayerConfig.uniform(HEADS, segment=256, far="mean", representatives=4, grain=4, tile=PLAIN)
+    config = LayerConfig.uniform(HEADS, segment=256, tail="mean", representatives=16, tile=PLAIN)
     truth = exact_attention(q, k, v).to(q.dtype)
     taus = torch.tensor([1e-2, 0.1, 1.0, 10.0], device="cuda")
     (found,) = traced(Call.of(q, k, v, config), truth, torch.ones(HEADS, device="cuda"), taus)
@@ -234,7 +214,6 @@ def main(names: list[str]) -> int:
             f"{tiles}, int8": partial(prefill, tile, "int8"),
             f"{tiles}, int8, packed": partial(packed, tile, "int8"),
             f"{tiles}, in pages": partial(in_place, tile),
-            f"{tiles}, linear": partial(linear, tile),
             f"{tiles}, split": partial(split, tile),
         }
     kernels |= {"pages": paged_cache, "trace": trace, "block-sparse": block_sparse, "pooling": pooling}

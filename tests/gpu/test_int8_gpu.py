@@ -41,7 +41,7 @@ def test_keys_are_rounded_as_the_rule_says(kv_len, head_dim, starts, dtype, nan_
 def test_never_stopping_is_the_reference(shape, dtype, nan_filled):
     q, k, v, kv_start = drawn(shape, dtype)
     k = k + 2 * k[:, :, -1:]
-    kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256, representatives=8), HeadConfig(0.0, 128, "dense"))
+    kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256, representatives=16), HeadConfig(0.0, 128, "dense"))
     config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), PLAIN, scores="int8")
     options = {"kv_start": kv_start, "return_lse": True}
     expected, expected_lse, _ = s2o_attention(q, k, v, config, backend="reference", **options)
@@ -54,13 +54,13 @@ def test_never_stopping_is_the_reference(shape, dtype, nan_filled):
     assert relative_error(expected, truth) <= 0.05
 
 
-@pytest.mark.parametrize(("head_dim", "tau", "grain"), pairwise([64, 128, 256], [0.3, 1.0], [1, 2, 4, 8]))
-def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau, grain, nan_filled):
+@pytest.mark.parametrize(("head_dim", "tau"), pairwise([64, 128, 256], [0.3, 1.0]))
+def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau, nan_filled):
     q, k, v = inputs(1, 4, 2, 3000, 3000, head_dim, torch.bfloat16)
-    kinds = (HeadConfig(tau, 256, representatives=8, far="mean"), HeadConfig(tau, 128), HeadConfig(mode="dense"))
+    kinds = (HeadConfig(tau, 256, representatives=16, tail="mean"), HeadConfig(tau, 128), HeadConfig(mode="dense"))
     heads = tuple(kinds[h % 3] for h in range(4))
     for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
-        config = LayerConfig(heads, tile, grain=grain, scores="int8")
+        config = LayerConfig(heads, tile, scores="int8")
         warps = 4 if tile.block_m == 64 and head_dim <= 128 else 8
         plain = config.with_tile(TileConfig(tile.block_m, tile.block_n, 2, warps, 1))
         options = {"backend": "triton", "return_stats": True, "return_lse": True}

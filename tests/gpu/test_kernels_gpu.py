@@ -1,6 +1,5 @@
 """The compiled kernels on a GPU in bf16 and fp16, against float32 dense attention and the reference."""
 
-import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,12 +9,12 @@ import torch
 
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
 from s2o_runtime.call import Call
-from s2o_runtime.config import HeadConfig, StopRule
+from s2o_runtime.config import GRAIN, HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.rank.order import order
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
-from s2o_runtime.shapes import call_shape, density
+from s2o_runtime.sequences import call_shape, density
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import SHAPES, SHAPES_256, drawn, inputs, relative_error
 from support.kernels import kernel_ranking
@@ -53,9 +52,11 @@ def test_stopping_follows_the_reference(shape, stop_rule, tau, nan_filled):
     ours, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
     theirs, _, expected = s2o_attention(q, k, v, config, kv_start=kv_start, backend="reference", return_stats=True)
     ours_error, theirs_error = relative_error(ours, truth), relative_error(theirs, truth)
-    # a tenth of the error for tiles that stop a chunk earlier or later; 5e-3 is the rounding of bf16 outputs, 2^-8
-    assert abs(ours_error - theirs_error) <= 0.1 * theirs_error + 5e-3
-    torch.testing.assert_close(stats.density, expected.density, rtol=0.03, atol=0.005)
+    # The kernel leaves steps of one bucket of ranks as they lie, and the reference sorts them: with the paper's rule,
+    # which looks at one chunk alone, this order decides where a tile stops. 5e-3 is the rounding to bf16, 2^-8.
+    assert abs(ours_error - theirs_error) <= (1.5 if stop_rule is StopRule.PAPER else 0.1) * theirs_error + 5e-3
+    one_check = config.tile.stride / (k.shape[2] / 2)  # of the keys that a row sees on average
+    torch.testing.assert_close(stats.density, expected.density, rtol=0.03, atol=0.005 + one_check / 2)
     torch.testing.assert_close(stats.density, density(stats.visited, config, call_shape(q, k, v, kv_start), kv_start))
 
 
@@ -77,7 +78,7 @@ HOPPER_256 = TileConfig(64, 64, 2, 4, 2, specialized=True)
 @pytest.mark.parametrize(("length", "last_rows"), [(1333, 0), (1333, 256), (9000, 256)])
 def test_the_order_in_which_heads_start_changes_nothing(length, last_rows, tile, monkeypatch, nan_filled):
     q, k, v = inputs(1, 6, 2, length, length, 128, torch.bfloat16)
-    kinds = (HeadConfig(0.0, 256), HeadConfig(0.3, 512, far="mean"), HeadConfig(0.0, mode="dense"))
+    kinds = (HeadConfig(0.0, 256), HeadConfig(0.3, 512, tail="mean"), HeadConfig(0.0, mode="dense"))
     config = LayerConfig(tuple(kinds[head % 3] for head in range(6)), tile, last_rows=last_rows)
     call = Call.of(q, k, v, config)
     expected = exact_attention(q, k, v)
@@ -116,7 +117,7 @@ def test_the_hopper_kernel_is_the_plain_kernel(shape, tile, tau, nan_filled):
 def test_packed_sequences_are_sequences_on_their_own(tile, head_dim, nan_filled):
     q_lens, k_lens = [700, 0, 129, 1500, 1], [700, 0, 640, 1500, 300]
     parts, packed = pack(q_lens, k_lens, 4, 2, head_dim, inputs)
-    config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=8, far="mean", grain=4, tile=tile)
+    config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=16, tail="mean", tile=tile)
     options = {"backend": "triton", "return_stats": True, "return_lse": True}
     out, lse, stats = s2o_attention_varlen(*packed, 1500, 1500, config, **options)
     outputs = zip((0, 2, 3, 4), parts, unpacked(parts, out), unpacked(parts, lse), strict=True)
@@ -138,14 +139,14 @@ def test_log_sum_exp_of_dense(tile, head_dim, nan_filled):
 
 def test_the_order_with_ballots_is_the_portable_one(nan_filled):
     """Inline PTX against plain Triton; lengths around a warp's stretch."""
-    for length, grain in itertools.product((70, 1000, 2600, 5000), (1, 4)):
+    for length in (70, 1000, 2600, 5000):
         q, k, _ = inputs(2, 4, 2, min(length, 700), length, 64, torch.bfloat16)
-        config = LayerConfig.uniform(4, segment=128, far="mean", grain=grain, tile=TileConfig(64, 32, 4, 4, 1))
+        config = LayerConfig.uniform(4, segment=128, tail="mean", tile=TileConfig(64, 32, 4, 4, 1))
         call = Call.of(q, k, k, config)
         fast, _ = kernel_ranking(call)
         portable = order(fast.score, call, range(call.shape.q_len), portable=True)
         for n in range(fast.order.shape[2]):
-            steps = (call.shape.offset + n * 128) // 32 * 32 // grain
+            steps = (call.shape.offset + n * 128) // 32 * 32 // GRAIN
             assert torch.equal(fast.order[:, :, n, :steps], portable.order[:, :, n, :steps])
             if steps:
                 assert torch.equal(fast.first[:, :, n], portable.first[:, :, n])
@@ -153,25 +154,24 @@ def test_the_order_with_ballots_is_the_portable_one(nan_filled):
 
 
 EXTENDED = (
-    HeadConfig(0.5, 512, representatives=16, far="mean"),
-    HeadConfig(0.3, 256, representatives=4),
+    HeadConfig(0.5, 512, representatives=16, tail="mean"),
+    HeadConfig(0.3, 256, representatives=16),
     HeadConfig(0.0, 256, "dense"),
-    HeadConfig(1.0, 256, far="mean"),
+    HeadConfig(1.0, 256, tail="mean"),
 )
 
 
 @pytest.mark.parametrize(
-    ("grain", "tile", "head_dim", "starts"),
+    ("tile", "head_dim", "starts"),
     pairwise(
-        [1, 2, 4, 8],
         [(TileConfig(64, 64, 2, 4, 2), 128), (TileConfig(128, 64, 2, 8, 3), 128), (HOPPER, 128), (HOPPER_256, 256)],
         [None, [300, 1700]],
     ),
 )
-def test_extensions_are_as_near_to_dense_as_the_reference(tile, head_dim, grain, starts, nan_filled):
-    """Representatives, tails and grains together: as many keys as the reference visits, with its error."""
+def test_extensions_are_as_near_to_dense_as_the_reference(tile, head_dim, starts, nan_filled):
+    """Representatives and tails together: as many keys as the reference visits, with its error."""
     q, k, v, kv_start = drawn((2, 4, 2, 1100, 2500, head_dim, starts))
-    config = LayerConfig(EXTENDED, tile, grain=grain)
+    config = LayerConfig(EXTENDED, tile)
     out, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, backend="triton", return_stats=True)
     theirs, _, expected = s2o_attention(q, k, v, config, kv_start=kv_start, backend="reference", return_stats=True)
     truth = exact_attention(q, k, v, kv_start=kv_start)
@@ -179,7 +179,7 @@ def test_extensions_are_as_near_to_dense_as_the_reference(tile, head_dim, grain,
     for h in range(4):
         ours, reference = (relative_error(o[:, h], truth[:, h]) for o in (out, theirs))
         assert ours <= 2.0 * reference + 3e-3  # coarse order, sampled denominators, 16 edges, bf16
-    without = LayerConfig(tuple(replace(head, far="none") for head in EXTENDED), tile, grain=grain)
+    without = LayerConfig(tuple(replace(head, tail="none") for head in EXTENDED), tile)
     plain = s2o_attention(q, k, v, without, kv_start=kv_start, backend="triton")
     # a tail may not harm; 5% are for a head that visits so much that its tail has nothing left to estimate
     assert relative_error(out[:, 3], truth[:, 3]) < 1.05 * relative_error(plain[:, 3], truth[:, 3])
@@ -193,7 +193,7 @@ def test_non_contiguous_inputs_as_transformers_hands_them_over(nan_filled):
 
 
 SIX = (HeadConfig(0.5, 128),) * 6
-WITH_LINEAR = (HeadConfig(0.3, 256, far="linear"), *EXTENDED, HeadConfig(0.0, 128, far="linear"))
+MIXED = (HeadConfig(0.3, 256), *EXTENDED, HeadConfig(0.0, 128))
 
 
 @pytest.mark.parametrize(
@@ -202,12 +202,12 @@ WITH_LINEAR = (HeadConfig(0.3, 256, far="linear"), *EXTENDED, HeadConfig(0.0, 12
         (SIX, TileConfig(64, 64, 2, 4, 2), False),
         (SIX, HOPPER, False),
         (SIX, TileConfig(64, 64, 4, 4, 2), True),
-        (WITH_LINEAR, TileConfig(64, 64, 2, 4, 2), False),
+        (MIXED, TileConfig(64, 64, 2, 4, 2), False),
     ],
-    ids=["plain", "specialised", "cap-sinks", "linear"],
+    ids=["plain", "specialised", "cap-sinks", "mixed"],
 )
 def test_after_warmup_nothing_compiles(heads, tile, featured):
-    config = LayerConfig(heads, tile, grain=1 if heads is SIX else 4)
+    config = LayerConfig(heads, tile)
     launch_module._compiled.clear()
     warmup(
         config, kv_heads=3, head_dim=64, padded=True, **({"softcap": 8.0, "sinks": torch.bfloat16} if featured else {})

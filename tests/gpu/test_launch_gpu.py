@@ -18,7 +18,7 @@ def test_a_direct_launch_is_tritons(tile, monkeypatch, nan_filled):
 
     It calls the launcher whatever version of Triton is here, so run it to have a version join TESTED_TRITONS.
     """
-    config = LayerConfig.uniform(8, tau=1.0, segment=256, representatives=16, far="mean", grain=4, tile=tile)
+    config = LayerConfig.uniform(8, tau=1.0, segment=256, representatives=16, tail="mean", tile=tile)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(2, 1500, heads, 128, generator=generator, device="cuda").bfloat16().transpose(1, 2)

@@ -10,10 +10,10 @@ from calibrate.timing import medians
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.replay import forget_plans
+from s2o_runtime.call import Scoring
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
-from s2o_runtime.scoring import Scoring
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import drawn, inputs, relative_error
 from support.layouts import pack, unpacked
@@ -55,8 +55,8 @@ SHAPES = [
 def test_tau_zero_is_exact(shape, name, tile, nan_filled):
     q, k, v, kv_start = drawn(shape)
     options = features_of(name, shape[1]) | {"kv_start": kv_start}
-    kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256, far="mean"), HeadConfig(0.0, 128, "dense"))
-    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), tile, grain=2)
+    kinds = (HeadConfig(0.0, 128), HeadConfig(0.0, 256, tail="mean"), HeadConfig(0.0, 128, "dense"))
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), tile)
     out, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True, **options)
     truth = exact_attention(q, k, v, **options)
     assert relative_error(out, truth) < 6e-3  # one rounding of weights and one of the output, 2^-9 each
@@ -71,12 +71,12 @@ def test_heads_that_stop_are_as_near_to_dense_as_the_reference(tile, name, start
     q, k, v, kv_start = drawn((2, 4, 2, 1100, 2500, 128, starts))
     options = features_of(name, 4) | {"kv_start": kv_start}
     heads = (
-        HeadConfig(0.5, 512, representatives=16, far="mean"),
-        HeadConfig(0.3, 256, representatives=4),
+        HeadConfig(0.5, 512, representatives=16, tail="mean"),
+        HeadConfig(0.3, 256, representatives=16),
         HeadConfig(0.05, 256, stop_rule=StopRule.PAPER),
-        HeadConfig(1.0, 256, far="mean"),
+        HeadConfig(1.0, 256, tail="mean"),
     )
-    config = LayerConfig(heads, tile, grain=4)
+    config = LayerConfig(heads, tile)
     out, _, stats = s2o_attention(q, k, v, config, backend="triton", return_stats=True, **options)
     theirs, _, expected = s2o_attention(q, k, v, config, backend="reference", return_stats=True, **options)
     truth = exact_attention(q, k, v, **options)
@@ -91,7 +91,7 @@ def test_heads_that_stop_are_as_near_to_dense_as_the_reference(tile, name, start
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_specialised_kernel_visits_what_the_plain_one_visits(head_dim, name, nan_filled):
     q, k, v = inputs(1, 4, 2, 1500, 1500, head_dim, torch.bfloat16)
-    config = LayerConfig.uniform(4, tau=0.5, segment=256, representatives=4, far="mean", grain=4, tile=HOPPER)
+    config = LayerConfig.uniform(4, tau=0.5, segment=256, representatives=16, tail="mean", tile=HOPPER)
     options = {"backend": "triton", "return_stats": True, "return_lse": True} | features_of(name, 4)
     ours, our_lse, our_stats = s2o_attention(q, k, v, config, **options)
     config = config.with_tile(TileConfig(64, 128, 4, 8, 2))
@@ -105,7 +105,7 @@ def test_the_specialised_kernel_visits_what_the_plain_one_visits(head_dim, name,
 
 def test_packed_sequences_have_sinks_too(nan_filled):
     parts, packed = pack([700, 1301], [700, 1301], 4, 2, 64, inputs)
-    config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=8, far="mean", grain=4, tile=PLAIN)
+    config = LayerConfig.uniform(4, tau=0.5, segment=128, representatives=16, tail="mean", tile=PLAIN)
     options = features_of("all", 4) | {"backend": "triton"}
     out = s2o_attention_varlen(*packed, 1301, 1301, config, **options)
     for part, of_part in zip(parts, unpacked(parts, out), strict=True):

@@ -24,7 +24,7 @@ from s2o_runtime.tiles import default_tile
 from support.architectures import CASES, RUNNING
 from support.tiny import tiny_tokenizer
 
-BUDGET = {"budget_rel_mse": 0.3, "lengths": (2048,), "segments": (256, 512), "representatives": (1,), "trials": 2}
+BUDGET = {"budget_rel_mse": 0.3, "lengths": (2048,), "segments": (256, 512), "trials": 2}
 QUICK = BUDGET | {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": 0, "hide_needles": False}
 
 HEAD_TAUS = (0.01, 0.3, 1.0, 10.0)  # of a model's four heads: from all pairs computed to few

@@ -14,10 +14,9 @@ from support.marks import pairwise
 PLAIN, SPECIALIZED = TileConfig(64, 64, 2, 4, 2), TileConfig(64, 128, 1, 4, 2, True)
 LENGTH, SEGMENT, PADDING = 2000, 256, 300
 HEADS = (
-    HeadConfig(1e6, SEGMENT, representatives=32),
-    HeadConfig(1e6, SEGMENT, far="mean"),
+    HeadConfig(1e6, SEGMENT, representatives=16),
+    HeadConfig(1e6, SEGMENT, tail="mean"),
     HeadConfig(mode="dense"),
-    HeadConfig(0.0, SEGMENT, far="linear"),
 )
 
 
@@ -34,7 +33,7 @@ def test_where_dense_attention_is_nan_s2o_is(tile, path, where, bad, position, m
     q, k, v = inputs(2, len(heads), 1, LENGTH, LENGTH, 128, torch.bfloat16)
     start = torch.tensor([0, PADDING], device="cuda")
     {"q": q, "k": k}[where][0, 0, position, 3] = bad
-    config = LayerConfig(heads, tile, grain=4, scores="int8" if path == "int8" else "input")
+    config = LayerConfig(heads, tile, scores="int8" if path == "int8" else "input")
     if path == "shares":
         monkeypatch.setattr(prefill_module, "key_shares", lambda *_: 3)
     out, lse, _ = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_lse=True)

@@ -7,7 +7,7 @@ from s2o_runtime import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import gathered
 from s2o_runtime.kernels.pages import gather_pages
-from s2o_runtime.pages import PagedKeys
+from s2o_runtime.sequences import PagedKeys
 from support.marks import pairwise
 from support.paging import LAYOUTS, PagedBatch
 
@@ -34,11 +34,11 @@ def test_every_key_is_found_in_its_page(name, kv_heads, head_dim, page_size, nan
 
 SCALES = {"k_scale": [0.5, 0.3], "v_scale": [0.7, 2.0]}
 HEADS = {
-    "alike": (HeadConfig(tau=0.5, segment=128, representatives=8, far="mean"),) * 8,
+    "alike": (HeadConfig(tau=0.5, segment=128, representatives=16, tail="mean"),) * 8,
     "some dense": (
-        *(HeadConfig(tau=0.5, segment=256, far="mean"),) * 3,
+        *(HeadConfig(tau=0.5, segment=256, tail="mean"),) * 3,
         *(HeadConfig(mode="dense"),) * 2,
-        *(HeadConfig(tau=5.0, segment=128, representatives=32),) * 3,
+        *(HeadConfig(tau=5.0, segment=128, representatives=16),) * 3,
     ),
 }
 
@@ -50,7 +50,7 @@ def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_f
     """The op on it is bit for bit the op on the keys and values that it stands for."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with 8-bit floating point")
-    config = LayerConfig(HEADS["some dense"], grain=4, tile=TileConfig(64, 64, 2, 4, 2))
+    config = LayerConfig(HEADS["some dense"], tile=TileConfig(64, 64, 2, 4, 2))
     factors = {name: torch.tensor(numbers, device="cuda")[:scales] for name, numbers in SCALES.items() if scales}
     batch = batch_of(16, LAYOUTS[2], cache=cache, scales=factors)
     for _ in range(3):  # compiled, recorded, replayed
@@ -70,7 +70,7 @@ def test_pages_change_nothing(tile, head_dim, name, heads, page_size, nan_filled
     """Bit for bit: the kernels read the same numbers, wherever they lie; in pages of 48 they want a copy."""
     copies = []
     monkeypatch.setattr(paged_op, "gathered", lambda *pages: copies.append(pages) or gathered(*pages))
-    config = LayerConfig(HEADS[heads], grain=4, tile=tile)
+    config = LayerConfig(HEADS[heads], tile=tile)
     batch = batch_of(page_size, name, head_dim=head_dim)
     for _ in range(3):  # compiled, recorded, replayed
         out = torch.full_like(batch.q, float("nan"))

@@ -12,8 +12,8 @@ from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.pages import packed_starts
 from s2o_runtime.profile import Profile
+from s2o_runtime.sequences import packed_starts
 from s2o_runtime.serving.fit import Rank
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine
@@ -54,15 +54,15 @@ def on_another_stream(call):
 
 
 PLAIN_HEADS = (HeadConfig(0.5, 256),) * 8
-WITH_LINEAR = (HeadConfig(0.3, 256, far="linear"), HeadConfig(1.0, 256, representatives=4, far="mean"))
-WITH_LINEAR += (HeadConfig(mode="dense"), HeadConfig(0.5, 128))
+MIXED_HEADS = (HeadConfig(0.3, 256), HeadConfig(1.0, 256, representatives=16, tail="mean"))
+MIXED_HEADS += (HeadConfig(mode="dense"), HeadConfig(0.5, 128))
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
     ("heads", "starts"),
-    [(PLAIN_HEADS, None), (PLAIN_HEADS, [7, 900]), (2 * WITH_LINEAR, None)],
-    ids=["", "left-padded", "linear"],
+    [(PLAIN_HEADS, None), (PLAIN_HEADS, [7, 900]), (2 * MIXED_HEADS, None)],
+    ids=["", "left-padded", "mixed"],
 )
 def test_a_replay_is_the_call_bit_for_bit(tile, heads, starts, replays, nan_filled):
     config = LayerConfig(heads, tile)
@@ -127,7 +127,7 @@ def paged_call(cache, q, config, queries, lengths, plans=True):
 @pytest.mark.parametrize("tile", TILES)
 def test_paged_calls_are_replayed_for_other_lengths(tile, replays, nan_filled):
     """The copy out of pages is part of the plan, which writes the caller's output; bit for bit as without a plan."""
-    config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=8, far="mean", grain=4, tile=tile)
+    config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=16, tail="mean", tile=tile)
     cache = torch.randn(PAGES, 2, PAGE, 2, 128, device="cuda").bfloat16()
     calls = []
     for queries, lengths in (
@@ -179,6 +179,7 @@ def test_pointers_that_are_not_aligned_run_the_long_way(replays):
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("return_stats", [False, True], ids=["", "stats"])
+@pytest.mark.usefixtures("alone")
 def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsys):
     config = LayerConfig.uniform(32, tau=0.5, segment=256, tile=tile)
     q, k, v = laid_out(4096, heads=32, kv_heads=8)
@@ -214,7 +215,7 @@ def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, capsy
 def test_a_layer_of_a_server_takes_little_time_on_the_host(tile, replays, capsys, alone):
     """One prompt in one chunk, a little longer each time: all of S2O's backend between vLLM and the launches."""
     geometry = Geometry("llama", 1, 8, 2, 128)
-    config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=8, far="mean", grain=4, tile=tile)
+    config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=16, tail="mean", tile=tile)
     device = identify(torch.device("cuda"))
     profile = Profile("made", geometry, "", device, (1024, 8192), ((config,),) * 2).validate()
     engine = FakeEngine(FakeServer(profile, Rank(), "cuda", 16384), "pages of two", dtype=torch.bfloat16, device="cuda")

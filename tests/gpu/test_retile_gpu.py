@@ -21,14 +21,14 @@ FORMER = TileConfig(128, 32, 16, 8, 3)
 SPARSE, HALF, FULL = 0.2, 0.5, 1.0
 
 
-def layer(representatives, far):
-    heads = [HeadConfig(1.0 + index, 512, "s2o", StopRule.REST, representatives, far) for index in range(16)]
-    return LayerConfig(tuple(heads), FORMER, grain=4).validate()
+def layer(representatives, tail):
+    heads = [HeadConfig(1.0 + index, 512, "s2o", StopRule.REST, representatives, tail) for index in range(16)]
+    return LayerConfig(tuple(heads), FORMER).validate()
 
 
 def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
     proven = [{"length": length, "layers": [{"density": each} for each in (SPARSE, HALF, FULL)]} for length in LENGTHS]
-    bucket = (layer(1, "mean"), layer(32, "none"), layer(32, "mean"))
+    bucket = (layer(1, "mean"), layer(16, "none"), layer(16, "mean"))
     other = DeviceIdentity("cuda", "NVIDIA A100", (8, 0), 108, 1 << 36)
     record = {"proof": "held out", "held_out": proven}
     old = Profile("demo", GEOMETRY, "f" * 64, other, LENGTHS, (bucket, bucket), record)
@@ -57,7 +57,7 @@ def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
 def test_the_timed_calls_compute_what_the_record_says(density):
     where = torch.device("cuda")
     prompt = _make_inputs(GEOMETRY, LENGTHS[1], where)
-    config = _with_density(prompt, layer(32, "mean"), density)
+    config = _with_density(prompt, layer(16, "mean"), density)
     here = torch.cuda.get_device_capability()
     tile = next(t for t in candidate_tiles(128, here) if Shape.of(t) == Shape.of(FORMER))
     qkv = prompt.q, prompt.k, prompt.v

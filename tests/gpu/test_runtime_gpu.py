@@ -32,7 +32,7 @@ def layer():
     sizes = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
     config = LlamaConfig(hidden_size=256, attn_implementation="s2o", **sizes)
     hf.register()
-    module = LlamaAttention(config, layer_idx=0)
+    module = LlamaAttention(config, layer_idx=0).eval()  # in training mode it is dense
     state = LayerState(0, lambda length: CONFIG, min_length=0)
     attach(module, state)
     return module, state

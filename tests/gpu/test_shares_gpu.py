@@ -7,15 +7,14 @@ import torch
 
 from s2o_runtime import HeadConfig, LayerConfig, TileConfig, s2o_attention, warmup
 from s2o_runtime.attention.replay import forget_plans
-from s2o_runtime.call import Call
+from s2o_runtime.call import Call, Scoring
 from s2o_runtime.devices import resources
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.prefill import s2o_prefill
 from s2o_runtime.kernels.shares import key_shares
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.scoring import Scoring
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.sequences import CallShape
 from support.gpu import drawn, inputs, relative_error
 from support.layouts import as_transformers
 from support.marks import pairwise
@@ -30,7 +29,7 @@ TILES = [
     pytest.param(TileConfig(64, 64, 2, 4, 4, specialized=True), id="hopper-64"),
 ]
 HEADS = (
-    HeadConfig(0.3, 256, representatives=4, far="mean"),
+    HeadConfig(0.3, 256, representatives=16, tail="mean"),
     HeadConfig(mode="dense"),
     HeadConfig(1.0, 512),
     HeadConfig(mode="dense"),
@@ -41,7 +40,7 @@ DENSE, OTHERS = [1, 3, 5, 7], [0, 2, 4, 6]
 
 
 def config_of(tile, scores="input"):
-    return LayerConfig(HEADS * 2, tile, grain=4, scores=scores)
+    return LayerConfig(HEADS * 2, tile, scores=scores)
 
 
 def both(monkeypatch, call, shares):
@@ -135,21 +134,12 @@ def test_pages_change_nothing(page_size, tile, head_dim, monkeypatch, nan_filled
         assert relative_error(out[rows].transpose(0, 1)[None, DENSE], exact[:, DENSE]) <= 6e-3
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_beside_linear_tails(tile, monkeypatch, nan_filled):
-    """Which are added to their own heads behind the combination, and need the log-sum-exp of all."""
-    q, k, v = inputs(1, 8, 2, 700, 9001, 128, torch.bfloat16)
-    kinds = (HEADS[0], HEADS[1], HeadConfig(0.3, 256, far="linear"), HEADS[3])
-    call = Call.of(q, k, v, LayerConfig(kinds * 2, tile, grain=4), with_lse=True)
-    same_within_rounding(*both(monkeypatch, call, 8), exact_attention(q, k, v))
-
-
 def test_a_chunk_behind_a_long_prompt_is_split_here():
     """A dense head's programs, one for 128 rows, are an eighth of this GPU's SMs."""
     gpu = resources(torch.device("cuda"))
     programs = max(1, gpu.sm_count // 8)
     sizes = (8, 128 * programs), (2, 256 * programs + 131072), (2, 256 * programs + 131072)
-    tensors = (torch.empty(1, *size, 128, device="meta") for size in sizes)
+    tensors = (torch.empty(1, *size, 128, dtype=torch.bfloat16, device="cuda") for size in sizes)
     assert key_shares(Call.of(*tensors, config_of(HOPPER)), programs, gpu) >= 4
 
 

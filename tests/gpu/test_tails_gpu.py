@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from calibrate.search.crossover import Layer, with_crossover
+from calibrate.search.tiles import Layer, with_crossover
 from calibrate.timing import medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
@@ -33,7 +33,7 @@ def longest_call(heads, keys):
     size = {"length": keys, "batch": 1, "heads": heads, "head_dim": 128}
     qkv = random_qkv(**size, dtype=torch.bfloat16, seed=0, device=device)
     whole = last(qkv, min(keys, 32768), min(keys, 32768))
-    never_stop = LayerConfig.uniform(heads[0], segment=1024, grain=4, far="mean", tile=device_tile(128, device))
+    never_stop = LayerConfig.uniform(heads[0], segment=1024, tail="mean", tile=device_tile(128, device))
     config = bisect(never_stop, DENSITY, 10, lambda c: s2o_attention(*whole, c, return_stats=True).density.cpu())
     return qkv, config
 

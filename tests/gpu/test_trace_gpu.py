@@ -5,8 +5,7 @@ import torch
 
 from calibrate.curves import torch_pass as plain_pass
 from calibrate.curves import trace_pass as kernel_pass
-from calibrate.curves.curves import TAUS, RankingConfig, Shape, head_norms
-from calibrate.curves.row_errors import row_errors
+from calibrate.curves.curves import TAUS, RankingConfig, Shape, head_norms, row_errors
 from calibrate.model.layers import Captured
 from calibrate.timing import medians
 from s2o_runtime import LayerConfig, s2o_attention
@@ -17,10 +16,10 @@ from support.gpu import inputs
 from support.marks import pairwise
 
 METHODS = [
-    RankingConfig(512, 1, 1),
-    RankingConfig(256, 32, 4),
-    RankingConfig(1024, 4, 4),
-    RankingConfig(256, 32, 4, "int8"),
+    RankingConfig(512),
+    RankingConfig(256, 16),
+    RankingConfig(1024, 16),
+    RankingConfig(256, 16, "int8"),
 ]
 
 
@@ -35,7 +34,7 @@ def tile_of(head_dim, block_m):
 
 
 CASES = pairwise(METHODS, [(5000, 128, False), (3333, 64, False), (4096, 96, False)], [64, 128])
-CASES += [(RankingConfig(512, 4, 4), 4001, 64, True, 64), (RankingConfig(512, 4, 4), 4001, 128, True, 128)]
+CASES += [(RankingConfig(512, 16), 4001, 64, True, 64), (RankingConfig(512, 16), 4001, 128, True, 128)]
 
 
 @pytest.mark.parametrize(("method", "length", "head_dim", "featured", "block_m"), CASES)
@@ -52,16 +51,16 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, featured, bloc
     assert curve.dense_power == pytest.approx(power, rel=1e-3)
     compared = 0
     for index in range(0, len(TAUS), 4):
-        for far in ("none", "mean"):
-            head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, far)
-            config = LayerConfig((head,) * 8, tile, grain=method.grain, scores=method.scores)
+        for tail in ("none", "mean"):
+            head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
+            config = LayerConfig((head,) * 8, tile, scores=method.scores)
             out, _, stats = s2o_attention(
                 captured.q, captured.k, captured.v, config, return_stats=True, backend="triton",
                 **captured.scoring.arguments(),
             )  # fmt: skip
             torch.testing.assert_close(curve.density[:, index], stats.density.cpu(), rtol=2e-3, atol=1e-3)
             mse = (out.float() - truth).square().mean((0, 2, 3)).cpu().double()
-            predicted, worst = (errors[:, index] for errors in curve.errors(far))
+            predicted, worst = (errors[:, index] for errors in curve.errors(tail))
             well_above_rounding = mse > 3e-4 * power  # of the output to bfloat16, 3e-6
             torch.testing.assert_close(predicted[well_above_rounding], mse[well_above_rounding], rtol=0.03, atol=0)
             compared += int(well_above_rounding.sum())
@@ -72,7 +71,7 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, featured, bloc
 
 def test_the_plain_pass_agrees():
     """Full sort instead of buckets, full sums instead of edges: nearly the same density, errors within twice."""
-    captured, method, shape = prompt(6000, 128), RankingConfig(512, 4, 4), Shape(64, 512)
+    captured, method, shape = prompt(6000, 128), RankingConfig(512, 16), Shape(64, 512)
     ours, plain = (way.measure(captured, [method], [shape])[method, shape] for way in (kernel_pass, plain_pass))
     assert float((ours.density - plain.density).abs().max()) < 0.05
     for name in ("mse", "tail_mse"):
@@ -88,7 +87,7 @@ def test_a_trace_costs_at_most_four_dense_calls():
     norms = head_norms(dense)
     calls = {
         "dense": lambda: dense_attention(captured.q, captured.k, captured.v, scale=captured.scale),
-        "trace": lambda: kernel_pass.traced(captured, RankingConfig(1024, 1, 4), shapes, dense, norms),
+        "trace": lambda: kernel_pass.traced(captured, RankingConfig(1024), shapes, dense, norms),
     }
     seconds = medians(calls, torch.device("cuda"), 5)
     print(f"trace of 32768 tokens: {seconds['trace'] / seconds['dense']:.2f} dense calls")

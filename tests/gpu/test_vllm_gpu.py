@@ -6,8 +6,7 @@ import torch
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.profile import save_profile
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Server, ServerContext
-from s2o_runtime.serving.settings import Settings
+from s2o_runtime.serving.server import Server, ServerContext, Settings
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine
 from support.server_batches import check_last_rows, check_mixed_batches, served_profile, served_tiles
@@ -43,7 +42,7 @@ def test_the_profiling_run_reserves_and_compiles(tmp_path):
         "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
     })  # fmt: skip
     context = ServerContext("0", "STOCK", config, None, Rank(), torch.device("cuda"), max_keys=32768)
-    server = Server(Settings(tmp_path / "p.safetensors"), context)
+    server = Server(Settings(tmp_path / "p.safetensors", strict=False), context)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     query = torch.empty(8192, 8, 128, dtype=torch.bfloat16, device="cuda")

@@ -9,11 +9,11 @@ import torch
 from transformers import DynamicCache
 
 from s2o_runtime import DriftCheck, LayerConfig, TileConfig, explain, patch, patched, s2o_attention, unpatch
+from s2o_runtime.call import Scoring
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, SampledErrors, error_limits, sampled_errors
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.scoring import Scoring
 from support.models import LENGTH, RUNS, make_profile, new_model, padded_batch, paths, prompt
 
 OFTEN = DriftCheck(every=1, rows=16, after=3)

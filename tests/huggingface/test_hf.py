@@ -31,7 +31,7 @@ from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.identity import fingerprint
-from s2o_runtime.profile import device_fit, save_profile
+from s2o_runtime.profile import save_profile
 from support.models import LENGTH, SIZES, close, make_profile, new_model, padded_batch, paths, prompt, twin, used_s2o
 from support.naive import naive_attention
 
@@ -165,7 +165,7 @@ def test_a_gpu_profile_runs_on_a_cpu_and_a_foreign_one_stays_dense(eager, ids, m
     with torch.no_grad():
         model(ids)
     assert used_s2o(model)
-    monkeypatch.setattr(device_fit, "identify", lambda device: DeviceIdentity("xpu", "xpu"))
+    monkeypatch.setattr("s2o_runtime.profile.profile.identify", lambda device: DeviceIdentity("xpu", "xpu"))
     patch(model, profile)
     with torch.no_grad():
         close(model(ids).logits, eager(ids).logits)

@@ -22,8 +22,7 @@ def compiled(**changes):
         ("pipelined", Case("prefill_hopper", 90, 128, TileConfig(64, 64, 4, 4, 2, True)), {"cp_async": 31}),
         ("tensor_cores", Case("prefill", 90, 128, TileConfig()), {"wgmma": 0, "mma_sync": 192}),
         ("tensor_cores", Case("scores", 80, 128, rows=16), {"wgmma": 0}),
-        ("tensor_cores", Case("add_linear", 90, 128), {"wgmma": 0, "mma_sync": 64}),
-        ("tensor_cores", Case("weights", 90, 64), {"wgmma": 0}),
+        ("tensor_cores", Case("tail", 90, 64), {"wgmma": 0, "mma_sync": 64}),
         ("int8_products", Case("prefill", 90, 128, TileConfig(), variant="int8"), {"int8": 0}),
         ("int8_products", Case("prefill", 90, 128, TileConfig()), {"int8": 12}),
         ("int8_products", Case("prefill", 90, 128, TileConfig(), variant="shares-int8"), {"int8": 0}),
@@ -56,7 +55,7 @@ def test_all_kernels_are_compiled_for_all_targets():
     assert {case.kernel for case in cases() if case.capability == 90 and case.head_dim in (64, 128)} == {
         "prefill", "prefill_hopper", "representatives", "log_sums", "scores", "pool", "tail", "trace",
         "block_sparse", "pool_blocks", "mean_key_mass", "antidiagonal", "gather_pages", "channel_ranges",
-        "quantise_keys", "weights", "products", "covariances", "add_linear", "combine",
+        "quantise_keys", "combine",
     }  # fmt: skip
 
 

@@ -99,10 +99,10 @@ def test_the_log_sum_exp_has_what_keys_lost():
 
 
 CASES = [
-    pytest.param((1, 2, 1, 200, 200, 64, None), 1.0, 4, id="B1-H2-L200-D64-1.0-4"),
-    pytest.param((1, 3, 3, 257, 257, 128, None), 0.0, 1, id="B1-H3-L257-D128-0.0-1"),
-    pytest.param((2, 4, 2, 100, 211, 64, None), 1.0, 4, id="q100-kv211-1.0-4"),
-    pytest.param((3, 2, 1, 150, 150, 64, [0, 67, 149]), 0.0, 1, id="left-padded-0.0-1"),
+    pytest.param((1, 2, 1, 200, 200, 64, None), 1.0, id="B1-H2-L200-D64-1.0"),
+    pytest.param((1, 3, 3, 257, 257, 128, None), 0.0, id="B1-H3-L257-D128-0.0"),
+    pytest.param((2, 4, 2, 100, 211, 64, None), 1.0, id="q100-kv211-1.0"),
+    pytest.param((3, 2, 1, 150, 150, 64, [0, 67, 149]), 0.0, id="left-padded-0.0"),
 ]
 
 
@@ -113,11 +113,11 @@ def near(out, lse, expected, of_sums=2e-3):
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("shape", "tau", "grain"), all_but_first(CASES, SLOW))
-def test_the_kernels_equal_the_reference(shape, tau, grain, nan_filled):
+@pytest.mark.parametrize(("shape", "tau"), all_but_first(CASES, SLOW))
+def test_the_kernels_equal_the_reference(shape, tau, nan_filled):
     q, k, v, kv_start = drawn(shape)
     k = k + torch.randn(shape[5])
-    config = replace(mixed_config(shape[1], tau, grain=grain), scores="int8")
+    config = replace(mixed_config(shape[1], tau), scores="int8")
     (out, visited, lse), expected = run_both(q, k, v, config, kv_start)
     near(out, lse, expected)
     assert (visited != expected.visited).float().mean() <= 0.02
@@ -128,8 +128,8 @@ def test_the_kernels_equal_the_reference(shape, tau, grain, nan_filled):
 def test_sinks_and_dense_heads(stop_rule, nan_filled):
     q, k, v = inputs(1, 2, 1, 200, 200, 64)
     k = k + torch.randn(64)
-    heads = (HeadConfig(0.5, 64, stop_rule=stop_rule, representatives=8, far="mean"), HeadConfig(mode="dense"))
-    config = LayerConfig(heads, TILE, grain=2, scores="int8")
+    heads = (HeadConfig(0.5, 64, stop_rule=stop_rule, representatives=16, tail="mean"), HeadConfig(mode="dense"))
+    config = LayerConfig(heads, TILE, scores="int8")
     (out, _, lse), expected = run_both(q, k, v, config, sinks=torch.tensor([2.0, 7.0]))
     near(out, lse, expected)
 
@@ -174,8 +174,8 @@ def test_packed_sequences(nan_filled):
     cu_k = torch.tensor([0, 90, 90, 230], dtype=torch.int32)
     q, k, v = torch.randn(150, 2, 64) * 2, torch.randn(230, 1, 64), torch.randn(230, 1, 64)
     k[90:] = 5 * k[90:] + 7
-    heads = (HeadConfig(0.0, 64, representatives=4, far="mean"), HeadConfig(mode="dense"))
-    config = LayerConfig(heads, TILE, grain=4, scores="int8")
+    heads = (HeadConfig(0.0, 64, representatives=16, tail="mean"), HeadConfig(mode="dense"))
+    config = LayerConfig(heads, TILE, scores="int8")
     ours, theirs = (
         s2o_attention_varlen(q, k, v, cu_q, cu_k, 90, 140, config, backend=backend, return_lse=True)
         for backend in ("triton", "reference")

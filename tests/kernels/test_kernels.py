@@ -11,7 +11,7 @@ import triton.language as tl
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.warmup import SEGMENTS
 from s2o_runtime.call import head_tables
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
@@ -24,7 +24,7 @@ from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, part_means
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.sequences import CallShape
 from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, mixed_config, prefix_of, run_both
 from support.layouts import as_transformers, pack, unpacked
 from support.marks import INTERPRETED, all_but_first, pairwise
@@ -39,7 +39,7 @@ BINS = 4 * BUCKETS  # linear bins of a row's scores, before they become buckets
 
 
 def rank_of(q, k, config, kv_start=None):
-    """(scores, order) of a whole call, [B, Hq, N, P / grain] each."""
+    """(scores, order) of a whole call, [B, Hq, N, P / GRAIN] each."""
     ranking, _ = kernel_ranking(call_of(q, k, k, config, kv_start))
     return ranking.score.clone(), ranking.order
 
@@ -55,16 +55,16 @@ SHAPES = [
 ]
 
 
-TAUS_AND_GRAINS = [(1.0, 4), (0.0, 4), (1.0, 1), (100.0, 8)]
+TAUS = [1.0, 0.0, 100.0]
 
 
 @pytest.mark.parametrize(
-    ("shape", "tau", "grain"),
-    all_but_first(pairwise(SHAPES, TAUS_AND_GRAINS, mark=EXHAUSTIVE, count=7), SLOW),
+    ("shape", "tau"),
+    all_but_first(pairwise(SHAPES, TAUS, mark=EXHAUSTIVE, count=7), SLOW),
 )
-def test_prefill_equals_the_reference(shape, tau, grain, nan_filled):
+def test_prefill_equals_the_reference(shape, tau, nan_filled):
     q, k, v, kv_start = drawn(shape)
-    config = mixed_config(shape[1], tau, grain=grain)
+    config = mixed_config(shape[1], tau)
     agree(*run_both(q, k, v, config, kv_start))
 
 
@@ -78,7 +78,7 @@ RULES_AND_TILES = [
 
 @pytest.mark.parametrize(("tile", "stop_rule", "tau"), all_but_first(RULES_AND_TILES, SLOW), ids=str)
 def test_rules_and_tiles(stop_rule, tau, tile, nan_filled):
-    config = LayerConfig.uniform(1, tau=tau, segment=128, stop_rule=stop_rule, far="mean", tile=tile)
+    config = LayerConfig.uniform(1, tau=tau, segment=128, stop_rule=stop_rule, tail="mean", tile=tile)
     agree(*run_both(*inputs(1, 1, 1, 450, 450, 64), config))
 
 
@@ -93,18 +93,18 @@ FEATURES = [
 @pytest.mark.parametrize(("features", "starts"), all_but_first(FEATURES, SLOW))
 def test_sinks_caps_and_scales(features, starts, nan_filled):
     q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 140, 211, 64, starts))
-    heads = (HeadConfig(1.0, 64, representatives=4, far="mean"), HeadConfig(0.3, 128))
-    agree(*run_both(q, k, v, LayerConfig(heads, TILE, grain=2), kv_start, **features))
+    heads = (HeadConfig(1.0, 64, representatives=16, tail="mean"), HeadConfig(0.3, 128))
+    agree(*run_both(q, k, v, LayerConfig(heads, TILE), kv_start, **features))
 
 
 def test_a_cap_is_part_of_the_ranking(nan_filled):
     q, k, _ = inputs(1, 1, 1, 64, 330, 64)
-    config = LayerConfig.uniform(1, segment=64, representatives=4, grain=2, tile=TILE)
+    config = LayerConfig.uniform(1, segment=64, representatives=16, tile=TILE)
     ranking, _ = kernel_ranking(call_of(q, k, k, config, softcap=1.5))
-    means = part_means(q[0, 0] * 0.125, 16)
-    expected = log_weights(means, k[0, 0, :256], 2, softcap=1.5) * LOG2E
-    torch.testing.assert_close(ranking.score[0, 0, 0, :128].float(), expected, rtol=2e-3, atol=1e-2)
-    assert (expected - log_weights(means, k[0, 0, :256], 2) * LOG2E).abs().max() > 0.5
+    means = part_means(q[0, 0] * 0.125, 4)
+    expected = log_weights(means, k[0, 0, :256], GRAIN, softcap=1.5) * LOG2E
+    torch.testing.assert_close(ranking.score[0, 0, 0, :64].float(), expected, rtol=2e-3, atol=1e-2)
+    assert (expected - log_weights(means, k[0, 0, :256], GRAIN) * LOG2E).abs().max() > 0.5
 
 
 HEAD_DIMS = [(80, 80), (48, 32), (192, 128), (64, 96), (8, 8), (96, 96), (256, 256)]
@@ -174,8 +174,8 @@ def test_slicing_the_rows_changes_nothing(monkeypatch):
     call = call_of(q, k, v, mixed_config(2, 1.0))
     whole = s2o_prefill(call)
     assert row_slices(call, workspace=1) == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
-    # 2 heads, segments of 64 rows or more, 6 bytes a key and 4416 for a tail: 4 segments of 286 keys fit, then 2 of 414
-    assert row_slices(call, workspace=50000) == [range(0, 256), range(256, 384), range(384, 500)]
+    # 2 heads, segments of 64 rows or more, 6 bytes a step of 4 keys and 4416 for a tail: 4 segments fit, then 2
+    assert row_slices(call, workspace=40000) == [range(0, 256), range(256, 384), range(384, 500)]
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
     sliced = s2o_prefill(call)
     torch.testing.assert_close(whole[0], sliced[0], rtol=1e-5, atol=1e-6)
@@ -241,32 +241,29 @@ def test_as_many_heads_take_turns_as_the_cache_holds():
 
 
 @pytest.mark.parametrize(
-    # of 64 representatives a program scores two of the four segments at once
-    ("grain", "representatives", "starts", "length"),
+    ("representatives", "starts", "length"),
     [
-        (8, 16, [30, 0], 330),
-        *all_but_first([(4, 64, None, 330), (2, 2, None, 330), (1, 16, [30, 0], 330)], SLOW, 0),
-        *all_but_first(
-            [(1, 1, [30, 0], 2600), (4, 1, None, 2600), (4, 64, [30, 0], 2600), (8, 16, None, 2600)], EXHAUSTIVE, 0
-        ),
+        (16, [30, 0], 330),
+        *all_but_first([(1, [30, 0], 330), (16, None, 330), (1, None, 330)], SLOW, 0),
+        *all_but_first([(1, [30, 0], 2600), (1, None, 2600), (16, [30, 0], 2600)], EXHAUSTIVE, 0),
     ],
 )
-def test_rank_scores_and_orders_every_prefix(starts, length, grain, representatives, nan_filled, monkeypatch):
+def test_rank_scores_and_orders_every_prefix(starts, length, representatives, nan_filled, monkeypatch):
     monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 1 << 20)
     q, k, _, kv_start = drawn((2, 2, 1, 230, length, 64, starts))
-    config = LayerConfig.uniform(2, segment=64, representatives=representatives, grain=grain, tile=TILE)
+    config = LayerConfig.uniform(2, segment=64, representatives=representatives, tile=TILE)
     call = call_of(q, k, k, config, kv_start)
     scores, order_of_steps = rank_of(q, k, config, kv_start)
     for b, h, n in itertools.product(range(2), range(2), range(4)):
         start, first = prefix_of(call, b, h, n)
         segment = q[b, h, n * 64 : (n + 1) * 64] * 0.125
         means = part_means(segment, 64 // representatives, length - 230 + n * 64, start)
-        steps = (first - start) // grain
-        expected = log_weights(means, k[b, 0, start:first], grain) * LOG2E
+        steps = (first - start) // GRAIN
+        expected = log_weights(means, k[b, 0, start:first], GRAIN) * LOG2E
         ours = scores[b, h, n, :steps].float()
         torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-2)  # fp16, and 1 of 1 keys in the denominator
         order, sure = bucket_order(ours)
-        found = (order_of_steps[b, h, n, :steps].long() - start) // grain
+        found = (order_of_steps[b, h, n, :steps].long() - start) // GRAIN
         assert torch.equal(found.sort().values, torch.arange(steps))
         assert torch.equal(found[sure[found]], order[sure[order]])
 
@@ -274,22 +271,22 @@ def test_rank_scores_and_orders_every_prefix(starts, length, grain, representati
 @SLOW
 def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
     q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
-    config = LayerConfig.uniform(1, segment=64, representatives=4, tile=TILE)
+    config = LayerConfig.uniform(1, segment=64, representatives=16, tile=TILE)
     monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 1 << 20)
     exact, _ = rank_of(q * 0.5, k, config)
     monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 3000 // 16)
     sampled, _ = rank_of(q * 0.5, k, config)
-    difference = (sampled - exact)[0, 0, 0, :2912].float()
+    difference = (sampled - exact)[0, 0, 0, : 2912 // GRAIN].float()
     assert difference.abs().max() < 1.0  # of a row: at most a factor of two
     assert difference.abs().mean() > 1e-3
 
 
 @SLOW
-@pytest.mark.parametrize(("shares", "starts", "grain", "head_dim"), [(3, [30, 0], 4, 64), (1, None, 1, 256)])
-def test_tail_sums_are_those_of_the_order(shares, starts, grain, head_dim, nan_filled, monkeypatch):
+@pytest.mark.parametrize(("shares", "starts", "head_dim"), [(3, [30, 0], 64), (1, None, 256)])
+def test_tail_sums_are_those_of_the_order(shares, starts, head_dim, nan_filled, monkeypatch):
     monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
     q, k, v, kv_start = drawn((2, 2, 1, 230, 500, head_dim, starts))
-    config = LayerConfig.uniform(2, segment=64, representatives=4, far="mean", grain=grain, tile=TILE)
+    config = LayerConfig.uniform(2, segment=64, representatives=16, tail="mean", tile=TILE)
     call = call_of(q, k, v, config, kv_start)
     ranking, tail = kernel_ranking(call)
     assert_tail_sums(tail, ranking, call)
@@ -300,8 +297,8 @@ def test_tail_sums_of_more_segments_at_once(shares, head_dim, starts, nan_filled
     """The last program has one segment, of the eight that it could have."""
     monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
     q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 560, 700, head_dim, starts))
-    heads = (HeadConfig(1.0, 64, representatives=4, far="mean"), HeadConfig(1.0, 128, far="mean"))
-    call = call_of(q, k, v, LayerConfig(heads, TILE, grain=4), kv_start)
+    heads = (HeadConfig(1.0, 64, representatives=16, tail="mean"), HeadConfig(1.0, 128, tail="mean"))
+    call = call_of(q, k, v, LayerConfig(heads, TILE), kv_start)
     ranking, four = kernel_ranking(call)
     monkeypatch.setattr(tail_module, "MANY_SEGMENTS", 1)
     assert tail_module.tail_segments(9, head_dim) == 8
@@ -313,14 +310,14 @@ def test_tail_sums_of_more_segments_at_once(shares, head_dim, starts, nan_filled
 
 def assert_tail_sums(tail, ranking, call):
     """The sums of a whole call are those of its order, in plain torch."""
-    shape, grain = call.shape, call.config.grain
+    shape = call.shape
     for b, h in itertools.product(range(shape.batch), range(shape.query_heads)):
         for n in range(-(-shape.q_len // call.config.heads[h].segment)):
             start, first = prefix_of(call, b, h, n)
-            steps = (first - start) // grain
+            steps = (first - start) // GRAIN
             weights = ranking.score[b, h, n, :steps].double().exp2()
-            means = call.v[b, h // shape.group, start:first].double().view(steps, grain, shape.head_dim).mean(1)
-            place = (ranking.order[b, h, n, :steps].long() - start) // grain
+            means = call.v[b, h // shape.group, start:first].double().view(steps, GRAIN, shape.head_dim).mean(1)
+            place = (ranking.order[b, h, n, :steps].long() - start) // GRAIN
             for e, begin in enumerate(tail.first[b, h, n, :: BUCKETS // EDGES].tolist()):
                 rest = place[begin:]
                 on_the_border = float(weights[rest].max()) * 2 if len(rest) else 1e-6  # may count for either bucket
@@ -361,37 +358,38 @@ def bucket_order(scores):
 @SLOW
 def test_the_coarse_order_is_nearly_the_full_order():
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
-    q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
+    q, k, _ = inputs(1, 1, 1, 64, 12000, 64)
     scores, ranked = rank_of(q, k, LayerConfig.uniform(1, segment=64, tile=TILE))
-    prefix = (3000 - 64) // 32 * 32
-    weights = scores[0, 0, 0, :prefix].double().mul(6).exp2()
-    coarse = weights[ranked[0, 0, 0, :prefix].long()].cumsum(0) / weights.sum()
+    steps = (12000 - 64) // 32 * 32 // GRAIN
+    weights = scores[0, 0, 0, :steps].double().mul(6).exp2()
+    coarse = weights[ranked[0, 0, 0, :steps].long() // GRAIN].cumsum(0) / weights.sum()
     full = weights.sort(descending=True).values.cumsum(0) / weights.sum()
     for depth in (32, 64, 256, 1024):
         assert coarse[depth] >= 0.98 * full[depth]  # the least of three seeds is 0.991
 
 
-@pytest.mark.parametrize("prefix", [96, 160, 224, 480])
-def test_the_order_knows_the_last_keys_however_long_the_prefix_is(prefix, monkeypatch):
+@pytest.mark.parametrize("steps", [96, 160, 224, 480])
+def test_the_order_knows_the_last_keys_however_long_the_prefix_is(steps, monkeypatch):
     """Recent keys often matter most: those behind the last whole multiple of the sample must be seen by it too."""
     monkeypatch.setattr(order_module, "SAMPLES", 64)
     direction = torch.full((64,), 0.125)
     q = direction.expand(1, 1, 64, 64)
-    k = torch.linspace(0, 6, prefix + 64)[None, None, :, None] * direction * 8  # scores rise with the position
+    k = torch.linspace(0, 6, steps * GRAIN + 64)[None, None, :, None] * direction * 8  # scores rise with the position
     scores, ranked = rank_of(q.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE))
-    weights = scores[0, 0, 0, :prefix].double().exp2()
+    weights = scores[0, 0, 0, :steps].double().exp2()
     full = weights.sort(descending=True).values
-    assert prefix % order_module.SAMPLES
+    assert steps % order_module.SAMPLES
     for depth in (8, 16, 32, 64):
-        assert weights[ranked[0, 0, 0, :depth].long()].sum() >= 0.9 * full[:depth].sum()
+        assert weights[ranked[0, 0, 0, :depth].long() // GRAIN].sum() >= 0.9 * full[:depth].sum()
 
 
 def test_equal_scores_keep_their_neighbours():
-    q, k, _ = inputs(1, 1, 1, 64, 400, 64)
+    q, k, _ = inputs(1, 1, 1, 64, 1360, 64)
     _, ranked = rank_of(q * 0, k, LayerConfig.uniform(1, segment=64, tile=TILE))
     for begin in (0, 128, 256):
-        block = ranked[0, 0, 0, begin : min(begin + 128, 320)]
-        assert torch.equal(block.sort().values, torch.arange(begin, min(begin + 128, 320), dtype=torch.int32))
+        steps = torch.arange(begin, min(begin + 128, 320), dtype=torch.int32)
+        block = ranked[0, 0, 0, begin : begin + len(steps)]
+        assert torch.equal(block.sort().values, steps * GRAIN)
 
 
 def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monkeypatch):

@@ -26,20 +26,19 @@ EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs
 
 GPU = Resources(132, 50 << 20)
 HOPPER = TileConfig(64, 128, 2, 4, 2, specialized=True)
-LINEAR = HeadConfig(0.3, 64, far="linear")
 HEADS = (
-    HeadConfig(1.0, 64, representatives=4, far="mean"),
+    HeadConfig(1.0, 64, representatives=16, tail="mean"),
     HeadConfig(mode="dense"),
     HeadConfig(0.5, 128, stop_rule=StopRule.PAPER),
     HeadConfig(mode="dense"),
 )
-CONFIG = LayerConfig(HEADS, TILE, grain=4)
+CONFIG = LayerConfig(HEADS, TILE)
 DENSE = [1, 3]
 
 
-def shares_of(q_len, kv_len, dense=2, heads=8, batch=1, gpu=GPU, others=HEADS[0]):
+def shares_of(q_len, kv_len, dense=2, heads=8, batch=1, gpu=GPU):
     """In a layer with so many dense heads, all others alike, and programs of 128 rows."""
-    others = replace(others, segment=HOPPER.rows)
+    others = replace(HEADS[0], segment=HOPPER.rows)
     config = LayerConfig((HeadConfig(mode="dense"),) * dense + (others,) * (heads - dense), HOPPER)
     sizes = (heads, q_len), (heads // 4, kv_len), (heads // 4, kv_len)
     tensors = (torch.empty(batch, *size, 128, device="meta") for size in sizes)
@@ -50,8 +49,6 @@ def test_few_queries_behind_many_keys_are_split():
     assert [shares_of(2048, 1 << power) for power in range(11, 18)] == [1, 1, 4, 8, 16, 16, 16]
     assert shares_of(4096, 131072) == 8
     assert shares_of(8192, 131072) == 1  # a dense program takes 0.6 times the mean work of an SM
-    # beside heads that stop at once it takes longer than that, or more of it
-    assert [shares_of(q_len, 131072, others=LINEAR) for q_len in (4096, 8192)] == [16, 8]
     assert shares_of(2048, 131072, dense=0) == 1
     assert shares_of(2048, 131072, dense=8, heads=32) == 1
     assert shares_of(2048, 131072, dense=4, heads=32) == 8
@@ -183,21 +180,6 @@ def test_pages_change_nothing(monkeypatch, nan_filled):
     assert combined == [1, 1]
     assert torch.equal(ours.out, expected.out)
     assert torch.equal(ours.lse, expected.lse)
-
-
-@pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
-@INTERPRETED
-def test_linear_tails_are_added_to_their_heads_alone(monkeypatch, nan_filled):
-    """To outputs and log-sum-exps that the combination has left as they are; dense heads keep what it wrote."""
-    q, k, v = inputs(1, 4, 2, 60, 400, 64)
-    call = call_of(q, k, v, LayerConfig((HEADS[0], HEADS[1], LINEAR, HEADS[3]), TILE, grain=4), lse=True)
-    whole, _, whole_lse = unsplit(call, monkeypatch)
-    combined = split(monkeypatch, 4)
-    out, _, lse = s2o_prefill(call)
-    assert combined == [1]
-    assert torch.equal(out[:, [0, 2]], whole[:, [0, 2]])
-    assert torch.equal(lse[:, [0, 2]], whole_lse[:, [0, 2]])
-    near((out, lse), (whole, whole_lse))
 
 
 @INTERPRETED

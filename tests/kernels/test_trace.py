@@ -21,19 +21,19 @@ TAUS = [0.01, 2.0, 0.3, 50.0]
 
 
 @pytest.mark.parametrize(
-    ("length", "segment", "representatives", "grain", "softcap", "sinks", "scores", "taus"),
+    ("length", "segment", "representatives", "softcap", "sinks", "scores", "taus"),
     [
-        pytest.param(170, 64, 4, 4, 4.0, [2.0, 4.0], "input", TAUS[:2], marks=SLOW, id="cap-sinks"),
-        pytest.param(450, 128, 1, 1, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S128"),
-        pytest.param(301, 64, 4, 4, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S64-r4-g4"),
-        pytest.param(301, 64, 4, 4, None, [2.0, 4.0], "int8", TAUS, marks=EXHAUSTIVE, id="int8"),
+        pytest.param(170, 64, 16, 4.0, [2.0, 4.0], "input", TAUS[:2], marks=SLOW, id="cap-sinks"),
+        pytest.param(450, 128, 1, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S128"),
+        pytest.param(301, 64, 16, None, None, "input", TAUS, marks=EXHAUSTIVE, id="S64-r16"),
+        pytest.param(301, 64, 16, None, [2.0, 4.0], "int8", TAUS, marks=EXHAUSTIVE, id="int8"),
     ],
 )
-def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, softcap, sinks, scores, taus):
+def test_a_trace_is_every_run_at_once(length, segment, representatives, softcap, sinks, scores, taus):
     q, k, v = inputs(1, 2, 1, length, length, 64)
     k = k * torch.rand(length, 1).square() * 3  # some keys matter, most do not
-    kind = {"segment": segment, "representatives": representatives, "grain": grain, "scores": scores}
-    config = LayerConfig.uniform(2, far="mean", tile=TILE, **kind)
+    kind = {"segment": segment, "representatives": representatives, "scores": scores}
+    config = LayerConfig.uniform(2, tail="mean", tile=TILE, **kind)
     sinks = None if sinks is None else torch.tensor(sinks)
     features = {"softcap": softcap, "sinks": sinks}
     truth = exact_attention(q, k, v, scale=0.125, **features)
@@ -50,15 +50,15 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, grain, s
     distinct = set()
     for s in range(STRIDES):
         for t, tau in enumerate(taus):
-            for far in ("none", "mean"):
-                run = LayerConfig.uniform(2, tau=tau, far=far, tile=replace(TILE, chunk=1 << s), **kind)
+            for tail in ("none", "mean"):
+                run = LayerConfig.uniform(2, tau=tau, tail=tail, tile=replace(TILE, chunk=1 << s), **kind)
                 out, visited, _ = s2o_prefill(call_of(q, k, v, run, **features))
                 off = (out - truth).square().sum(-1)
                 filled = torch.nn.functional.pad(torch.stack([off, off / size]), (0, tiles * 64 - length))
                 squared, worst = filled.view(2, 2, tiles, 64).unbind()
                 assert torch.equal(traced.visited[s, :, :, t], visited[0].float())
-                mine = (traced.squared, traced.worst) if far == "none" else (traced.tail_squared, traced.tail_worst)
+                mine = (traced.squared, traced.worst) if tail == "none" else (traced.tail_squared, traced.tail_worst)
                 torch.testing.assert_close(mine[0][s, :, :, t], squared.sum(-1), rtol=1e-3, atol=1e-6)
                 torch.testing.assert_close(mine[1][s, :, :, t], worst.amax(-1), rtol=1e-3, atol=1e-8)
-                distinct.add((tuple(visited.flatten().tolist()), far))
+                distinct.add((tuple(visited.flatten().tolist()), tail))
     assert len(distinct) > len(taus)

@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from calibrate import calibrate
 from calibrate.commands.profile import main as profile_command
-from calibrate.model import layers
-from calibrate.model import models as gguf_files
+from calibrate.model import layers, models
 from calibrate.model.layers import attention_implementation, begin, decoder_layers, layer_on_device
 from calibrate.model.logits import logits_on_device
 from calibrate.model.models import in_memory, load, load_config, load_tokenizer
-from calibrate.model.weights import InMemory, model_class, skeleton, streaming_obstacle
+from calibrate.model.weights import InMemory, explain_no_streaming, model_class, skeleton
 from s2o_runtime import load_profile, patch
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -25,6 +24,7 @@ from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.fit import check_model
 from support.architectures import CASES
+from support.marks import all_but_first
 from support.models import CONFIGS, SIZES, build
 from support.tiny import QUICKEST, save_tiny, tiny_tokenizer
 
@@ -33,6 +33,7 @@ RENAMED = (  # models with images or experts, whose checkpoints name or part wei
     "llama4", "qwen2-moe", "qwen2.5-vl", "qwen3-moe", "qwen3-next", "qwen3-vl", "mistral3", "mixtral", "gemma3-vision",
     "gpt-oss", "deepseek-v3",
 )  # fmt: skip
+PLAIN = pytest.mark.slow(reason="text without experts: stored as in llama")
 STREAMED = ("gemma3", "lfm2", "llama4", "cohere2", "granite")  # with layers of several kinds, or scaled logits
 
 
@@ -58,8 +59,7 @@ def test_a_model_streams_as_it_runs_whole(name, tmp_path):
     assert streamed.geometry.layers == (2 if name == "granite" else 1)
     for (mine,), (theirs,) in zip(layers.layers(streamed, PROMPTS), layers.layers(held, PROMPTS), strict=True):
         assert mine.layer == theirs.layer
-        for one, other in ((mine.q, theirs.q), (mine.k, theirs.k), (mine.v, theirs.v)):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close((mine.q, mine.k, mine.v), (theirs.q, theirs.k, theirs.v), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits_layer_by_layer(streamed), model(PROMPTS[0][None]).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -76,14 +76,14 @@ def logits_layer_by_layer(loaded):
 def test_why_a_checkpoint_cannot_be_streamed():
     model = skeleton(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), torch.float32, torch.device("cpu"))
     names = [name for name, _ in model.named_parameters()]
-    assert streaming_obstacle(model.config, model, names) is None
-    assert streaming_obstacle(model.config, model, None) is None
+    assert explain_no_streaming(model.config, model, names) is None
+    assert explain_no_streaming(model.config, model, None) is None
     fused = [name for name in names if "experts" not in name] + ["model.layers.0.mlp.experts.0.gate_proj.weight"]
-    assert "transformers makes its tensors of others" in streaming_obstacle(model.config, model, fused)
+    assert "transformers makes its tensors of others" in explain_no_streaming(model.config, model, fused)
     missing = [name for name in names if name != "model.layers.1.self_attn.q_proj.weight"]
-    assert streaming_obstacle(model.config, model, missing) is None  # so reading it says what is missing
+    assert explain_no_streaming(model.config, model, missing) is None  # so reading it says what is missing
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    assert streaming_obstacle(model.config, model, names) == "its weights are quantised (gptq)"
+    assert explain_no_streaming(model.config, model, names) == "its weights are quantised (gptq)"
 
 
 @pytest.mark.slow(reason="two calibrations")
@@ -158,14 +158,14 @@ class Reader:
     ],
 )
 def test_a_tokenizer_is_compared_with_the_vocabulary_of_a_gguf_file(words, adds_bos, file_adds_bos, wrong):
-    said = gguf_files.wrong_tokens(Reader(words, adds_bos), gguf_files.Vocabulary(VOCABULARY, file_adds_bos))
+    said = models.compare_tokens(Reader(words, adds_bos), VOCABULARY, file_adds_bos)
     assert said is wrong is None or wrong in said
 
 
 def test_a_gguf_file_needs_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_files, "find_spec", lambda package: None)
+    monkeypatch.setattr(models, "find_spec", lambda package: None)
     (tmp_path / "m.gguf").touch()
-    with pytest.raises(ResourceError, match=r"gguf and accelerate, .* pip install 's2o\[gguf\]'"):
+    with pytest.raises(ResourceError, match=r"gguf and accelerate, .* pip install '.*\[gguf\]'"):
         load_config(str(tmp_path / "m.gguf"))
 
 
@@ -217,37 +217,25 @@ def write_gguf(gguf, model, path, adds_bos=None):
     writer.close()
 
 
-CONFIGURATION = """
-from transformers import LlamaConfig
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
 
 class OwnConfig(LlamaConfig):
     model_type = "own"
-"""
-MODELING = """
-from transformers import LlamaForCausalLM
-from .configuration_own import OwnConfig
 
 class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
 """
 
 
-@pytest.fixture
-def own_model(tmp_path, monkeypatch):
-    """The folder of a model that comes with code of its own."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = save_tiny(tmp_path / "own_model")
-    (folder / "configuration_own.py").write_text(CONFIGURATION)
-    (folder / "modeling_own.py").write_text(MODELING)
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own"}
-    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": classes}))
-    return folder
-
-
-def test_a_profile_is_verified_with_code_of_the_model_if_it_is_trusted(own_model, tmp_path, capsys):
+def test_a_profile_is_verified_with_code_of_the_model_if_it_is_trusted(tmp_path, capsys, monkeypatch):
     """What the profile's own recipe says of trust does not count: a profile may be another's."""
-    out = tmp_path / "p.safetensors"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    own_model, out = save_tiny(tmp_path / "own_model"), tmp_path / "p.safetensors"
+    (own_model / "own.py").write_text(OWN_CODE)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config = json.loads((own_model / "config.json").read_text()) | {"model_type": "own", "auto_map": classes}
+    (own_model / "config.json").write_text(json.dumps(config))
     options = QUICKEST | {"num_certify": 3, "budget_rel_mse": 0.5, "worst_rows": 0, "hide_needles": False}
     calibrate(str(own_model), progress=False, out=out, device="cpu", trust_remote_code=True, **options)
     assert load_profile(out).record["recipe"]["trust_remote_code"] is True
@@ -256,21 +244,12 @@ def test_a_profile_is_verified_with_code_of_the_model_if_it_is_trusted(own_model
         command = ["verify", str(out), "--model", str(own_model), "--device", "cpu", "--quiet", *prompts]
         assert profile_command(command) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
-        assert line.startswith("s2o-profile: model")
         assert "comes with code of its own, which is not run: give --trust-remote-code" in line
         assert profile_command([*command, "--trust-remote-code"]) in (0, 3)
         assert shown in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name in ("llama", *RENAMED)
-        else pytest.param(name, marks=pytest.mark.slow(reason="text without experts: stored as in llama"))
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", all_but_first(dict.fromkeys(("llama", *RENAMED, *CASES)), PLAIN, 1 + len(RENAMED)))
 def test_a_server_knows_a_models_weights_in_its_checkpoint(name, tmp_path):
     """Whose files may name and part them otherwise than transformers does: right ones are known, wrong ones refused."""
     torch.manual_seed(1)
@@ -306,22 +285,24 @@ class OfImages:
         raise ValueError("no image")
 
 
-def test_what_is_said_of_a_model_in_memory_that_will_not_do(tmp_path):
-    model = build("llama")
-    with pytest.raises(ModelError, match="the tokenizer of LlamaForCausalLM is missing: give it beside the model"):
-        calibrate(model, out=tmp_path / "p.safetensors")
-    with pytest.raises(ModelError, match="the tokenizer of LlamaForCausalLM cannot be used: str is no tokenizer; give"):
-        calibrate(model, "demo", out=tmp_path / "p.safetensors")
-    with pytest.raises(ModelError, match=r"cannot be used: OfImages reads no text; give the model's own"):
-        calibrate(model, OfImages(), out=tmp_path / "p.safetensors")
-    with pytest.raises(ConfigError, match="got a model in memory and device, which it has already"):
-        calibrate(model, tiny_tokenizer(), device="cpu", out=tmp_path / "p.safetensors")
-    with pytest.raises(ConfigError, match="got a tokenizer and a model by name: give the tokenizer's folder"):
-        calibrate("demo", tiny_tokenizer())
-    with pytest.raises(ModelError, match="Linear is no transformers model"):
-        calibrate(torch.nn.Linear(2, 2), tiny_tokenizer())
-    with pytest.raises(ModelError, match="the model is in training mode"):
-        in_memory(build("llama").train(), tiny_tokenizer())
+def test_a_model_in_memory_that_will_not_do_is_refused(tmp_path):
+    model, tokenizer, out = build("llama"), tiny_tokenizer(), tmp_path / "p.safetensors"
+    for arguments, options, error, message in (
+        ((model,), {}, ModelError, "the tokenizer of LlamaForCausalLM is missing: give it beside the model"),
+        (
+            (model, "demo"),
+            {},
+            ModelError,
+            "the tokenizer of LlamaForCausalLM cannot be used: str is no tokenizer; give",
+        ),
+        ((model, OfImages()), {}, ModelError, "cannot be used: OfImages reads no text; give the model's own"),
+        ((model, tokenizer), {"device": "cpu"}, ConfigError, "got a model in memory and device, which it has already"),
+        (("demo", tokenizer), {}, ConfigError, "got a tokenizer and a model by name: give the tokenizer's folder"),
+        ((torch.nn.Linear(2, 2), tokenizer), {}, ModelError, "Linear is no transformers model"),
+        ((build("llama").train(), tokenizer), {}, ModelError, "the model is in training mode"),
+    ):
+        with pytest.raises(error, match=message):
+            calibrate(*arguments, out=out, **options)
     model.model.layers[1].mlp.to("meta")
     with pytest.raises(ModelError, match=r"layers.1.mlp.* is not in memory.*load the model without offloading"):
-        in_memory(model, tiny_tokenizer())
+        in_memory(model, tokenizer)

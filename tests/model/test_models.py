@@ -46,10 +46,10 @@ def test_the_sizes_are_the_published_ones(name, offline):
     shape, billions = PUBLISHED[name]
     assert geometry(config) == shape
     model = skeleton(config, torch.bfloat16, torch.device("cpu"))
-    assert sum(each.numel() for each in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.006)
-    assert all(each.is_meta and each.dtype == torch.bfloat16 for each in model.parameters())
-    assert all(not each.is_meta for each in model.buffers())
-    assert all(each.dtype == torch.float32 for key, each in model.named_buffers() if "inv_freq" in key)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.006)
+    assert all(weight.is_meta and weight.dtype == torch.bfloat16 for weight in model.parameters())
+    assert all(not buffer.is_meta for buffer in model.buffers())
+    assert all(buffer.dtype == torch.float32 for key, buffer in model.named_buffers() if "inv_freq" in key)
     assert config.max_position_embeddings == POSITIONS.get(name, 32768 if name.startswith("qwen") else 131072)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     assert rope["rope_theta"] == THETA.get(name, 1e6 if name.startswith("qwen") else 5e5)
@@ -79,21 +79,25 @@ def test_a_folder_without_weights_will_do_for_random_ones(tmp_path, caplog):
 
 
 def test_models_that_cannot_be_calibrated_are_refused(tmp_path):
-    MistralConfig(sliding_window=64).save_pretrained(tmp_path)  # says nothing of its layers' kinds
-    with pytest.raises(ModelError, match="has no layer of full_attention, only 32 of sliding_attention"):
-        load_config(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
+    llama = CONFIGS["llama"].to_dict()
     (tmp_path / "own.py").write_text("raise SystemExit('code of the model ran')")
-    with pytest.raises(ModelError, match="comes with code of its own, which is not run: give --trust-remote-code"):
-        load_config(str(tmp_path))
-    quantised = CONFIGS["llama"].to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(ResourceError, match=r"is quantised \(gptq\) and a package for that is missing"):
-        load_config(str(tmp_path))
-    unknown = CONFIGS["llama"].to_dict() | {"quantization_config": {"quant_method": "own"}}
-    (tmp_path / "config.json").write_text(json.dumps(unknown))
-    with pytest.raises(ModelError, match="is quantised in a format that transformers does not know: own"):
-        load_config(str(tmp_path))
+    for settings, error, message in (
+        (MistralConfig(sliding_window=64).to_dict(), ModelError, "no layer of full_attention, only 32 of sliding_att"),
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}},
+            ModelError,
+            "code of its own, which is not run",
+        ),
+        (
+            llama | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            ResourceError,
+            r"\(gptq\) and a package",
+        ),
+        (llama | {"quantization_config": {"quant_method": "own"}}, ModelError, "transformers does not know: own"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(error, match=message):
+            load_config(str(tmp_path))
 
 
 def test_the_hub_is_asked_once_and_briefly(monkeypatch, caplog, tmp_path):

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     CONFIG_MAPPING,
     Gemma3TextConfig,
@@ -16,7 +18,7 @@ from transformers import (
 )
 
 from calibrate.model.estimate import ModelSizes
-from calibrate.model.preflight import attention_share, loading, preflight
+from calibrate.model.preflight import compute_attention_share, describe_loading, preflight
 from calibrate.model.weights import skeleton
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import geometry
@@ -36,11 +38,10 @@ def test_the_plan_knows_what_the_tests_of_architectures_show(name):
         reason not in ("linear", "convolution") and "sees" not in reason for reason in case.reasons
     ]
     options = {"device": "cpu", "lengths": (100,), "random_weights": True}
-    if case.runs and case.others:
-        said = f"1 of 2 run S2O ({kinds.index('full_attention')}); {case.others} stay as they are"
-        assert preflight(str(name), case.config, **options).layers == said
-    elif case.runs:
-        assert preflight(str(name), case.config, **options).layers == "all 2 run S2O"
+    if case.runs:
+        some = f"1 of 2 run S2O ({kinds.index('full_attention')}); {case.others} stay as they are"
+        expected = some if case.others else "all 2 run S2O"
+        assert preflight(str(name), case.config, **options).layers == expected
     else:
         with pytest.raises(ModelError, match=r"layer [01] cannot run S2O \("):
             preflight(str(name), case.config, **options)
@@ -49,48 +50,52 @@ def test_the_plan_knows_what_the_tests_of_architectures_show(name):
 @pytest.mark.parametrize(
     ("config", "kinds"),
     [
-        (LlamaConfig(num_hidden_layers=2), ("full_attention",) * 2),
-        (MistralConfig(num_hidden_layers=1, sliding_window=4096), ("sliding_attention",)),
-        (MistralConfig(num_hidden_layers=1, sliding_window=131072), ("full_attention",)),
-        (Phi3Config(num_hidden_layers=1, sliding_window=262144, max_position_embeddings=131072), ("full_attention",)),
-        (Phi3Config(num_hidden_layers=1, sliding_window=2047, max_position_embeddings=4096), ("sliding_attention",)),
-        (Qwen3NextConfig(num_hidden_layers=4), ("linear_attention",) * 3 + ("full_attention",)),
-        (Llama4TextConfig(num_hidden_layers=4), ("chunked_attention",) * 3 + ("full_attention",)),
+        (LlamaConfig(num_hidden_layers=2), "full full"),
+        (MistralConfig(num_hidden_layers=1, sliding_window=4096), "sliding"),
+        (MistralConfig(num_hidden_layers=1, sliding_window=131072), "full"),
+        (Phi3Config(num_hidden_layers=1, sliding_window=262144, max_position_embeddings=131072), "full"),
+        (Phi3Config(num_hidden_layers=1, sliding_window=2047, max_position_embeddings=4096), "sliding"),
+        (Qwen3NextConfig(num_hidden_layers=4), "linear linear linear full"),
+        (Llama4TextConfig(num_hidden_layers=4), "chunked chunked chunked full"),
         (
             CONFIG_MAPPING["mllama"](text_config={"num_hidden_layers": 3, "cross_attention_layers": [1]}),
-            ("full_attention", "cross_attention", "full_attention"),
+            "full cross full",
         ),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_the_kinds_of_layers(config, kinds):
-    assert layer_kinds(config) == kinds
+    assert layer_kinds(config) == tuple(f"{kind}_attention" for kind in kinds.split())
 
 
 def test_what_is_no_decoder():
-    with pytest.raises(ModelError, match="a model of type 't5' is an encoder with a decoder"):
-        layer_kinds(CONFIG_MAPPING["t5"]())
-    with pytest.raises(ModelError, match="does not say num_hidden_layers"):
-        layer_kinds(CONFIG_MAPPING["resnet"]())
+    for config, message in (("t5", "type 't5' is an encoder with a"), ("resnet", "does not say num_hidden_layers")):
+        with pytest.raises(ModelError, match=message):
+            layer_kinds(CONFIG_MAPPING[config]())
     with pytest.raises(ModelError, match="has no layer of full_attention, only 32 of"):
         geometry(CONFIG_MAPPING["mamba"]())
     assert positions(CONFIG_MAPPING["mamba"]()) == UNLIMITED
 
 
-def test_the_share_of_attention():
-    """Against counting the pairs one by one."""
-    length = 3000
-    window = sum(min(row + 1, 1024) for row in range(length))
-    full = length * (length + 1) // 2
-    assert attention_share(GEMMA, length) == pytest.approx(4 * full / (4 * full + 22 * window), rel=1e-9)
-    assert attention_share(GEMMA, 1000) == pytest.approx(4 / 26)
-    assert attention_share(GEMMA, 131072) == pytest.approx(0.92, abs=0.01)
-    assert attention_share(Qwen3NextConfig(), 1000) == 1.0  # linear layers have no pairs
-    assert attention_share(CONFIGS["llama"], 7) == 1.0
-    chunks = CASES["llama4"].config  # of 48
-    chunked = sum(row % 48 + 1 for row in range(480))
-    full = 480 * 481 // 2
-    assert attention_share(chunks, 480) == pytest.approx(full / (full + chunked), rel=1e-9)
+@given(st.integers(1, 300), st.integers(2, 200), st.sampled_from(["sliding_attention", "chunked_attention"]))
+def test_the_share_of_attention(length, size, kind):
+    """Against counting the pairs one by one. Linear layers have no pairs."""
+    kinds = [kind, "full_attention", "linear_attention", kind]
+    if kind == "sliding_attention":
+        config = Qwen3NextConfig(num_hidden_layers=4, sliding_window=size, layer_types=kinds)
+        seen = [min(row + 1, size) for row in range(length)]
+    else:
+        config = Llama4TextConfig(num_hidden_layers=4, attention_chunk_size=size, layer_types=kinds)
+        seen = [row % size + 1 for row in range(length)]
+    full = length * (length + 1) / 2
+    assert compute_attention_share(config, length) == pytest.approx(full / (full + 2 * sum(seen)), rel=1e-9)
+
+
+def test_the_share_of_attention_in_published_models():
+    assert compute_attention_share(GEMMA, 1000) == pytest.approx(4 / 26)
+    assert compute_attention_share(GEMMA, 131072) == pytest.approx(0.92, abs=0.01)
+    assert compute_attention_share(Qwen3NextConfig(), 1000) == 1.0
+    assert compute_attention_share(CONFIGS["llama"], 7) == 1.0
 
 
 def test_how_a_checkpoint_is_loaded(tmp_path):
@@ -98,17 +103,17 @@ def test_how_a_checkpoint_is_loaded(tmp_path):
     model = skeleton(CONFIGS["llama"], torch.bfloat16, CPU)
     resident = ModelSizes.of(model, "cpu")
 
-    def said(name, sizes):
-        return loading(name, CONFIGS["llama"], model, sizes, "cpu", False)
+    def describe(name, sizes):
+        return describe_loading(name, CONFIGS["llama"], model, sizes, "cpu", False)
 
     total = sum(parameter.numel() for parameter in model.parameters()) * 4 / 1e9
-    assert said(folder, resident) == f"{total:.3g} GB, which stay on the device"
+    assert describe(folder, resident) == f"{total:.3g} GB, which stay on the device"
     sizes = replace(resident, resident=False)
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters()) * 4 / 1e9
     streamed = f"layer by layer, {layer:.3g} GB at a time of {total:.3g} GB"
-    assert said(folder, sizes) == streamed
-    assert said("org/name", sizes).startswith(f"{streamed}; as a whole if its files")
+    assert describe(folder, sizes) == streamed
+    assert describe("org/name", sizes).startswith(f"{streamed}; as a whole if its files")
     index = {"weight_map": {"model.layers.0.mlp.experts.0.gate_proj.weight": "a.safetensors"}}
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "transformers makes its tensors of others" in said(folder, sizes)
+    assert "transformers makes its tensors of others" in describe(folder, sizes)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from calibrate import calibrate
 from calibrate.commands import calibrate as command
@@ -29,11 +30,8 @@ def by_transformers(make_settings):
     """A checkpoint that transformers quantises and saves."""
 
     def save(model, folder):
-        settings = make_settings()
-        quantised = type(model).from_pretrained(
-            None, config=model.config, state_dict=model.state_dict(), quantization_config=settings, dtype=torch.float32
-        )
-        quantised.save_pretrained(folder)
+        options = {"config": model.config, "state_dict": model.state_dict(), "dtype": torch.float32}
+        type(model).from_pretrained(None, quantization_config=make_settings(), **options).save_pretrained(folder)
 
     return save
 
@@ -62,17 +60,11 @@ def by_hand(settings, pack, dtype=torch.float32):
         tensors = {}
         for name, value in model.state_dict().items():
             packed = pack(value.float()) if name.endswith("_proj.weight") else {"weight": value}
-            tensors |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()}
-        write(tensors, settings, folder)
+            tensors |= {f"{name.removesuffix('weight')}{part}": tensor.contiguous() for part, tensor in packed.items()}
+        save_file(tensors, folder / "model.safetensors")
+        write_settings(folder, settings)
 
     return save
-
-
-def write(tensors, settings, folder):
-    from safetensors.torch import save_file
-
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
-    write_settings(folder, settings)
 
 
 def write_settings(folder, settings):
@@ -160,28 +152,21 @@ def checkpoint(request, tmp_path_factory):
     return model, folder
 
 
-@torch.no_grad()
-def test_it_is_loaded_as_a_whole_and_keeps_its_fingerprint(checkpoint):
+def test_it_is_loaded_as_a_whole_keeps_its_fingerprint_and_is_calibrated(checkpoint, tmp_path):
     """What is loaded computes nearly what it was made of; running it changes nothing that names it, nor naming
     it what it computes."""
     model, folder = checkpoint
-    loaded = load(str(folder), "cpu")
+    loaded, out = load(str(folder), "cpu"), tmp_path / "p.safetensors"
     assert isinstance(loaded.weights, InMemory)
-    exact, quantised = model(IDS).logits, loaded.model(IDS).logits.float()
-    error = (quantised - exact).square().mean() / exact.square().mean()
-    assert 1e-7 < error < 0.2
-    assert fingerprint(loaded.model) == loaded.fingerprint != fingerprint(model)
-    assert in_memory(loaded.model, loaded.tokenizer).fingerprint == loaded.fingerprint
-    assert torch.equal(loaded.model(IDS).logits.float(), quantised)
-
-
-def test_it_is_calibrated_and_runs(checkpoint, tmp_path):
-    _, folder = checkpoint
-    out = tmp_path / "p.safetensors"
-    result = calibrate(str(folder), progress=False, out=out, device="cpu", budget_rel_mse=1e-2, **QUICKEST)
-    assert result.written
-    model = load(str(folder), "cpu").model
-    with torch.no_grad(), patched(model, load_profile(out), strict=True):
+    with torch.no_grad():
+        exact, quantised = model(IDS).logits, loaded.model(IDS).logits.float()
+        error = (quantised - exact).square().mean() / exact.square().mean()
+        assert 1e-7 < error < 0.2
+        assert fingerprint(loaded.model) == loaded.fingerprint != fingerprint(model)
+        assert in_memory(loaded.model, loaded.tokenizer).fingerprint == loaded.fingerprint
+        assert torch.equal(loaded.model(IDS).logits.float(), quantised)
+    assert calibrate(str(folder), progress=False, out=out, device="cpu", budget_rel_mse=1e-2, **QUICKEST).written
+    with torch.no_grad(), patched(load(str(folder), "cpu").model, load_profile(out), strict=True) as model:
         assert bool(model(IDS).logits.isfinite().all())
 
 
@@ -208,11 +193,10 @@ def test_a_missing_package_is_one_sentence_before_anything_is_loaded(method, tmp
     write_settings(folder, settings | {"quant_method": method})
     capsys.readouterr()
     assert command.main(["--model", str(folder), "--device", "cpu", "--out", str(tmp_path / "p.safetensors")]) == 4
-    lines = [line for line in capsys.readouterr().err.strip().splitlines() if "[transformers]" not in line]
-    assert len(lines) == 1
-    assert lines[0].startswith(f"s2o-calibrate: model '{folder}' is quantised ({method}")
-    assert "a package for that is missing (" in lines[0]
-    assert lines[0].endswith("): install it")
+    (line,) = [line for line in capsys.readouterr().err.strip().splitlines() if "[transformers]" not in line]
+    assert line.startswith(
+        f"s2o-calibrate: model '{folder}' is quantised ({method}) and a package for that is missing ("
+    )
 
 
 @pytest.mark.parametrize("method", ["higgs", "spqr", "fp_quant", "fbgemm_fp8"])

@@ -1,4 +1,4 @@
-"""What shows that S2O can serve an architecture, and what it says of one that it cannot."""
+"""S2O can serve an architecture, or the self-test says why it cannot."""
 
 import copy
 import math
@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from calibrate.model import self_test as module
-from calibrate.model.layers import decoder_layers
 from calibrate.model.models import in_memory
 from calibrate.model.self_test import self_test
 from s2o_runtime.errors import ModelError
@@ -35,6 +34,7 @@ def test_a_model_is_left_as_it_was():
     assert held.model.config._attn_implementation == "sdpa"
     for part, attributes in zip(held.model.modules(), before, strict=True):
         assert part.__dict__.keys() == attributes.keys()
+        assert not part._forward_hooks
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
@@ -63,24 +63,17 @@ def test_a_streamed_model_is_tested_as_far_as_its_first_layer_of_full_attention(
     assert all(parameter.is_meta for parameter in streamed.model.parameters())
 
 
-def hand_copies(model, number):
+def hand_copies(layer, arguments, named):
     """Let a decoder layer get copies of all it is called with, as accelerate hands them to a layer on another GPU."""
-
-    def copied(value):
-        return value.clone() if isinstance(value, torch.Tensor) else value
-
-    def hook(layer, arguments, named):
-        return tree_map(copied, arguments), tree_map(copied, named)
-
-    model.model.layers[number].register_forward_pre_hook(hook, with_kwargs=True)
+    return tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, (arguments, named))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 def test_a_layer_that_gets_a_copy_of_the_mask_passes(name, monkeypatch):
     """What S2O gets for it is a copy too, of which nothing but the numbers is left, as when the model is patched."""
     held = loaded(CASES[name].config)
-    for number in range(len(decoder_layers(held.model))):
-        hand_copies(held.model, number)
+    for layer in held.model.model.layers:
+        layer.register_forward_pre_hook(hand_copies, with_kwargs=True)
     recovered, original = set(), hf._recovered
 
     def counted(mask, *sizes):
@@ -94,20 +87,6 @@ def test_a_layer_that_gets_a_copy_of_the_mask_passes(name, monkeypatch):
     assert any(offset for offset, _ in recovered)  # of the second chunk
 
 
-def test_another_mask_is_no_copy_of_a_known_one(monkeypatch):
-    """A layer that hides one key more than the model's mask says is not served by S2O's form of that mask."""
-    held = loaded()
-
-    def hook(layer, arguments, named):
-        mask = named["attention_mask"].clone()
-        mask[..., 5:, 3] = torch.finfo(mask.dtype).min
-        return arguments, named | {"attention_mask": mask}
-
-    held.model.model.layers[1].register_forward_pre_hook(hook, with_kwargs=True)
-    with pytest.raises(ModelError, match=r"layer 1 is not plain causal attention \(whole prompt: its output"):
-        self_test(held)
-
-
 def unpadded(part, mask):
     """Ignores padding."""
     return mask[:1]
@@ -118,8 +97,11 @@ def slopes(part, mask):
     return mask - 0.3 * torch.arange(mask.shape[-1]).flip(0) if part.layer_idx == 1 else mask
 
 
-@pytest.mark.parametrize(("change", "said"), [(unpadded, r"0 is .* \(padded"), (slopes, r"1 is .* \(whole")])
-def test_another_mask_in_the_models_own_attention_is_noticed(change, said, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "refusal"),
+    [(unpadded, r"0 is not plain causal attention \(padded"), (slopes, r"1 is not plain causal attention \(whole")],
+)
+def test_another_mask_in_the_models_own_attention_is_noticed(change, refusal, monkeypatch):
     """Llama's own eager attention computes something else than plain causal attention."""
     file = sys.modules["transformers.models.llama.modeling_llama"]
     original = file.eager_attention_forward
@@ -128,30 +110,46 @@ def test_another_mask_in_the_models_own_attention_is_noticed(change, said, monke
         return original(part, query, key, value, mask if mask is None else change(part, mask), **named)
 
     monkeypatch.setattr(file, "eager_attention_forward", changed)
-    said = said.replace(".*", "not plain causal attention")
-    with pytest.raises(ModelError, match=rf"layer {said} prompt: its output differs"):
+    with pytest.raises(ModelError, match=rf"layer {refusal} prompt: its output differs"):
         self_test(loaded())
 
 
-def test_a_model_that_sees_what_comes_after_is_refused():
-    config = LlamaConfig(**SIZES)
-    config.is_causal = False
-    with pytest.raises(ModelError, match=r"layer 0 cannot run S2O|layer 0 is not plain causal attention"):
-        self_test(loaded(config))
+def beyond_the_mask(held):
+    """Layer 1 hides one key more than the model's mask says: S2O's form of that mask is not for it."""
+
+    def hook(layer, arguments, named):
+        mask = named["attention_mask"].clone()
+        mask[..., 5:, 3] = torch.finfo(mask.dtype).min
+        return arguments, named | {"attention_mask": mask}
+
+    held.model.model.layers[1].register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def test_a_layer_that_does_not_call_the_attention_function_is_refused(monkeypatch):
-    held = loaded()
-    attention = held.model.model.layers[1].self_attn
-    monkeypatch.setattr(attention, "forward", lambda hidden_states, **named: (hidden_states, None))
-    with pytest.raises(ModelError, match=r"layer 1 cannot run S2O \(it does not call transformers' attention function"):
+def around_the_function(held):
+    held.model.model.layers[1].self_attn.forward = lambda hidden_states, **named: (hidden_states, None)
+
+
+SEEING_AHEAD = LlamaConfig(**SIZES)
+SEEING_AHEAD.is_causal = False
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "refusal"),
+    [
+        (None, beyond_the_mask, r"layer 1 is not plain causal attention \(whole prompt: its output"),
+        (None, around_the_function, r"layer 1 cannot run S2O \(it does not call transformers' attention function"),
+        (SEEING_AHEAD, None, r"layer 0 cannot run S2O|layer 0 is not plain causal attention"),
+        # which knows no KV heads and no head dim of its own
+        (CONFIG_MAPPING["gpt_neox"](**SIZES), None, "layer 0 has 4 query heads, 4 KV heads and a head dim of 16, its"),
+    ],
+    ids=["mask", "function", "causality", "sizes"],
+)
+def test_a_model_that_s2o_cannot_serve_is_refused(config, change, refusal):
+    held = loaded(config)
+    if change:
+        change(held)
+    with pytest.raises(ModelError, match=f"^{refusal}"):
         self_test(held)
-
-
-def test_sizes_that_are_not_the_configurations_are_refused():
-    config = CONFIG_MAPPING["gpt_neox"](**SIZES)  # which knows no KV heads and no head dim of its own
-    with pytest.raises(ModelError, match="layer 0 has 4 query heads, 4 KV heads and a head dim of 16, its config"):
-        self_test(loaded(config))
 
 
 @pytest.mark.parametrize(("number", "part", "bad"), [(0, "self_attn.k_proj", math.nan), (1, "mlp.down_proj", math.inf)])

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from calibrate.curves.sensitivities import KIND, PROMPTS, TOKENS, measured_sensitivity, stored_sensitivity
+from calibrate.curves.measure import PROMPTS, SENSITIVITY, TOKENS, measured_sensitivity, stored_sensitivity
 from calibrate.journal import Journal
 from calibrate.model.sensitivity import sensitivity
 from calibrate.prompts.prompt import Prompt
@@ -104,7 +104,7 @@ def test_weights_without_gradients_are_one_sentence(folder, prompts, projections
     for name in projections:
         projection = getattr(attention, name)
         projection.forward = torch.no_grad()(projection.forward)
-    with pytest.raises(ModelError, match=r"^layer 1: its weights let no gradient through, .* use --budget-rel-mse"):
+    with pytest.raises(ModelError, match=r"^layer 1: its weights let no gradient through, .* use a checkpoint"):
         sensitivity(loaded, prompts, 0)
 
 
@@ -116,12 +116,12 @@ def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder
     by_length = {length: [prompt(length, number) for number in range(PROMPTS + 1)] for length in (32, 64, TOKENS + 64)}
     with Journal.open(tmp_path / "journal", {}) as journal:
         measured = measured_sensitivity(loaded, by_length, settings, journal)
-        ((key, value),) = journal.entries(KIND)
+        ((key, value),) = journal.entries(SENSITIVITY)
         assert key == {"prompts": [one.sha256 for one in by_length[64][:PROMPTS]], "tokens": 64, "seed": 5}
         assert measured == tuple(map(tuple, value))
         assert measured == sensitivity(loaded, [one.ids for one in by_length[64][:PROMPTS]], 5)
-        journal.put(KIND, key, [[7.0]])
+        journal.put(SENSITIVITY, key, [[7.0]])
         assert measured_sensitivity(loaded, by_length, settings, journal) == ((7.0,),)
         hashes = {one.sha256 for one in by_length[64]}
-        assert stored_sensitivity(journal.entries(KIND), hashes) == ((7.0,),)
-        assert stored_sensitivity(journal.entries(KIND), hashes - {by_length[64][0].sha256}) is None
+        assert stored_sensitivity(journal.entries(SENSITIVITY), hashes) == ((7.0,),)
+        assert stored_sensitivity(journal.entries(SENSITIVITY), hashes - {by_length[64][0].sha256}) is None

@@ -12,8 +12,8 @@ import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import explain, load_profile, patch
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.identity import ROPE, fingerprint, fingerprint_mismatch, with_rope
-from s2o_runtime.profile.device_fit import with_safe_tile
+from s2o_runtime.identity import ROPE, compose_fingerprint, fingerprint, fingerprint_mismatch, split_fingerprint
+from s2o_runtime.profile.profile import with_safe_tile
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.tiles import candidate_tiles
 from support.models import make_profile, new_model, twin
@@ -44,7 +44,7 @@ def test_the_same_stride_and_height_give_the_same_errors_with_another_tile():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 4096, 64) for heads in (2, 1, 1))
     k *= 4 * torch.rand(1, 1, 4096, 1).square()
-    mine = LayerConfig.uniform(2, tau=0.5, segment=512, tile=TileConfig(64, 128, 8, 4, 2, True), grain=4)
+    mine = LayerConfig.uniform(2, tau=0.5, segment=512, tile=TileConfig(64, 128, 8, 4, 2, True))
     dense = s2o_attention_reference(q, k, v, LayerConfig.uniform(2, mode="dense")).out
 
     def error(config):
@@ -131,7 +131,7 @@ def test_other_rope_parameters_are_another_model(eager, caplog):
 
 
 def test_the_rope_part_of_a_fingerprint_is_the_same_in_every_transformers(eager):
-    assert fingerprint(eager).partition(ROPE)[2] == "907973fa8095631b"
+    assert split_fingerprint(fingerprint(eager))["fingerprint"].partition(ROPE)[2] == "907973fa8095631b"
 
 
 @pytest.mark.parametrize("parameters", [YARN, {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}])
@@ -146,6 +146,6 @@ def test_the_former_name_of_a_rope_type_changes_no_fingerprint(eager, parameters
         }
 
     def named(rope_parameters):
-        return with_rope("weights", SimpleNamespace(rope_parameters=rope_parameters))
+        return compose_fingerprint("weights", SimpleNamespace(rope_parameters=rope_parameters))
 
     assert named(with_type(parameters, kept=True)) == named(with_type(parameters, kept=False)) == named(parameters)

@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,20 +16,19 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
 from s2o_runtime.files import write_atomically
-from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import SCHEMA, Profile, load_profile, save_profile, serialize
+from s2o_runtime.identity import Geometry, join_fingerprint
+from s2o_runtime.profile import Profile, load_profile, save_profile, serialize
 from s2o_runtime.profile import file as profile_file
-from s2o_runtime.profile.file import WITHDRAWN
-from support.golden_profiles import GOLDEN, budget_in_kl, ceiling, field_paths, full, linear_tails, mixed, path_of
+from support.golden_profiles import GOLDEN, ceiling, field_paths, full, given_tokenizer, mixed, path_of
 from support.profiles import FORMAT, document_of, file_of
 
 GEOMETRY = Geometry("llama", 2, 3, 1, 64)
 
 
 def layer(tau, segment=256, block_m=128):
-    ranked = HeadConfig(tau * 4, segment, representatives=32, far="mean")
+    ranked = HeadConfig(tau * 4, segment, representatives=16, tail="mean")
     heads = (HeadConfig(tau, segment), ranked, HeadConfig(0.0, segment, "dense"))
-    return LayerConfig(heads, TileConfig(block_m, 64, 4, 8, 2), grain=4)
+    return LayerConfig(heads, TileConfig(block_m, 64, 4, 8, 2))
 
 
 def profile(**changes):
@@ -69,36 +69,41 @@ def test_golden_files_are_read_for_ever(name):
     data = path_of(name).read_bytes()
     profile = load_profile(path_of(name))
     assert profile == GOLDEN[name]()
-    assert (serialize(profile) == data) == (name == f"schema{SCHEMA}")
+    assert (serialize(profile) == data) == (not profile.unsupported_heads)
 
 
-def test_a_file_of_schema_6_is_written_back_as_the_newest(tmp_path):
-    """The same record and the same values in the tensors; no tail was measured."""
-    data = path_of("schema6").read_bytes()
-    save_profile(load_profile(path_of("schema6")), tmp_path / "p.safetensors")
-    written = (tmp_path / "p.safetensors").read_bytes()
-    old, new = document_of(data), document_of(written)
-    assert (old.pop("schema"), new.pop("schema")) == (6, SCHEMA)
-    assert old.pop("digest") != new.pop("digest")
-    assert old["record"].pop("certificate")
-    assert "certificate" not in new["record"]
-    assert [*old["record"].pop("not_proven"), WITHDRAWN] == new["record"].pop("not_proven")
-    assert old == new
-    before, after = load(data), load(written)
-    assert after["tile"][..., -1].eq(0).all()
-    after["tile"] = after["tile"][..., :-1]
-    assert before.keys() == after.keys()
-    assert all(tensor.equal(after[name]) for name, tensor in before.items())
+@pytest.mark.parametrize(
+    ("name", "values", "unsupported"),
+    [("tail", [0, 2, 2], [1, 2]), ("representatives", [1, 32, 4], [1, 2]), ("grain", 2, [0, 1, 2])],
+)
+def test_heads_that_only_earlier_versions_could_run_are_dense(tmp_path, name, values, unsupported):
+    """And written so; a head that was dense already, the last one, is not counted."""
+    tensors = TENSORS | {name: TENSORS[name].clone()}
+    tensors[name][0, 0] = torch.tensor(values)
+    loaded = outcome(digested(DOCUMENT, tensors), tmp_path)
+    (first, *others), *buckets = profile().layers
+    heads = [
+        dataclasses.replace(head, mode="dense", tail="none", representatives=1) if index in unsupported else head
+        for index, head in enumerate(first.heads)
+    ]
+    assert loaded.layers == ((dataclasses.replace(first, heads=tuple(heads)), *others), *buckets)
+    assert loaded.unsupported_heads == len(unsupported) - 1
+    assert loaded.record == profile().record
+    again = outcome(serialize(loaded), tmp_path)
+    assert (again, again.unsupported_heads) == (loaded, 0)
 
 
 def test_the_format_names_every_field_and_tensor_and_no_other():
     rows = {row.removesuffix("[]") for row in re.findall(r"^\| `([^`]+)` \|", FORMAT.read_text("utf-8"), re.MULTILINE)}
     fields = set()
-    for golden in (full, linear_tails, budget_in_kl, ceiling):
+    for golden in (full, given_tokenizer, ceiling):
         fields |= field_paths(document_of(serialize(golden())))
     fields |= field_paths(document_of(serialize(mixed()))) - {"record"}
     fields = {re.sub(r"\.(versions|other_layers)\..*", r".\1", field) for field in fields}
     fields |= {"record.recipe.kv_cache_dtype", "record.recipe.last_rows"}  # where cache or version have it
+    identified = replace(full(), fingerprint=join_fingerprint("a", "b", {"hidden_act": "silu"}))
+    fields |= {path for path in field_paths(document_of(serialize(identified))) if path.startswith("model.")}
+    fields = {re.sub(r"^model\.config\..*", "model.config", field) for field in fields}
     parents = {row for row in rows if any(field.startswith((f"{row}.", f"{row}[]")) for field in fields)}
     assert rows - parents == fields | set(profile_file.TENSORS | profile_file.OPTIONAL_TENSORS)
     for name in profile_file.TILE_FIELDS:
@@ -141,10 +146,10 @@ def in_mixed(**changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=9), r"schema 9 is of a newer version of S2O .* reads 6 to 8: install that"),
+        (lambda d: d.update(schema=9), r"schema 9 is of a newer version of S2O .* reads 8: install that"),
         *(
             (lambda d, old=old: d.update(schema=old), rf"schema {old} is of an older version .*: calibrate again")
-            for old in range(1, 6)
+            for old in range(1, 8)
         ),
         (
             lambda d: d.update(baselines=["pbs:keep=0.9"]),
@@ -436,7 +441,7 @@ def test_thresholds_are_interpolated_in_log_length():
 
 
 @pytest.mark.parametrize(
-    "change", [{"representatives": 2}, {"far": "mean"}, {"segment": 512}], ids=lambda change: next(iter(change))
+    "change", [{"representatives": 16}, {"tail": "mean"}, {"segment": 512}], ids=lambda change: next(iter(change))
 )
 def test_thresholds_of_unlike_heads_are_not_mixed(change):
     """One tau means another error with other settings, so the smaller one is taken: it errs on the careful side."""
@@ -459,8 +464,8 @@ def test_heads_that_another_bucket_runs_otherwise_keep_their_threshold(change):
 
 @pytest.mark.parametrize(
     "change",
-    [{"grain": 1}, {"tile": TileConfig(128, 64, 8, 8, 2)}, {"tile": TileConfig(64, 64, 4, 8, 2)}],
-    ids=["grain", "stride", "height"],
+    [{"tile": TileConfig(128, 64, 8, 8, 2)}, {"tile": TileConfig(64, 64, 4, 8, 2)}],
+    ids=["stride", "height"],
 )
 def test_buckets_that_check_the_stop_unlike_are_not_mixed(change):
     near, far = layer(0.25), dataclasses.replace(layer(1.0), **change)

@@ -27,9 +27,9 @@ from support.profiles import FORMAT, document_of
 
 SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
 
-FULL = path_of("schema7")
+FULL = path_of("schema8_grain4")
 QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --num-held-out 1 --trials 1 --segments 256"
-QUICK += " --representatives 1 --tails off --num-certify 3 --quiet"
+QUICK += " --tails off --keep-needles 0.8 --num-certify 3 --quiet"
 
 
 def calibrate_demo(folder):
@@ -140,6 +140,15 @@ def test_a_head_is_explained_by_its_curve(calibrated, run):
     assert text.startswith("512 tokens: ")
 
 
+def test_show_counts_the_heads_that_only_earlier_versions_could_run(run):
+    earlier = path_of("schema8")
+    count = load_profile(earlier).unsupported_heads
+    assert count > 10
+    assert f"\ndense here: {count} heads, whose tail, grain or representatives" in run("show", earlier)[1]
+    assert run("show", earlier, "--json")[1]["unsupported_heads"] == count
+    assert "dense here" not in run("show", FULL)[1]
+
+
 def test_export_holds_everything(run, tmp_path):
     profile = load_profile(FULL)
     _, document = run("export", FULL)
@@ -163,7 +172,6 @@ def test_export_holds_everything(run, tmp_path):
          "mse-0.001-ceiling-0.002.safetensors"),
         ("rebudget --budget-mse 1e-3 --ceiling-rel-mse none", "mse-0.001 OUT None None",
          "mse-0.001-ceiling-0.safetensors"),
-        ("rebudget --budget-kl 5e-3", "kl-0.005 OUT None None", "kl-0.005.safetensors"),
         ("rebudget --budget-rel-mse 0.5 --worst-rows 0.8", "rel-mse-0.5 OUT None 0.8",
          "rel-mse-0.5-rows-0.8.safetensors"),
         ("rebudget --budget-mse 0.5 --worst-rows 0 --journal j --out b/q", "mse-0.5 OUT j 0.0", "b/q"),
@@ -376,7 +384,7 @@ def test_what_it_wrote_itself_is_replaced(run, tmp_path, monkeypatch):
         (["show", "nobody"], "nobody cannot be read (No such file or directory)"),
         (["show", "~/none.safetensors"], f"{Path.home()}/none.safetensors cannot be read"),
         (["shw", FULL], "did you mean show?"),
-        (["rebudget", FULL], "needs the new budget: give --budget-mse, --budget-rel-mse or --budget-kl"),
+        (["rebudget", FULL], "needs the new budget: give --budget-mse or --budget-rel-mse"),
         (["rebudget", "mse-1.safetensors", "--budget-mse", "1"], "--out mse-1.safetensors is an input, so it is not"),
         (["verify", "mse-1.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5"], "is not certified"),
         (["plot", FULL, "--out", "none/p.png"], "cannot be written or read (No such file or directory)"),

@@ -88,8 +88,8 @@ def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tm
     sparse = 0
     for length, of_old, of_new in zip(LENGTHS, old.layers, done.layers, strict=True):
         for measured, before, config in zip(curves[length], of_old, of_new, strict=True):
-            point = SearchPoint(before.heads[0].segment, before.grain, before.tile, before.scores)
-            assert (config.heads[0].segment, config.grain, config.tile, config.scores) == point
+            point = SearchPoint(before.heads[0].segment, before.tile, before.scores)
+            assert (config.heads[0].segment, config.tile, config.scores) == point
             spent = choice_at(point, measured, after).dense_if_no_gain()
             assert spent.allocation.mse <= spendable(measured, after)
             grew = spendable(measured, after) > spendable(measured, recipe)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibrate.curves.curves import TAUS, RankingConfig, Shape
-from calibrate.curves.passes import measure
+from calibrate.curves.measure import measure
 from calibrate.profiles import retile as module
 from calibrate.profiles.retile import OTHER_HEIGHT, interpolate_tau, list_legal_tiles, retile
 from calibrate.record import read_record
@@ -34,10 +34,10 @@ DENSITY = 0.8
 
 def layer(density_of_heads="ssss", segment=256, tile=FORMER, tau=0.125):
     heads = tuple(
-        HeadConfig(tau + index, segment, mode, StopRule.REST, 1 + 3 * (index % 2), "mean" if index == 1 else "none")
+        HeadConfig(tau + index, segment, mode, StopRule.REST, (1, 16)[index % 2], "mean" if index == 1 else "none")
         for index, mode in enumerate("s2o" if letter == "s" else "dense" for letter in density_of_heads)
     )
-    return LayerConfig(heads, tile, grain=4).validate()
+    return LayerConfig(heads, tile).validate()
 
 
 def profile(buckets, densities, device=H200, proof="held out", lengths=(1024, 2048)):
@@ -121,7 +121,6 @@ def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, gpu, tmp_path):
         assert after[2].tile in A100_TILES
         for was, config in zip(before, after, strict=True):
             assert config.heads == was.heads  # bit for bit: tau went through float32 in both
-            assert config.grain == was.grain
     retiled = read_record(new).retiled
     assert (retiled.dense_layers, retiled.made_on, retiled.tuned_for) == (0, str(H200), str(A100))
     assert {"s2o", "torch", "triton"} <= set(retiled.versions)
@@ -140,7 +139,7 @@ def test_heads_are_timed_at_the_density_that_the_record_gives(old, gpu, tmp_path
     shape = Shape.of(FORMER)
     prompt = module._make_inputs(GEOMETRY, 2048, torch.device("cpu"))
     config = next(config for config, length in gpu.calls if length == 2048)
-    methods = [RankingConfig(head.segment, head.representatives, 4) for head in config.heads]
+    methods = [RankingConfig(head.segment, head.representatives) for head in config.heads]
     curves = measure(prompt, list(dict.fromkeys(methods)), [shape])
     for index, head in enumerate(config.heads):
         density = curves[methods[index], shape].density[index]

@@ -292,15 +292,13 @@ def test_a_group_counts_once_by_its_largest_prompt():
     assert [one.groups for one in certified(seen).domains] == [2, 2]
 
 
-def test_the_scale_is_that_of_the_adjust_prompts_or_of_a_budget_in_kl():
+def test_the_scale_is_that_of_the_adjust_prompts():
     begun = candidate()
     scale = Scale.of(begun, 512, length_proof())
     assert scale.limits == (begun.limits[512, 0], begun.limits[512, 1])
     assert scale.kl == pytest.approx(5e-3 / (3 * 1.25 * 5e-5 / 1e-4))
     single = replace(begun, recipe=replace(begun.recipe, per_prompt=True))
     assert Scale.of(single, 512, length_proof()).kl == pytest.approx(2 * scale.kl)
-    in_kl = replace(begun, recipe=replace(begun.recipe, budget=Budget("kl", 2e-3)))
-    assert Scale.of(in_kl, 512, length_proof()).kl == 2e-3
     undefined = length_proof(errors=[math.nan, 1.0, 1.0, 1.0, 1.0], kls=(1e-3, math.nan, 1e-3, 1e-3, 1e-3))
     assert scale.numbers(undefined)[:2] == [math.inf, math.inf]
 

@@ -5,12 +5,10 @@ import math
 import pytest
 import torch
 
-from calibrate.curves.row_errors import row_errors, worst_of
+from calibrate.curves.curves import row_errors, worst_of
 from calibrate.proof.layers import errors_of_rows
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.scoring import Scoring
-from scripts.bench import exact_rows as exact_rows_module
-from scripts.bench.exact_rows import exact_rows
+from scripts.bench import inputs
 
 
 def tensors(q_len, kv_len, dtype=torch.float32):
@@ -45,12 +43,9 @@ def test_the_worst_are_one_of_the_errors_at_the_nearest_rank(count):
 
 
 @pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])
-@pytest.mark.parametrize(
-    "scoring", [Scoring(0.3), Scoring(0.9, 1.5, torch.linspace(-1, 4, 6))], ids=["scale", "cap-sinks"]
-)
-def test_rows_are_exact_however_few_are_computed_together(q_len, scoring, monkeypatch):
+def test_rows_are_exact_however_few_are_computed_together(q_len, monkeypatch):
     q, k, v, _ = tensors(q_len, 48)
     rows = torch.tensor([0, 3, 4, 6])
-    monkeypatch.setattr(exact_rows_module, "SCORES", 3 * 48)  # one row of the three heads of a group
-    exact = exact_attention(q, k, v, **scoring.arguments())[:, :, rows]
-    torch.testing.assert_close(exact_rows(q, k, v, rows, scoring), exact)
+    monkeypatch.setattr(inputs, "SCORES", 3 * 48)  # one row of the three heads of a group
+    q, k, v = (torch.cat([tensor, tensor.flip(2)]) for tensor in (q, k, v))
+    torch.testing.assert_close(inputs.exact_rows(q, k, v, rows), exact_attention(q, k, v)[:, :, rows])

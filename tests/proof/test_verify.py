@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from calibrate.curves.row_errors import row_errors, tile_worst
+from calibrate.curves.curves import row_errors, tile_worst
 from calibrate.model.logits import rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify

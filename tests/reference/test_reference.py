@@ -5,7 +5,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import State, query_order, s2o_attention_reference, with_tail
 from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means, rank
-from s2o_runtime.shapes import call_shape, density
+from s2o_runtime.sequences import call_shape, density
 from support.marks import pairwise
 from support.naive import naive_attention, naive_s2o
 
@@ -52,7 +52,7 @@ def test_tau_zero_is_dense_attention(shape):
 
 def equals_the_naive_loop(q, k, v, config, **options):
     out, visited, _ = s2o_attention_reference(q, k, v, config, **options)
-    expected, pairs, causal = naive_s2o(q, k, v, config.heads, config.tile, grain=config.grain, **options)
+    expected, pairs, causal = naive_s2o(q, k, v, config.heads, config.tile, **options)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
     if not options.get("paper_literal"):  # permuted queries leave the tiles that density counts
         share = density(visited, config, call_shape(q, k, v), options["kv_start"])
@@ -73,13 +73,13 @@ def test_rules_equal_the_naive_loop(shape, stop_rule, paper_literal):
 
 
 @pytest.mark.parametrize(
-    ("shape", "grain", "far", "representatives"),
-    pairwise(SHAPES, [1, 4], ["none", "mean"], [1, 8], mark=SLOW, count=4),
+    ("shape", "tail", "representatives"),
+    pairwise(SHAPES, ["none", "mean"], [1, 16], mark=SLOW, count=4),
 )
-def test_extensions_equal_the_naive_loop(shape, grain, far, representatives):
+def test_extensions_equal_the_naive_loop(shape, tail, representatives):
     q, k, v, kv_start = drawn(shape)
-    kinds = (HeadConfig(1.0, 64, representatives=representatives, far=far), HeadConfig(0.5, 128, far=far))
-    config = LayerConfig(tuple(kinds[h % 2] for h in range(shape[1])), TILE, grain=grain)
+    kinds = (HeadConfig(1.0, 64, representatives=representatives, tail=tail), HeadConfig(0.5, 128, tail=tail))
+    config = LayerConfig(tuple(kinds[h % 2] for h in range(shape[1])), TILE)
     equals_the_naive_loop(q, k, v, config, kv_start=kv_start)
 
 
@@ -91,8 +91,8 @@ def test_sinks_caps_and_scales_equal_the_naive_loop(shape, stop_rule, sinks, sof
     q, k, v, kv_start = drawn(shape)
     v = torch.randn(*v.shape[:3], value_dim, dtype=torch.float64)
     options = {"scale": 0.4, "softcap": softcap, "sinks": torch.randn(shape[1]) * 2 + 3 if sinks else None}
-    kinds = (HeadConfig(0.7, 64, "s2o", stop_rule, 4, "mean"), HeadConfig(0.4, 128, "s2o", stop_rule))
-    config = LayerConfig(tuple(kinds[h % 2] for h in range(shape[1])), TILE, grain=2)
+    kinds = (HeadConfig(0.7, 64, "s2o", stop_rule, 16, "mean"), HeadConfig(0.4, 128, "s2o", stop_rule))
+    config = LayerConfig(tuple(kinds[h % 2] for h in range(shape[1])), TILE)
     equals_the_naive_loop(q, k, v, config, kv_start=kv_start, **options)
     exact = LayerConfig.uniform(shape[1], tau=0.0, segment=64, tile=TILE)
     dense, _, lse = s2o_attention_reference(q, k, v, exact, kv_start=kv_start, **options)
@@ -129,8 +129,8 @@ def test_the_tail_helps_where_the_rest_is_flat():
     q, v = q * 0.1, v + 1.0
     dense = naive_attention(q, k, v)
     errors = []
-    for far in ("none", "mean"):
-        config = LayerConfig.uniform(1, tau=1e6, segment=64, far=far, tile=TILE)
+    for tail in ("none", "mean"):
+        config = LayerConfig.uniform(1, tau=1e6, segment=64, tail=tail, tile=TILE)
         out, visited, _ = s2o_attention_reference(q, k, v, config)
         assert int(visited.max()) == TILE.stride
         errors.append(float((out - dense).square().mean()))

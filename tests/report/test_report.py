@@ -36,8 +36,8 @@ def made_layer(number, heads, length, on_gpu, dense):
     mode = ["dense" if dense or head == heads - 1 else "s2o" for head in range(heads)]
     density = [1.0 if mode[head] == "dense" else 3000 * (head + 1) / heads / length for head in range(heads)]
     of_heads = [
-        {"mode": mode[head], "tau": 0.0047 * 3 ** (head % 9), "representatives": 32 if head % 3 else 1,
-         "far": ("mean", "none")[head % 2], "density": density[head], "cost": min(1.0, density[head] + 0.05),
+        {"mode": mode[head], "tau": 0.0047 * 3 ** (head % 9), "representatives": 16 if head % 3 else 1,
+         "tail": ("mean", "none")[head % 2], "density": density[head], "cost": min(1.0, density[head] + 0.05),
          "error": 0.0 if mode[head] == "dense" else BUDGET * (head + 1) / heads}
         for head in range(heads)
     ]  # fmt: skip
@@ -48,9 +48,9 @@ def made_layer(number, heads, length, on_gpu, dense):
     seconds = dense_seconds and dense_seconds * (mean if dense else mean / 0.8 + 0.05)
     return {
         "layer": number, "tau_min": min(taus, default=None), "tau_max": max(taus, default=None),
-        "dense_heads": heads - len(sparse), "tails": sum(head["far"] == "mean" for head in sparse), "linear_tails": 0,
+        "dense_heads": heads - len(sparse), "tails": sum(head["tail"] == "mean" for head in sparse),
         "representatives": {str(count): chosen.count(count) for count in sorted(set(chosen))},
-        "segment": 512, "grain": 4, "scores": "input", "tile": "64x128x16 ws s2",
+        "segment": 512, "scores": "input", "tile": "64x128x16 ws s2",
         "why_dense": "no tile beats dense" if dense else None, "density": mean, "error": error, "limit": BUDGET,
         "error_over_limit": error / BUDGET, "predicted_error": 0.9 * error, "held_out_mse": error / 7,
         "held_out_rel_mse": error, "worst": 0.01 * number + 0.1, "tightened": int(number == 3),
@@ -69,7 +69,7 @@ def made(layers=6, heads=8, lengths=(8192, 16384, 32768), on_gpu=True, checked=(
             unknown = dict.fromkeys(("predicted_error", "predicted_seconds", "frontier", "why_dense"))
             of_length = [layer | unknown | {"heads": []} for layer in of_length]
         together = {name: sum(layer[name] for layer in of_length) if on_gpu else None for name in SECONDS}
-        uniform = {"tau": 0.15, "segment": 1024, "representatives": 32, "far": "mean", "cost": 0.52}
+        uniform = {"tau": 0.15, "segment": 1024, "representatives": 16, "tail": "mean", "cost": 0.52}
         rows.append({
             "length": length, "calibrated": length not in checked, "kl": 1.25e-5, "top1": 0.99871,
             "needles": [11, 12], "prefill_seconds": 0.0141, "dense_prefill_seconds": 0.0282,
@@ -77,7 +77,6 @@ def made(layers=6, heads=8, lengths=(8192, 16384, 32768), on_gpu=True, checked=(
             "uniform": uniform | {"seconds": together["seconds"] and together["seconds"] * 1.31},
             "attention_seconds": together["seconds"], "dense_attention_seconds": together["dense_seconds"],
             "groups": [] if length in checked else [[0, 1], list(range(2, layers))], "layers": of_length,
-            "kl_passes": [],
         })  # fmt: skip
     return {
         "out": "profiles/demo/h200/rel-mse-0.001.safetensors", "met": True, "problems": [],
@@ -150,9 +149,8 @@ def test_a_layers_row_says_what_the_summary_says(summary):
     layer |= {"error": 9.5e-4, "error_over_limit": 0.95, "seconds": 0.001, "dense_seconds": 0.0123}
     rows = [" ".join(line.split()) for line in printed(summary).splitlines()]
     assert "0 0.0015 .. 150 3 1024 0.123 9.50e-04 95% 0.26 12.30x" in rows
-    layer["linear_tails"] = 5
     report = typed(summary)
-    expected = "0 0.0015 .. 150 3 16+5 lin. 1/32: 20/8 1024 4 128x128x16 ws s2 0.123 9.50e-04 95% 0.26 12.30x"
+    expected = "0 0.0015 .. 150 3 16 1/32: 20/8 1024 128x128x16 ws s2 0.123 9.50e-04 95% 0.26 12.30x"
     assert " ".join(sections.make_layer_table(report, report.lengths[0]).rows[0]) == expected
 
 
@@ -221,7 +219,7 @@ def test_a_budget_in_mse_shows_both_units_and_the_limit_that_binds(summary):
     note = "layers 0-1, 3: the ceiling, rel_mse 0.01, allows less than mse 0.001, down to an mse of 5.0e-04"
     assert text.count(note) == 3
     report = typed(summary)
-    binds = [row[12] for row in sections.make_layer_table(report, report.lengths[0]).rows]
+    binds = [row[11] for row in sections.make_layer_table(report, report.lengths[0]).rows]
     assert binds == ["rel", "rel", "mse", "rel", "mse", "mse"]
     assert "8192 4.00e-04 8.00e-03" in " ".join(text.partition("all lengths")[2].split())
     summary["budget"]["ceiling"] = None
@@ -279,7 +277,7 @@ def test_the_card_has_every_layer_and_refers_to_files_that_exist(summary, files)
     for length in summary["lengths"]:
         section = card.partition(f"\n## {length['length']} tokens")[2].partition("\n## ")[0]
         rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| \d", line)]
-        assert [(row[0], row[8], row[9]) for row in rows] == [
+        assert [(row[0], row[7], row[8]) for row in rows] == [
             (str(layer["layer"]), f"{layer['density']:.3f}", f"{layer['error']:.2e}") for layer in length["layers"]
         ]
     for part in (

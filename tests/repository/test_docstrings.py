@@ -13,7 +13,7 @@ MODULES = (
     "calibrate.recipe",
     "s2o_runtime.attention.api",
     "s2o_runtime.attention.paged",
-    "s2o_runtime.attention.result",
+    "s2o_runtime.attention.compute",
     "s2o_runtime.attention.warmup",
     "scripts.bench.baselines.run",
     "scripts.bench.baselines.settings",

@@ -51,7 +51,6 @@ PRINTED = {
         [ROOT / "docs", "OUT"],
         ["^written$", "^2 prompts to calibrate on, 1 to adjust on, 4 to certify"],
     ),
-    "kl_budget.py": (["2e-2", "OUT"], ["^written$", r"KL (([01]\.\d|2\.0)e-02|\d\.\de-(0[3-9]|1\d)) nats"]),
     "new_gpu.py": (
         ["OUT", H200_PROFILE],
         ["^as it is: the reference backend runs any tile$", "^thresholds are the same, 0"],

@@ -13,7 +13,7 @@ from support.pages import ROOT
 # __init__ is what users import: names from all rooms, loaded on first use.
 RUNTIME = [
     "version", "lazy", "errors", "fields", "logs", "command_line", "files", "lengths", "dense_reason",
-    "config", "layer_kinds", "identity", "shapes", "scoring", "quantisation", "pages", "call", "tiles", "devices",
+    "config", "layer_kinds", "identity", "quantisation", "sequences", "call", "tiles", "devices",
     "reference", "kernels", "attention", "profile", "monitor", "serving", "huggingface", "vllm", "sglang",
     "doctor", "__init__",
 ]  # fmt: skip
@@ -130,7 +130,7 @@ def test_no_test_file_imports_another():
 def test_only_evaluations_import_scripts():
     """Of a clone, for other papers' methods: an installed package does not have them."""
     importing = {module for module, path in MODULES.items() if "scripts" in imported_by(path)}
-    assert importing == {"calibrate.evaluation.settings", "calibrate.evaluation.variants"}
+    assert importing == {"calibrate.evaluation.plan", "calibrate.evaluation.run"}
 
 
 def names_in(module):

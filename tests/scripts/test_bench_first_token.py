@@ -210,7 +210,7 @@ def test_requests_of_an_open_loop_wait_for_the_prompts_of_others(tmp_path, engin
 def test_engines_differ_by_the_backend_alone(tmp_path, engines):
     run(tmp_path, "--chunks", "512")
     stock, s2o = (engine.options for engine in engines)
-    assert s2o.pop("additional_config") == {"s2o": {"profile": str(DEMO_PROFILE), "drift": "off"}}
+    assert s2o.pop("additional_config") == {"s2o": {"profile": str(DEMO_PROFILE), "strict": False, "drift": "off"}}
     assert stock == s2o
     assert stock.items() >= SETTINGS.items()
     assert (stock["model"], stock["load_format"]) == (str(DEMO_FOLDER), "auto")

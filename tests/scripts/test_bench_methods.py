@@ -24,7 +24,7 @@ PBS, V2 = (
     "pbs:keep=0.6,segment=128,block=64",
     "flash-prefill-v2:alpha=1,block=64,first=1,window=1,last=0,dense_layers=1",
 )
-S2O = "tau=3,segment=64,far=mean"
+S2O = "tau=3,segment=64,tail=mean"
 CALIBRATED_KEY = CALIBRATED, "rel_mse 0.001 (calibrated), proven"
 
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, RankingConfig
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, overhead
 from calibrate.search.allocate import (
     ErrorWeights,
     SearchConstraints,
@@ -58,12 +57,12 @@ def test_a_head_whose_ranking_costs_more_than_it_saves_is_dense():
 
 def test_heads_choose_representatives_and_tail_where_they_pay():
     """Three heads: the first needs many representatives, the second a tail, the third neither."""
-    many = RankingConfig(1024, 32)
+    many = RankingConfig(1024, 16)
     plain = curve([[(1.0, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
     tailed = dataclasses.replace(plain, tail_mse=torch.tensor([[1.0], [0.1], [0.1]]).double().expand(3, len(TAUS)))
     ranked = curve([[(0.1, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
     allocation = allocate({METHOD: tailed, many: ranked}, 0.101)
-    assert [(head.representatives, head.far) for head in allocation.heads] == [(32, "none"), (1, "mean"), (1, "none")]
+    assert [(head.representatives, head.tail) for head in allocation.heads] == [(16, "none"), (1, "mean"), (1, "none")]
     assert allocation.density == pytest.approx(0.2)
     costs = [overhead(many, "none"), overhead(METHOD, "mean"), overhead(METHOD, "none")]
     assert min(costs) == costs[2]
@@ -92,7 +91,7 @@ def test_the_budget_holds_and_the_result_is_near_the_best_possible(heads, budget
 def test_several_budgets_are_each_spent_as_if_alone():
     generator = torch.Generator().manual_seed(0)
     heads = torch.rand(5, 4, 2, generator=generator).tolist()
-    curves = {METHOD: curve(heads), RankingConfig(1024, 8): curve(heads[::-1])}
+    curves = {METHOD: curve(heads), RankingConfig(1024, 16): curve(heads[::-1])}
     budgets = [0.0, 0.05, 0.2, 1.0]
     assert allocate_each(curves, budgets, SearchConstraints(("none",))) == [
         allocate(curves, budget, SearchConstraints(("none",))) for budget in budgets
@@ -106,7 +105,7 @@ def test_a_head_whose_rows_go_wrong_gets_no_such_point():
     limits = (None, 0.5, 0.375, 0.3)
     chosen = {limit: allocate({METHOD: spared}, 1.0, SearchConstraints(worst_rows=limit)).density for limit in limits}
     assert chosen == {None: 0.3, 0.5: 0.5, 0.375: 0.5, 0.3: 1.0}  # a head may be exactly at the limit
-    assert not any(head.far == "mean" for head in allocate({METHOD: spared}, 1e10, SearchConstraints(("none",))).heads)
+    assert not any(head.tail == "mean" for head in allocate({METHOD: spared}, 1e10, SearchConstraints(("none",))).heads)
 
 
 def test_no_head_spends_more_than_its_cap():

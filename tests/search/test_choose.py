@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from calibrate.compiling import form
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, unpacked
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, overhead, unpacked
 from calibrate.curves.measure import combined, of_prompt
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
@@ -51,7 +50,7 @@ PROMPTS = PromptSet({LENGTH: [Prompt(torch.arange(LENGTH))]}, {})
 
 def recipe(**changes):
     options = {"model": "tiny", "lengths": (LENGTH,), "out": Path("unused"), "segments": SEGMENTS, "trials": 3}
-    options |= {"representatives": (1, 4), "worst_rows": 0.0}
+    options |= {"worst_rows": 0.0}
     if not any(name.startswith("budget_rel") or name == "budget_mse" for name in changes):
         options["budget_rel_mse"] = 1e-2
     return Recipe.of(options | changes)
@@ -175,20 +174,20 @@ def random_curve(generator):
 )
 def test_the_best_single_setting_by_trying_them_all(budget, allowed):
     generator = torch.Generator().manual_seed(3)
-    methods = (RankingConfig(512), RankingConfig(512, 8), RankingConfig(1024, 1, 4))
+    methods = (RankingConfig(512), RankingConfig(512, 16), RankingConfig(1024))
     layers = [{method: random_curve(generator) for method in methods} for _ in range(3)]
     budgets = [budget, 2 * budget, budget / 2]
     best = (1.0, None)
-    for method, far, (index, tau) in itertools.product(methods, allowed, enumerate(TAUS)):
+    for method, tail, (index, tau) in itertools.product(methods, allowed, enumerate(TAUS)):
         spent = density = 0.0
         for layer, of_layer in zip(layers, budgets, strict=True):
             curve = layer[method]
             for head in range(2):
-                spent += float(curve.errors(far)[0][head, index]) / of_layer / 6
+                spent += float(curve.errors(tail)[0][head, index]) / of_layer / 6
                 density += float(curve.density[head, index]) / 6
-        cost = density + overhead(method, far)
+        cost = density + overhead(method, tail)
         if spent <= 1 and cost < best[0]:
-            best = cost, HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, far)
+            best = cost, HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
     found = _uniform(layers, budgets, allowed)
     if best[1] is None:
         assert found is None
@@ -250,14 +249,14 @@ def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
     timings(monkeypatch, lambda layer, config: 0.5)
     compiled = []
     monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
-    plain, tail, linear = (
+    plain, tail, int8 = (
         LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0], **kind)
-        for kind in ({}, {"far": "mean"}, {"far": "linear"})
+        for kind in ({}, {"tail": "mean"}, {"scores": "int8"})
     )
     worker = pretended(SimpleNamespace(layers=4), GPU)._worker
-    for layer, config in enumerate((plain, tail, linear, linear)):
+    for layer, config in enumerate((plain, tail, int8, int8)):
         CallTime(layer, LENGTH, "a", config, 1.0, TILES, (tail, config.as_dense())).run(worker)
-    assert [{form(config) for config in of_call} for of_call in compiled] == [{form(plain), form(tail)}, {form(linear)}]
+    assert [{form(config) for config in of_call} for of_call in compiled] == [{form(plain), form(tail)}, {form(int8)}]
 
 
 def test_a_search_compiles_for_the_first_trial_of_every_group_and_the_single_setting(curves, journal, monkeypatch):

@@ -7,19 +7,19 @@ import torch
 
 from calibrate.compiling import form
 from calibrate.journal import Journal
-from calibrate.search import crossover, tiles
-from calibrate.search.crossover import CrossoverKey, Layer
+from calibrate.search import tiles
+from calibrate.search.tiles import CrossoverKey, Layer
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
 from support.executors import GPU, pretended
 
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
 CPU = torch.device("cpu")
-KEY = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024), 4)
+KEY = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024))
 
 
 def forget():
-    for cached in (crossover.dense_below, crossover.seconds):
+    for cached in (tiles.dense_below, tiles.seconds):
         cached.cache_clear()
 
 
@@ -32,32 +32,32 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected)
 
     def medians(calls, device, rounds):
         assert set(calls) == {"dense", "s2o"}
-        length = crossover.LENGTHS[len(seen)]
+        length = tiles.LENGTHS[len(seen)]
         seen.append(length)
         return {"dense": 1.0, "s2o": 0.5 if length >= faster_from else 1.5}
 
-    monkeypatch.setattr(crossover, "medians", medians)
+    monkeypatch.setattr(tiles, "medians", medians)
     monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
     forget()
-    config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, far="mean")), grain=2)
-    assert crossover.dense_below(CrossoverKey.of(config), GEOMETRY, CPU, density) == expected
-    assert seen[-1] == min(expected, crossover.LENGTHS[-1])
+    config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=16, tail="mean")))
+    assert tiles.dense_below(CrossoverKey.of(config), GEOMETRY, CPU, density) == expected
+    assert seen[-1] == min(expected, tiles.LENGTHS[-1])
 
 
 def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch):
     calls = []
-    monkeypatch.setattr(crossover, "dense_below", lambda kind, *_: calls.append(kind) or 7)
-    monkeypatch.setattr(crossover, "min_queries", lambda kind, *_: calls.append(kind) or 9)
-    cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=8, far="mean")
-    dense = HeadConfig(segment=512, mode="dense", representatives=64)
+    monkeypatch.setattr(tiles, "dense_below", lambda kind, *_: calls.append(kind) or 7)
+    monkeypatch.setattr(tiles, "min_queries", lambda kind, *_: calls.append(kind) or 9)
+    cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=16, tail="mean")
+    dense = HeadConfig(segment=512, mode="dense", representatives=16)
     for heads, timed in (((cheap, dear, dense), dear), ((dense,), HeadConfig(segment=512))):
-        config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4), grain=2)
-        tile = crossover.with_crossover(Layer(config), GEOMETRY, CPU)
+        config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4))
+        tile = tiles.with_crossover(Layer(config), GEOMETRY, CPU)
         assert tile == TileConfig(dense_below=7, min_queries=9, tail_keys=8192)
         fastest = replace(timed, tau=MAX_TAU)
         assert calls == [
-            CrossoverKey(TileConfig(), fastest, 2),
-            CrossoverKey(TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest, 2),
+            CrossoverKey(TileConfig(), fastest),
+            CrossoverKey(TileConfig(dense_below=7, min_queries=2, tail_keys=8192), fastest),
         ]
         calls.clear()
 
@@ -65,10 +65,10 @@ def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch
 @pytest.mark.parametrize(("faster_at", "kept"), [(None, 8192), (8192, 8192), (4096, 4096)])
 def test_a_layer_does_not_go_dense_where_it_was_faster(monkeypatch, faster_at, kept):
     seen = []
-    monkeypatch.setattr(crossover, "dense_below", lambda *_: 8192)
-    monkeypatch.setattr(crossover, "min_queries", lambda kind, *_: seen.append(kind.tile.dense_below) or 16)
+    monkeypatch.setattr(tiles, "dense_below", lambda *_: 8192)
+    monkeypatch.setattr(tiles, "min_queries", lambda kind, *_: seen.append(kind.tile.dense_below) or 16)
     layer = Layer(LayerConfig.uniform(4, tau=0.5), 0.5, faster_at)
-    assert crossover.with_crossover(layer, GEOMETRY, CPU).dense_below == kept
+    assert tiles.with_crossover(layer, GEOMETRY, CPU).dense_below == kept
     assert seen == [kept]  # shorter calls than these need not pay behind a prefix either
 
 
@@ -78,7 +78,7 @@ def modelled(monkeypatch, ranking):
     def seconds(kind, geometry, device, queries, keys):
         return ranking * keys * -(-queries // kind.head.segment), queries * keys - queries * (queries - 1) / 2
 
-    monkeypatch.setattr(crossover, "seconds", seconds)
+    monkeypatch.setattr(tiles, "seconds", seconds)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def modelled(monkeypatch, ranking):
 )
 def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, density, expected):
     modelled(monkeypatch, ranking)
-    assert crossover.min_queries(KEY, GEOMETRY, CPU, density) == expected
+    assert tiles.min_queries(KEY, GEOMETRY, CPU, density) == expected
 
 
 def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatch):
@@ -102,45 +102,45 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
     def seconds(kind, geometry, device, queries, keys):
         return (1.0 if queries <= (4096 if keys == 8192 else 512) else 0.0), 0.5
 
-    monkeypatch.setattr(crossover, "seconds", seconds)
-    assert crossover.min_queries(KEY, GEOMETRY, CPU, 0.0) == 4097
-    assert crossover.min_queries(replace(KEY, tile=TileConfig(dense_below=8192)), GEOMETRY, CPU, 0.0) == 1024
+    monkeypatch.setattr(tiles, "seconds", seconds)
+    assert tiles.min_queries(KEY, GEOMETRY, CPU, 0.0) == 4097
+    assert tiles.min_queries(replace(KEY, tile=TileConfig(dense_below=8192)), GEOMETRY, CPU, 0.0) == 1024
 
 
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
     """Layers that differ in their density alone are one item, and the journal answers the second time."""
-    monkeypatch.setattr(crossover, "dense_below", lambda kind, *_: 1000 * kind.grain + kind.head.segment)
-    monkeypatch.setattr(crossover, "min_queries", lambda kind, *rest: kind.tile.dense_below + round(100 * rest[-1]))
+    monkeypatch.setattr(tiles, "dense_below", lambda kind, *_: 1000 + kind.head.segment)
+    monkeypatch.setattr(tiles, "min_queries", lambda kind, *rest: kind.tile.dense_below + round(100 * rest[-1]))
     layers = {
-        name: Layer(LayerConfig.uniform(4, tau=0.5, segment=segment, grain=grain), density, faster_at)
-        for name, segment, grain, density, faster_at in [
-            ("a", 256, 4, 0.101, None), ("b", 256, 4, 0.2, 2048), ("c", 512, 4, 0.1, None), ("d", 256, 4, 0.099, None),
+        name: Layer(LayerConfig.uniform(4, tau=0.5, segment=segment), density, faster_at)
+        for name, segment, density, faster_at in [
+            ("a", 256, 0.101, None), ("b", 256, 0.2, 2048), ("c", 512, 0.1, None), ("d", 256, 0.099, None),
         ]
     }  # fmt: skip
     with Journal.open(tmp_path / "j", {}) as journal:
         executor = pretended(GEOMETRY, GPU)
-        tiles = crossover.crossovers(executor, layers, journal)
+        crossed = tiles.crossovers(executor, layers, journal)
         for name, layer in layers.items():
-            assert tiles[name] == crossover.with_crossover(layer, GEOMETRY, CPU)
+            assert crossed[name] == tiles.with_crossover(layer, GEOMETRY, CPU)
         assert executor.work["crossovers"].items == 2
-        assert crossover.crossovers(executor, layers, journal) == tiles
+        assert tiles.crossovers(executor, layers, journal) == crossed
         assert executor.work["crossovers"].items == 2
 
 
 def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, tmp_path):
     """One call for each kernel: strides and representatives make none."""
-    monkeypatch.setattr(crossover, "_crossover", lambda *_: (512, 16))
+    monkeypatch.setattr(tiles, "_crossover", lambda *_: (512, 16))
     compiled = []
     monkeypatch.setattr(tiles, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
     layers = {
         number: Layer(LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, chunk), **kind))
         for number, (chunk, kind) in enumerate(
-            [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"far": "mean"}), (2, {"far": "linear"})]
+            [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"tail": "mean"}), (2, {"scores": "int8"})]
         )
     }
     with Journal.open(tmp_path / "j", {}) as journal:
         for _ in range(2):  # the second time the journal answers
-            crossover.crossovers(pretended(GEOMETRY, GPU), layers, journal)
+            tiles.crossovers(pretended(GEOMETRY, GPU), layers, journal)
     (configs,) = compiled
     assert {form(config) for config in configs} == {form(layer.config) for layer in layers.values()}
     assert len(configs) == 3
@@ -149,9 +149,9 @@ def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, tmp_path):
 
 def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
     """It runs dense on both sides, and either could win."""
-    monkeypatch.setattr(crossover, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
+    monkeypatch.setattr(tiles, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
     forget()
-    assert crossover.dense_below(KEY, GEOMETRY, CPU, 0.0) == 2048
+    assert tiles.dense_below(KEY, GEOMETRY, CPU, 0.0) == 2048
 
 
 def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
@@ -160,5 +160,5 @@ def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
             raise torch.OutOfMemoryError
         return (1.0 if queries <= 64 else 0.0), 0.5
 
-    monkeypatch.setattr(crossover, "seconds", seconds)
-    assert crossover.min_queries(KEY, GEOMETRY, CPU, 0.0) == 128
+    monkeypatch.setattr(tiles, "seconds", seconds)
+    assert tiles.min_queries(KEY, GEOMETRY, CPU, 0.0) == 128

@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 
-from calibrate.curves.costs import overhead
-from calibrate.curves.curves import TAUS, Curve, RankingConfig
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, overhead
 from calibrate.search.allocate import SearchConstraints
-from calibrate.search.groups import APART, BUDGETS, groups
+from calibrate.search.choose import APART, BUDGETS, groups
 
 SEGMENTS = (512, 1024)
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from calibrate.curves.curves import Shape, unpacked
+from calibrate.curves.curves import Shape, row_errors, tile_worst, unpacked
 from calibrate.curves.measure import combined, of_prompt
-from calibrate.curves.row_errors import row_errors, tile_worst
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
 from calibrate.search import study
@@ -27,10 +26,10 @@ from support.marks import all_but_first
 
 SLOW = pytest.mark.slow(reason="measures curves of more prompts, or searches many times")
 
-SEGMENTS, GRAINS = (128, 256), (2, 4)
-TILES = (TileConfig(64, 64, 2), TileConfig(128, 64, 2), TileConfig(64, 64, 4))
-POINTS = {SearchPoint(*point) for point in itertools.product(SEGMENTS, GRAINS, TILES)}
-DEFAULT = SearchPoint(256, 4, TILES[0])
+SEGMENTS = (128, 256, 384)
+TILES = (TileConfig(64, 64, 2), TileConfig(128, 64, 2), TileConfig(64, 64, 4), TileConfig(128, 64, 4))
+POINTS = {SearchPoint(*point) for point in itertools.product(SEGMENTS, TILES)}
+DEFAULT = SearchPoint(256, TILES[0])
 ALL = len(POINTS)
 
 
@@ -47,7 +46,7 @@ def make_prompts(count=2, length=768):
 
 def recipe(kind="rel_mse", value=1e-2, **changes):
     options = {"model": "demo", f"budget_{kind}": value, "lengths": (768,), "out": Path("unused"), "trials": 8}
-    return Recipe.of(options | {"segments": SEGMENTS, "grains": GRAINS, "representatives": (1, 4)} | changes)
+    return Recipe.of(options | {"segments": SEGMENTS} | changes)
 
 
 def measured(prompts, **changes):
@@ -130,8 +129,8 @@ def test_points_that_are_predicted_to_be_much_slower_get_no_trial(curves, monkey
 
 
 def seconds_of(config):
-    """Made up, different for every point; the last tile with small segments is the quickest."""
-    index = 4 * TILES.index(config.tile) + 2 * SEGMENTS.index(config.heads[0].segment) + GRAINS.index(config.grain)
+    """Made up, different for every point; the third tile with small segments is the quickest."""
+    index = 4 * TILES.index(config.tile) + SEGMENTS.index(config.heads[0].segment)
     return (index - 8) ** 2 / 100 + 0.01 + index / 1e5
 
 
@@ -145,7 +144,7 @@ def test_on_a_gpu_time_decides(curves, every_point):
     search = make_search(curves, timer, trials=30)
     choice, _ = run(search)
     assert choice.seconds == choice.timing.seconds == min(seconds_of(tried.config) for tried in search.tried.values())
-    assert choice.point == (128, 2, TILES[2], "input")
+    assert choice.point == (128, TILES[2], "input")
     assert choice.why_dense is None
     cheapest = min(search.tried.values(), key=lambda tried: tried.allocation.cost)
     assert cheapest.point != choice.point  # what is predicted would have chosen another
@@ -189,7 +188,7 @@ def test_what_fails_is_counted_by_its_reason_and_left_out_unless_it_is_a_bug(fai
     assert {point.tile for point in search.tried} == {TILES[1]}
     ((text, count),) = search.failures.items()
     assert text.startswith(why)
-    assert (count, steps) == (8, 12)
+    assert (count, steps) == (9, 12)
     assert why in caplog.text
 
 
@@ -227,7 +226,7 @@ def test_a_time_limit_stops_a_search_that_has_had_one_trial(checks, expected, cu
 
 def test_what_a_neighbour_found_best_is_taken_with_ones_own_budget(curves):
     """Whatever it is: cheaper points are not looked for."""
-    point = SearchPoint(128, 2, TILES[1])
+    point = SearchPoint(128, TILES[1])
     choice = make_search(curves).adopted(point)
     assert choice.point == point
     assert choice.config == choice_at(point, curves, recipe()).config
@@ -248,8 +247,8 @@ def in_storage(tmp_path, curves, every_point):
     """Searches four points, with a study that is kept in a storage."""
 
     def run(timer=None, layer=0, **changes):
-        changes = {"trials": 4, "grains": (4,), "storage": f"sqlite:///{tmp_path / 'studies.db'}"} | changes
-        search = LayerSearch(layer, 768, curves, recipe(**changes), SEGMENTS, TILES[:2], timer)
+        changes = {"trials": 4, "storage": f"sqlite:///{tmp_path / 'studies.db'}"} | changes
+        search = LayerSearch(layer, 768, curves, recipe(**changes), SEGMENTS[:2], TILES[:2], timer)
         return search, search.run(Studies(search.recipe, "demo", "NVIDIA H200"))
 
     return run
@@ -262,9 +261,9 @@ def test_a_storage_keeps_every_trial_with_its_heads(in_storage, curves, tmp_path
     assert name.startswith("demo, NVIDIA H200, rel-mse-0.01, 768 tokens, layer 0 (")
     assert len(kept.trials) == 4
     assert kept.best_value == choice.cost
-    by_params = {(*point[:2], str(point.tile)): tried for point, tried in search.tried.items()}
+    by_params = {(point.segment, str(point.tile)): tried for point, tried in search.tried.items()}
     for trial in kept.trials:
-        tried = by_params[trial.params["segment"], trial.params["grain"], trial.params["tile"]]
+        tried = by_params[trial.params["segment"], trial.params["tile"]]
         assert trial.value == tried.cost
         attributes = trial.user_attrs
         assert (attributes["layer"], attributes["length"]) == (0, 768)
@@ -273,7 +272,7 @@ def test_a_storage_keeps_every_trial_with_its_heads(in_storage, curves, tmp_path
             assert attributes["error"][index] == point.mse
             assert attributes["mode"][index] == point.head.mode
             assert attributes["tau"][index] == (None if point.head.mode == "dense" else point.head.tau)
-    in_memory = LayerSearch(0, 768, curves, replace(search.recipe, storage=None), SEGMENTS, TILES[:2], None)
+    in_memory = LayerSearch(0, 768, curves, replace(search.recipe, storage=None), SEGMENTS[:2], TILES[:2], None)
     assert run(in_memory)[0].config == choice.config  # that it is kept changes nothing
 
 

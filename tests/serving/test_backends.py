@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime.serving.batch import Batch
+from s2o_runtime.serving.calls import Batch
 from s2o_runtime.serving.fit import Rank
 from support.engines import ENGINES, VllmEngine
 from support.fake_server import FakeServer
@@ -115,6 +115,20 @@ def test_a_prompts_last_rows_are_the_stock_backends(made):
     assert counted["s2o", "reference backend"] == 499 + 272 + 372
     engine.outputs([(engine.add(100), 100)])
     assert engine.counted()["dense", "shorter than the shortest calibrated length"] == 100  # and no last rows of it
+
+
+def test_a_request_with_a_lora_adapter_is_the_stock_backends(made):
+    """Beside one without, whose last rows are apart; a prompt of the adapter's shape shares its lot only in vLLM."""
+    engine = made(with_last_rows(), ends=True)
+    plain, adapted = engine.add(600), engine.add(500)
+    adapted.adapter = "law"
+    out = engine.outputs([(plain, 600), (adapted, 500)])
+    check_close(out[:600], parts_alone(engine, plain, 128))
+    check_close(out[600:], dense(adapted, 500))
+    counted = engine.counted()
+    assert counted["s2o", "reference backend"] == 600 - 128
+    assert counted["dense", "the request has a LoRA adapter"] + counted["dense", LAST] == 128 + 500
+    assert counted["dense", "the request has a LoRA adapter"] >= 500 - 128
 
 
 def test_a_chunk_of_last_rows_alone_is_the_stock_backends_as_a_whole(made):

@@ -10,7 +10,7 @@ from s2o_runtime.monitor.counters import EARLY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
 from s2o_runtime.serving import self_test
 from s2o_runtime.serving.fit import TEST_KEYS, Rank
-from s2o_runtime.serving.self_test import FEWEST_ROWS, UNTESTED, never_stops
+from s2o_runtime.serving.self_test import FEWEST_ROWS, UNTESTED, exact_config
 from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, dense, two_layers
@@ -108,23 +108,23 @@ def test_a_stock_backend_that_does_something_else_is_noticed(untested, monkeypat
     assert "its self-test failed" in engine.server.fit.layers[0].rejected
 
 
-def test_what_never_stops_has_the_heads_segments_and_no_linear_tail():
+def test_what_never_stops_has_the_heads_segments():
     profile = two_layers()
-    linear = LayerConfig((HeadConfig(0.5, 64, far="linear"),) * 4, profile.layers[0][0].tile, grain=4, scores="int8")
-    for first in (profile.layers[0][0], linear):
+    int8 = LayerConfig((HeadConfig(0.5, 64, tail="mean"),) * 4, profile.layers[0][0].tile, scores="int8")
+    for first in (profile.layers[0][0], int8):
         layers = ((first, profile.layers[0][1]),) * 2
         sparse, dense_layer = served(replace(profile, layers=layers)).fit.layers
-        config = never_stops(sparse)
-        assert {(head.tau, head.segment, head.far == "linear") for head in config.heads} == {(0.0, 64, False)}
+        config = exact_config(sparse)
+        assert {(head.tau, head.segment) for head in config.heads} == {(0.0, 64)}
         assert config.scores == "input"
-        assert never_stops(dense_layer) is None
+        assert exact_config(dense_layer) is None
 
 
 def of_two_kinds(swapped):
     """A profile of two layers, the first of which must never stop and the second may at once; or with them swapped."""
     profile = two_layers()
     tile = profile.layers[0][0].tile
-    layers = tuple(LayerConfig((HeadConfig(tau, 64),) * 4, tile, grain=4) for tau in (0.0, 1e5))
+    layers = tuple(LayerConfig((HeadConfig(tau, 64),) * 4, tile) for tau in (0.0, 1e5))
     return replace(profile, layers=(layers[::-1] if swapped else layers,) * 2).validate()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.serving.settings import Settings
+from s2o_runtime.serving.server import Settings
 from s2o_runtime.sglang import engine, plugin
 from s2o_runtime.sglang.compat import COUNTS, FORWARD, LAYER, OF_REQUESTS, OF_TOKENS, WHOLE_ONLY
 from s2o_runtime.sglang.engine import settings_of_environment

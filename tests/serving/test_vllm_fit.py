@@ -1,5 +1,6 @@
 """What a profile says on each rank of a server, and which model it is of."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,10 +11,10 @@ from safetensors.torch import save_file
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
-from s2o_runtime.identity import Geometry, sampled_fingerprint, with_rope
+from s2o_runtime.identity import Geometry, compose_fingerprint, sampled_fingerprint
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.checkpoint import checkpoint_hashes
-from s2o_runtime.serving.fit import ProfileFit, Rank, check_model, row_weights
+from s2o_runtime.serving.fit import ProfileFit, Rank, check_model, row_weights, weights_mismatch
 
 CPU = torch.device("cpu")
 
@@ -101,8 +102,7 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
     """Also those that differ in nothing but one head's mode, the scores or the tile."""
     monkeypatch.setattr("s2o_runtime.serving.fit.capability", lambda device: (8, 0))
     tile = TileConfig(64, 64, 4, 4, 2, min_queries=200)
-    stopping, linear = HeadConfig(0.1, 128), HeadConfig(segment=128, far="linear")
-    plain = LayerConfig((stopping,) * 8, tile)
+    plain = LayerConfig((HeadConfig(0.1, 128),) * 8, tile)
     layers = [
         (plain, plain),
         (replace(plain, tile=TileConfig(64, 128, 4, 4, 2, specialized=True, min_queries=200)),) * 2,
@@ -110,8 +110,7 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
         (plain.as_dense(), plain.as_dense()),
         (replace(plain.as_dense(), scores="int8"),) * 2,
         (plain, plain.as_dense()),
-        (replace(plain, heads=(linear,) * 8), plain.as_dense()),
-        (replace(plain, heads=(HeadConfig(0.2, 128, representatives=4),) * 8), plain),
+        (replace(plain, heads=(HeadConfig(0.2, 128, representatives=16),) * 8), plain),
     ]
     geometry = Geometry("llama", len(layers), 8, 2, 64)
     buckets = tuple(zip(*layers, strict=True))
@@ -166,30 +165,83 @@ def test_a_checkpoint_is_hashed_as_its_model(tmp_path):
     assert checkpoint_hashes(tmp_path, untied) == ()
 
 
-def test_weights_are_compared_where_they_can_be(tmp_path):
+YARN = {"rope_type": "yarn", "factor": 4.0}
+UNPROVEN = '"strict": false to serve it unproven$'
+
+
+def compared(calibrated, config, folder):
+    """What is said of a comparison where it does not refuse, and why strict refuses; None if it does not."""
+    said = check_model(calibrated, config, folder, ())
+    try:
+        assert check_model(calibrated, config, folder) == said
+    except ProfileError as error:
+        return said, str(error)
+    return said, None
+
+
+def test_weights_and_config_are_compared(tmp_path):
     hashed = checkpoint(tmp_path)
-    calibrated = replace(profile(), fingerprint=with_rope(hashed, served()))
-    assert check_model(calibrated, served(), tmp_path) == "weights compared"
-    assert "no safetensors" in check_model(calibrated, served(), None)
-    assert "random" in check_model(replace(calibrated, fingerprint="random-1"), served(), tmp_path)
-    assert "their types differ" in check_model(calibrated, served(quantization_config={}), tmp_path)
-    other = replace(calibrated, fingerprint="0" * 64)
-    with pytest.raises(ProfileError, match="the weights are not those of made: calibrate the model that you serve"):
-        check_model(other, served(), tmp_path)
-    assert (
-        check_model(other, served(), tmp_path, strict=False) == "the weights are not those of made: nothing is proven"
+    config = served(rms_norm_eps=1e-6, num_experts_per_tok=2)
+    calibrated = replace(profile(), fingerprint=compose_fingerprint(hashed, config))
+    assert compared(calibrated, config, tmp_path) == ("weights compared", None)
+    assert compared(replace(calibrated, fingerprint="random-1"), config, None)[1] is None  # a rehearsal's
+    more = served(rms_norm_eps=1e-6, num_experts_per_tok=2, of_a_newer_version=1)
+    assert compared(calibrated, more, tmp_path) == ("weights compared", None)
+    for other, model, mismatch in (
+        (replace(calibrated, fingerprint="0" * 64), config, "the weights are not those"),
+        (calibrated, served(rope_parameters=YARN), r"the RoPE parameters .* are not those"),
+        (calibrated, served(num_experts_per_tok=4), r"the config \(num_experts_per_tok is 4 where the profile has 2\)"),
+        (replace(calibrated, fingerprint=f"{hashed}+adapters-0"), config, "the active adapters are not those"),
+    ):
+        said, refused = compared(other, model, tmp_path)
+        assert re.match(rf"{mismatch}.* of made: nothing is proven$", said)
+        assert re.match(rf"{mismatch}.* of made: calibrate the model that you serve, or say {UNPROVEN}", refused)
+        assert weights_mismatch(other, model, tmp_path) == refused
+
+
+@pytest.mark.parametrize(
+    ("why", "changes", "folder"),
+    [
+        ("their types differ between checkpoint and model", {"quantization_config": {}}, "."),
+        ("the checkpoint has no safetensors files here", {}, None),
+        ("the checkpoint has no safetensors files here", {}, "empty"),
+    ],
+    ids=["quantised", "unknown", "empty"],
+)
+def test_weights_that_cannot_be_compared_are_refused_unless_they_may_be_unproven(why, changes, folder, tmp_path):
+    """RoPE and config.json are compared all the same."""
+    (tmp_path / "empty").mkdir()
+    hashed = checkpoint(tmp_path)
+    calibrated = replace(profile(), fingerprint=compose_fingerprint(hashed, served(rms_norm_eps=1e-6)))
+    folder = folder and tmp_path / folder
+    said, refused = compared(calibrated, served(rms_norm_eps=1e-6, **changes), folder)
+    assert said == f"weights not compared: {why}"
+    assert re.match(rf"{said}: say {UNPROVEN}", refused)
+    assert weights_mismatch(calibrated, served(rms_norm_eps=1e-6, **changes), folder) == refused
+    assert "rms_norm_eps is 0.5" in compared(calibrated, served(rms_norm_eps=0.5, **changes), folder)[1]
+    assert "RoPE" in compared(calibrated, served(rope_parameters=YARN, **changes), folder)[1]
+
+
+def test_a_profile_without_the_config_is_refused_by_name_and_taken_where_it_is_found(tmp_path):
+    old = replace(profile(), fingerprint=checkpoint(tmp_path))
+    said, refused = compared(old, served(), tmp_path)
+    assert said == "weights compared, config not compared"
+    assert re.match(
+        rf"the profile of made lacks the values of config.json: calibrate again, or say {UNPROVEN}", refused
     )
+    assert weights_mismatch(old, served(), tmp_path) is None
 
 
 def test_of_models_whose_names_are_not_known_weights_are_not_compared(tmp_path):
-    """Rather than refused: transformers may have merged their experts, or renamed their parts."""
+    """Rather than refused as others: transformers may have merged their experts, or renamed their parts."""
     hashed = checkpoint(tmp_path, **{"model.layers.0.moe.experts.0.gate.weight": torch.ones(4, 8)})
     other = replace(profile(), fingerprint="0" * 64)
-    assert "is not known" in check_model(other, served(), tmp_path)
+    assert "is not known" in compared(other, served(), tmp_path)[1]
     checkpoint(tmp_path)
     parts = SimpleNamespace(model_type="pictures", get_text_config=served)
-    assert "is not known" in check_model(other, parts, tmp_path)
-    assert check_model(replace(other, fingerprint=hashed), parts, tmp_path) == "weights compared"
+    assert "is not known" in compared(other, parts, tmp_path)[1]
+    known = replace(other, fingerprint=compose_fingerprint(hashed, parts))
+    assert compared(known, parts, tmp_path) == ("weights compared", None)
 
 
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path):

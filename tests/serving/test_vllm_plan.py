@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from s2o_runtime.lengths import length_step, shared_bound
 from s2o_runtime.serving.calls import shared_bounds
-from s2o_runtime.serving.pieces import Pieces
-from s2o_runtime.serving.plan import plan
+from s2o_runtime.serving.plan import Pieces, plan
 
 MAX_KEYS = 5000
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from s2o_runtime.vllm.prompts import Prompts
 
 
-def step(scheduled, new=(), running=(), finished=(), resumed=()):
+def step(scheduled, new=(), running=(), finished=(), resumed=(), adapters=()):
     """scheduled: tokens by request. new: (request, prompt tokens, cached ones). running: (request, computed tokens).
 
     resumed: (request, tokens), which are among the running ones too.
@@ -13,7 +13,13 @@ def step(scheduled, new=(), running=(), finished=(), resumed=()):
     requests, computed = zip(*running, strict=True) if running else ((), ())
     return SimpleNamespace(
         scheduled_new_reqs=[
-            SimpleNamespace(req_id=one, prompt_token_ids=[0] * length, prompt_embeds=None, num_computed_tokens=cached)
+            SimpleNamespace(
+                req_id=one,
+                prompt_token_ids=[0] * length,
+                prompt_embeds=None,
+                num_computed_tokens=cached,
+                lora_request=object() if one in adapters else None,
+            )
             for one, length, cached in new
         ],
         scheduled_cached_reqs=SimpleNamespace(
@@ -91,6 +97,25 @@ def test_of_two_requests_of_one_shape_the_one_that_ends_counts():
     prompts = Prompts()
     prompts.see(step({"a": 300, "b": 300}, new=[("a", 300, 0), ("b", 900, 0)]))
     assert prompts.left(300, 300) == 0
+
+
+def test_requests_with_adapters_are_known_by_their_shapes_while_they_are_read():
+    prompts = Prompts()
+    prompts.see(step({"a": 300}, new=[("a", 300, 0)], adapters="a"))
+    assert not prompts.adapted(300, 300)  # of a server that has no adapters nothing is asked
+    prompts.lora = True
+    prompts.see(step({"a": 300, "b": 200}, new=[("a", 1000, 0), ("b", 400, 0)], adapters="a"))
+    assert (prompts.adapted(300, 300), prompts.adapted(200, 200)) == (True, False)
+    prompts.see(step({"a": 300, "b": 200, "c": 300}, new=[("c", 600, 0)], running=[("a", 300), ("b", 200)]))
+    assert (prompts.adapted(300, 600), prompts.adapted(300, 300), prompts.adapted(200, 400)) == (True, False, False)
+    prompts.see(step({"a": 50, "c": 300}, new=[("a", 650, 600)], running=[("c", 300)], finished=["a"]))
+    assert (prompts.adapted(50, 650), prompts.adapted(300, 600)) == (False, False)  # another one of the name
+    prompts.see(step({"d": 100, "e": 100}, new=[("d", 100, 0), ("e", 100, 0)], adapters="e"))
+    assert prompts.adapted(100, 100)  # of two of a shape one has an adapter
+    assert prompts.adapted(70, 70)  # what no step has said may have one
+    prompts.see(SimpleNamespace(finished_req_ids=[]))
+    prompts.see(step({"f": 100}, new=[("f", 100, 0)]))
+    assert prompts.adapted(100, 100)  # once steps are not understood, every request may
 
 
 def test_a_step_that_is_not_understood_is_said_once(info_log):

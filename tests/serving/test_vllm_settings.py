@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from s2o_runtime.attention.compute import AttentionStats
 from s2o_runtime.attention.paged import s2o_attention_paged
-from s2o_runtime.attention.result import AttentionStats
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
 from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import load_profile
+from s2o_runtime.sequences import CallShape
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server
-from s2o_runtime.serving.settings import Settings
-from s2o_runtime.shapes import CallShape
+from s2o_runtime.serving.server import Process, Server, Settings
 from s2o_runtime.vllm import engine
 from s2o_runtime.vllm.engine import settings_of
 from support.fake_server import context
@@ -59,7 +58,7 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
             {"s2o": {"profile": "p", "metrics_port": 0}},
             "metrics_port is 0: expected a whole number from 1 to 65535 or none",
         ),
-        ({"s2o": {"profile": "p", "metrics_host": ""}}, "metrics_host '' is no address: use 127.0.0.1"),
+        ({"s2o": {"profile": "p", "metrics_host": ""}}, "metrics_host is '': expected a name"),
         ({"s2o": {"profile": "p", "metrics_host": 9001}}, "metrics_host is 9001: expected a name"),
         ({"s2o": {"profile": "p", "log_every": -1}}, "log_every is -1.0: expected a number of seconds of at least 0"),
         ({"s2o": {"profile": "p", "drift": "loud"}}, "drift is 'loud': expected one of"),
@@ -77,7 +76,7 @@ def demo(**changes):
     return SimpleNamespace(**known | {"head_dim": 128} | changes)
 
 
-def started(model=None, settings=Settings(DEMO), rank=Rank(1, 2), **changes):  # noqa: B008 (neither changes)
+def started(model=None, settings=Settings(DEMO, strict=False), rank=Rank(1, 2), **changes):  # noqa: B008 (neither changes)
     """The server of a model, the demo model by default, on one of two ranks."""
     return Server(settings, context(model or demo(), rank=rank, **changes))
 
@@ -116,7 +115,7 @@ def test_the_demos_limits_are_checked_on_one_rank(info_log):
     assert server.fit.layers[0].drift.check.action == "warn"
     assert server.fit.layers[0].drift.check.trial == EARLY < server.fit.layers[0].drift.check.after
     assert not started().counters.drift
-    assert not started(settings=Settings(DEMO, drift="off"), rank=Rank()).counters.drift
+    assert not started(settings=Settings(DEMO, strict=False, drift="off"), rank=Rank()).counters.drift
     assert "a rank of several sees its own heads only" in info_log.text
 
 
@@ -269,7 +268,7 @@ def listening(monkeypatch):
 
 def test_counters_answer_on_this_machine_alone_unless_an_address_is_given(listening):
     """The default of prometheus_client is every address of the machine, and there is no password."""
-    given = {"profile": str(DEMO), "metrics_port": 9001}
+    given = {"profile": str(DEMO), "strict": False, "metrics_port": 9001}
     for section in (given, given | {"metrics_host": "10.0.0.7"}):
         started(settings=settings_of({"s2o": section}), process=Process(1))
     assert listening == [("127.0.0.1", 9002), ("10.0.0.7", 9002)]  # behind process 0
@@ -295,12 +294,12 @@ def test_every_process_of_vllm_has_a_port_of_its_own():
 def test_metrics_name_rank_stage_and_replica(monkeypatch):
     served = []
     monkeypatch.setattr("s2o_runtime.serving.server.serve_metrics", lambda *given: served.append(given[1:]))
-    started(settings=Settings(DEMO, metrics_port=9001), process=Process(7, stage=1, replica=1))
+    started(settings=Settings(DEMO, strict=False, metrics_port=9001), process=Process(7, stage=1, replica=1))
     assert served == [("127.0.0.1", 9008, {"rank": "1", "pp": "1", "dp": "1"})]
 
 
 def test_a_port_that_is_taken_is_said_with_its_address(listening, caplog):
-    started(settings=Settings(DEMO, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), process=Process(1))
+    started(settings=Settings(DEMO, strict=False, metrics_port=TAKEN - 1, metrics_host="10.0.0.7"), process=Process(1))
     assert not listening
     assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
 

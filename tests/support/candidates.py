@@ -26,7 +26,7 @@ def choice(budget):
     mse = torch.tensor([[1e-7 * tau, 3e-7 * tau] for tau in TAUS], dtype=torch.float64).T
     density = torch.linspace(0.9, 0.2, len(TAUS), dtype=torch.float64).expand(2, -1)
     curves = {RankingConfig(256): Curve(mse, 2 * mse, torch.zeros_like(mse), torch.zeros_like(mse), density, 1.0)}
-    return Choice(SearchPoint(256, 1, TileConfig()), curves, budget, allocate(curves, budget))
+    return Choice(SearchPoint(256, TileConfig()), curves, budget, allocate(curves, budget))
 
 
 def candidate(kind="cpu"):
@@ -64,7 +64,7 @@ def proofs_of(begun, needles=None, seconds=0.1):
 def error_of(config):
     """The mean squared error that the curves of `choice` predict of a layer."""
     slopes = zip((1e-7, 3e-7), config.heads, strict=True)
-    return sum(slope * head.tau * (2 if head.far == "mean" else 1) for slope, head in slopes if head.mode == "s2o") / 2
+    return sum(slope * head.tau * (2 if head.tail == "mean" else 1) for slope, head in slopes if head.mode == "s2o") / 2
 
 
 class PretendedProver:

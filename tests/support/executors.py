@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from calibrate.work.executor import LocalExecutor
-from calibrate.work.items import WorkerState
+from calibrate.work.executor import LocalExecutor, WorkerState
 from s2o_runtime.devices import DeviceIdentity
 
 CPU = DeviceIdentity("cpu", "cpu")

@@ -38,7 +38,10 @@ def context(model_config: Any, **changes: Any) -> ServerContext:
 
 @dataclass
 class Request:
-    """A prompt, and how much of it the cache holds. pages: of the cache; slots of one token in SGLang's."""
+    """A prompt, and how much of it the cache holds. pages: of the cache; slots of one token in SGLang's.
+
+    adapter: the name of its LoRA adapter.
+    """
 
     keys: Tensor
     values: Tensor
@@ -46,6 +49,7 @@ class Request:
     pages: list[int]
     done: int = 0
     fed: int = 0  # at last
+    adapter: str | None = None
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -54,6 +54,7 @@ class ForwardBatch:
     extend_prefix_lens_cpu: list[int] | None
     orig_seq_lens: Tensor | None = None
     contains_last_prefill_chunk: bool = False
+    lora_ids: list[str | None] | None = None
     encoder_lens: Tensor | None = None
     mha_return_lse: bool | None = None
     _attn_output: Tensor | None = None
@@ -197,6 +198,7 @@ class FakeEngine(Requests):
             extend_prefix_lens=here(starts),
             extend_seq_lens_cpu=counts,
             extend_prefix_lens_cpu=starts,
+            lora_ids=[request.adapter for request, _ in parts],
             contains_last_prefill_chunk=self.ends
             and any(len(request) == request.done + count for request, count in parts),
         )

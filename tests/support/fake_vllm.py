@@ -102,9 +102,13 @@ class Stock:
         return StockBuilder
 
 
-def fake_backend(server: Any, left: Callable[[int, int], int | None] = lambda queries, keys: None) -> Any:
-    """S2O's backend on the stock one, for a server; layers are named "layers.N". left: `VllmApi`'s."""
-    return mix_in(Stock, "S2O", VllmApi(lambda: server, lambda name: int(name.rpartition(".")[2]), left))
+def fake_backend(
+    server: Any,
+    left: Callable[[int, int], int | None] = lambda queries, keys: None,
+    adapted: Callable[[int, int], bool] = lambda queries, keys: False,
+) -> Any:
+    """S2O's backend on the stock one, for a server; layers are named "layers.N". left, adapted: `VllmApi`'s."""
+    return mix_in(Stock, "S2O", VllmApi(lambda: server, lambda name: int(name.rpartition(".")[2]), left, adapted))
 
 
 def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: int, **like: Any) -> Tensor:
@@ -138,7 +142,7 @@ class FakeEngine(Requests):
 
     def __post_init__(self) -> None:
         heads, kv_heads, head_dim = self.sizes
-        backend = fake_backend(self.server, self.left)
+        backend = fake_backend(self.server, self.left, self.adapted)
         self.builder = backend.get_builder_cls()()
         self.impl = backend.get_impl_cls()(
             heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=self.kv_cache_dtype
@@ -164,6 +168,10 @@ class FakeEngine(Requests):
         """Tokens of the prompt behind the fed request of so many keys."""
         of_prompts = [len(request) - keys for request in self.requests if request.done == keys]
         return of_prompts[0] if self.ends and of_prompts else None
+
+    def adapted(self, queries: int, keys: int) -> bool:
+        """Whether a fed request of so many queries and keys has an adapter."""
+        return any(request.adapter for request in self.requests if (request.fed, request.done) == (queries, keys))
 
     def prepare(self, parts: list[tuple[Request, int]], padding: int = 0, layer: int = 0) -> Prepared:
         """Write the keys of so many tokens of each request, and build the batch's metadata for one layer."""

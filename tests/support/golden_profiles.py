@@ -13,7 +13,6 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, save_profile
-from s2o_runtime.profile.file import WITHDRAWN
 from support.profiles import CERTIFICATE
 
 FOLDER = Path(__file__).parent.parent / "golden"
@@ -32,12 +31,12 @@ def full() -> Profile:
     """Several buckets, every value that a head or layer may have in some of them, every field of a record."""
     heads = [
         HeadConfig(0.25, 256, "s2o", StopRule.REST, 1),
-        HeadConfig(1e6, 256, "s2o", StopRule.PAPER, 2, "mean"),
-        HeadConfig(0.0, 512, "s2o", StopRule.PAPER, 4),
-        HeadConfig(0.5, 65536, "dense", StopRule.REST, 8),
+        HeadConfig(1e6, 256, "s2o", StopRule.PAPER, 16, "mean"),
+        HeadConfig(0.0, 512, "s2o", StopRule.PAPER, 16),
+        HeadConfig(0.5, 65536, "dense", StopRule.REST, 16),
         HeadConfig(2.0**-20, 128, "s2o", StopRule.REST, 16, "mean"),
-        HeadConfig(2.0, 1024, "s2o", StopRule.REST, 32, "mean"),
-        HeadConfig(0.125, 65536, "s2o", StopRule.PAPER, 64),
+        HeadConfig(2.0, 1024, "s2o", StopRule.REST, 16, "mean"),
+        HeadConfig(0.125, 65536, "s2o", StopRule.PAPER, 16),
         HeadConfig(0.0, 64, "dense", StopRule.PAPER, 1, "mean"),
     ]
     tiles = [
@@ -46,11 +45,11 @@ def full() -> Profile:
         TileConfig(64, 128, 4, 4, 4, specialized=True, dense_below=2048, min_queries=768, tail_keys=(1 << 31) - 1),
     ]
     layers = (
-        (LayerConfig(tuple(heads[:4]), tiles[0]), LayerConfig(tuple(heads[4:]), tiles[0], grain=2)),
-        (LayerConfig(tuple(heads[4:]), tiles[1], grain=4), LayerConfig(tuple(heads[:4]), tiles[1], grain=8)),
+        (LayerConfig(tuple(heads[:4]), tiles[0]), LayerConfig(tuple(heads[4:]), tiles[0])),
+        (LayerConfig(tuple(heads[4:]), tiles[1]), LayerConfig(tuple(heads[:4]), tiles[1])),
         (
-            LayerConfig(tuple(heads[:4]), tiles[2], grain=8, scores="int8"),
-            LayerConfig(tuple(heads[4:]), tiles[2], grain=4, scores="int8"),
+            LayerConfig(tuple(heads[:4]), tiles[2], scores="int8"),
+            LayerConfig(tuple(heads[4:]), tiles[2], scores="int8"),
         ),
     )
     return Profile(
@@ -64,26 +63,28 @@ def full() -> Profile:
     )
 
 
-def without_tail_keys() -> Profile:
-    """The same with tiles whose tails were not measured, as schema 6 has them."""
+def other_rankings() -> Profile:
+    """What is read of the same where layers had grains of 1, 2, 4 and 8, and heads 1 to 64 representatives.
+
+    Heads that this version cannot run are dense.
+    """
+    of_grain_4 = (False, False), (True, False), (False, True)
+    taus = (2.0**-20, 0.0)  # of heads[4] and heads[7], which had 16 representatives and 1
+
+    def as_read(head: HeadConfig, grain_4: bool) -> HeadConfig:
+        runs = grain_4 and head.tau in taus
+        return head if runs else replace(head, mode="dense", tail="none", representatives=1)
+
     layers = tuple(
-        tuple(layer.with_tile(replace(layer.tile, tail_keys=0)) for layer in bucket) for bucket in full().layers
+        tuple(
+            replace(layer, heads=tuple(as_read(head, grain_4) for head in layer.heads))
+            for layer, grain_4 in zip(bucket, grains, strict=True)
+        )
+        for bucket, grains in zip(full().layers, of_grain_4, strict=True)
     )
-    return replace(full(), layers=layers)
-
-
-def withdrawn(profile: Profile) -> Profile:
-    """The same as schemas before 8 are read: what they call a certificate is left out, and said to be."""
-    record = {name: value for name, value in profile.record.items() if name != "certificate"}
-    return replace(profile, record=record | {"not_proven": [*record.get("not_proven", ()), WITHDRAWN]})
-
-
-def linear_tails() -> Profile:
-    """Heads with linear tails beside others."""
-    (row,) = minimal().layers[0]
-    linear = replace(row, heads=(HeadConfig(0.25, 256, far="linear"),))
-    record = {"recipe": {"tails": [False, True], "linear_tails": True}}
-    return replace(minimal(), geometry=Geometry("llama", 2, 1, 1, 64), layers=((row, linear),), record=record)
+    record = _record()
+    record["recipe"] |= {"representatives": [1, 32], "grains": [4]}
+    return replace(full(), layers=layers, record=record)
 
 
 def _record() -> dict[str, Any]:
@@ -119,8 +120,6 @@ def _record() -> dict[str, Any]:
             "trials": 16,
             "margin": 0.8,
             "device": "cuda",
-            "representatives": [1, 32],
-            "grains": [4],
             "scores": ["input", "int8"],
             "segments": [256, 512, 1024],
             "tails": [False, True],
@@ -148,15 +147,12 @@ def _record() -> dict[str, Any]:
     }
 
 
-def budget_in_kl() -> Profile:
-    """What the record says of a budget in KL, and of a tokenizer that was given."""
-    passes = [{"scale": 1.0, "predicted": 4e-3, "kl": 6e-3}, {"scale": 0.75, "predicted": 3e-3, "kl": 4e-3}]
+def given_tokenizer() -> Profile:
+    """What the record says of a tokenizer that was given, and of the mean KL on the certify prompts."""
     record = {
-        "budget": {"kind": "kl", "value": 5e-3, "scope": "model"},
         "recipe": {"tokenizer": "a/folder", "per_prompt": False},
-        "predicted": [{"length": 1024, "kl": 3e-3, "layers": [{"sensitivity": 0.25}]}],
-        "held_out": [{"length": 1024, "calibrated": True, "kl": 4e-3, "kl_passes": passes}],
-        "certificate": {"lengths": [{"length": 1024, "mean_kl": 4e-3, "mean_kl_bound": 4.5e-3}]},
+        "held_out": [{"length": 1024, "calibrated": True, "kl": 4e-3}],
+        "certificate": {"lengths": [{"length": 1024, "mean_kl": 4e-3}]},
     }
     return replace(minimal(), record=record)
 
@@ -183,9 +179,8 @@ def mixed() -> Profile:
 
 
 GOLDEN = {
-    "schema6": lambda: withdrawn(without_tail_keys()),
-    "schema7": lambda: withdrawn(full()),
-    "schema8": full,
+    "schema8": other_rankings,
+    "schema8_grain4": full,
 }
 
 

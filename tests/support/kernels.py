@@ -6,15 +6,14 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from s2o_runtime.call import Call
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.call import Call, Scoring
+from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.kernels.keys import keys_of
 from s2o_runtime.kernels.prefill import Ranker, s2o_prefill
 from s2o_runtime.kernels.rank.order import BUCKETS
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.ranking import RankedPrefix
-from s2o_runtime.scoring import Scoring
 
 TILE = TileConfig(block_m=64, block_n=32, chunk=2, num_warps=4, num_stages=1)
 
@@ -42,14 +41,14 @@ def kernel_ranking(call):
     return Ranker(call, keys_of(call)).rank(range(call.shape.q_len))
 
 
-def mixed_config(heads, tau, stop_rule=StopRule.REST, tile=TILE, grain=1):
+def mixed_config(heads, tau, stop_rule=StopRule.REST, tile=TILE):
     kinds = (
-        HeadConfig(tau, 64, stop_rule=stop_rule, representatives=4, far="mean"),
+        HeadConfig(tau, 64, stop_rule=stop_rule, representatives=16, tail="mean"),
         HeadConfig(tau / 2, 128, stop_rule=stop_rule),
         HeadConfig(tau, 64, mode="dense"),
         HeadConfig(tau, 128, stop_rule=stop_rule, representatives=16),
     )
-    return LayerConfig(tuple(kinds[h % 4] for h in range(heads)), tile, grain)
+    return LayerConfig(tuple(kinds[h % 4] for h in range(heads)), tile)
 
 
 def prefix_of(call, b, h, n):
@@ -61,12 +60,11 @@ def prefix_of(call, b, h, n):
 
 def ranking_of(call, ranking, tail, b, h, n):
     """What the kernels made of a segment's ranking, as the reference wants it."""
-    grain = call.config.grain
     start, first = prefix_of(call, b, h, n)
-    steps = (first - start) // grain
-    order = ranking.order[b, h, n, :steps].long()[:, None] + torch.arange(grain)
+    steps = (first - start) // GRAIN
+    order = ranking.order[b, h, n, :steps].long()[:, None] + torch.arange(GRAIN)
     mass, values = torch.zeros(steps + 1), torch.zeros(steps + 1, call.shape.head_dim)
-    if call.config.heads[h].far == "mean":
+    if call.config.heads[h].tail == "mean":
         begins = [*tail.first[b, h, n, :: BUCKETS // EDGES].tolist(), steps]
         masses = torch.cat([tail.mass[b, h, n], torch.zeros(1)])
         sums = torch.cat([tail.values[b, h, n], torch.zeros(1, call.shape.head_dim)])
@@ -75,7 +73,7 @@ def ranking_of(call, ranking, tail, b, h, n):
             share = (begins[edge + 1] - at) / (begins[edge + 1] - begins[edge])
             mass[at] = masses[edge + 1] + share * (masses[edge] - masses[edge + 1])
             values[at] = sums[edge + 1] + share * (sums[edge] - sums[edge + 1])
-    return RankedPrefix(order.flatten(), mass, values, grain)
+    return RankedPrefix(order.flatten(), mass, values, GRAIN)
 
 
 def run_both(q, k, v, config, kv_start=None, scale=None, lse=True, **features):

@@ -33,8 +33,7 @@ def naive_attention(q, k, v, *, kv_start=None, scale=None, softcap=None, sinks=N
 
 
 def naive_s2o(
-    q, k, v, heads, tile, kv_start=None, paper_literal=False, grain=1, scale=None, softcap=None,
-    sinks=None,
+    q, k, v, heads, tile, kv_start=None, paper_literal=False, scale=None, softcap=None, sinks=None
 ):  # fmt: skip
     """(output, visited pairs per head, causal pairs) in float64, with explicit loops over rows and keys."""
 
@@ -46,6 +45,7 @@ def naive_s2o(
     kv_len = k.shape[2]
     group = num_heads // k.shape[1]
     offset = kv_len - q_len
+    grain = 1 if paper_literal else 4
     q, k, v = (t.double() for t in (q, k, v))
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     pairs = [0] * num_heads
@@ -76,7 +76,7 @@ def naive_s2o(
                         seen = _one_tile(
                             score, members, window, order, rows_q, keys, offset, head, tile, paper_literal, sink
                         )
-                        tail = steps[seen["visited"] // grain :] if head.far == "mean" and not paper_literal else []
+                        tail = steps[seen["visited"] // grain :] if head.tail == "mean" and not paper_literal else []
                         for i in members:
                             chosen = list(range(window, offset + i + 1)) + order[: seen["kept"]]
                             weights = score(keys[chosen], rows_q[i]).exp()

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from s2o_runtime import s2o_attention_paged, s2o_attention_varlen
-from s2o_runtime.pages import packed_starts
+from s2o_runtime.sequences import packed_starts
 
 
 def layout(name, pages, page_size, kv_heads, head_dim, dtype, device):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from s2o_runtime import LayerConfig, s2o_attention
 from s2o_runtime.attention.backend import Backend
-from s2o_runtime.attention.result import Attention
+from s2o_runtime.attention.compute import Attention
 from s2o_runtime.config import HeadConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.identity import Geometry
@@ -24,9 +24,9 @@ FEWEST = 40  # queries
 def two_layers(tau: float = 1.0, lengths: tuple[int, ...] = (128, 512), layer_numbers: tuple[int, ...] = ()) -> Profile:
     """Two layers, one of them dense; the heads of a layer differ. With layer numbers the model has two others."""
     tile = TileConfig(64, 32, 2, 4, 1, min_queries=FEWEST)
-    heads = tuple(HeadConfig(tau * (1 + index), 64, representatives=1 + index % 2) for index in range(4))
-    config = LayerConfig(heads, tile, grain=4)
-    longer = LayerConfig(tuple(replace(head, tau=head.tau / 2) for head in heads), tile, grain=4)
+    heads = tuple(HeadConfig(tau * (1 + index), 64, representatives=(1, 16)[index % 2]) for index in range(4))
+    config = LayerConfig(heads, tile)
+    longer = LayerConfig(tuple(replace(head, tau=head.tau / 2) for head in heads), tile)
     others = (("sliding_attention", 2),) if layer_numbers else ()
     geometry = Geometry("llama", 2, 4, 2, 64, layer_numbers, others)
     buckets = ((config, config.as_dense()), (longer, longer.as_dense()))
@@ -42,9 +42,10 @@ def all_dense() -> Profile:
 def served_profile(tile: TileConfig, last_rows: int = 0) -> Profile:
     """Of this GPU, for a model of two layers whose heads differ."""
     heads = tuple(
-        HeadConfig(0.2 * (1 + index), 256, representatives=8, far="none" if index % 2 else "mean") for index in range(8)
+        HeadConfig(0.2 * (1 + index), 256, representatives=16, tail="none" if index % 2 else "mean")
+        for index in range(8)
     )
-    config = LayerConfig(heads, tile, grain=4, last_rows=last_rows)
+    config = LayerConfig(heads, tile, last_rows=last_rows)
     geometry, device = Geometry("llama", 2, 8, 2, 128), identify(torch.device("cuda"))
     return Profile("made", geometry, "", device, (1024, 4096), ((config, config),) * 2).validate()
 

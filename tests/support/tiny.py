@@ -11,13 +11,12 @@ from support.models import save
 CHARACTERS = [chr(code) for code in (10, *range(32, 127))]  # with three special tokens they fit a vocabulary of 128
 QUICK = {
     "segments": (64, 128),
-    "representatives": (1, 4),
     "num_prompts": 2,
     "num_held_out": 1,
     "num_certify": 0,
     "trials": 3,
 }
-QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "representatives": (1,), "trials": 1}
+QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "trials": 1}
 
 
 def save_tiny(folder, change=lambda model: None):
@@ -36,5 +35,4 @@ def tiny_tokenizer():
 
 def recipe(folder, out, **changes):
     options = {"model": str(folder), "lengths": (512, 1024), "out": out} | QUICK | changes
-    given = {"budget_mse", "budget_kl"} & options.keys()
-    return Recipe.of(options if given else {"budget_rel_mse": 1e-2} | options)
+    return Recipe.of(options if "budget_mse" in options else {"budget_rel_mse": 1e-2} | options)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.pages import PagedKeys, packed_starts
+from s2o_runtime.sequences import PagedKeys, packed_starts
 from s2o_runtime.vllm.batch import key_and_value_pages
 
 

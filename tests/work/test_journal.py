@@ -31,10 +31,6 @@ with Journal.open(Path(sys.argv[1]), json.loads(sys.argv[2])) as journal:
 """
 
 
-def value_of(index):
-    return "x" * (index * 7919 % 20_000)
-
-
 def start_writer(path):
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path), json.dumps(IDENTITY)], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -46,9 +42,9 @@ def start_writer(path):
 def kill(process):
     """SIGKILL; returns the indices that were acknowledged."""
     process.send_signal(signal.SIGKILL)
-    said = process.stdout.read().splitlines(keepends=True)
+    lines = process.stdout.read().splitlines(keepends=True)
     assert process.wait() == -signal.SIGKILL
-    return [int(line) for line in said if line.endswith("\n")]
+    return [int(line) for line in lines if line.endswith("\n")]
 
 
 @pytest.fixture
@@ -58,8 +54,7 @@ def path(tmp_path):
 
 def filled(path, count=3):
     with Journal.open(path, IDENTITY) as journal:
-        for index in range(count):
-            journal.put("curve", {"layer": index, "segment": 256}, [index, 0.1])
+        journal.put_all("curve", [({"layer": index, "segment": 256}, [index, 0.1]) for index in range(count)])
     return path.read_bytes()
 
 
@@ -83,8 +78,8 @@ def test_measurements_are_found_again_and_counted_once(path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {"error": [-float("inf")]}, None, {"a": {1, 2}}])
 def test_what_json_cannot_say_is_refused_and_leaves_no_trace(value, path):
     before = filled(path)
-    said = r"not JSON compliant|not measured|a set is neither JSON nor a tensor"
-    with Journal.open(path, IDENTITY) as journal, pytest.raises((ValueError, TypeError), match=said):
+    problem = r"not JSON compliant|not measured|a set is neither JSON nor a tensor"
+    with Journal.open(path, IDENTITY) as journal, pytest.raises((ValueError, TypeError), match=problem):
         journal.put("curve", {}, value)
     assert path.read_bytes() == before
 
@@ -104,8 +99,21 @@ def test_a_kill_loses_nothing_that_was_acknowledged(seed, path):
         # a kill between put and print leaves at most one entry a writer did not get to say
         assert set(acknowledged) <= set(range(len(entries)))
         assert len(entries) <= len(acknowledged) + 5
-        assert all(value == value_of(key["index"]) for key, value in entries)
+        assert all(value == "x" * (key["index"] * 7919 % 20_000) for key, value in entries)
     assert len(acknowledged) > 5
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_journal_that_is_gone_is_said_to_be_and_not_to_be_kept(replaced, path):
+    with Journal.open(path, IDENTITY) as journal:
+        journal.put("curve", {"layer": 0}, [1.0])
+        path.unlink()
+        if replaced:
+            path.write_bytes(b"another")
+        with pytest.raises(
+            ResourceError, match="was removed or replaced during this run, and what was measured is lost"
+        ):
+            journal.put("curve", {"layer": 1}, [2.0])
 
 
 def test_an_empty_file_starts_over(path):
@@ -118,51 +126,43 @@ def test_an_empty_file_starts_over(path):
         assert journal.identity == IDENTITY
 
 
-@pytest.mark.parametrize("content", [b"a text", b"\x80\0\0\n" * 1000, b'{"a": 1}\n'], ids=["text", "bytes", "json"])
-def test_a_foreign_file_is_left_alone(content, path):
-    path.write_bytes(content)
-    for attempt in (lambda: Journal.open(path, IDENTITY), lambda: Journal.read(path)):
-        with pytest.raises(InputError, match=r"is not a journal of S2O \(found no database\): give another --journal$"):
-            attempt()
-    assert path.read_bytes() == content
-    assert list(path.parent.iterdir()) == [path]  # and no lock
-
-
-@pytest.mark.parametrize(
-    ("statement", "found"),
-    [
-        ("PRAGMA user_version = 2", r"is of an older version of S2O \(schema 2, this one has 3\)"),
-        ("PRAGMA user_version = 4", r"is of a newer version of S2O \(schema 4, this one has 3\)"),
-        ("PRAGMA application_id = 0", r"is not a journal of S2O \(found another program's database\)"),
-        ("PRAGMA application_id = 7", r"is not a journal of S2O \(found another program's database\)"),
-    ],
-)
-def test_another_schema_and_another_programs_database_are_refused(statement, found, path):
-    filled(path)
+def change_by_sql(path, statement):
     with sqlite3.connect(path) as database:
         database.execute(statement)
     database.close()
-    before = path.read_bytes()
-    for attempt in (lambda: Journal.open(path, IDENTITY), lambda: Journal.read(path)):
-        with pytest.raises(InputError, match=f"{found}: give another --journal"):
-            attempt()
-    assert path.read_bytes() == before
 
 
-@pytest.mark.slow(reason="processes of their own")
+def overwrite(path, change):
+    path.write_bytes(change(path.read_bytes()))
+
+
 @pytest.mark.parametrize(
-    "damage",
-    [lambda data: data[:-4096], lambda data: data[:4096] + b"\xff" * 4096 + data[8192:], lambda data: data[:100]],
-    ids=["cut", "overwritten", "header"],
+    ("change", "argument", "problem"),
+    [
+        *(
+            (overwrite, lambda _, content=content: content, r"is not a journal of S2O \(found no database\)")
+            for content in (b"a text", b"\x80\0\0\n" * 1000, b'{"a": 1}\n')
+        ),
+        (change_by_sql, "PRAGMA user_version = 2", r"is of an older version of S2O \(schema 2, this one has 3\)"),
+        (change_by_sql, "PRAGMA user_version = 4", r"is of a newer version of S2O \(schema 4, this one has 3\)"),
+        (change_by_sql, "PRAGMA application_id = 0", r"is not a journal of S2O \(found another program's database\)"),
+        (change_by_sql, "PRAGMA application_id = 7", r"is not a journal of S2O \(found another program's database\)"),
+        (overwrite, lambda data: data[:-4096], r"is damaged \(.*\)"),
+        (overwrite, lambda data: data[:4096] + b"\xff" * 4096 + data[8192:], r"is damaged \(.*\)"),
+        (overwrite, lambda data: data[:100], r"is damaged \(.*\)"),
+    ],
+    ids=["text", "bytes", "json", "older", "newer", "no name", "foreign", "cut", "overwritten", "header"],
 )
-def test_a_damaged_file_is_one_sentence(damage, path):
-    path.write_bytes(damage(filled(path, 200)))
+def test_a_foreign_or_damaged_file_is_refused_in_a_sentence_and_left_alone(change, argument, problem, path):
+    filled(path, 200)
+    change(path, argument)
     before = path.read_bytes()
     for attempt in (lambda: Journal.open(path, IDENTITY), lambda: Journal.read(path)):
-        with pytest.raises(InputError, match=r"is damaged \(.*\): give another --journal, or delete it") as raised:
+        with pytest.raises(InputError, match=f"{problem}: give another --journal") as raised:
             attempt()
         assert "\n" not in str(raised.value)
     assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]  # and no lock
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,7 @@ def test_a_damaged_file_is_one_sentence(damage, path):
 def test_a_damaged_entry_is_one_sentence(change, path):
     with Journal.open(path, IDENTITY) as journal:
         journal.put("curve", {}, torch.zeros(3))
-    with sqlite3.connect(path) as database:
-        database.execute(f"UPDATE entries SET {change}")
-    database.close()
+    change_by_sql(path, f"UPDATE entries SET {change}")
     with Journal.read(path) as journal:
         for attempt in (lambda: journal.get("curve", {}), lambda: journal.entries("curve")):
             with pytest.raises(InputError, match=r"is damaged \(.*\): give another --journal, or delete it"):
@@ -313,6 +311,6 @@ def test_tensors_come_back_to_the_bit(tensor, path):
     assert torch.equal(value["curves"][1].pop("curve"), torch.ones(2))
     assert value == {"curves": [{"name": "a"}, {}], "power": 1.5}
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
-    as_bytes = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (back, tensor))
+    as_bytes = (value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (back, tensor))
     assert torch.equal(*as_bytes)
     back.zero_()  # it is not read-only memory

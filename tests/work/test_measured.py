@@ -6,9 +6,8 @@ from typing import ClassVar
 import pytest
 
 from calibrate.journal import Journal
-from calibrate.work import measured as module
-from calibrate.work.items import WorkItem
-from calibrate.work.measured import measured, unmeasured
+from calibrate.work import executor as module
+from calibrate.work.executor import WorkItem, measured, unmeasured
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import geometry
 from support.executors import GPU, pretended
@@ -66,7 +65,7 @@ def test_a_time_is_of_one_gpu(journal):
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["one by one", "together"])
 def test_a_failure_loses_nothing_that_was_measured_before(seconds, journal, monkeypatch):
-    monkeypatch.setattr(module, "WRITE", seconds)
+    monkeypatch.setattr(module, "WRITE_INTERVAL_S", seconds)
     with pytest.raises(ModelError, match="no root"):
         measured([Square(1), Square(2), Square(-1), Square(4)], pretended(GEOMETRY, GPU), journal)
     assert [key["number"] for key in journal.keys("square")] == [1, 2]

@@ -19,7 +19,7 @@ from s2o_runtime.call import Call, Starts
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import cache_rows, sequence, window_start
+from s2o_runtime.kernels.primitives import GRAIN, cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.scores import SCORE_LIMIT
 
 ORDER_WARPS = 4
@@ -121,7 +121,7 @@ def _count_one(s, step, prefix, highest, per_bin, table, count, BUCKETS: tl.cons
 
 @triton.jit
 def _write_one(
-    s, step, prefix, highest, per_bin, table, base, order, start, pages, page_shift, page_rows, GRAIN: tl.constexpr,
+    s, step, prefix, highest, per_bin, table, base, order, start, pages, page_shift, page_rows,
     BUCKETS: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Write the first keys of the steps `step` [W, 32], whose scores are s, into the order; returns the new base.
@@ -141,7 +141,7 @@ def _write_one(
 def _order(
     SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, STARTS: Starts, PAGES, SEGMENT, q_len, offset, row_begin, rows_end,
     page_shift, page_rows, stride_s: Strides, stride_i: Strides, stride_pb,
-    SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr, GRAIN: tl.constexpr,
+    SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr,
     HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """ORDER[b, h, n] = the steps of the prefix of segment n of the slice by falling bucket: their first keys.
@@ -234,19 +234,19 @@ def _order(
             step = mine + t
             base = _write_one(
                 s0, step, prefix, highest, per_bin, table, base, order, start, pages,
-                page_shift, page_rows, GRAIN, BUCKETS, PORTABLE, PAGED,
+                page_shift, page_rows, BUCKETS, PORTABLE, PAGED,
             )  # fmt: skip
             base = _write_one(
                 s1, step + 1, prefix, highest, per_bin, table, base, order, start, pages,
-                page_shift, page_rows, GRAIN, BUCKETS, PORTABLE, PAGED,
+                page_shift, page_rows, BUCKETS, PORTABLE, PAGED,
             )  # fmt: skip
             base = _write_one(
                 s2, step + 2, prefix, highest, per_bin, table, base, order, start, pages,
-                page_shift, page_rows, GRAIN, BUCKETS, PORTABLE, PAGED,
+                page_shift, page_rows, BUCKETS, PORTABLE, PAGED,
             )  # fmt: skip
             base = _write_one(
                 s3, step + 3, prefix, highest, per_bin, table, base, order, start, pages,
-                page_shift, page_rows, GRAIN, BUCKETS, PORTABLE, PAGED,
+                page_shift, page_rows, BUCKETS, PORTABLE, PAGED,
             )  # fmt: skip
             s0, s1, s2, s3 = n0, n1, n2, n3
 
@@ -254,8 +254,8 @@ def _order(
 class Ranked(NamedTuple):
     """The ranking of the prefixes of one slice of rows; N' counts its segments.
 
-    order: int32 [B, Hq, N', P / grain], where the keys of a step begin; of a row only the prefix's entries are written.
-    score: float16 [B, Hq, N', P / grain], as `score` gave them.
+    order: int32 [B, Hq, N', P / GRAIN], where the keys of a step begin; of a row only the prefix's entries are written.
+    score: float16 [B, Hq, N', P / GRAIN], as `score` gave them.
     first, edge: [B, Hq, N', BUCKETS] int32 and float32, where in the order each bucket begins and the highest score
         in it; None unless a head has a tail.
     """
@@ -270,7 +270,7 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
     """Algorithm 1, line 19, coarsely: the prefixes' steps by falling score.
 
     Args:
-        scores: float16 [B, Hq, N', P / grain], as `scores.score` gave them.
+        scores: float16 [B, Hq, N', P / GRAIN], as `scores.score` gave them.
         call: the call.
         rows: the query rows that the scores are of.
         portable: without inline PTX, as by default in the interpreter and for other vendors.
@@ -294,7 +294,7 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
         },
         {
             "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,
-            "GRAIN": call.config.grain, "HAS_TAIL": call.tables.tail, "HAS_START": call.padded, "PACKED": call.packed,
+            "HAS_TAIL": call.tables.tail, "HAS_START": call.padded, "PACKED": call.packed,
             "PORTABLE": portable, "PAGED": call.pages is not None,
         },
         num_warps=ORDER_WARPS,

@@ -1,6 +1,6 @@
 """Scores: what every step of a prefix weighs for each segment (Algorithm 1, lines 8 to 17).
 
-A key weighs what it weighs in the softmax of the representative where it weighs most; a step of `grain` adjacent keys
+A key weighs what it weighs in the softmax of the representative where it weighs most; a step of GRAIN adjacent keys
 weighs the sum of theirs. Two kernels: the logarithm of every representative's softmax denominator, from a sample of the
 keys, and the logarithm of every step's weight.
 """
@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from s2o_runtime import config
 from s2o_runtime.call import Call, Starts
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import MAX_REGISTERS, at_head, cache_rows, capped, sequence, window_start
+from s2o_runtime.kernels.primitives import GRAIN, MAX_REGISTERS, at_head, cache_rows, capped, sequence, window_start
 from s2o_runtime.kernels.rank.means import Representatives
 
 LOG_SUM_KEYS = 64
@@ -106,15 +107,10 @@ def _log_sums(
 
 
 @triton.jit
-def _together(s, WARPS: tl.constexpr, GRAIN: tl.constexpr):
+def _together(s, WARPS: tl.constexpr):
     """Scores [32 * WARPS, BS], in the order of rows that `_scores` has, as [steps, GRAIN, BS]."""
     BS: tl.constexpr = s.shape[1]
-    if GRAIN == 2:
-        parted = tl.permute(tl.reshape(s, [2 * WARPS, 2, 8, BS]), [0, 2, 1, 3])
-    elif GRAIN == 4:
-        parted = tl.permute(tl.reshape(s, [2, WARPS, 2, 8, BS]), [1, 3, 0, 2, 4])
-    else:
-        parted = tl.permute(tl.reshape(s, [2, WARPS, 2, 4, 2, BS]), [1, 3, 4, 0, 2, 5])
+    parted = tl.permute(tl.reshape(s, [2, WARPS, 2, 8, BS]), [1, 3, 0, 2, 4])
     return tl.reshape(parted, [32 * WARPS // GRAIN, GRAIN, BS])
 
 
@@ -125,7 +121,7 @@ def _scores(
     REP, K, LOG_SUM, SCORE, STARTS: Starts, PAGES, SEGMENT, REPRESENTATIVES, REP_SCALE, limit, q_len, offset, row_begin,
     rows_end, parts, page_shift, page_rows, stride_r: Strides, stride_k: Strides, stride_s: Strides, stride_pb,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, WARPS: tl.constexpr,
-    BN: tl.constexpr, GRAIN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+    BN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     INT8: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """SCORE[b, h, n, g] = the logarithm in base 2 of what step g of the prefix weighs for segment n of the slice.
@@ -150,8 +146,7 @@ def _scores(
 
     With INT8 REP and K are int8; with PAGED K is as for `_log_sums`. The rows of the product with the keys are keys in
     such an order that the keys of a step belong to one thread, which adds them up without a shuffle: of 32 * WARPS
-    rows, written [2, WARPS, 2, 8], a thread holds those that differ in the two dimensions of 2. Hence one layout for
-    each GRAIN.
+    rows, written [2, WARPS, 2, 8], a thread holds those that differ in the two dimensions of 2.
     """
     BK: tl.constexpr = 32 * WARPS
     block = tl.program_id(0)
@@ -170,14 +165,7 @@ def _scores(
         row = tl.arange(0, BK)
         high, low, lane = row // (16 * WARPS), row // 8 % 2, row % 8
         warp_lane = row // 16 % WARPS * 8 + lane
-        if GRAIN == 1:
-            t = t0 + row
-        elif GRAIN == 2:
-            t = t0 + (high * WARPS * 8 + warp_lane) * 2 + low
-        elif GRAIN == 4:
-            t = t0 + warp_lane * 4 + high * 2 + low
-        else:
-            t = t0 + warp_lane // 2 * 8 + lane % 2 * 4 + high * 2 + low
+        t = t0 + warp_lane * GRAIN + high * 2 + low
         key = at_head(K, stride_k, b, head // GROUP)
         key_row = k_first + t
         if PAGED:
@@ -214,10 +202,9 @@ def _scores(
                     s -= tl.load(log_sum + p, mask=there, other=float("inf"))[None, :]
                     s = tl.max(tl.reshape(s, [BK, BS, R]), 2) if R > 1 else s
                     s = tl.where(tl.abs(s) < float("inf"), tl.minimum(tl.maximum(s, -limit), limit), limit)
-                    if GRAIN > 1:
-                        s = _together(s, WARPS, GRAIN)
-                        most = tl.max(s, 1)
-                        s = most + tl.log2(tl.sum(tl.exp2(s - most[:, None, :]), 1))
+                    s = _together(s, WARPS)
+                    most = tl.max(s, 1)
+                    s = most + tl.log2(tl.sum(tl.exp2(s - most[:, None, :]), 1))
                     n = n0 + tl.arange(0, BS)
                     first = window_start(before + n, segment, offset, start, BN)
                     steps = tl.where(n < last, (first - start) // GRAIN, 0)
@@ -272,14 +259,14 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
         rows: query rows; they begin at a multiple of every segment.
 
     Returns:
-        Logarithms in base 2, float16 [B, Hq, N', P / grain]; of a row only the prefix's entries are written. Heads with
+        Logarithms in base 2, float16 [B, Hq, N', P / GRAIN]; of a row only the prefix's entries are written. Heads with
         longer segments use fewer than the N' rows; dense heads none.
     """
-    shape, tables, grain = call.shape, call.tables, call.config.grain
+    shape, tables = call.shape, call.tables
     (r, r_scale), k = representative, keys.rows
     segments = -(-len(rows) // tables.shortest)
     longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest
-    steps = max(1, -(-longest // (grain * ROW_ALIGNMENT))) * ROW_ALIGNMENT  # one compiled kernel for all lengths
+    steps = max(1, -(-longest // (config.GRAIN * ROW_ALIGNMENT))) * ROW_ALIGNMENT  # one compiled kernel for all lengths
     scores = torch.empty(shape.batch, shape.query_heads, segments, steps, dtype=torch.float16, device=k.device)
     for count in tables.counts:
         at_once = segments_at_once(segments, count, shape.head_dim)
@@ -297,7 +284,7 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
             },
             {
                 "GROUP": shape.group, "HEADS": heads, "D": shape.head_dim, "R": count, "BS": at_once,
-                "WARPS": SCORE_WARPS, "BN": call.config.tile.block_n, "GRAIN": grain, "CAP": call.cap,
+                "WARPS": SCORE_WARPS, "BN": call.config.tile.block_n, "CAP": call.cap,
                 "HAS_START": call.padded, "PACKED": call.packed, "INT8": r_scale is not None,
                 "PAGED": call.pages is not None,
             },

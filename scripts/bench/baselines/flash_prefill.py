@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.devices import capability
-from s2o_runtime.shapes import KERNEL_TYPES
+from s2o_runtime.sequences import KERNEL_TYPES
 from s2o_runtime.tiles import family
 from scripts.bench.baselines.pooling import block_means
 from scripts.bench.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split

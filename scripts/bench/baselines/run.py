@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from s2o_runtime.call import checked_scale
 from s2o_runtime.devices import capability, interpreted, launching_on, tensor_obstacle
 from s2o_runtime.errors import InputError
-from s2o_runtime.scoring import checked_scale
-from s2o_runtime.shapes import call_shape, laid_out, needs_gradients
+from s2o_runtime.sequences import call_shape, laid_out, needs_gradients
 from s2o_runtime.tiles import MIN_CAPABILITY, family
 from scripts.bench.baselines import flash_prefill, pbs, skip_softmax, sparge, xattention
 from scripts.bench.baselines.pooling import block_means
@@ -186,11 +186,7 @@ def attend(
 
 
 def choose_backend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> tuple[Literal["triton", "reference"], str]:
-    """The backend of a call, and why.
-
-    Raises:
-        InputError: the backend is not known or cannot do the call.
-    """
+    """Return the backend of a call, and why. Raises InputError if it is not known or cannot do the call."""
     if backend not in get_args(Backend):
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
     if backend == "reference":

@@ -12,8 +12,6 @@ from s2o_runtime.fields import Rule, check_fields, ruled, rules_of
 SHARE = Rule(float, 1e-6, 1.0)
 COUNT = Rule(int, 0, 1 << 24)
 BLOCK = Rule(int, allowed=(64, 128, 256))
-
-
 Self = TypeVar("Self", bound="_Settings")
 
 
@@ -22,11 +20,7 @@ class _Settings:
     name: ClassVar[str]
 
     def validate(self: Self) -> Self:
-        """Return the settings themselves.
-
-        Raises:
-            ConfigError: an option is out of its range; the sentence names it.
-        """
+        """Return the settings themselves. Raises ConfigError with the option that is out of its range."""
         check_fields(self, self.name)
         self._check()
         return self

@@ -41,11 +41,7 @@ _ANTIDIAGONAL = {
 
 
 def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block_n: int) -> KernelTile:
-    """The first tile of the block-sparse kernel that divides blocks of `block_m` rows by `block_n` keys.
-
-    Raises:
-        InputError: there is none for this head dim, GPU or block.
-    """
+    """Return the first tile of the block-sparse kernel that divides such a block. Raises InputError without one."""
     for tile in _block_sparse_tiles(head_dim, capability):
         if block_m % tile.block_m == 0 and block_n % tile.block_n == 0:
             return tile
@@ -53,11 +49,7 @@ def block_sparse_tile(head_dim: int, capability: Capability, block_m: int, block
 
 
 def skip_tile(head_dim: int, capability: Capability, rows: int, keys: int) -> KernelTile:
-    """The tile of the block-sparse kernel that has exactly `rows` and `keys`, about which a skip decides as a whole.
-
-    Raises:
-        InputError: there is none for this head dim or GPU.
-    """
+    """Return the tile that a skip decides about as a whole, of exactly such a size. Raises InputError without one."""
     for tile in _block_sparse_tiles(head_dim, capability):
         if (tile.block_m, tile.block_n) == (rows, keys):
             return tile
@@ -72,11 +64,7 @@ def _block_sparse_tiles(head_dim: int, capability: Capability) -> tuple[KernelTi
 
 
 def antidiagonal_tile(capability: Capability) -> KernelTile:
-    """The tile of XAttention's scores, in groups of queries by groups of keys.
-
-    Raises:
-        InputError: nobody has compiled the kernel for such a GPU.
-    """
+    """Return the tile of XAttention's scores, groups of queries by groups of keys. Raises InputError without one."""
     number = family(capability)
     if number is None:
         raise InputError(f"{sm(capability)} has no tile for antidiagonal scores: select with plain torch")

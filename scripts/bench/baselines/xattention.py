@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.devices import capability
-from s2o_runtime.shapes import KERNEL_TYPES
+from s2o_runtime.sequences import KERNEL_TYPES
 from s2o_runtime.tiles import family
 from scripts.bench.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split, top_share
 from scripts.bench.baselines.settings import Antidiagonal
