@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from functools import lru_cache
 from typing import Any
 
 from s2o_runtime.errors import ConfigError
@@ -74,3 +75,9 @@ def say(logger: str, message: str, fields: Mapping[str, Any] | None = None, leve
     record = logging.LogRecord(logger, level, "", 0, message, None, None)
     setattr(record, FIELDS, dict(fields or {}))
     print(JsonLines().format(record), file=sys.stderr, flush=True)
+
+
+@lru_cache(maxsize=256)
+def log_once(level: int, message: str, *arguments: object) -> None:
+    """Log a message of the runtime, the first time that this process has it."""
+    logging.getLogger("s2o_runtime").log(level, message, *arguments)

@@ -245,8 +245,9 @@ def density(visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Te
     Returns:
         float64 [Hq].
     """
-    start = torch.zeros(shape.batch, dtype=torch.int64) if kv_start is None else kv_start
-    computed, causal = pairs(visited, config, shape.q_len, shape.offset, start.to(visited.device))
+    zeros = torch.zeros(shape.batch, dtype=torch.int64, device=visited.device)
+    start = zeros if kv_start is None else kv_start.to(visited.device)
+    computed, causal = pairs(visited, config, shape.q_len, shape.offset, start)
     return computed / causal.clamp_min(1.0)
 
 

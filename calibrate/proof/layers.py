@@ -173,7 +173,7 @@ def layer_state(
     chunk = runs.chunk if chunks else None
     config_at = (lambda keys: runs.config) if chunk is None else dict(runs.by_keys).__getitem__
     # a state's first calls are all metered, which would be timed too
-    return hf.LayerState(
+    return hf.ServerLikeState(
         layer.row, config_at, min_length=0, observer=observer, meter=None, chunk=chunk,
         kv_cache_dtype=runs.kv_cache_dtype,
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""s2o-doctor: flags to findings, and an exit code for scripts. Torch is imported after the flags are read."""
+"""s2o-doctor: from flags to findings, and an exit code for scripts. Torch is imported after the flags are read."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +21,22 @@ from s2o_runtime.command_line import (
     failure_code,
 )
 from s2o_runtime.command_line import exit_code as run_command
-from s2o_runtime.doctor import findings
-from s2o_runtime.doctor.findings import Finding, Section, environment, variables
+from s2o_runtime.doctor.findings import (
+    Finding,
+    Section,
+    check_environment,
+    check_variables,
+    choose_exit_code,
+    render_json,
+    render_text,
+)
 from s2o_runtime.errors import S2OError
 from s2o_runtime.logs import set_up
 
 if TYPE_CHECKING:
     from s2o_runtime.doctor.profile_check import ModelView
+
+    FindModel = Callable[[str, Path | None], ModelView]
 
 PROGRAM = "s2o-doctor"
 EXAMPLES = (
@@ -37,7 +47,7 @@ EXAMPLES = (
 
 
 def parser(program: str = PROGRAM) -> Parser:
-    """The flags."""
+    """Return the parser of the flags."""
     out = Parser(
         program,
         description="Say what is installed here, test the kernels against the reference in seconds, and with a profile "
@@ -53,11 +63,7 @@ def parser(program: str = PROGRAM) -> Parser:
     return out
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    program: str = PROGRAM,
-    view_of: Callable[[str, Path | None], ModelView] | None = None,
-) -> int:
+def main(arguments: Sequence[str] | None = None, program: str = PROGRAM, view_of: FindModel | None = None) -> int:
     """Run the command.
 
     Args:
@@ -76,54 +82,46 @@ def main(
         set_up(logging.ERROR, as_json=False)  # what the runtime would warn about is among the findings
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         sections = examine(args.profile, args.model, args.device, view_of)
-        print(json.dumps(findings.as_json(sections), indent=1) if args.json else findings.as_text(sections))
-        return findings.exit_code(sections)
+        print(json.dumps(render_json(sections), indent=1) if args.json else render_text(sections))
+        return choose_exit_code(sections)
 
     return run_command(program, run)
 
 
 def examine(
-    profile: Path | None = None,
-    model: str | None = None,
-    device: str | None = None,
-    view_of: Callable[[str, Path | None], ModelView] | None = None,
+    profile: Path | None = None, model: str | None = None, device: str | None = None, view_of: FindModel | None = None
 ) -> list[Section]:
-    """All that s2o-doctor finds, in the order in which it is printed.
-
-    Args:
-        profile: a profile's file.
-        model: a model's name.
-        device: a torch device; by default a GPU if there is one.
-        view_of: as for `main`.
-    """
-    installed = environment(wants_gpu=device != "cpu")
-    if any(one.name == "torch" and one.code for one in installed):
+    """Return all that s2o-doctor finds for its flags, in the order in which it is printed. view_of: as for `main`."""
+    installed = check_environment(wants_gpu=device != "cpu")
+    if any(finding.name == "torch" and finding.code for finding in installed):
         return [Section("environment", installed)]  # nothing else can be looked at
-    sections = [Section("environment", [*installed, *variables()])]
+    sections = [Section("environment", [*installed, *check_variables()])]
 
     from s2o_runtime.devices import named_device
-    from s2o_runtime.doctor.profile_check import device_findings
-    from s2o_runtime.doctor.self_test import self_test
+    from s2o_runtime.doctor.profile_check import check_device, describe_model, describe_profile, model_view
+    from s2o_runtime.doctor.self_test import run_self_test
 
-    try:
+    where = view = None
+    with _report_errors(sections, "device", device):
         where = named_device(device)
-    except S2OError as error:
-        return [*sections, Section("device", [Finding("device", str(device), str(error), failure_code(error))])]
-    sections.append(Section("device", device_findings(where)))
-    sections.append(Section("self-test", self_test(where)))
-
-    from s2o_runtime.doctor.profile_check import model_section, model_view, profile_section
-
-    view = None
+        sections.append(Section("device", check_device(where)))
+        sections.append(Section("self-test", run_self_test(where)))
+    if where is None:
+        return sections
     if model is not None:
-        try:
+        with _report_errors(sections, "model", model):
             view = model_view(model) if view_of is None else view_of(model, profile)
-            sections.append(model_section(view))
-        except S2OError as error:
-            sections.append(Section("model", [Finding("model", model, str(error), failure_code(error))]))
+            sections.append(describe_model(view))
     if profile is not None:
-        try:
-            sections.append(profile_section(profile, where, view))
-        except S2OError as error:
-            sections.append(Section("profile", [Finding("profile", str(profile), str(error), failure_code(error))]))
+        with _report_errors(sections, "profile", profile):
+            sections.append(describe_profile(profile, where, view))
     return sections
+
+
+@contextmanager
+def _report_errors(sections: list[Section], name: str, value: object) -> Iterator[None]:
+    """Add an error of the block as a section of its own."""
+    try:
+        yield
+    except S2OError as error:
+        sections.append(Section(name, [Finding(name, str(value), str(error), failure_code(error))]))

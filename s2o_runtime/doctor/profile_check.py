@@ -12,7 +12,7 @@ import torch
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.devices import fit, identify, interpreted
 from s2o_runtime.doctor.findings import Finding, Section
-from s2o_runtime.errors import ModelError, ProfileError, ResourceError
+from s2o_runtime.errors import ModelError, ProfileError, ResourceError, first_line
 from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.monitor.drift import error_limits
@@ -23,8 +23,8 @@ from s2o_runtime.serving.fit import ANOTHER, COMPARED, ProfileFit, Rank, check_m
 GIB = 1 << 30
 
 
-def device_findings(device: torch.device) -> list[Finding]:
-    """The device, its memory, and whether the kernels are made for it."""
+def check_device(device: torch.device) -> list[Finding]:
+    """Check the device, its memory, and whether the kernels are made for it."""
     here = identify(device)
     if here.kind == "cpu":
         advice = (
@@ -32,29 +32,26 @@ def device_findings(device: torch.device) -> list[Finding]:
         )
         return [Finding("device", "cpu", advice)]
     verdict = fit(here, here)
-    is_served = verdict.tiles is not None
-    findings = [Finding("device", f"{device}: {here}", *(() if is_served else (verdict.reason, NO_RESOURCE)))]
+    problem = () if verdict.tiles is not None else (verdict.reason, NO_RESOURCE)
+    findings = [Finding("device", f"{device}: {here}", *problem)]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         findings.append(Finding("memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"))
     if interpreted():
-        findings.append(
-            Finding(
-                "interpreter", "on", "TRITON_INTERPRET=1 runs kernels in Python, thousands of times slower: unset it"
-            )
-        )
+        advice = "TRITON_INTERPRET=1 runs kernels in Python, thousands of times slower: unset it"
+        findings.append(Finding("interpreter", "on", advice))
     return findings
 
 
 @dataclass(frozen=True)
 class ModelView:
-    """What is known of a model without its weights.
+    """A model without its weights.
 
     Attributes:
         name: as the user gave it.
         config: its transformers configuration.
         folder: of its safetensors files; None where they are not on this machine.
-        facts: what is to be said of it besides, by name.
+        facts: what else is to be printed of it, by name.
     """
 
     name: str
@@ -64,7 +61,7 @@ class ModelView:
 
 
 class Outcome(NamedTuple):
-    """What one layer runs for a whole prompt of one length: path is "s2o" or "dense", with the reason for dense."""
+    """The path that one layer takes for a whole prompt of one length, "s2o" or "dense", and the reason for dense."""
 
     layer: int
     path: str
@@ -72,7 +69,7 @@ class Outcome(NamedTuple):
 
 
 def model_view(name: str) -> ModelView:
-    """A model by its folder or hub id.
+    """Find a model by its folder or hub id.
 
     Raises:
         ModelError: transformers cannot load its configuration.
@@ -84,32 +81,32 @@ def model_view(name: str) -> ModelView:
         raise ResourceError(
             f"--model needs transformers ({error}): in the clone, pip install '.[calibrate]'"
         ) from error
-    if not Path(name).is_dir() and (name.count("/") != 1 or name.startswith(("/", ".", "~"))):
+    folder = Path(name) if Path(name).is_dir() else None
+    if folder is None and (name.count("/") != 1 or name.startswith(("/", ".", "~"))):
         raise ModelError(
             f"model {name!r} is neither a folder nor a hub id (org/name): give one, or an alias such as demo to "
             "s2o-doctor"
         )
     try:
-        config = AutoConfig.from_pretrained(name)
+        return ModelView(name, AutoConfig.from_pretrained(name), folder)
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"model {name!r} cannot be loaded ({reason}): give a local folder or a hub id") from error
-    return ModelView(name, config, Path(name) if Path(name).is_dir() else None)
+        raise ModelError(
+            f"model {name!r} cannot be loaded ({first_line(error)}): give a local folder or a hub id"
+        ) from error
 
 
-def model_section(view: ModelView) -> Section:
-    """The layers that S2O serves in a model, by its configuration."""
+def describe_model(view: ModelView) -> Section:
+    """Describe the layers that S2O serves in a model, by its configuration."""
     try:
         shape = geometry(view.config)
     except ModelError as error:
         return Section("model", [Finding("model", view.name, str(error), BAD_INPUT)])
-    limit = positions(view.config)
-    findings = [Finding("model", f"{view.name}: {shape}"), Finding("positions", f"{limit} tokens")]
-    return Section("model", [*findings, *(Finding(name, value) for name, value in view.facts.items())])
+    facts = {"model": f"{view.name}: {shape}", "positions": f"{positions(view.config)} tokens", **view.facts}
+    return Section("model", [Finding(name, value) for name, value in facts.items()])
 
 
-def profile_section(path: Path, device: torch.device, view: ModelView | None) -> Section:
-    """What a profile would run on a device.
+def describe_profile(path: Path, device: torch.device, view: ModelView | None) -> Section:
+    """Describe a profile, its proof, and what it would run on a device.
 
     Args:
         path: of the profile.
@@ -120,54 +117,49 @@ def profile_section(path: Path, device: torch.device, view: ModelView | None) ->
         ProfileError: the file cannot be read.
     """
     profile = load_profile(path)
-    made_on, here = profile.device, identify(device)
-    verdict = fit(made_on, here)
-    here_finding = Finding("made on", f"{made_on}; {verdict.reason}")
+    verdict = fit(profile.device, identify(device))
+    made_on = Finding("made on", f"{profile.device}; {verdict.reason}")
     if verdict.tiles != "profile":
-        here_finding = Finding("made on", str(made_on), verdict.reason, OK if verdict.tiles else NO_RESOURCE)
+        made_on = Finding("made on", str(profile.device), verdict.reason, OK if verdict.tiles else NO_RESOURCE)
     lengths = ", ".join(map(str, profile.lengths))
     findings = [
         Finding("profile", f"{path}: {profile.model_name} ({profile.geometry}), calibrated at {lengths} tokens"),
-        here_finding,
-        *_proof_findings(profile),
-        _drift_finding(profile),
+        made_on,
+        *_check_proof(profile),
     ]
     if view is not None:
-        findings.append(_match_finding(profile, view))
+        findings.append(_match_model(profile, view))
     on_device = ProfileFit(profile, Rank(), device)
-    runs = {length: outcomes(on_device, length) for length in profile.lengths}
-    findings += [Finding(f"{length} tokens", in_words(layers)) for length, layers in runs.items()]
-    findings.append(
-        Finding(
-            "dense too",
-            f"decode, prompts of fewer than {profile.min_length} tokens and of more than {on_device.max_length} "
-            '(unless beyond="warn" or "s2o"), fewer than '
-            f"{on_device.min_queries} new tokens behind a prefix, layers of other kinds, masks that are not causal",
-        )
+    runs = {length: list_outcomes(on_device, length) for length in profile.lengths}
+    findings += [Finding(f"{length} tokens", describe_outcomes(layers)) for length, layers in runs.items()]
+    dense = (
+        f"decode, prompts of fewer than {profile.min_length} tokens and of more than {on_device.max_length} "
+        f'(unless beyond="warn" or "s2o"), fewer than {on_device.min_queries} new tokens behind a prefix, layers of '
+        "other kinds, masks that are not causal"
     )
     data = {"lengths": [{"length": n, "layers": [layer._asdict() for layer in layers]} for n, layers in runs.items()]}
-    return Section("profile", findings, data)
+    return Section("profile", [*findings, Finding("dense too", dense)], data)
 
 
-def outcomes(on_device: ProfileFit, length: int) -> list[Outcome]:
-    """What each layer of a profile runs for a whole prompt of `length` tokens."""
+def list_outcomes(on_device: ProfileFit, length: int) -> list[Outcome]:
+    """Return what each layer of a profile runs for a whole prompt of `length` tokens."""
     reasons = ((layer.layer, layer.why_dense(length, length)) for layer in on_device.layers)
     return [Outcome(number, "s2o" if reason is None else "dense", reason) for number, reason in reasons]
 
 
-def in_words(layers: list[Outcome]) -> str:
-    """Which layers run S2O, and which run dense and why."""
+def describe_outcomes(layers: list[Outcome]) -> str:
+    """Return in words which layers run S2O, and which run dense and why."""
     by_reason: dict[str | None, list[int]] = {}
     for outcome in layers:
         by_reason.setdefault(outcome.reason, []).append(outcome.layer)
     sparse = by_reason.pop(None, [])
-    parts = [f"{len(sparse)} of {len(layers)} layers run S2O{f' ({ranges(sparse)})' if by_reason and sparse else ''}"]
-    parts += [f"dense: {ranges(numbers)}, because {reason}" for reason, numbers in by_reason.items()]
-    return "; ".join(parts)
+    numbers = f" ({format_ranges(sparse)})" if by_reason and sparse else ""
+    dense = [f"dense: {format_ranges(numbers)}, because {reason}" for reason, numbers in by_reason.items()]
+    return "; ".join([f"{len(sparse)} of {len(layers)} layers run S2O{numbers}", *dense])
 
 
-def ranges(numbers: list[int]) -> str:
-    """Ascending numbers in words: "0 to 3, 5"."""
+def format_ranges(numbers: list[int]) -> str:
+    """Return ascending numbers in words: "0 to 3, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -177,36 +169,33 @@ def ranges(numbers: list[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def _proof_findings(profile: Profile) -> list[Finding]:
-    record, allowed = profile.record, read_budget(profile.record)
-    budget = "no budget is recorded"
-    if allowed.value is not None:
-        beside = "" if allowed.ceiling is None else f" and rel_mse {allowed.ceiling:g}"
-        budget = f"{allowed.kind} {allowed.value:g}{beside} for every {allowed.scope or 'layer'}"
-    findings = []
+def _check_proof(profile: Profile) -> list[Finding]:
+    """Check what the record says was proven, and whether errors can be checked against it."""
+    record, findings = profile.record, []
     try:
         profile.check_trained()
     except ProfileError as error:
         findings.append(Finding("weights", "random", str(error), BAD_INPUT))
-    counts = ", ".join(f"{row.get('prompts')} prompts of {row.get('length')} tokens" for row in list_certified(record))
-    certified = f"; certified on {counts}" if counts else ""
-    advice = "" if certified else "nothing is certified: s2o-calibrate certifies by default"
+    text, budget = "no budget is recorded", read_budget(record)
+    if budget.value is not None:
+        ceiling = "" if budget.ceiling is None else f" and rel_mse {budget.ceiling:g}"
+        text = f"{budget.kind} {budget.value:g}{ceiling} for every {budget.scope or 'layer'}"
     proof = record.get("proof")
-    shown = proof if isinstance(proof, str) else "not proven"
-    findings.append(Finding("proof", f"{budget}, {shown}{certified}", advice))
-    findings += [Finding("not proven", sentence, "see the report") for sentence in get_list(record, "problems", str)]
-    return findings
-
-
-def _drift_finding(profile: Profile) -> Finding:
+    text += f", {proof if isinstance(proof, str) else 'not proven'}"
+    counts = ", ".join(f"{row.get('prompts')} prompts of {row.get('length')} tokens" for row in list_certified(record))
+    if counts:
+        findings.append(Finding("proof", f"{text}; certified on {counts}"))
+    else:
+        findings.append(Finding("proof", text, "nothing is certified: s2o-calibrate certifies by default"))
+    findings += [Finding("not proven", problem, "see the report") for problem in get_list(record, "problems", str)]
     try:
         error_limits(profile)
     except ProfileError as error:
-        return Finding("drift check", "off", str(error))
-    return Finding("drift check", "on: the record says what errors are allowed")
+        return [*findings, Finding("drift check", "off", str(error))]
+    return [*findings, Finding("drift check", "on: the record says what errors are allowed")]
 
 
-def _match_finding(profile: Profile, view: ModelView) -> Finding:
+def _match_model(profile: Profile, view: ModelView) -> Finding:
     try:
         compared = check_model(profile, view.config, view.folder, (ANOTHER,))
     except ProfileError as error:

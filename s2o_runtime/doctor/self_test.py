@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from s2o_runtime.attention.compute import Attention
 from s2o_runtime.command_line import NO_RESOURCE
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import capability, fit, identify, launching_on
-from s2o_runtime.doctor.findings import Finding
+from s2o_runtime.doctor.findings import Finding, describe_error
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.tiles import candidate_tiles
 
@@ -28,11 +28,11 @@ CPU_TILE = TileConfig(64, 32, 2, 4, 1)
 ROUNDING = 1e-3  # relative: what is left of an error beside twice that of torch's SDPA on the same inputs
 STOP_ROUNDING = 5e-3  # relative: the rounding of a bfloat16 output, 2^-8
 STOPS_APART = 0.1  # relative: keys of near-equal scores are skipped in each other's place, which is 1% of the error
-DENSITY_APART = 1e-3  # less than a row tile's chunk, 0.4% of 2045 tokens: `inputs` leaves no stop to rounding
+DENSITY_APART = 1e-3  # less than a row tile's chunk, 0.4% of 2045 tokens: `make_inputs` leaves no stop to rounding
 EXACT = 1e-5  # relative: float32 against float64
 
 
-def self_test(device: torch.device) -> list[Finding]:
+def run_self_test(device: torch.device) -> list[Finding]:
     """Run the op on small inputs of an odd length, half of whose heads never stop.
 
     Args:
@@ -42,45 +42,53 @@ def self_test(device: torch.device) -> list[Finding]:
         One finding for each kernel, or for the reference on a CPU; what an exception says is a problem too.
     """
     if device.type != "cuda":
-        return [_timed("reference", partial(reference_test, device))]
+        return [_run_check(partial(check_reference, device), "reference")]
     if (verdict := fit(identify(device), identify(device))).tiles is None:
         return [Finding("kernels", "not run", verdict.reason, NO_RESOURCE)]
+    names = {True: "specialised kernel", False: "kernel"}
     return [
-        _timed("specialised kernel" if tile.specialized else "kernel", partial(kernel_test, device, tile))
-        for tile in kernel_tiles(device)
+        _run_check(partial(check_kernel, device, tile), names[tile.specialized]) for tile in list_kernel_tiles(device)
     ]
 
 
-def kernel_tiles(device: torch.device) -> Iterator[TileConfig]:
-    """The safest tile of each kernel that this GPU has."""
-    seen: set[bool] = set()
-    for tile in candidate_tiles(128, capability(device)):
-        if tile.specialized not in seen:
-            seen.add(tile.specialized)
-            yield tile
+def _run_check(check: Callable[[], tuple[str, str]], name: str) -> Finding:
+    start = time.monotonic()
+    try:
+        value, problem = check()
+    except Exception as error:  # a compiler, a driver, memory: whatever keeps kernels from running is what is asked
+        advice = "expected it to run: see the C compiler, headers, driver and memory above, or report this output"
+        return Finding(name, describe_error(error), advice, NO_RESOURCE)
+    value = f"{value} ({time.monotonic() - start:.1f} s)"
+    if problem:
+        return Finding(name, value, f"{problem}: do not use S2O here, and report this output", NO_RESOURCE)
+    return Finding(name, value)
 
 
-def layer(tile: TileConfig) -> LayerConfig:
-    """Four heads: two that never stop and two that do, one of which estimates what it skips."""
+def list_kernel_tiles(device: torch.device) -> list[TileConfig]:
+    """Return the safest tile of each kernel that this GPU has."""
+    tiles: dict[bool, TileConfig] = {}
+    for tile in candidate_tiles(128, capability(device)):  # the safest first
+        tiles.setdefault(tile.specialized, tile)
+    return list(tiles.values())
+
+
+def make_layer(tile: TileConfig) -> LayerConfig:
+    """Return four heads: two that never stop and two that do, one of which estimates what it skips."""
     never, stopping = HeadConfig(0.0, SEGMENT), HeadConfig(TAU, SEGMENT)
     return LayerConfig((never, stopping, never, HeadConfig(TAU, SEGMENT, tail="mean")), tile)
 
 
-def inputs(
+def make_inputs(
     length: int, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [1, 4, L, D], k and v [1, 2, L, D], with stops that no rounding can move.
+    """Return q [1, 4, L, D], k and v [1, 2, L, D], with stops that no rounding can move.
 
     Queries of heads 0 and 2 are random. Those of heads 1 and 3 know their own key, which has most of their weight; the
     keys before it have little, alike. In every other segment they also look for some keys of the third one. So a chunk
     of a prefix that has what is looked for brings at least 4 times what the stop rule asks for, any other at most half
     of it, and of 1021 tokens on some chunks are skipped.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     q, k, v = normal(1, 4, length, head_dim), normal(1, 2, length, head_dim), normal(1, 2, length, head_dim)
     topic = normal(head_dim)
     topic *= SOUGHT**0.5 * head_dim**0.25 / topic.norm()  # two of them have a score of SOUGHT
@@ -92,35 +100,25 @@ def inputs(
     return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
 
 
-def reference_test(device: torch.device) -> tuple[str, str]:
-    """What the reference computes, and what is wrong with it, if so."""
-    q, k, v = inputs(1021, 64, torch.float32, device)
-    result = s2o_attention(q, k, v, layer(CPU_TILE), backend="reference", return_stats=True)
-    return judged_reference(result, naive_attention(q, k, v))
-
-
-def judged_reference(result: Attention, truth: Tensor) -> tuple[str, str]:
-    """The sentence about what the reference computed, and what is wrong with it, if so.
-
-    Args:
-        result: of `layer`'s heads, with statistics.
-        truth: [1, 4, L, D] dense attention.
-    """
-    errors, density = relative_errors(result.out, truth), result.density.tolist()
+def check_reference(device: torch.device) -> tuple[str, str]:
+    """Return a sentence about what the reference computes, and what is wrong with it, if anything."""
+    q, k, v = make_inputs(1021, 64, torch.float32, device)
+    result = s2o_attention(q, k, v, make_layer(CPU_TILE), backend="reference", return_stats=True)
+    errors, density = measure_errors(result.out, compute_naive_attention(q, k, v)), result.density.tolist()
+    exact = max(errors[0], errors[2])
     value = (
         "plain torch against softmax in float64, float32, 1021 tokens, no kernel: "
-        f"error {max(errors[0], errors[2]):.0e} without stopping; {density[1]:.0%} computed with an error of "
-        f"{errors[1]:.1e} where it stops"
+        f"error {exact:.0e} without stopping; {density[1]:.0%} computed with an error of {errors[1]:.1e} where it stops"
     )
-    if not max(errors[0], errors[2]) <= EXACT:
+    if not exact <= EXACT:  # so that nan is too much, here and below
         return value, f"expected an error of {EXACT:.0e} at most without stopping"
     if not max(density[1], density[3]) < 1 or min(density[0], density[2]) < 1:
         return value, "expected heads with a tau above 0, and no others, to skip keys"
     return value, ""
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention as it is defined, in float64: [B, Hq, L, D]. It shares no code with S2O."""
+def compute_naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention as it is defined, in float64: [B, Hq, L, D]. It shares no code with S2O."""
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.double().repeat_interleave(group, 1) for tensor in (k, v))
     scores = q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5
@@ -128,37 +126,26 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v
 
 
-def kernel_test(
+def check_kernel(
     device: torch.device, tile: TileConfig, length: int = 2045, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, str]:
-    """What a kernel computes with a tile, and what is wrong with it, if so.
-
-    Args:
-        device: that the kernel runs on.
-        tile: of the kernel, legal there.
-        length: tokens of the prompt.
-        dtype: of q, k and v.
-    """
+    """Return a sentence about what a kernel computes with a tile, and what is wrong with it, if anything."""
     with launching_on(device):
-        q, k, v = inputs(length, 128, dtype, device)
-        ours = s2o_attention(q, k, v, layer(tile), backend="triton", return_stats=True)
-        theirs = s2o_attention(q, k, v, layer(tile), backend="reference", return_stats=True)
-        truth, dense = exact_attention(q, k, v), dense_attention(q, k, v)
-        return judged_kernel(tile, ours, theirs, truth, dense)
+        q, k, v = make_inputs(length, 128, dtype, device)
+        ours, theirs = (
+            s2o_attention(q, k, v, make_layer(tile), backend=backend, return_stats=True)
+            for backend in ("triton", "reference")
+        )
+        return judge_kernel(tile, ours, theirs, exact_attention(q, k, v), dense_attention(q, k, v))
 
 
-def judged_kernel(
-    tile: TileConfig, ours: Attention, theirs: Attention, truth: Tensor, dense: Tensor
-) -> tuple[str, str]:
-    """The sentence about what a kernel computed, and what is wrong with it, if so.
+def judge_kernel(tile: TileConfig, ours: Attention, theirs: Attention, truth: Tensor, dense: Tensor) -> tuple[str, str]:
+    """Return a sentence about a kernel's result, and what is wrong with it, if anything.
 
-    Args:
-        tile: of the kernel.
-        ours: the kernel's result for `layer`'s heads, with statistics; theirs: the reference's.
-        truth: dense attention in float32; dense: torch's SDPA in the type of the inputs.
+    ours, theirs: the kernel's and the reference's result for the heads of `make_layer`, with statistics; truth: dense
+    attention in float32; dense: torch's SDPA in the type of the inputs.
     """
-    errors, expected = relative_errors(ours.out, truth), relative_errors(theirs.out, truth)
-    sdpa = relative_errors(dense, truth)
+    errors, expected, sdpa = (measure_errors(out, truth) for out in (ours.out, theirs.out, dense))
     density, expected_density = ours.density.tolist(), theirs.density.tolist()
     dtype = str(ours.out.dtype).removeprefix("torch.")
     value = (
@@ -178,22 +165,8 @@ def judged_kernel(
     return value, ""
 
 
-def relative_errors(out: Tensor, truth: Tensor) -> list[float]:
-    """The relative error of each head of the first sequence, by norms; nan stays nan."""
+def measure_errors(out: Tensor, truth: Tensor) -> list[float]:
+    """Return the relative error of each head of the first sequence, by norms; nan stays nan."""
     difference = (out.double() - truth.double())[0].flatten(1).norm(dim=1)
     errors: list[float] = (difference / truth.double()[0].flatten(1).norm(dim=1)).tolist()
     return errors
-
-
-def _timed(name: str, test: Callable[[], tuple[str, str]]) -> Finding:
-    start = time.monotonic()
-    try:
-        value, wrong = test()
-    except Exception as error:  # a compiler, a driver, memory: whatever keeps kernels from running is what is asked
-        text = (str(error).strip() or "no message").splitlines()[0]
-        advice = "expected it to run: see the C compiler, headers, driver and memory above, or report this output"
-        return Finding(name, f"{type(error).__name__}: {text}", advice, NO_RESOURCE)
-    value = f"{value} ({time.monotonic() - start:.1f} s)"
-    if wrong:
-        return Finding(name, value, f"{wrong}: do not use S2O here, and report this output", NO_RESOURCE)
-    return Finding(name, value)

@@ -1,4 +1,4 @@
-"""Which path each layer of a patched model took, why, how much of it was computed and how long it took."""
+"""A table of what each layer of a patched model ran, why, how much of it was computed and how long it took."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from s2o_runtime.huggingface.layers import LayerState, all_states, check_model
+from s2o_runtime.huggingface.layers import LayerState, check_model, list_states
 from s2o_runtime.identity import geometry
 
 COLUMNS = ("layer", "path", "calls", "density", "ms", "error", "last", "high", "reason")
@@ -29,28 +29,30 @@ class Explanation(list[dict[str, Any]]):
     others: str = ""
 
     def __str__(self) -> str:
-        """The table: left out is what the drift check found where nothing was checked."""
+        """The table, without the columns of the drift check where nothing was checked."""
         if not self:
             return "no attention layer was called"
-        columns = [name for name in COLUMNS if name not in OF_DRIFT or any(row[name] is not None for row in self)]
-        cells = [columns, *([_cell(row[name]) for name in columns] for row in self)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        numeric = [name not in ("path", "reason") for name in columns]
-        lines = (
-            "  ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(line, widths, numeric, strict=True)
-            )
-            for line in cells
+
+        def show(value: Any) -> str:
+            return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+        names = [name for name in COLUMNS if name not in OF_DRIFT or any(row[name] is not None for row in self)]
+        columns = [[name, *(show(row[name]) for row in self)] for name in names]
+        widths = [max(map(len, column)) for column in columns]
+        padded = [
+            [cell.ljust(width) if name in ("path", "reason") else cell.rjust(width) for cell in column]
+            for name, width, column in zip(names, widths, columns, strict=True)
+        ]
+        lines = ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
+        return "\n".join(
+            [*lines, *([f"layers of other kinds, which stay what they are: {self.others}"] if self.others else [])]
         )
-        others = [f"layers of other kinds, which stay what they are: {self.others}"] if self.others else []
-        return "\n".join([*(line.rstrip() for line in lines), *others])
 
     __repr__ = __str__
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What each layer of a patched model did so far. Raises ModelError if the model is not patched.
+    """Return what each layer of a patched model did so far. Raises ModelError if the model is not patched.
 
     Counts are of all calls, but for the replays of a CUDA graph, which no one sees; densities and times are of a few
     sampled ones. Waits for the device.
@@ -65,35 +67,22 @@ def explain(model: nn.Module) -> Explanation:
     [(0, 's2o', 1), (1, 's2o', 1)]
     """
     check_model(model)
-    rows = explained(all_states(model))
+    rows = explain_layers(list_states(model))
     rows.others = geometry(model.config).other_layers
     return rows
 
 
-def explained(states: Iterable[LayerState]) -> Explanation:
-    """The same for layers wherever they are."""
+def explain_layers(states: Iterable[LayerState]) -> Explanation:
+    """Return the same of layers wherever they are."""
     rows = Explanation()
     for state in states:
         measured = {} if state.meter is None else state.meter.read()
         drift = None if state.drift is None else state.drift.numbers()
-        for key, calls in sorted(state.counts.items()):
-            path, reason = key
-            sampled = measured.get(key)
-            rows.append(
-                {
-                    "layer": state.layer,
-                    "path": path,
-                    "reason": reason,
-                    "calls": calls,
-                    "density": 1.0 if path == "dense" else None if sampled is None else sampled.density,
-                    "ms": None if sampled is None else sampled.seconds * 1e3,
-                }
-                | dict(zip(OF_DRIFT, drift if drift is not None and path == "s2o" else (None,) * 3, strict=True))
-            )
+        for (path, reason), calls in sorted(state.counts.items()):
+            means = measured.get((path, reason))
+            row = {"layer": state.layer, "path": path, "reason": reason, "calls": calls}
+            row["density"] = 1.0 if path == "dense" else None if means is None else means.density
+            row["ms"] = None if means is None else means.seconds * 1e3
+            row |= zip(OF_DRIFT, drift if drift is not None and path == "s2o" else (None,) * 3, strict=True)
+            rows.append(row)
     return rows
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import copyreg
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from os import PathLike
 from typing import Any, TypeGuard
@@ -27,7 +27,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from s2o_runtime.attention import torch_op
-from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.compute import window_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.call import Scoring, without_gradients
@@ -36,30 +35,32 @@ from s2o_runtime.errors import InputError, ModelError, ProfileError
 from s2o_runtime.fields import Rule
 from s2o_runtime.huggingface.layers import (
     STATE,
-    Beyond,
     Implementations,
-    check_beyond,
+    LongPromptPolicy,
+    TransformersCall,
     check_model,
-    heads_here,
+    check_policy,
+    find_state,
     layer_obstacle,
-    other_attention,
-    state_of_key,
-    states_of,
+    make_states,
+    pair_states,
 )
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
+from s2o_runtime.huggingface.layers import ServerLikeState as ServerLikeState
 from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import layer_states as layer_states
-from s2o_runtime.huggingface.paged import per_request
-from s2o_runtime.huggingface.run import SOFT_CAP, adopt, available, weights_mismatch
-from s2o_runtime.identity import attention_modules, device_of, geometry, not_finite, offloaded
+from s2o_runtime.huggingface.layers import scoring_of as scoring_of
+from s2o_runtime.huggingface.paged import split_requests
+from s2o_runtime.huggingface.run import SOFT_CAP, attach_profile, find_weights_mismatch, read_available
+from s2o_runtime.identity import attention_modules, decoder_attention, device_of, geometry, not_finite, offloaded
 from s2o_runtime.layer_kinds import chunk, positions, sees_window, window
+from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.counters import DenseWatch
 from s2o_runtime.monitor.drift import Drift, check_of
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import find_profile
-from s2o_runtime.quantisation import as_cached
 from s2o_runtime.sequences import needs_gradients
 
 NAME = "s2o"
@@ -76,7 +77,7 @@ log = logging.getLogger("s2o_runtime")
 class PrefillCall:
     """A plain causal prefill.
 
-    q_offset: where its first query stands; kv_start: the first key of each sequence, integers [B], None when nothing
+    q_offset: the position of its first query; kv_start: the first key of each sequence, integers [B], None when nothing
     is padded; sdpa_mask: makes the mask that transformers' SDPA path would have got; window: how many keys a query
     sees, None if all before it.
     """
@@ -93,9 +94,9 @@ def patch(
     *,
     strict: bool = False,
     drift: Drift = "auto",
-    beyond: Beyond = "dense",
+    beyond: LongPromptPolicy = "dense",
 ) -> Any:
-    """Make a transformers model use S2O for long prompts, as its profile says. Returns the model.
+    """Make a transformers model use S2O for long prompts, as its profile says, and return the model.
 
     A line of the log (level INFO) says from where to where S2O runs, and one before it which profile was found, if none
     was given. A model whose parameters are not all in memory (offloaded ones) cannot be compared with the profile and
@@ -124,21 +125,19 @@ def patch(
     if not isinstance(profile, Profile | str | PathLike | None):
         raise ProfileError(f"the profile is a {type(profile).__name__}, expected a Profile or the path of its file")
     check_of(drift)
-    check_beyond(beyond)
+    check_policy(beyond)
     if profile is None:
         device = device_of(attention_modules(model)[0])
-        found = find_profile(model.config, device, lambda one: weights_mismatch([model], one))
-        log.info("S2O takes the profile %s", found)
-        profile = found.profile
+        match = find_profile(model.config, device, lambda candidate: find_weights_mismatch([model], candidate))
+        log.info("S2O takes the profile %s", match)
+        profile = match.profile
     if not isinstance(profile, Profile):
         profile = load_profile(profile)
     if misfit := profile.misfit(geometry(model.config)):
         raise ProfileError(f"{misfit}; calibrate this model")
     profile.check_trained()
-    modules = attention_modules(model)
-    others = other_attention(model)
     rejected = offloaded(model)
-    if mismatch := weights_mismatch([model], profile):
+    if mismatch := find_weights_mismatch([model], profile):
         message = rejected or f"{mismatch} that the profile was calibrated on"
         broken = not_finite(model)
         if strict:
@@ -149,12 +148,12 @@ def patch(
         if strict:
             raise ProfileError(f"{unknown}, or patch with strict=False")
         log.info("config not compared: %s", unknown)
-    states = states_of(profile, list(map(device_of, modules)), drift, beyond, rejected)
-    for module, state in zip(modules, states, strict=True):
-        state.heads = heads_here(module, profile.geometry.query_heads)
+    states = make_states(profile, list(map(device_of, attention_modules(model))), drift, beyond, rejected)
+    modules = [module for modules in decoder_attention(model).values() for module in modules]
+    pairs = pair_states(modules, states, model.config, profile.geometry.query_heads)
     unpatch(model)
     states[0].previous = implementations(model)
-    _attach_all([*zip(modules, states, strict=True), *others])
+    _attach_all(pairs)
     _register()
     model.set_attn_implementation(NAME)
     return model
@@ -167,7 +166,7 @@ def _attach_all(layers: Iterable[tuple[nn.Module, LayerState]]) -> None:
         attach(module, state)
         if state.watch is not None and state.watch not in watched:
             watched.add(state.watch)
-            state.hook = module.register_forward_pre_hook(state.watch.see_forward, with_kwargs=True)
+            state.hook = module.register_forward_pre_hook(state.watch.check_forward, with_kwargs=True)
 
 
 def unpatch(model: Any) -> Any:
@@ -197,9 +196,9 @@ def patched(
     *,
     strict: bool = False,
     drift: Drift = "auto",
-    beyond: Beyond = "dense",
+    beyond: LongPromptPolicy = "dense",
 ) -> Iterator[Any]:
-    """`patch` for the length of a block: `with patched(model, "profile.safetensors"): model.generate(...)`.
+    """Patch a model for the length of a block: `with patched(model, "profile.safetensors"): model.generate(...)`.
 
     Whatever happens in the block, the model is after it what it was before: unpatched, or patched with the profile that
     it had.
@@ -222,7 +221,7 @@ def patched(
 
 
 def implementations(model: Any) -> Implementations:
-    """The attention implementation in each configuration of a model and of its parts, outer ones first.
+    """Return the attention implementation in each configuration of a model and of its parts, outer ones first.
 
     All handles of a model share these: its inner model, its PEFT wrapper, what `torch.compile` returned.
     """
@@ -250,7 +249,7 @@ def register() -> None:
     >>> "s2o" in AttentionInterface().valid_keys()
     True
     """
-    available()
+    read_available()
     _register()
 
 
@@ -261,7 +260,7 @@ def _register() -> None:
 
 
 def s2o_mask(**call: Any) -> Tensor | None:
-    """The mask function: a plain causal prefill becomes an integer tensor (`prefill_mask`), all else SDPA's own mask.
+    """Make the mask of a call: for a plain causal prefill a `prefill_mask`, for all else SDPA's own mask.
 
     Its `s2o_call` attribute holds the same on the host. Where scores are soft-capped, which SDPA cannot do, every other
     mask is eager attention's own. A mask of windows that would have more than `SMALL_MASK` entries becomes such a
@@ -269,25 +268,28 @@ def s2o_mask(**call: Any) -> Tensor | None:
     """
     other_mask: Callable[..., Tensor | None]
     other_mask = sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else eager_mask
-    q_length, q_offset = _query_range(call)
+    compiling = torch.compiler.is_compiling()
+    q_length, q_offset = _read_query_range(call)
     plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _hides_nothing(call)
     keys = None if plain else _large_window(call)
     if q_length == 1 or not (plain or keys) or int(call.get("kv_offset", 0)) != 0:
         return other_mask(**call)
-    padding = call.get("attention_mask")
-    starts = None
+    padding, starts, device = call.get("attention_mask"), None, call.get("device", "cpu")
     if padding is not None:
         if padding.shape[1] < int(q_offset) + q_length:  # transformers hides the keys that it has no entry for
             short = other_mask(**call)
-            if short is not None and not torch.compiler.is_compiling():
+            if short is not None and not compiling:
                 setattr(short, REASON, DenseReason.SHORT_MASK)
             return short
-        starts, regular = _starts(padding[:, : int(q_offset) + q_length])
+        kept, device = padding[:, : int(q_offset) + q_length].bool(), padding.device
+        first = kept.int().argmax(1)
+        last = kept.shape[1] - 1 - kept.flip(1).int().argmax(1)  # padding behind it needs no mask: no query sees it
+        regular = bool((kept.sum(1) == last - first + 1).all())  # no sequence has a hole
         if not regular:
             return other_mask(**call)
-    device = call.get("device", "cpu") if padding is None else padding.device
+        starts = first if bool(first.any()) else None
     mask = prefill_mask(call["batch_size"], q_offset, device, starts, keys)
-    if not torch.compiler.is_compiling():
+    if not compiling:
         if "q_offset" in call:  # a static cache counts on in the tensor that it gave
             call = call | {"q_offset": int(q_offset)}
         setattr(mask, CALL, PrefillCall(int(q_offset), starts, lru_cache(partial(other_mask, **call)), keys))
@@ -298,7 +300,7 @@ def prefill_mask(
     batch: int, q_offset: int | Tensor, device: torch.device | str = "cpu", starts: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The tensor that stands for a plain causal prefill: int64 [B, 1, 1, 4].
+    """Make the tensor that stands for a plain causal prefill: int64 [B, 1, 1, 4].
 
     Its entries are the position of query 0, the first key that counts, the keys of a window (0 if a query sees all
     before it) and `MARK`. It has four dimensions because models pass such a mask on untouched.
@@ -312,8 +314,25 @@ def prefill_mask(
     return mask
 
 
-def _seen_keys(mask: Tensor, queries: int, keys: int) -> Tensor:
-    """Which keys each query sees by a `prefill_mask`: bool [B, 1, queries, keys]."""
+def is_prefill_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
+    """Compare a mask's type and shape with a `prefill_mask`'s; only its entries tell a caller's own such mask."""
+    return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 4)
+
+
+def _recovered(mask: Tensor | None, queries: int, keys: int) -> PrefillCall | None:
+    """Read the call from a mask that lost its attribute (moved to another device): costs a synchronisation."""
+    if not is_prefill_mask(mask):
+        return None
+    q_offset, _, window, mark = mask[0, 0, 0].tolist()
+    if mark != MARK:
+        return None
+    starts = mask[:, 0, 0, 1]
+    kv_start = starts if bool(starts.any()) else None
+    return PrefillCall(q_offset, kv_start, partial(_expand_mask, mask, queries, keys), window or None)
+
+
+def _expand_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """Return which keys each query sees by a `prefill_mask`: bool [B, 1, queries, keys]."""
     row = torch.arange(queries, device=mask.device)[:, None] + mask[..., :1]
     key = torch.arange(keys, device=mask.device)
     start, window = mask[..., 1:2], mask[..., 2:3]
@@ -321,18 +340,18 @@ def _seen_keys(mask: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def _large_window(call: dict[str, Any]) -> int | None:
-    """The keys that a query sees under a mask of nothing but causal windows that is too large to be made; else None."""
+    """Return the keys that a query sees under a mask of causal windows that is too large to be made; else None."""
     local, config = call.get("local_size"), call.get("config")
     if local is None or not call.get("allow_is_causal_skip", False) or torch.compiler.is_compiling():
         return None
     if int(local) != window(config) or int(local) == chunk(config):
         return None
-    q_length, q_offset = _query_range(call)
+    q_length, q_offset = _read_query_range(call)
     return int(local) if q_length * (int(q_offset) + q_length) > SMALL_MASK else None
 
 
 def _hides_nothing(call: dict[str, Any]) -> bool:
-    """Whether a mask of windows or chunks is a plain causal one because all keys so far fit one of them.
+    """Decide if a mask of windows or chunks is a plain causal one because all keys so far fit one of them.
 
     Transformers forbids to skip a mask that anything else deviates from the causal one (images, packed sequences).
     """
@@ -341,28 +360,15 @@ def _hides_nothing(call: dict[str, Any]) -> bool:
         return False
     if torch.compiler.is_compiling():  # a graph must not depend on how long the prompt is
         return int(local) >= positions(call.get("config"))
-    q_length, q_offset = _query_range(call)
+    q_length, q_offset = _read_query_range(call)
     return int(q_offset) + q_length <= int(local)
 
 
-def _query_range(call: dict[str, Any]) -> tuple[int, Any]:
-    """Number of queries and position of the first; transformers before 5.2 says it with `cache_position`."""
+def _read_query_range(call: dict[str, Any]) -> tuple[int, Any]:
+    """Return the number of queries and the position of the first."""
     if "q_length" in call:
         return int(call["q_length"]), call.get("q_offset", 0)
-    return int(call["cache_position"].shape[0]), call["cache_position"][0]
-
-
-def _starts(padding: Tensor) -> tuple[Tensor | None, bool]:
-    """First key of each sequence (None if all are 0), and whether no sequence has a hole.
-
-    Padding on the right needs no mask: no real query stands behind it.
-    """
-    kept = padding.bool()
-    length = kept.shape[1]
-    first = kept.int().argmax(1)
-    last = length - 1 - kept.flip(1).int().argmax(1)
-    regular = bool((kept.sum(1) == last - first + 1).all())
-    return (first if bool(first.any()) else None), regular
+    return int(call["cache_position"].shape[0]), call["cache_position"][0]  # transformers before 5.2
 
 
 def s2o_attention_forward(
@@ -375,20 +381,25 @@ def s2o_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] in; [B, Lq, Hq, D] out."""
-    if kwargs.get("output_attentions") and not torch.compiler.is_compiling():
-        _warn_attentions()
-    unserved = layer_obstacle(query, key, value, kwargs)
-    seen = kwargs.get("sliding_window")
+    """Compute attention: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] -> [B, Lq, Hq, D]."""
+    options = {"scaling": scaling, "dropout": dropout, **kwargs}
+    call = TransformersCall(module, query, key, value, attention_mask, options)
+    compiling, scoring = torch.compiler.is_compiling(), call.scoring
+    if kwargs.get("output_attentions") and not compiling:
+        log_once(
+            logging.WARNING,
+            "S2O computes no attention weights, output_attentions=True gives none: unpatch the model and load it with "
+            'attn_implementation="eager" for them',
+        )
+    unserved, seen = layer_obstacle(query, key, value, kwargs), kwargs.get("sliding_window")
     obstacle = unserved or (None if seen is None or key.shape[2] <= seen else sees_window(seen))
-    scoring = scoring_of(query.shape[3] ** -0.5 if scaling is None else scaling, kwargs)
     state: LayerState | None = module.__dict__.get(STATE)
-    call: PrefillCall | None = getattr(attention_mask, CALL, None)
+    prefill: PrefillCall | None = getattr(attention_mask, CALL, None)
     reason = DenseReason.DECODE if query.shape[2] == 1 else getattr(attention_mask, REASON, DenseReason.MASK)
     training = module.training or dropout > 0
-    if not torch.compiler.is_compiling():
-        state = adopt(module, query.device) if state is None else state
-        call = call or _recovered(attention_mask, query.shape[2], key.shape[2])
+    if not compiling:
+        state = attach_profile(module, query.device) if state is None else state
+        prefill = prefill or _recovered(attention_mask, query.shape[2], key.shape[2])
     elif is_prefill_mask(attention_mask):
         gradients = needs_gradients(query, key, value)  # the op has no backward pass
         if state is not None and obstacle is None and not training and not gradients:
@@ -396,203 +407,98 @@ def s2o_attention_forward(
             out = torch_op.node("layer_attention", *inputs, state.key, scoring.scale, scoring.softcap)
             return out.transpose(1, 2), None
         reason = DenseReason.TRAINING if training else DenseReason.GRADIENTS if gradients else reason
-        attention_mask, call = _seen_keys(attention_mask, query.shape[2], key.shape[2]), None
-    if call is None or call.window is None:
+        call, prefill = call._replace(mask=_expand_mask(attention_mask, query.shape[2], key.shape[2])), None
+    if prefill is None or prefill.window is None:
         by_sdpa = unserved is not None or training
     else:
         by_sdpa = dropout > 0 or kwargs.get("position_bias") is not None
-    if call is not None and by_sdpa:
-        kv_len = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
-        key, value, attention_mask = key[:, :, :kv_len], value[:, :, :kv_len], call.sdpa_mask()
-        attention_mask, call = None if attention_mask is None else attention_mask[..., :kv_len], None
+    if prefill is not None and by_sdpa:
+        keys = prefill.q_offset + query.shape[2]  # a static cache is longer than what it holds
+        mask = prefill.sdpa_mask()
+        mask = None if mask is None else mask[..., :keys]
+        call, prefill = call._replace(k=key[:, :, :keys], v=value[:, :, :keys], mask=mask), None
         if training:  # a checkpoint's forward pass may be without gradients, and its backward pass computes it again
             reason = DenseReason.TRAINING
-            if state is not None and state.watch is not None and state.why_dense_at(kv_len) is None:
-                state.watch.see_mode(reason, kv_len)
-    if call is None:
-        if state is not None:
-            state.count("dense", state.other_kind or obstacle or reason, query.shape[2], key.shape[2])
-        if scoring.beyond_sdpa is not None:
-            return _eager(module, query, key, value, attention_mask, scaling, dropout, kwargs), None
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-        return out, None
-    if state is None and call.window is None:
-        _say_unpatched(type(module).__name__)
-    out = _causal_attention(state, obstacle, query, key, value, scoring, call)
-    return out.transpose(1, 2).contiguous(), None
+            if state is not None:
+                state.warn_of_mode(reason, keys)
+    if prefill is not None:
+        if state is None and prefill.window is None:
+            message = "%s runs dense: the model has no profile, call s2o_runtime.patch(model, profile)"
+            log_once(logging.INFO, message, type(module).__name__)
+        return _run_prefill(state, obstacle, query, key, value, scoring, prefill).transpose(1, 2).contiguous(), None
+    if state is not None:
+        state.count("dense", state.other_kind or obstacle or reason, query.shape[2], call.k.shape[2])
+    return call.compute(sdpa_attention_forward) if scoring.beyond_sdpa is None else _run_eager(call), None
 
 
-def _causal_attention(
-    state: LayerState | None, obstacle: str | None, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring,
-    call: PrefillCall,
+def _run_prefill(
+    state: LayerState | None, obstacle: str | None, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring,
+    prefill: PrefillCall,
 ) -> Tensor:  # fmt: skip
-    """A causal prefill of a layer, S2O or dense, and what is to be remembered of it: [B, Hq, Lq, Dv]."""
-    kv_len = call.q_offset + query.shape[2]
-    key, value = key[:, :, :kv_len], value[:, :, :kv_len]
-    if call.window is not None:
+    """Compute a causal prefill of a layer, which may have a window: [B, Hq, Lq, Dv]."""
+    keys = prefill.q_offset + q.shape[2]
+    k, v = k[:, :, :keys], v[:, :, :keys]
+    if prefill.window is not None:
         if state is not None:
-            state.count("dense", state.other_kind or sees_window(call.window), query.shape[2], kv_len)
-        return window_attention(query, key, value, window=call.window, scoring=scoring, kv_start=call.kv_start)
+            state.count("dense", state.other_kind or sees_window(prefill.window), q.shape[2], keys)
+        return window_attention(q, k, v, window=prefill.window, scoring=scoring, kv_start=prefill.kv_start)
     if state is None:
-        return fastest_dense_attention(query, key, value, scoring, call.kv_start)
-    if state.chunk is not None and query.shape[2] > state.chunk:
-        from s2o_runtime.huggingface.layers import prefill_in_chunks
-
-        def compute(rows: slice, keys: int) -> Tensor:
-            part = replace(call, q_offset=call.q_offset + rows.start)
-            tensors = query[:, :, rows], key[:, :, :keys], value[:, :, :keys]
-            return _causal_attention(state, obstacle, *tensors, scoring, part)
-
-        whole = prefill_in_chunks(state, query, key, call.q_offset, compute)
-        if state.observer is not None and call.kv_start is None:
-            state.observer(state.layer, query, key, value, scoring, whole)
-        return whole
-    reason = state.other_kind or obstacle or _dense_reason(state, query, key, value)
-    config = state.config(key.shape[2]) if reason is None else None
-    if config is not None and config.num_heads != query.shape[1]:
-        reason = f"the profile is of {config.num_heads} query heads, the layer has {query.shape[1]} here"
-        config = None
-    if config is not None and config.is_dense:
-        config, reason = None, DenseReason.NO_S2O_HEAD
-    sample = None if state.meter is None else state.meter.begin(reason, query.device)
-    if config is None:
-        out = fastest_dense_attention(query, key, value, scoring, call.kv_start)
-        stats, path = None, "dense"
-    else:
-        options = {"kv_start": call.kv_start, **scoring.arguments()}
-        k, v = (as_cached(tensor, state.kv_cache_dtype) for tensor in (key, value))
-        result = s2o_attention(query, k, v, config, return_stats=True, **options)
-        out, stats = result.out, result.stats
-        assert stats is not None
-        path, reason = "dense" if stats.backend == "dense" else "s2o", stats.reason
-    assert reason is not None
-    state.last = stats
-    state.count(path, reason, query.shape[2], key.shape[2])
-    if state.meter is not None and sample is not None:
-        state.meter.end(sample, (path, reason), stats, query.device)
-    if state.drift is not None and path == "s2o":
-        state.drift.see(query, key, value, out, scoring, call.kv_start)
-    if state.observer is not None and call.kv_start is None:
-        state.observer(state.layer, query, key, value, scoring, out)
-    return out
+        return fastest_dense_attention(q, k, v, scoring, prefill.kv_start)
+    return state.attend(q, k, v, scoring, prefill.kv_start, obstacle)
 
 
-def _request_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-    scaling: float | None,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """The attention of one request of a server batch, whose queries are the last of its keys: [1, Lq, Hq, D]."""
-    queries, keys = query.shape[2], key.shape[2]
+def _run_eager(call: TransformersCall) -> Tensor:
+    """Compute a call by the eager attention of the module's own model, which knows soft caps and sinks."""
+    name, module = type(call.module).__name__, sys.modules[type(call.module).__module__]
+    eager = getattr(module, "eager_attention_forward", None)
+    if eager is None:
+        raise ModelError(f"{name} has scores that SDPA cannot do and no eager code: unpatch the model")
+    mask, queries, keys = call.mask, call.q.shape[2], call.k.shape[2]
+    if mask is None and queries > 1:  # SDPA's way to say causal
+        mask = _expand_mask(prefill_mask(1, keys - queries, call.q.device), queries, keys)
+    if mask is not None and mask.dtype == torch.bool:  # a caller's own; eager attention adds its mask to the scores
+        zeros = torch.zeros(mask.shape, dtype=call.q.dtype, device=mask.device)
+        mask = zeros.masked_fill(~mask, torch.finfo(call.q.dtype).min)
+    return call._replace(mask=mask).compute(eager)
+
+
+def _attend_request(call: TransformersCall, window: int | None) -> Tensor:
+    """Compute one request of a server batch, whose queries are the last of its keys: [1, Lq, Hq, D]."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
     mask = None  # one query sees all keys; a window's cache holds no more than one may see
     if queries > 1:
         window = None if window is None or keys <= window else window
-        mask = prefill_mask(1, keys - queries, query.device, window=window)
-        setattr(mask, CALL, PrefillCall(keys - queries, None, partial(_seen_keys, mask, queries, keys), window))
-    return s2o_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
+        mask = prefill_mask(1, keys - queries, call.q.device, window=window)
+        setattr(mask, CALL, PrefillCall(keys - queries, None, partial(_expand_mask, mask, queries, keys), window))
+    return call._replace(mask=mask).compute(s2o_attention_forward)
 
 
-s2o_paged_forward = per_request(_request_attention)
+s2o_paged_forward = split_requests(_attend_request)
 
 
-def scoring_of(scale: float, kwargs: Mapping[str, Any]) -> Scoring:
-    """What a layer makes of the products of its queries and keys, from what it passes to transformers' attention."""
-    return Scoring(scale, kwargs.get("softcap"), without_gradients(kwargs.get("s_aux")))
-
-
-def _eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """The eager attention of the module's own model, which knows soft caps and sinks. Returns [B, Lq, Hq, D]."""
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None:
-        raise ModelError(f"{type(module).__name__} has scores that SDPA cannot do and no eager code: unpatch the model")
-    if mask is None and query.shape[2] > 1:  # SDPA's way to say causal
-        mask = _seen_keys(prefill_mask(1, key.shape[2] - query.shape[2], query.device), query.shape[2], key.shape[2])
-    if mask is not None and mask.dtype == torch.bool:  # a caller's own; eager attention adds its mask to the scores
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
-            ~mask, torch.finfo(query.dtype).min
-        )
-    out: Tensor = eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)[0]
-    return out
-
-
-@lru_cache(maxsize=64)
-def _say_unpatched(name: str) -> None:
-    log.info("%s runs dense: the model has no profile, call s2o_runtime.patch(model, profile)", name)
-
-
-@lru_cache(maxsize=1)
-def _warn_attentions() -> None:
-    log.warning(
-        "S2O computes no attention weights, output_attentions=True gives none: unpatch the model and load it with "
-        'attn_implementation="eager" for them'
-    )
-
-
-def is_prefill_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether a mask has the type and shape of a `prefill_mask`; only its entries tell a caller's own such mask."""
-    return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 4)
-
-
-def _compiled_layer(
+def _run_node(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, key: str, scale: float, softcap: float | None
 ) -> Tensor:
-    """What a layer's node in a compiled graph does: the same function, run eagerly inside the op."""
-    call: PrefillCall | None = getattr(mask, CALL, None) or _recovered(mask, q.shape[2], k.shape[2])
-    if call is None:
+    """Compute a layer's node in a compiled graph: the same function, run eagerly inside the op."""
+    prefill: PrefillCall | None = getattr(mask, CALL, None) or _recovered(mask, q.shape[2], k.shape[2])
+    if prefill is None:
         raise InputError(f"the attention mask is {mask.dtype} {tuple(mask.shape)}: give a boolean one")
     scoring = Scoring(scale, softcap, without_gradients(sinks))
-    return _causal_attention(state_of_key(key), None, q, k, v, scoring, call)
+    return _run_prefill(find_state(key), None, q, k, v, scoring, prefill)
 
 
-torch_op.implement("layer_attention", _compiled_layer)
+torch_op.implement("layer_attention", _run_node)
 
 
-def _recovered(mask: Tensor | None, queries: int, keys: int) -> PrefillCall | None:
-    """The call behind a mask that lost its attribute (moved to another device): costs a synchronisation."""
-    if not is_prefill_mask(mask):
-        return None
-    q_offset, _, window, mark = mask[0, 0, 0].tolist()
-    if mark != MARK:
-        return None
-    starts = mask[:, 0, 0, 1]
-    kv_start = starts if bool(starts.any()) else None
-    return PrefillCall(q_offset, kv_start, partial(_seen_keys, mask, queries, keys), window or None)
-
-
-def _restored_state(values: dict[str, Any]) -> LayerState:
-    """A layer's state that was copied or unpickled, with a key of its own; the model's configurations name S2O."""
+def _restore_state(kind: type[LayerState], values: dict[str, Any]) -> LayerState:
+    """Make the state of a layer that was copied or unpickled, with a key of its own; its model asks for S2O by name."""
     _register()
-    return LayerState(**values)
+    return kind(**values)
 
 
-def _reduced_state(state: LayerState) -> tuple[Callable[..., LayerState], tuple[dict[str, Any]]]:
-    return _restored_state, ({field.name: getattr(state, field.name) for field in fields(state) if field.init},)
+def _reduce_state(state: LayerState) -> tuple[Callable[..., LayerState], tuple[type[LayerState], dict[str, Any]]]:
+    return _restore_state, (type(state), {f.name: getattr(state, f.name) for f in fields(state) if f.init})
 
 
-copyreg.pickle(LayerState, _reduced_state)  # of `copy` too
-
-
-def _dense_reason(state: LayerState, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why a prefill of a layer is dense, whatever S2O could do with it; None if it is not."""
-    if reason := state.why_dense_at(key.shape[2]):
-        return reason
-    if needs_gradients(query, key, value):
-        if state.watch is not None:
-            state.watch.see_mode(DenseReason.GRADIENTS, key.shape[2])
-        return DenseReason.GRADIENTS
-    return None
+for _kind in (LayerState, ServerLikeState):  # of `copy` too
+    copyreg.pickle(_kind, _reduce_state)

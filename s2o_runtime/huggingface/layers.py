@@ -1,144 +1,119 @@
-"""One layer of a model that transformers runs: its state, and what S2O cannot do there."""
+"""One attention layer of a model that transformers runs: its state, and what it computes."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any, Literal, cast, get_args
+from functools import partial
+from itertools import count
+from typing import Any, Literal, NamedTuple, cast, get_args
 from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from s2o_runtime.attention.compute import AttentionStats
-from s2o_runtime.call import Scoring
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.compute import Attention, AttentionStats
+from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.call import Scoring, without_gradients
 from s2o_runtime.config import HEAD_DIMS, KvCacheDtype, LayerConfig
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ModelError
 from s2o_runtime.fields import Rule
 from s2o_runtime.identity import attention_modules, decoder_attention
 from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
+from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.counters import DenseWatch, Meter
 from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.profile import fitted
-from s2o_runtime.sequences import CallShape
+from s2o_runtime.quantisation import as_cached
+from s2o_runtime.sequences import CallShape, needs_gradients
 from s2o_runtime.serving.fit import Rank, ServedLayer, longest_trusted
 
-
-def heads_here(attention: nn.Module, query_heads: int) -> range | None:
-    """The query heads that an attention module computes in this process; None if all of them.
-
-    Torch cuts the rows of the projections into equal parts, in the order of the ranks, so a rank holds neighbouring
-    heads. A module whose parameters are whole computes all heads.
-
-    Args:
-        attention: the module; its split parameters are torch's DTensors.
-        query_heads: of the whole model.
-
-    Raises:
-        ProfileError: the ranks cannot share so many heads.
-    """
-    for parameter in attention.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        for dimension, placement in enumerate(getattr(parameter, "placements", ())):
-            if mesh is None or not placement.is_shard() or mesh.size(dimension) == 1:
-                continue
-            return Rank(mesh.get_local_rank(dimension), mesh.size(dimension)).heads(query_heads)
-    return None
-
-
-def layer_obstacle(query: Tensor, key: Tensor, value: Tensor, call: Mapping[str, Any]) -> str | None:
-    """Why S2O cannot do the attention of a layer, whatever the prompt; None if it can.
-
-    Args:
-        query: [B, Hq, Lq, D]; key: [B, Hkv, Lk, D]; value: [B, Hkv, Lk, Dv].
-        call: what the layer passes to transformers' attention function besides, by name.
-    """
-    return _obstacle(query.shape[3], value.shape[3])
-
-
-def _obstacle(query_dim: int, value_dim: int) -> str | None:
-    widest = max(query_dim, value_dim)
-    if widest > HEAD_DIMS[-1]:
-        return f"head_dim {widest} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
-    return None
-
-
-def foreseen_obstacle(module: nn.Module, config: Any) -> str | None:
-    """What `layer_obstacle` will say of a layer, as far as its attention module and the configuration tell.
-
-    Args:
-        module: the attention module; its parameters need not be in memory.
-        config: the model's transformers configuration.
-    """
-    query_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or 0
-    value_dim = getattr(module, "v_head_dim", None) or query_dim
-    return _obstacle(query_dim, value_dim)
-
-
-def prefill_in_chunks(
-    state: LayerState, query: Tensor, key: Tensor, offset: int, compute: Callable[[slice, int], Tensor]
-) -> Tensor:
-    """Compute a prefill chunk by chunk, and let the layer's observer see it as one.
-
-    Args:
-        state: of the layer; its `chunk` is the queries of all calls but the last. Its `last_density` is that of the
-            whole prefill afterwards.
-        query: [B, Hq, Lq, D].
-        key: [B, Hkv, Lk, D].
-        offset: the position of the first query.
-        compute: computes some of the queries behind so many keys, and leaves what it did in `state.last`.
-
-    Returns:
-        [B, Hq, Lq, D].
-    """
-    assert state.chunk is not None
-    q_len, chunk, observer = query.shape[2], state.chunk, state.observer
-    outputs, computed, causal = [], 0.0, 0
-    state.observer, state.last_density = None, None
-    try:
-        for begin in range(0, q_len, chunk):
-            end = min(begin + chunk, q_len)
-            outputs.append(compute(slice(begin, end), offset + end))
-            pairs = CallShape(1, 1, 1, end - begin, offset + end, 1, 1).causal_pairs
-            computed += pairs * state.density
-            causal += pairs
-    finally:
-        state.observer = observer
-    state.last_density = computed / causal
-    return torch.cat(outputs, 2)
-
-
 STATE = "s2o_layer"  # attribute of a patched attention module
-Beyond = Literal["dense", "warn", "s2o"]
+DENSE = "dense"  # in place of a profile's digest, of states that never run S2O
+LongPromptPolicy = Literal["dense", "warn", "s2o"]
 Implementations = list[tuple[Any, str]]  # configurations of transformers, each with its attention implementation
+Observer = Callable[[int, Tensor, Tensor, Tensor, Scoring, Tensor], None]
 
 log = logging.getLogger("s2o_runtime")
 
 paths_taken: set[str] = set()  # by any layer of this process
 
-Observer = Callable[[int, Tensor, Tensor, Tensor, Scoring, Tensor], None]
+
+class TransformersCall(NamedTuple):
+    """The arguments of transformers' attention function.
+
+    Attributes:
+        module: the attention module.
+        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D]; v: [B, Hkv, Lk, Dv].
+        mask: the attention mask, None for none.
+        options: the others by name, `scaling` and `dropout` among them.
+    """
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    options: Mapping[str, Any]
+
+    @property
+    def scoring(self) -> Scoring:
+        """The factor of the scores, their cap and the sinks."""
+        scale = self.options.get("scaling")
+        return scoring_of(self.q.shape[3] ** -0.5 if scale is None else scale, self.options)
+
+    def compute(self, attention: Callable[..., tuple[Tensor, Any]]) -> Tensor:
+        """Compute the call by another attention function of transformers: [B, Lq, Hq, Dv]."""
+        return attention(self.module, self.q, self.k, self.v, self.mask, **self.options)[0]
+
+
+def scoring_of(scale: float, options: Mapping[str, Any]) -> Scoring:
+    """Read the scoring from what a layer passes to transformers' attention function by name."""
+    return Scoring(scale, options.get("softcap"), without_gradients(options.get("s_aux")))
+
+
+def layer_obstacle(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> str | None:
+    """Return why S2O cannot do the attention of a layer, whatever the prompt; None if it can.
+
+    Args:
+        query: [B, Hq, Lq, D]; key: [B, Hkv, Lk, D]; value: [B, Hkv, Lk, Dv].
+        options: what the layer passes to transformers' attention function besides, by name.
+    """
+    return _judge_head_dims(query.shape[3], value.shape[3])
+
+
+def foreseen_obstacle(module: nn.Module, config: Any) -> str | None:
+    """Return what `layer_obstacle` will say of an attention module, whose parameters need not be in memory."""
+    query_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or 0
+    value_dim = getattr(module, "v_head_dim", None) or query_dim
+    return _judge_head_dims(query_dim, value_dim)
+
+
+def _judge_head_dims(*dims: int) -> str | None:
+    if max(dims) > HEAD_DIMS[-1]:
+        return f"head_dim {max(dims)} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
+    return None
 
 
 @dataclass(eq=False)
 class LayerState(ServedLayer):
-    """What one patched attention layer knows and has done.
+    """State of one patched attention layer, and what it has done.
 
-    observer: called with the layer's index, q, k, v, their scoring and the output after every plain causal
-    prefill of unpadded prompts, S2O or dense. meter: measures some of its calls, None does not.
-    watch: sees whether most calls of the model are dense; all of its layers have the same one.
-    other_kind: what is said of a layer that has no full attention and stays what it is.
-    chunk: queries that a prefill is fed at once, as a server does; None for all. last_density: of the last prefill that
-    was fed so, as a whole, where `last` is of its last chunk. hook: of its module, removed when it is detached.
-    kv_cache_dtype: "fp8" rounds keys and values before S2O reads them, as a server's cache would; the observer sees
-    them as they were. previous: of the first layer that `patch` attached, the attention implementation that each of the
-    model's configurations had before. key: what stands for the state in a compiled graph; no other state has it, in no
-    process, so that a copy and a saved graph never run another model's profile.
+    counts: calls by path and reason; last: statistics of the last prefill. observer: called with the layer's index, q,
+    k, v, their scoring and the output after every plain causal prefill of unpadded prompts, S2O or dense. meter:
+    measures some of its calls, None does not. watch: shared by the model's layers, warns if most calls are dense.
+    other_kind: the reason of a layer that has no full attention and stays what it is. hook: of its module, removed when
+    it is detached. previous: of the first layer that `patch` attached, the attention implementation that each of the
+    model's configurations had before. source: a digest of the profile, `DENSE` for a state that never runs S2O, None
+    where neither is known. key: stands for the state in a compiled graph (`_make_key`).
     """
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -147,38 +122,132 @@ class LayerState(ServedLayer):
     meter: Meter | None = field(default_factory=Meter)
     watch: DenseWatch | None = None
     other_kind: str | None = None
-    chunk: int | None = None
-    last_density: float | None = None
     hook: RemovableHandle | None = None
-    kv_cache_dtype: KvCacheDtype = "auto"
     previous: Implementations = field(default_factory=list)
+    source: str | None = None
     key: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = uuid4().hex
+        self.key = _make_key(self.source, self.layer)
         _states[self.key] = self
 
     @property
     def density(self) -> float:
         """The mean density over the heads of the last prefill; reading it waits for the device."""
-        if self.last_density is not None:
-            return self.last_density
         return 1.0 if self.last is None else float(self.last.density.mean())
 
     def count(self, path: str, reason: str, queries: int = 1, keys: int = 0) -> None:
-        """Remember a call, of so many queries and keys, and what became of it."""
+        """Count a call of so many queries and keys."""
         if not torch.compiler.is_compiling():  # logging would break the graph
             if (path, reason) not in self.counts:
                 paths_taken.add(path)
-                _say_once(path, reason)
+                log_once(logging.INFO, "layers run %s: %s", path, reason)
             if self.watch is not None and queries > 1:
-                self.watch.see(path, reason, keys)
+                self.watch.count(path, reason, keys)
         self.counts[path, reason] += 1
 
+    def warn_of_mode(self, mode: DenseReason, keys: int) -> None:
+        """Warn once of a prompt that is dense only because of the model's or autograd's mode."""
+        if self.watch is not None and self.why_dense_at(keys) is None:
+            self.watch.warn_of_mode(mode, keys)
 
-@lru_cache(maxsize=256)
-def _say_once(path: str, reason: str) -> None:
-    log.info("layers run %s: %s", path, reason)
+    def dense_reason(self, q: Tensor, k: Tensor, v: Tensor, obstacle: str | None) -> str | None:
+        """Return why a prefill is dense before the op decides, None if it is not. Args: those of `attend`."""
+        keys = k.shape[2]
+        if reason := self.other_kind or obstacle or self.why_dense_at(keys):
+            return reason
+        if needs_gradients(q, k, v):  # the op has no backward pass
+            self.warn_of_mode(DenseReason.GRADIENTS, keys)
+            return DenseReason.GRADIENTS
+        config = self.config(keys)
+        if config.num_heads != q.shape[1]:
+            return f"the profile is of {config.num_heads} query heads, the layer has {q.shape[1]} here"
+        return DenseReason.NO_S2O_HEAD if config.is_dense else None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kv_start: Tensor | None, obstacle: str | None = None
+    ) -> Tensor:
+        """Compute a causal prefill, S2O or dense, and record what was done: [B, Hq, Lq, Dv].
+
+        Args:
+            q: [B, Hq, Lq, D]; the last query sees all keys.
+            k, v: [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
+            scoring: the factor of the scores, their cap and the sinks.
+            kv_start: the first key of each sequence, integers [B]; None if nothing is padded.
+            obstacle: why S2O cannot compute it, if so.
+        """
+        reason = self.dense_reason(q, k, v, obstacle)
+        sample = None if self.meter is None else self.meter.begin(reason, q.device)
+        if reason is None:
+            result = self.run_s2o(q, k, v, scoring, kv_start)
+            out, stats = result.out, result.stats
+            assert stats is not None
+            path, reason = "dense" if stats.backend == "dense" else "s2o", stats.reason
+        else:
+            out, stats, path = fastest_dense_attention(q, k, v, scoring, kv_start), None, "dense"
+        self.last = stats
+        self.count(path, reason, q.shape[2], k.shape[2])
+        if self.meter is not None and sample is not None:
+            self.meter.end(sample, (path, reason), stats, q.device)
+        if self.drift is not None and path == "s2o":
+            self.drift.see(q, k, v, out, scoring, kv_start)
+        if self.observer is not None and kv_start is None:
+            self.observer(self.layer, q, k, v, scoring, out)
+        return out
+
+    def run_s2o(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kv_start: Tensor | None) -> Attention:
+        """Run the op with the layer's configuration; it may still choose dense attention."""
+        config, options = self.config(k.shape[2]), scoring.arguments()
+        return s2o_attention(q, k, v, config, kv_start=kv_start, return_stats=True, **options)
+
+
+@dataclass(eq=False)
+class ServerLikeState(LayerState):
+    """State of a layer that the calibrator measures as a server would run it.
+
+    chunk: queries of a call, as a server feeds long prompts; None for all. kv_cache_dtype: "fp8" rounds keys and values
+    before S2O reads them, as a server's cache would; the observer sees them as they were, and chunks as one prefill.
+    last_density: of the last prefill in chunks, where `last` is of its last chunk.
+    """
+
+    chunk: int | None = None
+    kv_cache_dtype: KvCacheDtype = "auto"
+    last_density: float | None = None
+
+    @property
+    def density(self) -> float:
+        """The mean density over the heads of the last prefill; reading it waits for the device."""
+        return super().density if self.last_density is None else self.last_density
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kv_start: Tensor | None, obstacle: str | None = None
+    ) -> Tensor:
+        """Compute a causal prefill chunk by chunk. Args, Returns: `LayerState.attend`'s."""
+        self.last_density = None
+        if self.chunk is None or q.shape[2] <= self.chunk:
+            return super().attend(q, k, v, scoring, kv_start, obstacle)
+        offset, outputs, computed, causal = k.shape[2] - q.shape[2], [], 0.0, 0
+        observer, self.observer = self.observer, None
+        try:
+            for begin in range(0, q.shape[2], self.chunk):
+                chunk = q[:, :, begin : begin + self.chunk]
+                keys = offset + begin + chunk.shape[2]
+                outputs.append(super().attend(chunk, k[:, :, :keys], v[:, :, :keys], scoring, kv_start, obstacle))
+                pairs = CallShape(1, 1, 1, chunk.shape[2], keys, 1, 1).causal_pairs
+                computed += pairs * super().density
+                causal += pairs
+        finally:
+            self.observer = observer
+        self.last_density = computed / causal
+        out = torch.cat(outputs, 2)
+        if self.observer is not None and kv_start is None:
+            self.observer(self.layer, q, k, v, scoring, out)
+        return out
+
+    def run_s2o(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kv_start: Tensor | None) -> Attention:
+        """Run the op on keys and values as they are read from the cache."""
+        k, v = as_cached(k, self.kv_cache_dtype), as_cached(v, self.kv_cache_dtype)
+        return super().run_s2o(q, k, v, scoring, kv_start)
 
 
 def attach(module: nn.Module, state: LayerState) -> None:
@@ -195,38 +264,54 @@ def detach(module: nn.Module) -> None:
             state.hook.remove()
 
 
-def was_detached(module: nn.Module) -> bool:
+def is_detached(module: nn.Module) -> bool:
+    """Return whether a module had a state once, and lost it."""
     return module in _detached
 
 
-def state_of_key(key: str) -> LayerState:
-    """The state that a compiled graph means. Raises ModelError if it is gone."""
+def _make_key(source: str | None, layer: int) -> str:
+    """Return a key that no other state of this process has or had.
+
+    A graph holds the key as text, and torch's on-disk caches find a compiled graph by its text: so keys are the same in
+    every process that patches its models in the same order. That is safe because a key is resolved in the process that
+    runs the graph, to a layer of the same number of a profile with the same digest, which computes the same function of
+    its inputs, or to nothing, which is an error. What two processes may do otherwise, such as `beyond` or drift checks,
+    is decided by the state that is found. No key is issued twice: a copy, a model that is patched anew and a second
+    model with the same profile get the next number, so that a graph never runs another model's layer in its place.
+    A state without a source (the calibrator's and tests') may compute anything: its key is of this process alone.
+    """
+    return uuid4().hex if source is None else f"{source}:{layer}:{next(_issued[source, layer])}"
+
+
+def find_state(key: str) -> LayerState:
+    """Return the state that a compiled graph means. Raises ModelError if it is gone."""
     state = _states.get(key)
     if state is None:
         raise ModelError("the model of this compiled graph is gone: compile the new one")
     return state
 
 
+_issued: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(count)  # numbers of keys, by source and layer
 _states: weakref.WeakValueDictionary[str, LayerState] = weakref.WeakValueDictionary()
 _detached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def check_model(model: object, profile: object = None) -> None:
-    """Raises ModelError for what is no transformers model; `profile` is what `patch` was given besides."""
-    if _is_model(model):
+    """Raise ModelError for what is no transformers model; `profile` is what `patch` was given besides."""
+
+    def is_model(thing: object) -> bool:
+        return hasattr(thing, "config") and hasattr(thing, "set_attn_implementation")
+
+    if is_model(model):
         return
     name, other = type(model).__name__, type(profile).__name__
-    if _is_model(profile):
+    if is_model(profile):
         raise ModelError(f"the model is a {name} and the profile a {other}: swap them, patch(model, profile)")
     raise ModelError(f"{name} is not a transformers model: load it with AutoModelForCausalLM")
 
 
-def _is_model(thing: object) -> bool:
-    return hasattr(thing, "config") and hasattr(thing, "set_attn_implementation")
-
-
 def layer_states(model: nn.Module) -> list[LayerState]:
-    """The states of a patched model's layers of full attention, in order. Raises ModelError if it is not patched."""
+    """Return the states of a model's layers of full attention, in order. Raises ModelError if it is not patched."""
     states = [module.__dict__.get(STATE) for module in attention_modules(model)]
     patched = [state for state in states if isinstance(state, LayerState)]
     if len(patched) != len(states):
@@ -234,49 +319,52 @@ def layer_states(model: nn.Module) -> list[LayerState]:
     return patched
 
 
-def other_attention(model: nn.Module) -> list[tuple[nn.Module, LayerState]]:
-    """The attention modules that a profile has no row for, each with a state that keeps it as it is.
-
-    They are those of layers of other kinds, such as sliding ones; layers without softmax attention have none.
-    """
-    served = attention_modules(model)
-    return [
-        (module, other_state(number, model.config))
-        for number, modules in sorted(decoder_attention(model).items())
-        for module in modules
-        if all(module is not other for other in served)
-    ]
-
-
-def other_state(number: int, config: Any) -> LayerState:
-    """The state of decoder layer `number` of a model with this configuration, which has no full attention."""
-    reason = kind_in_words(layer_kinds(config)[number], config)
-    return LayerState(number, no_config, 0, other_kind=reason, meter=None)
-
-
-def no_config(length: int) -> LayerConfig:
-    raise ModelError(f"a layer without a profile has no configuration for {length} keys")
-
-
-def all_states(model: nn.Module) -> list[LayerState]:
-    """The states of all attention layers of a patched model, in order, also of those that have no row in its profile.
-
-    Raises:
-        ModelError: it is not patched.
-    """
-    layer_states(model)
-    states = (module.__dict__.get(STATE) for modules in decoder_attention(model).values() for module in modules)
+def list_states(model: nn.Module) -> list[LayerState]:
+    """Return the states of all attention layers of a patched model, in order, also of those without a profile's row."""
+    layer_states(model)  # which raises ModelError if it is not patched
+    states = {module.__dict__.get(STATE) for modules in decoder_attention(model).values() for module in modules}
     return sorted((state for state in states if isinstance(state, LayerState)), key=lambda state: state.layer)
 
 
-def states_of(
+def pair_states(
+    modules: Iterable[nn.Module], states: Iterable[LayerState], config: Any, query_heads: int | None = None
+) -> list[tuple[nn.Module, LayerState]]:
+    """Pair attention modules with the states of their layers; those of other kinds get states that leave them as is.
+
+    Args:
+        modules: of a model, in any order; layers without softmax attention have none.
+        states: of its layers that a profile is for. They learn which heads they have in this process.
+        config: the model's transformers configuration.
+        query_heads: of the model; None where no state runs S2O.
+
+    Raises:
+        ProfileError: the ranks of the process group cannot share so many heads.
+    """
+    by_layer, pairs = {state.layer: state for state in states}, []
+    for module in modules:
+        number = int(module.layer_idx)  # type: ignore[arg-type]
+        if number not in by_layer:
+            reason = kind_in_words(layer_kinds(config)[number], config)
+            by_layer[number] = LayerState(number, refuse_config, 0, other_kind=reason, meter=None, source=DENSE)
+        elif query_heads is not None and by_layer[number].other_kind is None:
+            by_layer[number].heads = find_local_heads(module, query_heads)
+        pairs.append((module, by_layer[number]))
+    return pairs
+
+
+def refuse_config(length: int) -> LayerConfig:
+    """Raise ModelError in place of the configuration of a layer that has none."""
+    raise ModelError(f"a layer without a profile has no configuration for {length} keys")
+
+
+def make_states(
     profile: Profile,
     device: torch.device | Sequence[torch.device],
     drift: Drift = None,
-    beyond: Beyond = "dense",
+    beyond: LongPromptPolicy = "dense",
     rejected: str | None = None,
 ) -> list[LayerState]:
-    """A state for each layer of a profile, as it can run on this device; one log line says where S2O will run.
+    """Return a state for each layer of a profile, as it can run here; one log line says where S2O will run.
 
     Args:
         profile: of the model whose layers these are.
@@ -289,12 +377,14 @@ def states_of(
         ProfileError: drift is to be checked and the profile does not say what errors it allows.
         ConfigError: `beyond` or `drift` is not known or illegal.
     """
-    check_beyond(beyond)
+    check_policy(beyond)
     check, allowed = check_and_limits(profile, drift)
     devices = [device] * profile.geometry.layers if isinstance(device, torch.device) else list(device)
     fits = {here: (profile, rejected) if rejected else fitted(profile, here) for here in dict.fromkeys(devices)}
     rejected = next((why for _, why in fits.values() if why is not None), None)
     longest = longest_trusted(profile)
+    runs = profile.geometry, profile.fingerprint, profile.lengths, profile.layers
+    digest = hashlib.sha256(repr(runs).encode()).hexdigest()  # of what decides what layers compute, as memory has it
     watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
     states = [
         LayerState(
@@ -305,31 +395,36 @@ def states_of(
             max_length=None if beyond == "s2o" else longest,
             warn_beyond=beyond == "warn",
             watch=watch,
+            source=digest,
         )
         for index, here in enumerate(devices)
     ]
-    _say_range(profile, longest, beyond, rejected)
+    if rejected is None:
+        until, others = (f" to {longest}", "other") if beyond == "dense" else ("", "shorter")
+        log.info(
+            "S2O runs from %d%s tokens (calibrated at %s), %s prompts run dense",
+            profile.min_length, until, ", ".join(map(str, profile.lengths)), others,
+        )  # fmt: skip
     if check is not None:
         for state, errors in zip(states, allowed, strict=True):
             state.drift = DriftMonitor(check, state.layer, errors)
     return states
 
 
-def check_beyond(beyond: str, name: str = "beyond") -> Beyond:
-    """The value itself, which is called by that name. Raises ConfigError if it is not known."""
-    return cast(Beyond, Rule(str, allowed=get_args(Beyond)).checked(beyond, name))
+def find_local_heads(attention: nn.Module, query_heads: int) -> range | None:
+    """Return the query heads that an attention module computes in this process; None if all of them.
+
+    Torch cuts the rows of the projections, which are DTensors then, into equal parts in the order of the ranks, so a
+    rank holds neighbouring heads. Raises ProfileError if the ranks cannot share the model's `query_heads`.
+    """
+    for parameter in attention.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        for dimension, placement in enumerate(getattr(parameter, "placements", ())):
+            if mesh is not None and placement.is_shard() and mesh.size(dimension) > 1:
+                return Rank(mesh.get_local_rank(dimension), mesh.size(dimension)).heads(query_heads)
+    return None
 
 
-def _say_range(profile: Profile, longest: int, beyond: Beyond, rejected: str | None) -> None:
-    """One line of the log that says from where to where S2O runs."""
-    if rejected is not None:
-        return
-    until, others = (f" to {longest}", "other") if beyond == "dense" else ("", "shorter")
-    calibrated = ", ".join(map(str, profile.lengths))
-    log.info(
-        "S2O runs from %d%s tokens (calibrated at %s), %s prompts run dense",
-        profile.min_length,
-        until,
-        calibrated,
-        others,
-    )
+def check_policy(beyond: str, name: str = "beyond") -> LongPromptPolicy:
+    """Return the value itself, which is called by that name. Raises ConfigError if it is not known."""
+    return cast(LongPromptPolicy, Rule(str, allowed=get_args(LongPromptPolicy)).checked(beyond, name))

@@ -2,7 +2,7 @@
 
 Continuous batching packs the new tokens of all requests into one row and keeps keys and values in pages. Its cache
 writes the new ones, and reads those of every request out of their pages, before attention is computed: from
-transformers 5.24 on the layer asks it to, before that the attention function (`_updated`).
+transformers 5.24 on the layer asks it to, before that the attention function (`_update_cache`).
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from s2o_runtime.errors import ModelError
+from s2o_runtime.huggingface.layers import TransformersCall
 
-# module, q [1, Hq, Lq, D], k and v [1, Hkv, Lk, D], the layer's window, scale, what the layer passes besides;
-# returns [1, Lq, Hq, D]
-RequestAttention = Callable[[nn.Module, Tensor, Tensor, Tensor, int | None, float | None, dict[str, Any]], Tensor]
+RequestAttention = Callable[[TransformersCall, int | None], Tensor]  # a call, the layer's window -> [1, Lq, Hq, D]
 
 EDGES = "s2o_edges"  # attribute of a batch's `cu_seq_lens_q`, which is another tensor in every batch
 OF_BATCH = (
     "cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k", "read_index",
-    "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal",
+    "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal", "cache",
 )  # fmt: skip
 
 
 class Edges(NamedTuple):
-    """Where the queries and the keys of each request begin in the packed rows, and where the last end."""
+    """Rows at which the queries and the keys of each request begin in a batch, and at which the last end."""
 
     queries: list[int]
     keys: list[int]
 
 
-def per_request(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for continuous batching that computes each request of a batch by itself.
+def split_requests(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]]:
+    """Make an attention function for continuous batching that computes each request of a batch by itself.
 
     Args:
         attention: computes one request.
@@ -46,43 +45,36 @@ def per_request(attention: RequestAttention) -> Callable[..., tuple[Tensor, None
         returns [1, T, Hq, D]; rows that fill up a batch are zero.
     """
 
-    def paged_attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **kwargs: Any,
+    def attend_batch(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        cache = kwargs.pop("cache", None)
         _check(query, kwargs)
         window: int | None = getattr(module, "sliding_window", None) or None
-        edges = _edges("full_attention" if window is None else "sliding_attention", kwargs)
-        rest = {name: given for name, given in kwargs.items() if name not in OF_BATCH}
-        k, v = (key, value) if cache is None else _updated(cache, module, key, value, kwargs)
+        edges = _read_edges("full_attention" if window is None else "sliding_attention", kwargs)
+        options = {name: given for name, given in kwargs.items() if name not in OF_BATCH}
+        k, v = _update_cache(module, key, value, kwargs)
         out = query.new_zeros(1, query.shape[2], query.shape[1], v.shape[3])
         for (begin, end), (first, last) in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):
             if begin < end:
-                out[:, begin:end] = attention(
-                    module, query[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], window, scaling, rest
-                )
+                tensors = query[:, :, begin:end], k[:, :, first:last], v[:, :, first:last]
+                out[:, begin:end] = attention(TransformersCall(module, *tensors, None, options), window)
         return out, None
 
-    return paged_attention
+    return attend_batch
 
 
 def is_batch(kwargs: Mapping[str, Any]) -> bool:
-    """Whether an attention function was called for a batch of continuous batching, by what it was given by name."""
+    """Recognise a call for a batch of continuous batching, by what an attention function was given by name."""
     return "read_index" in kwargs
 
 
-def _updated(cache: Any, module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+def _update_cache(module: nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Write the new keys and values into their pages, and read those of all requests: twice [1, Hkv, Tk, D]."""
+    if (cache := kwargs.get("cache")) is None:
+        return key, value
     new = {"key_states": key, "value_states": value, "layer_idx": module.layer_idx}
     if "kwargs" in signature(cache.update).parameters:  # transformers from 5.19 on
-        keys, values = cache.update(**new, kwargs=dict(kwargs))
+        keys, values = cache.update(**new, kwargs={name: given for name, given in kwargs.items() if name != "cache"})
         return keys, values
     packed = cache.update(**new, read_index=kwargs["read_index"], write_index=kwargs["write_index"])
     return tuple(tensor.transpose(0, 1)[None] for tensor in packed)
@@ -106,8 +98,8 @@ def _check(query: Tensor, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _edges(layer_type: str, kwargs: dict[str, Any]) -> Edges:
-    """The edges of the batch at hand, read from the device once for all layers of a type."""
+def _read_edges(layer_type: str, kwargs: dict[str, Any]) -> Edges:
+    """Read the edges of the batch at hand from the device, once for all layers of a type."""
     queries, keys = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     edges: dict[str, Edges] = queries.__dict__.setdefault(EDGES, {})
     if layer_type not in edges:

@@ -8,9 +8,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -19,16 +18,16 @@ from s2o_runtime.command_line import BAD_INPUT, Parser, add_information, exit_co
 from s2o_runtime.errors import InputError, ModelError, ProfileError
 from s2o_runtime.fields import Rule
 from s2o_runtime.huggingface.layers import (
+    DENSE,
     STATE,
-    Beyond,
     LayerState,
+    LongPromptPolicy,
     attach,
-    check_beyond,
-    heads_here,
-    no_config,
-    other_state,
-    states_of,
-    was_detached,
+    check_policy,
+    is_detached,
+    make_states,
+    pair_states,
+    refuse_config,
 )
 from s2o_runtime.identity import (
     attention_modules,
@@ -38,6 +37,7 @@ from s2o_runtime.identity import (
     geometry,
     offloaded,
 )
+from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.drift import DriftChoice, error_limits
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import Found, fitting_profile, none_like, profiles
@@ -51,26 +51,18 @@ SOFT_CAP = "attn_logit_softcapping"  # what transformers calls a model's bound o
 
 log = logging.getLogger("s2o_runtime")
 
-adopted: list[LayerState] = []  # all layers that a profile was meant for, kept for a table at the very end
+attached: list[LayerState] = []  # of all layers that a profile was meant for, for the summary at exit
 refused: dict[str, None] = {}  # why models stayed dense, in the order in which it was said
 
 
-class Available(NamedTuple):
-    """What the models of this process may get.
-
-    named: the profile that S2O_PROFILE names. found: without one, in a program that `s2o-run` started, the profiles in
-    the folders where `s2o_runtime.profile.find` looks; None in other programs.
-    """
-
-    named: Profile | None = None
-    found: tuple[Found, ...] | None = None
+# The profile that S2O_PROFILE names; without one, in a program that `s2o-run` started, the profiles that
+# `s2o_runtime.profile.find` sees in its folders. None for what is not there.
+Available = tuple[Profile | None, tuple[Found, ...] | None]
+_read: list[Available] = []  # what `read_available` returns; torch.compile can look at a list
 
 
-_read: list[Available] = []  # what `available` returns; torch.compile can look at a list
-
-
-def available() -> Available:
-    """What the models of this process may get, read once.
+def read_available() -> Available:
+    """Return what the models of this process may get, read once.
 
     Raises:
         ProfileError: the named profile cannot be read, was made on random weights, or names no budget for the drift
@@ -78,104 +70,91 @@ def available() -> Available:
         ConfigError: S2O_BEYOND or S2O_DRIFT has a value that is not known, or S2O_PROFILES names no folder.
     """
     if not _read:
-        beyond()
-        drift()
+        read_long_prompts()
+        drift = read_drift()
         if path := os.environ.get(VARIABLE):
             try:
                 profile = load_profile(path).check_trained()
-                if drift() in ("warn", "dense"):
+                if drift in ("warn", "dense"):
                     error_limits(profile)
             except ProfileError as error:
                 raise ProfileError(f"{VARIABLE}: {error}") from error
-            _read.append(Available(named=profile))
+            _read.append((profile, None))
         else:
-            _read.append(Available(found=tuple(profiles()) if STARTED in os.environ else None))
+            _read.append((None, tuple(profiles()) if STARTED in os.environ else None))
     return _read[0]
 
 
-def beyond() -> Beyond:
-    """What S2O_BEYOND says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
-    return check_beyond(os.environ.get(BEYOND) or "dense", BEYOND)
+def read_long_prompts() -> LongPromptPolicy:
+    """Return what S2O_BEYOND says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
+    return check_policy(os.environ.get(BEYOND) or "dense", BEYOND)
 
 
-def drift() -> DriftChoice:
-    """What S2O_DRIFT says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
+def read_drift() -> DriftChoice:
+    """Return what S2O_DRIFT says; `patch`'s default if it is not set. Raises ConfigError if that is not known."""
     rule = Rule(str, allowed=get_args(DriftChoice))
     return cast(DriftChoice, rule.checked(os.environ.get(DRIFT) or "auto", DRIFT))
 
 
-def mismatch(config: Any) -> str | None:
-    """Why a model with this transformers configuration gets no profile, as far as its sizes say; None if it may."""
-    named, found = available()
+def find_misfit(config: Any) -> str | None:
+    """Return why a model with this transformers configuration gets no profile, by its sizes alone; None if it may."""
+    named, candidates = read_available()
     try:
-        return none_like(found or (), config) if named is None else named.misfit(geometry(config))
+        return none_like(candidates or (), config) if named is None else named.misfit(geometry(config))
     except (ModelError, ValueError, AttributeError) as error:  # anybody's configuration
         return str(error)
 
 
-def obstacle(config: Any) -> str | None:
-    """Why a model with this configuration, which could as well run SDPA, is not one for a profile; None if it is.
-
-    SDPA does not cap scores, and a model that caps them is left as it is.
-    """
-    if available() == (None, None):
+def find_obstacle(config: Any) -> str | None:
+    """Return why a model with this configuration, which could as well run SDPA, gets no profile; None if it may."""
+    if read_available() == (None, None):
         return f"{VARIABLE} is not set"
-    if getattr(config, SOFT_CAP, None) is not None:
+    if getattr(config, SOFT_CAP, None) is not None:  # SDPA does not cap scores: the model is left as it is
         return "the model caps its attention scores"
-    return mismatch(config)
+    return find_misfit(config)
 
 
-def say_dense(reason: str) -> None:
+def warn_dense(reason: str) -> None:
     """Warn once that a model stays as it is."""
     refused[reason] = None
-    speaker = "" if available().named is None else f"{VARIABLE}: "
-    _warn_once(f"{speaker}{reason}; it stays dense")
+    speaker = "" if read_available()[0] is None else f"{VARIABLE}: "
+    log_once(logging.WARNING, f"{speaker}%s; it stays dense", reason)
 
 
-def adopt(module: nn.Module, device: torch.device) -> LayerState | None:
-    """The state of an attention module that has none: with it all of its model gets a profile.
+def attach_profile(module: nn.Module, device: torch.device) -> LayerState | None:
+    """Give the model of an attention module that has no state a profile, and return the module's state.
 
     None if there is no profile, the module is no decoder's attention, or it was unpatched.
     """
     is_attention = hasattr(module, "layer_idx") and hasattr(module, "config")
-    if available() == (None, None) or was_detached(module) or not is_attention:
+    if read_available() == (None, None) or is_detached(module) or not is_attention:
         return None
-    modules, states, query_heads = [module], dict[int, LayerState](), 0
-    reason = mismatch(module.config)
+    modules, states, query_heads, reason = [module], list[LayerState](), None, find_misfit(module.config)
     if reason is None:
-        modules, models = _siblings(module)
+        modules, models = _find_siblings(module)
         try:
-            profile, rejected = _profile_of(models, module.config, device)
-            states = {state.layer: state for state in states_of(profile, device, drift(), beyond(), rejected)}
+            profile, rejected = _choose_profile(models, module.config, device)
+            states = make_states(profile, device, read_drift(), read_long_prompts(), rejected)
             query_heads = profile.geometry.query_heads
         except ProfileError as error:
             reason = str(error)
     if reason is not None:
-        say_dense(reason)
-        states = {number: LayerState(number, no_config, 0, reason) for number in map(_number, modules)}
-    for member in modules:
-        number = _number(member)
-        if number not in states:
-            states[number] = other_state(number, module.config)
-        elif reason is None:
-            states[number].heads = heads_here(member, query_heads)
-        attach(member, states[number])
-        adopted.append(states[number])
-    state: LayerState = module.__dict__[STATE]
-    return state
+        warn_dense(reason)
+        numbers: set[Any] = {member.layer_idx for member in modules}
+        states = [LayerState(number, refuse_config, 0, reason, source=DENSE) for number in numbers]
+    for member, state in pair_states(modules, states, module.config, query_heads):
+        attach(member, state)
+        attached.append(state)
+    own: LayerState = module.__dict__[STATE]
+    return own
 
 
-def _number(module: nn.Module) -> int:
-    return int(module.layer_idx)  # type: ignore[arg-type]
-
-
-def _siblings(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
-    """All attention modules of the model that holds this one, and the models that hold them.
+def _find_siblings(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
+    """Find all attention modules of the model that holds this one, and the models that hold them.
 
     These are the one that was loaded, and what it consists of or is a part of. If none is found, it is only this
-    module, and no model.
-
-    A module does not know its model, but the garbage collector knows both. It is asked once for each model.
+    module, and no model. A module does not know its model, but the garbage collector knows both. It is asked once for
+    each model.
     """
     from transformers import PreTrainedModel
 
@@ -202,36 +181,30 @@ def _siblings(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
 _searched: set[int] = set()  # configurations (their ids) whose model was not found
 
 
-def _profile_of(models: list[Any], config: Any, device: torch.device) -> tuple[Profile, str | None]:
-    """The profile that a model of a fitting geometry gets, and why it must stay dense with it, if so.
+def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tuple[Profile, str | None]:
+    """Return the profile that a model of a fitting geometry gets, and why it must stay dense with it, if so.
 
     A profile that was found is of the model's weights, and one line of the log says which it is; of the one that
-    S2O_PROFILE names, other weights are a warning.
-
-    Args:
-        models: as `_siblings` gives them.
-        config: the transformers configuration of the model.
-        device: where its attention runs.
-
-    Raises:
-        ProfileError: no profile that was found fits.
+    S2O_PROFILE names, other weights are a warning. `models` are those of `_find_siblings`. Raises ProfileError if no
+    profile that was found fits.
     """
-    profile, profiles_found = available()
+    profile, candidates = read_available()
     if profile is None:
-        found = fitting_profile(profiles_found or (), config, device, lambda one: weights_mismatch(models, one))
-        log.info("S2O takes the profile %s", found)
-        return found.profile, None
+        match = fitting_profile(candidates or (), config, device, lambda one: find_weights_mismatch(models, one))
+        log.info("S2O takes the profile %s", match)
+        return match.profile, None
     rejected = next(filter(None, map(offloaded, models)), None)
     if rejected is not None:
-        say_dense(rejected)
+        warn_dense(rejected)
     elif not models:
-        _warn_once(f"{VARIABLE}: {NO_MODEL}: its weights are not checked")
-    elif mismatch := weights_mismatch(models, profile):
-        _warn_once(f"{VARIABLE}: {mismatch} that the profile was calibrated on: errors and densities may differ")
+        log_once(logging.WARNING, f"{VARIABLE}: {NO_MODEL}: its weights are not checked")
+    elif mismatch := find_weights_mismatch(models, profile):
+        consequence = "that the profile was calibrated on: errors and densities may differ"
+        log_once(logging.WARNING, f"{VARIABLE}: %s {consequence}", mismatch)
     return profile, rejected
 
 
-def weights_mismatch(models: list[Any], profile: Profile) -> str | None:
+def find_weights_mismatch(models: list[Any], profile: Profile) -> str | None:
     """Return how a model's function differs from a profile's, or why that is not known; None if it does not.
 
     Args:
@@ -244,11 +217,6 @@ def weights_mismatch(models: list[Any], profile: Profile) -> str | None:
         return rejected
     mismatches = [fingerprint_mismatch(fingerprint(model), profile.fingerprint) for model in models]
     return None if None in mismatches else f"{mismatches[0]} of {profile.model_name}"
-
-
-@lru_cache(maxsize=64)
-def _warn_once(message: str) -> None:
-    log.warning("%s", message)
 
 
 PROGRAM = "s2o-run"
@@ -265,13 +233,13 @@ EXAMPLES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Become the command. Returns an exit code only if there is no profile that can be used, or no such command."""
+    """Become the command; return an exit code only if there is no profile that can be used, or no such command."""
     args = parser().parse_args(arguments)
-    return exit_code(PROGRAM, lambda: _become(args))
+    return exit_code(PROGRAM, lambda: _execute(args))
 
 
 def parser() -> Parser:
-    """The flags before the command, and the command with its own."""
+    """Return the parser of the flags before the command, and of the command with its own."""
     out = Parser(PROGRAM, description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False, examples=EXAMPLES)
     out.add_argument(
         "--profile",
@@ -297,14 +265,14 @@ def parser() -> Parser:
     return out
 
 
-def _become(args: argparse.Namespace) -> int:
+def _execute(args: argparse.Namespace) -> int:
     flags = {"S2O_PROFILE": args.profile, "S2O_BEYOND": args.beyond, "S2O_DRIFT": args.drift}
     os.environ.update({variable: value for variable, value in flags.items() if value is not None})
     from s2o_runtime.profile.find import VARIABLE as FOLDERS
     from s2o_runtime.profile.find import folders
 
     try:
-        available()
+        read_available()
     except ProfileError as error:
         if args.profile is None:
             raise

@@ -1,4 +1,4 @@
-"""The name "sdpa" taken over: in a process that `s2o-run` starts, models that would run SDPA run S2O.
+"""S2O under the name "sdpa": in a process that `s2o-run` starts, models that would run SDPA run S2O.
 
 No method is replaced: transformers keeps its attention and mask functions under names, and these are registered
 under that of its own. Models that do not have the geometry of the profile get transformers' own functions with what
@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.huggingface import run
-from s2o_runtime.huggingface.explanation import explained
+from s2o_runtime.huggingface.explanation import explain_layers
 from s2o_runtime.huggingface.hf import (
     CALL,
     PrefillCall,
@@ -43,110 +43,94 @@ EXPLAIN = "S2O_EXPLAIN"  # not empty: at the end of the process, print what ever
 _replaced: dict[str, Callable[..., tuple[Tensor, None]]] = {}  # transformers' functions, by their names
 
 
-def take_over() -> None:
+def replace_sdpa() -> None:
     """Give the models of this process the profile that S2O_PROFILE names. Raises ProfileError if it cannot be read."""
     register()
-    AttentionInterface.register(NAME, attention_or_s2o)
-    AttentionMaskInterface.register(NAME, mask_or_s2o)
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
     if PAGED in AttentionInterface() and not _replaced:
         _replaced[PAGED] = AttentionInterface()[PAGED]
-        AttentionInterface.register(PAGED, paged_or_s2o)
-    atexit.register(_say_if_none)
-    if os.environ.get(EXPLAIN):
-        atexit.register(_explain)
+        AttentionInterface.register(PAGED, attend_paged)
+    atexit.register(_print_summary)
 
 
-def give_back() -> None:
-    """Undo `take_over`."""
+def restore_sdpa() -> None:
+    """Undo `replace_sdpa`."""
     AttentionInterface.register(NAME, sdpa_attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     if _replaced:
         AttentionInterface.register(PAGED, _replaced.pop(PAGED))
-    atexit.unregister(_explain)
-    atexit.unregister(_say_if_none)
+    atexit.unregister(_print_summary)
 
 
-def mask_or_s2o(**call: Any) -> Tensor | None:
-    """The mask function: S2O's for models that the profile fits, for all others SDPA's.
+def make_mask(**call: Any) -> Tensor | None:
+    """Make S2O's mask for models that the profile fits, for all others SDPA's.
 
     A model that is compiled before any ran eagerly has no profile yet, and stays as it is.
     """
     tracing = torch.compiler.is_compiling()
-    reason = run.obstacle(call.get("config"))
-    if reason is None and (run.adopted or not tracing):
+    reason = run.find_obstacle(call.get("config"))
+    if reason is None and (run.attached or not tracing):
         return s2o_mask(**call)
     if reason is not None and not tracing and call.get("mask_function", causal_mask_function) is causal_mask_function:
-        run.say_dense(reason)
+        run.warn_dense(reason)
     mask: Tensor | None = sdpa_mask(**call)
     return mask
 
 
-def attention_or_s2o(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    **kwargs: Any,
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function, with shapes as transformers has them: S2O's for a layer with a profile.
+    """Compute attention by S2O's function for a layer with a profile, shapes as transformers has them.
 
     Calls that S2O's own function refuses, or that are not causal, get transformers' function and mask.
     """
-    if is_batch(kwargs):  # from transformers 5.19 on
-        return _paged(sdpa_attention_forward, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+    if is_batch(options):  # from transformers 5.19 on
+        return _attend_batch(sdpa_attention_forward, module, query, key, value, attention_mask, **options)
     state = module.__dict__.get(STATE)
     ours = is_prefill_mask(attention_mask)
     if state is None and ours and not torch.compiler.is_compiling():
-        state = run.adopt(module, query.device)
-    call: PrefillCall | None = getattr(attention_mask, CALL, None)
-    plain = state is None or not _is_causal(module, kwargs)
-    if plain and (call is not None or not ours):
-        mask = attention_mask if call is None else call.sdpa_mask()
+        state = run.attach_profile(module, query.device)
+    prefill: PrefillCall | None = getattr(attention_mask, CALL, None)
+    causal = options.get("is_causal")  # what transformers' SDPA function goes by
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if (state is None or not causal) and (prefill is not None or not ours):
+        mask = attention_mask if prefill is None else prefill.sdpa_mask()
         if state is not None:
             state.count("dense", "the layer is not causal", query.shape[2], key.shape[2])
-        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, **kwargs)
-        return out, None
-    return s2o_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0], None
+    return s2o_attention_forward(module, query, key, value, attention_mask, **options)
 
 
-def paged_or_s2o(module: nn.Module, *tensors: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-    """The attention function of continuous batching: S2O's for a layer with a profile, else transformers'."""
-    return _paged(_replaced[PAGED], module, *tensors, **kwargs)
+def attend_paged(module: nn.Module, *tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
+    """Compute attention in continuous batching by S2O's function for a layer with a profile, else transformers'."""
+    return _attend_batch(_replaced[PAGED], module, *tensors, **options)
 
 
-def _paged(
-    other: Callable[..., tuple[Tensor, None]], module: nn.Module, query: Tensor, *tensors: Tensor | None, **kwargs: Any
+def _attend_batch(
+    other: Callable[..., tuple[Tensor, None]], module: nn.Module, query: Tensor, *tensors: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    state = module.__dict__.get(STATE) or run.adopt(module, query.device)
-    if state is None or state.rejected is not None or not is_batch(kwargs):
-        return other(module, query, *tensors, **kwargs)
-    return s2o_paged_forward(module, query, *tensors, **kwargs)
+    state = module.__dict__.get(STATE) or run.attach_profile(module, query.device)
+    if state is None or state.rejected is not None or not is_batch(options):
+        return other(module, query, *tensors, **options)
+    return s2o_paged_forward(module, query, *tensors, **options)
 
 
-def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """What transformers' SDPA function goes by."""
-    causal = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if causal is None else causal)
-
-
-def _explain() -> None:
-    print(explained(run.adopted), file=sys.stderr)
-
-
-def _say_if_none() -> None:
-    reason = why_none_ran()
+def _print_summary() -> None:
+    """Print the table that was asked for, and why no model ran S2O, if none did; at the end of the process."""
+    reason = find_why_none_ran()
+    if os.environ.get(EXPLAIN):
+        print(explain_layers(run.attached), file=sys.stderr)
     if reason is not None:
         print(f"s2o-run: no model of this program ran S2O in this process: {reason}", file=sys.stderr)
 
 
-def why_none_ran() -> str | None:
-    """Why no model of this process ran S2O; None if one did, or if it ran no model and `s2o-run` did not become it."""
+def find_why_none_ran() -> str | None:
+    """Return why no model of this process ran S2O; None if one did, or if none ran and s2o-run did not become it."""
     if "s2o" in paths_taken:
         return None
     prefills: Counter[str] = Counter()
-    for state in run.adopted:
+    for state in run.attached:
         prefills.update({reason: calls for (_, reason), calls in state.counts.items() if reason != DenseReason.DECODE})
     if run.refused:
         return next(iter(run.refused))

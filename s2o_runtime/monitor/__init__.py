@@ -1,1 +1,1 @@
-"""What watches layers while they run, whichever program runs them: errors, times, densities, and why they are dense."""
+"""Measurements of layers while they run, whichever program runs them: errors, times, densities, reasons for dense."""

@@ -1,4 +1,4 @@
-"""Does a layer's error still keep to the profile's budget? A few rows of some calls are computed densely to see.
+"""Check that layers' errors keep to the profile's budget: a few rows of some calls are computed densely.
 
 Half of the rows are drawn from the last eighth of the prompt, the rows that answer the user, and half from the rows
 before it, evenly in each. The two halves are weighted by the rows they stand for, so that the mean is an unbiased
@@ -51,7 +51,7 @@ log = logging.getLogger("s2o_runtime")
 
 @dataclass(frozen=True)
 class DriftCheck:
-    """How often layers are checked, and what happens when one is past its budget.
+    """Settings of the check: how often layers are checked, and what happens when one is past its budget.
 
     every: of a layer's S2O calls one in so many; rows: of each sequence of that call, in all heads; action: "warn"
     once, or also run the layer "dense" from then on; margin: times the error that the profile allows the layer, what
@@ -71,7 +71,7 @@ class DriftCheck:
     trial: int = ruled(0, Rule(int, low=0))
 
     def validate(self) -> DriftCheck:
-        """Raises ConfigError naming what is out of range."""
+        """Return the check itself. Raises ConfigError naming what is out of range."""
         check_fields(self, "the drift check")
         return self
 
@@ -80,15 +80,13 @@ Drift = DriftCheck | DriftChoice | None
 
 
 def check_of(drift: Drift) -> DriftCheck | None:
-    """The check that is meant, None for none. Raises ConfigError if it is illegal or not known."""
+    """Return the check that is meant, None for none. Raises ConfigError if it is illegal or not known."""
     if isinstance(drift, DriftCheck):
         return drift.validate()
     if drift is None or drift == "off":
         return None
-    if drift in ("auto", "warn"):
-        return DriftCheck()
-    if drift == "dense":
-        return DriftCheck(action="dense")
+    if drift in ("auto", "warn", "dense"):
+        return DriftCheck(action="dense" if drift == "dense" else "warn")
     raise ConfigError(f"drift {drift!r} is not known: use a DriftCheck, None or one of {get_args(DriftChoice)}")
 
 
@@ -104,13 +102,13 @@ class ErrorLimits:
     limits: Mapping[int, float]
 
     def at(self, length: int) -> float:
-        """The limit of the calibrated length nearest in log length."""
+        """Return the limit of the calibrated length nearest in log length."""
         nearest = min(self.limits, key=lambda calibrated: abs(math.log2(calibrated / length)), default=None)
         return math.inf if nearest is None else self.limits[nearest]
 
 
 def error_limits(profile: Profile) -> list[ErrorLimits]:
-    """The error that each layer may have.
+    """Return the error that each layer may have.
 
     Returns:
         For each layer the limits that its held-out proof was held to; if a layer has none in the record, the budget
@@ -123,9 +121,17 @@ def error_limits(profile: Profile) -> list[ErrorLimits]:
     if budget.kind is None or budget.value is None or not 0 < budget.value < math.inf:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
     unit = budget.kind
-    limits = [_usable(read_limits(profile.record, layer)) for layer in range(layers)]
-    if all(limits):
-        return [ErrorLimits(unit, {length: limit for length, limit in one.items() if limit}) for one in limits]
+    # a file that S2O did not write may have limits that nothing can be compared with
+    usable = [
+        {
+            length: limit
+            for length, limit in read_limits(profile.record, layer).items()
+            if length > 0 and 0 <= limit < math.inf
+        }
+        for layer in range(layers)
+    ]
+    if all(usable):
+        return [ErrorLimits(unit, {length: limit for length, limit in row.items() if limit}) for row in usable]
     if budget.scope != "layer":
         raise ProfileError(
             "the profile's record does not say what each layer may have of the model's budget: prove it by "
@@ -135,7 +141,7 @@ def error_limits(profile: Profile) -> list[ErrorLimits]:
 
 
 def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[ErrorLimits]]:
-    """The drift check that is meant and what each layer may have.
+    """Return the drift check that is meant and what each layer may have.
 
     Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
     line of the log says why, which begins with `speaker`.
@@ -152,13 +158,8 @@ def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple
         return None, []
 
 
-def _usable(limits: Mapping[int, float]) -> dict[int, float]:
-    """The limits that can be compared with; a file that S2O did not write may have others."""
-    return {length: limit for length, limit in limits.items() if length > 0 and 0 <= limit < math.inf}
-
-
 class DriftNumbers(NamedTuple):
-    """What the checks of a layer found; errors are in shares of what the profile allows.
+    """Results of a layer's checks; errors are in shares of what the profile allows.
 
     mean: the running error over all rows; last: over the last eighth of the prompt; high: of the last `HISTORY` checks
     the share that was above `HIGH` times the margin (in the last eighth, `LAST_SHARE` times that).
@@ -170,7 +171,7 @@ class DriftNumbers(NamedTuple):
 
 
 class DriftMonitor:
-    """One layer's error, in shares of what it is allowed. A copy, or one unpickled, starts anew.
+    """The running error of one layer, in shares of what it is allowed. Copies start empty.
 
     verdict: the sentence that was said when the error was too much; None so far. runs_dense: whether the layer runs
     dense for it.
@@ -192,89 +193,82 @@ class DriftMonitor:
         return DriftMonitor, (self.check, self.layer, self.allowed)
 
     def see(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scoring: Scoring, kv_start: Tensor | None) -> None:
-        """Look at one S2O call, if it is its turn; shapes and types as `s2o_attention` has them.
+        """Check one S2O call if it is its turn, but not while a CUDA graph is captured.
 
-        A turn that falls into the capture of a CUDA graph is left out.
+        Args:
+            q, out: [B, Hq, Lq, D] and [B, Hq, Lq, Dv]; k, v: [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
+            scoring, kv_start: as for `sampled_errors`.
         """
         self._calls += 1
         if self._calls % self.check.every or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._judge()
         with torch.no_grad():
-            generator = self._generator(q.device)
+            if q.device not in self._generators:
+                self._generators[q.device] = torch.Generator(q.device).manual_seed(self.layer)
+            generator = self._generators[q.device]
             sampled = sampled_errors(q, k, v, out, self.check.rows, generator, scoring, kv_start)
             self._add(sampled, self.allowed.at(k.shape[2]))
-            self._send()
         if not q.is_cuda:
             self._judge()
 
     def error(self) -> float | None:
-        """The running error over what is allowed; waits for the device. None before the first check."""
+        """Return the running error over what is allowed; waits for the device. None before the first check."""
         numbers = self.numbers()
         return None if numbers is None else numbers.mean
 
     def numbers(self) -> DriftNumbers | None:
-        """What the checks found so far; waits for the device. None before the first one."""
-        return None if self._sums is None else _numbers(self._sums.tolist(), self.checks, self.check.margin)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self.layer)
-        return self._generators[device]
+        """Return the results of the checks so far; waits for the device. None before the first one."""
+        return None if self._sums is None else _summarise(self._sums.tolist(), self.checks, self.check.margin)
 
     def _add(self, sampled: SampledErrors, limit: float) -> None:
-        """Take one more check into the sums and the history, without waiting for the device."""
+        """Add one more check to the sums and the history, and send them to the host without waiting for the device."""
         error, power, last_error, last_power = sampled
         if self.allowed.unit == "mse":
             power = last_power = torch.ones_like(error)
         new = torch.stack((error / limit, power, last_error / limit, last_power))
-        share = torch.maximum(_divided(new[0], new[1]), _divided(new[2], new[3]) / LAST_SHARE)
+        errors, units = new[::2], new[1::2]
+        ratios = torch.where(units > 0, errors / units, torch.where(errors == 0, 0.0, math.inf))
+        share = torch.maximum(ratios[0], ratios[1] / LAST_SHARE)
         if self._sums is None or self._sums.device != new.device:
             self._sums, self.checks = new.new_zeros(4 + HISTORY), 0
         sums = self._sums[:4] * (1 - 1 / MEMORY) + new
         self._sums = torch.cat((sums, self._sums[5:], share[None]))
         self.checks += 1
-
-    def _send(self) -> None:
-        assert self._sums is not None
-        event = None
-        host = self._sums.to("cpu", non_blocking=True)
+        event, host = None, self._sums.to("cpu", non_blocking=True)
         if self._sums.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._sums.device))
         self._sent = host, self.checks, event
 
     def _judge(self) -> None:
-        """Read what the last check found, if it has arrived, and say so if it is too much."""
+        """Read the results of the last check, if they have arrived, and warn if they are too much."""
         if self._sent is None or self.verdict is not None:
             return
         host, checks, event = self._sent
         if event is not None and not event.query():  # type: ignore[no-untyped-call]
             return
-        self.verdict = _problem(host.tolist(), checks, self.check, self.allowed.unit)
+        self.verdict = _find_problem(host.tolist(), checks, self.check, self.allowed.unit)
         if self.verdict is not None:
             self.runs_dense = self.check.action == "dense" or checks <= self.check.trial
             then = "it runs dense from now on" if self.runs_dense else "it goes on"
             log.warning("layer %d: %s: %s; calibrate with prompts like these", self.layer, self.verdict, then)
 
 
-def _numbers(sums: Sequence[float], checks: int, margin: float) -> DriftNumbers:
+def _summarise(sums: Sequence[float], checks: int, margin: float) -> DriftNumbers:
     error, unit, last_error, last_unit, *history = sums
     kept = history[-min(checks, HISTORY) :]
     high = sum(not share <= HIGH * margin for share in kept)  # NaN is high
-    return DriftNumbers(_ratio(error, unit), _ratio(last_error, last_unit), high / len(kept))
+
+    def divide(error: float, unit: float) -> float:
+        return error / unit if unit > 0 else (0.0 if error == 0 else math.inf)
+
+    return DriftNumbers(divide(error, unit), divide(last_error, last_unit), high / len(kept))
 
 
-def _problem(sums: Sequence[float], checks: int, check: DriftCheck, unit: str) -> str | None:
-    """What is too much about a layer's errors, None if nothing is.
-
-    Args:
-        sums: the running sums and the history, as `DriftMonitor` keeps them.
-        checks: that these are from.
-        check: what is too much.
-        unit: the unit of the budget.
-    """
-    numbers, margin = _numbers(sums, checks, check.margin), check.margin
+def _find_problem(sums: Sequence[float], checks: int, check: DriftCheck, unit: str) -> str | None:
+    """Return in words what is too much about a layer's errors, None if nothing is. sums: as `DriftMonitor` has them."""
+    numbers, margin = _summarise(sums, checks, check.margin), check.margin
     if checks >= check.after:
         means = ((numbers.mean, margin, ""), (numbers.last, LAST_SHARE * margin, " in the last eighth of the prompts"))
         for share, most, where in means:
@@ -290,15 +284,6 @@ def _problem(sums: Sequence[float], checks: int, check: DriftCheck, unit: str) -
             f"profile allows, expected in at most {HIGH_CHECKS - 1}"
         )
     return None
-
-
-def _ratio(error: float, unit: float) -> float:
-    return error / unit if unit > 0 else (0.0 if error == 0 else math.inf)
-
-
-def _divided(error: Tensor, unit: Tensor) -> Tensor:
-    """The same on the device."""
-    return torch.where(unit > 0, error / unit, torch.where(error == 0, 0.0, math.inf))
 
 
 class SampledErrors(NamedTuple):
@@ -324,7 +309,7 @@ def sampled_errors(
     scoring: Scoring = PLAIN,
     kv_start: Tensor | None = None,
 ) -> SampledErrors:
-    """Errors against float32 dense attention, from `rows` query rows of each sequence.
+    """Estimate errors against float32 dense attention, from `rows` query rows of each sequence.
 
     Half of the rows, rounded up, are of the last eighth of the sequence, as far as the call has it; the others are of
     the call's rows before it. In each part one row is drawn from each of equal strata.
@@ -344,10 +329,10 @@ def sampled_errors(
     _, softcap, sinks = scoring
     scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
     start = torch.zeros(batch, dtype=torch.int64, device=q.device) if kv_start is None else kv_start
-    row, real = _drawn(rows, start - offset, q_len, generator)
-    places = row[:, None, :, None]
-    query = q.gather(2, places.expand(-1, heads, -1, head_dim)).to(dtype) * scale
-    ours = out.gather(2, places.expand(-1, heads, -1, value_dim)).to(dtype)
+    row, real = _draw_rows(rows, start - offset, q_len, generator)
+    index = row[:, None, :, None]
+    query = q.gather(2, index.expand(-1, heads, -1, head_dim)).to(dtype) * scale
+    ours = out.gather(2, index.expand(-1, heads, -1, value_dim)).to(dtype)
     key = torch.arange(kv_len, device=q.device)
     hidden = (key > (row + offset)[:, :, None]) | (key < start[:, None, None])  # [B, R, Lk]
     error, power = torch.zeros(2, batch, rows, dtype=torch.float64, device=q.device)
@@ -359,20 +344,18 @@ def sampled_errors(
         scores = capped(queries @ keys.transpose(2, 3), softcap)  # [B, H, G * R, Lk]
         scores.view(batch, -1, group, rows, kv_len).masked_fill_(hidden[:, None, None], -math.inf)
         row_sinks = None
-        if sinks is not None:
-            row_sinks = (
-                sinks[group_heads].to(dtype).view(-1, group).repeat_interleave(rows, 1)[..., None]
-            )  # [H, G * R, 1]
+        if sinks is not None:  # [H, G * R, 1]
+            row_sinks = sinks[group_heads].to(dtype).view(-1, group).repeat_interleave(rows, 1)[..., None]
         dense = (softmax(scores, row_sinks) @ values).reshape(batch, -1, rows, value_dim)  # [B, H * G, R, Dv]
         error += (ours[:, group_heads] - dense).square().sum((1, 3), dtype=torch.float64)
         power += dense.square().sum((1, 3), dtype=torch.float64)
-    error, power = (_parts(each, real) / (heads * value_dim) for each in (error, power))  # [2]: sums over rows
+    error, power = (_sum_parts(squares, real) / (heads * value_dim) for squares in (error, power))  # [2]
     all_rows, last_rows = real.sum().clamp_min(1), real[:, 1].sum().clamp_min(1)
     return SampledErrors(error.sum() / all_rows, power.sum() / all_rows, error[1] / last_rows, power[1] / last_rows)
 
 
-def _drawn(rows: int, first: Tensor, q_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The rows that are sampled, and what they stand for.
+def _draw_rows(rows: int, first: Tensor, q_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw rows of each sequence, and count the rows that they stand for.
 
     Args:
         rows: to draw from each sequence.
@@ -389,14 +372,14 @@ def _drawn(rows: int, first: Tensor, q_len: int, generator: torch.Generator) -> 
     real = torch.stack((begins[:, 1] - begins[:, 0], q_len - begins[:, 1]), 1).double()
     draw = torch.rand(len(first), rows, generator=generator, dtype=torch.float64, device=first.device)
     halves = []
-    for part, part_draw in enumerate((draw[:, : rows // 2], draw[:, rows // 2 :])):
-        strata = (part_draw + torch.arange(part_draw.shape[1], device=first.device)) / part_draw.shape[1]
-        halves.append(begins[:, part, None] + (strata * real[:, part, None]).long())
+    for half, draws in enumerate((draw[:, : rows // 2], draw[:, rows // 2 :])):
+        strata = (draws + torch.arange(draws.shape[1], device=first.device)) / draws.shape[1]
+        halves.append(begins[:, half, None] + (strata * real[:, half, None]).long())
     return torch.cat(halves, 1).clamp_max(q_len - 1), real
 
 
-def _parts(squares: Tensor, real: Tensor) -> Tensor:
-    """Squares of sampled rows [B, R] as estimates of the sums over the rows of both parts, of all sequences: [2]."""
+def _sum_parts(squares: Tensor, real: Tensor) -> Tensor:
+    """Estimate the sums over the rows of both parts, of all sequences, from sampled rows [B, R]: [2]."""
     before = squares.shape[1] // 2
     means = torch.stack((squares[:, :before].mean(1), squares[:, before:].mean(1)), 1)
     # a part without rows, or only with padding, has no dense output to compare with

@@ -53,7 +53,7 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
     """
     layer, batch, device = call.layer, call.batch, call.query.device
     if isinstance(layer, str) or isinstance(batch, str):
-        counters.leave((call.number,), layer if isinstance(layer, str) else str(batch), rows)
+        counters.count_stock_batch((call.number,), layer if isinstance(layer, str) else str(batch), rows)
         return call.whole()
     plan = batch.plan(layer)
     dense_rows: Mapping[str, int] = plan.dense_rows
@@ -65,9 +65,9 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
             dense_rows, runs = {UNTESTED: rows}, ()
     for reason, count in dense_rows.items():
         counters.add(call.number, "dense", reason, count)
-    counters.say()
+    counters.log_summary()
     if not runs:
-        answer = counters.stock(call.number, device, call.whole)
+        answer = counters.call_stock(call.number, device, call.whole)
         if prompt is not None:
             k, v = call.pages()
             output = answer.view(len(call.query), *call.query.shape[1:])
@@ -82,7 +82,7 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
                 pages=(k, v), scale=call.scale, out=_rows(out, run),
             )  # fmt: skip
         elif run.begin < run.end:
-            counters.stock(call.number, device, call.part, run, out[run.rows])
+            counters.call_stock(call.number, device, call.part, run, out[run.rows])
     return answer
 
 

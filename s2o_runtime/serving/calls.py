@@ -106,7 +106,7 @@ def compute(
     counters.end(layer.layer, path, sample, query.device)
     counters.add(layer.layer, path, stats.reason, run.end - run.begin)
     if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * run.max_q >= run.max_k):
-        counters.keep(layer.layer, stats)
+        counters.store_sample(layer.layer, stats)
         if layer.drift is not None and run.last == run.first + 1:
             cache = PagedKeys(*pages, call.block_table, call.cu_k, max_k=run.max_k, total_k=run.total_k)
             packed = (query, *gathered(cache, query.dtype), out)

@@ -9,7 +9,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.checkpoint import ServerInterface, fields, method, named_classes, parameters
+from s2o_runtime.serving.sources import ServerInterface, fields, method, named_classes, parameters
 
 READ = ("0.5.23",)  # the versions whose sources were read; its engine was run on a CPU
 FLASH = Path("layers/attention/flashattention_backend.py")

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from s2o_runtime.errors import ConfigError, ResourceError
-from s2o_runtime.serving.checkpoint import interface_obstacle, local_folder
+from s2o_runtime.serving.checkpoint import local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, start_failures
+from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.sglang.backend import SglangApi, mix_in
 from s2o_runtime.sglang.compat import READ, SglangInterface
 

@@ -132,7 +132,7 @@ class _Builder:
         """A batch's metadata, counted for all of the builder's layers as the stock backend's: that is all S2O does."""
         if self.s2o_layers is None:
             self.s2o_layers = tuple(number_of(self.s2o_api, name) for name in self.layer_names)
-        self.s2o_api.server().counters.leave(self.s2o_layers, reason, metadata.num_actual_tokens)
+        self.s2o_api.server().counters.count_stock_batch(self.s2o_layers, reason, metadata.num_actual_tokens)
         setattr(metadata, BATCH, reason)
         return metadata
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.checkpoint import ServerInterface, fields, named_classes, parameters
+from s2o_runtime.serving.sources import ServerInterface, fields, named_classes, parameters
 
 BACKEND = Path("v1/attention/backend.py")
 FLASH = Path("v1/attention/backends/flash_attn.py")

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from s2o_runtime.serving.checkpoint import interface_obstacle
+from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.vllm.compat import VllmInterface
 
 NAME = "S2O"  # of the backend where vLLM lets plugins name one, else CUSTOM

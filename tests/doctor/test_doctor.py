@@ -10,6 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
 from transformers import AutoModelForCausalLM
 
 import s2o_runtime
@@ -22,29 +25,25 @@ from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.doctor import findings, profile_check, self_test
 from s2o_runtime.doctor.command import examine, main
-from s2o_runtime.doctor.findings import Finding, Section, as_json, as_text, exit_code
+from s2o_runtime.doctor.findings import Finding, Section, choose_exit_code, render_json, render_text
 from s2o_runtime.reference import attention
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from s2o_runtime.serving.fit import ProfileFit, Rank
-from s2o_runtime.sglang import compat as sglang_compat
-from s2o_runtime.sglang.compat import SglangInterface
-from s2o_runtime.vllm import compat as vllm_compat
-from s2o_runtime.vllm.compat import VllmInterface
 from support.marks import pairwise
 from support.pages import DEMO_PROFILE, ROOT
 
 DEMO = ROOT / "calibrate" / "demo" / "model"
 CPU = torch.device("cpu")
-OPEN_DRIVER = (
-    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (root@host)\nGCC version:\n"
-)
-CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Thu Feb 15 00:41:08 UTC 2024\n"
+DRIVERS = {
+    "570.86.15": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (root@host)\nGCC",
+    "535.161.08": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Thu Feb 15 00:41:08 UTC 2024\n",
+}
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """Without the self-test, which has tests of its own."""
-    monkeypatch.setattr(self_test, "self_test", lambda device: [Finding("kernel", "left out")])
+    monkeypatch.setattr(self_test, "run_self_test", lambda device: [Finding("kernel", "left out")])
 
 
 def doctor(capsys, *arguments, run=main):
@@ -67,6 +66,7 @@ def test_a_healthy_cpu_is_ready(capsys):
     assert list(sections) == ["environment", "device", "self-test"]
     assert sections["environment"]["s2o"]["value"] == s2o_runtime.__version__
     assert sections["environment"]["torch"]["value"].startswith(torch.__version__)
+    assert {"vllm", "sglang"} <= set(sections["environment"])
     reference = sections["self-test"]["reference"]
     assert reference["verdict"] == "ok"
     assert "no kernel" in reference["value"]
@@ -77,7 +77,7 @@ def test_a_healthy_cpu_is_ready(capsys):
 def test_the_text_marks_what_to_read(capsys, tmp_path):
     profile, path = load_profile(DEMO_PROFILE), tmp_path / "p.safetensors"
     layers = tuple(
-        tuple(of.as_dense() if row == 4 else of for row, of in enumerate(bucket)) for bucket in profile.layers
+        tuple(layer.as_dense() if row == 4 else layer for row, layer in enumerate(bucket)) for bucket in profile.layers
     )
     save_profile(replace(profile, layers=layers), path)
     assert main(["--profile", str(path), "--device", "cpu"]) == OK
@@ -91,19 +91,19 @@ def test_the_text_marks_what_to_read(capsys, tmp_path):
 def test_problems_decide_the_exit_code_bad_input_first():
     fine, missing = Finding("a", "b"), Finding("c", "d", "e", NO_RESOURCE)
     wrong = Finding("f", "g\x1b[31m", "h", BAD_INPUT)
-    assert exit_code([Section("s", [fine])]) == OK
-    assert exit_code([Section("s", [fine, missing])]) == NO_RESOURCE
+    assert choose_exit_code([Section("s", [fine])]) == OK
+    assert choose_exit_code([Section("s", [fine, missing])]) == NO_RESOURCE
     sections = [Section("s", [missing]), Section("t", [wrong, Finding("i", "j", "k")])]
-    assert exit_code(sections) == BAD_INPUT
-    assert as_json(sections)["t"]["findings"][0]["verdict"] == "problem"
-    assert as_text(sections) == "s\n! c  d: e\n\nt\n! f  g [31m: h\n- i  j: k\n\nnot ready: c, f (marked with !)"
+    assert choose_exit_code(sections) == BAD_INPUT
+    assert render_json(sections)["t"]["findings"][0]["verdict"] == "problem"
+    assert render_text(sections) == "s\n! c  d: e\n\nt\n! f  g [31m: h\n- i  j: k\n\nnot ready: c, f (marked with !)"
 
 
 def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
     program = (
         "import sys\nfrom s2o_runtime.doctor.command import main, parser\nparser()\nflags = set(sys.modules)\n"
         "code = main(['--device', 'cpu', '--profile', sys.argv[1]])\n"
-        "heavy = {'transformers', 'vllm', 'sglang', 'calibrate', 'rich'}\n"
+        "heavy = {'transformers', 'vllm', 'sglang', 'calibrate', 'rich', 'packaging'}\n"
         "print(code, 'torch' in flags, sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program, str(DEMO_PROFILE)], capture_output=True, text=True, check=True)
@@ -113,44 +113,49 @@ def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
 # the environment
 
 
-def test_without_torch_nothing_else_is_looked_at(monkeypatch):
-    monkeypatch.setattr(findings, "installed", lambda package: None)
-    (section,) = examine(DEMO_PROFILE)
-    assert by_name(section.findings)["torch"].code == NO_RESOURCE
-    assert exit_code([section]) == NO_RESOURCE
-
-
-def test_a_torch_that_cannot_be_imported_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    finding = findings.installation("torch")
+def test_without_a_torch_that_can_be_imported_nothing_else_is_looked_at(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch", None)
+        finding = findings.check_package("torch")
     assert finding.code == NO_RESOURCE
     assert "it cannot be imported (ModuleNotFoundError: " in finding.advice
-    assert {"torch", "vllm", "sglang"} <= set(by_name(findings.environment()))
+    monkeypatch.setattr(findings, "find_version", lambda package: None)
+    (section,) = examine(DEMO_PROFILE)
+    assert by_name(section.findings)["torch"].code == choose_exit_code([section]) == NO_RESOURCE
 
 
-@pytest.mark.parametrize(("text", "version"), [(OPEN_DRIVER, "570.86.15"), (CLOSED_DRIVER, "535.161.08")])
-def test_a_driver_that_torch_cannot_use_is_a_problem(text, version, tmp_path, monkeypatch):
-    (tmp_path / "version").write_text(text)
+@pytest.mark.parametrize("version", DRIVERS)
+def test_a_driver_that_torch_cannot_use_is_a_problem(version, tmp_path, monkeypatch):
     monkeypatch.setattr(findings, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (finding,) = findings.driver()
-    assert finding == Finding(
-        "driver", f"NVIDIA {version}", "this torch is built without CUDA: install a CUDA build of it", NO_RESOURCE
+    assert findings.check_driver() == Finding("driver", "no NVIDIA driver is loaded")
+    (tmp_path / "version").write_text(DRIVERS[version])
+    cases = (  # the GPU is visible, torch's CUDA, CUDA_VISIBLE_DEVICES, what is said
+        (False, None, None, "this torch is built without CUDA: install a CUDA build of it"),
+        (False, "12.8", None, "driver must be one for CUDA 12.8 or newer"),
+        (False, "12.8", "", "CUDA_VISIBLE_DEVICES is ''"),
+        (True, "12.8", "", ""),
     )
-    assert next(findings.driver(wants_gpu=False)).verdict == "note"
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert "driver must be one for CUDA 12.8 or newer" in next(findings.driver()).advice
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES is ''" in next(findings.driver()).advice
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert next(findings.driver()) == Finding("driver", f"NVIDIA {version}")
+    for available, cuda, visible, advice in cases:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        finding = findings.check_driver()
+        assert (finding.value, finding.code) == (f"NVIDIA {version}", NO_RESOURCE if advice else OK)
+        assert finding.advice == advice if not advice else advice in finding.advice
+        assert findings.check_driver(wants_gpu=False).verdict == ("note" if advice else "ok")
 
 
-def test_no_driver_is_no_problem(tmp_path, monkeypatch):
-    monkeypatch.setattr(findings, "DRIVER", tmp_path / "version")
-    assert list(findings.driver()) == [Finding("driver", "no NVIDIA driver is loaded")]
+NUMBERS = st.sampled_from(["0", "0.0", "1", "1.0.0", "1.2", "1.10", "1.10.0", "2"])
+BOUNDS = st.lists(st.tuples(st.sampled_from([">=", "<", "!=", "=="]), NUMBERS), min_size=1, max_size=2)
+
+
+@given(NUMBERS, BOUNDS)
+def test_versions_are_compared_as_pip_does(version, bounds):
+    specifier = ",".join(sign + bound for sign, bound in bounds)
+    assert findings.is_within(version, specifier) == SpecifierSet(specifier).contains(version)
+    assert findings.is_within(f"{version}+cu128", ">=1.2") == findings.is_within(version, ">=1.2")  # torch's own builds
 
 
 def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
@@ -160,14 +165,11 @@ def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
         'transformers>=5.0; extra == "calibrate"',
     ]
     monkeypatch.setattr(findings.metadata, "requires", lambda package: requires)
-    versions = {"triton": "3.5.1", "transformers": "5.1.0"}
-    monkeypatch.setattr(findings, "installed", versions.get)
-    assert findings.installation("transformers") == Finding("transformers", "5.1.0")
-    assert findings.installation("triton").advice == (
-        "S2O is made for triton>=3.6,<3.10: install one of these versions"
-    )
-    assert findings.required("torch") == ">=2.6"
-    assert findings.required("numpy") is None
+    monkeypatch.setattr(findings, "find_version", {"triton": "3.5.1", "transformers": "5.1.0.dev0"}.get)
+    assert findings.check_package("transformers") == Finding("transformers", "5.1.0.dev0")
+    advice = "S2O is made for triton>=3.6,<3.10: install one of these versions"
+    assert findings.check_package("triton") == Finding("triton", "3.5.1", advice)
+    assert (findings.find_requirement("torch"), findings.find_requirement("numpy")) == (">=2.6", None)
 
 
 def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
@@ -175,66 +177,48 @@ def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
     monkeypatch.setattr(findings.shutil, "which", lambda name: None)
     monkeypatch.setattr(findings.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.delenv("CC", raising=False)
-    assert [(one.name, one.verdict) for one in findings.compiler()] == [("C compiler", "note"), ("headers", "note")]
+    missing = [(finding.name, finding.verdict) for finding in findings.check_compiler()]
+    assert missing == [("C compiler", "note"), ("headers", "note")]
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(findings.shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
-    assert list(findings.compiler()) == []
+    assert list(findings.check_compiler()) == []
     monkeypatch.setenv("CC", "mycc")
-    assert "CC names mycc" in next(findings.compiler()).advice
+    assert "CC names mycc" in next(findings.check_compiler()).advice
 
 
-@pytest.fixture
-def installation_of(tmp_path, monkeypatch):
-    """Makes it look as if a server were installed whose sources are no file at all; gives what finds it."""
-    real = importlib.util.find_spec
-
-    def make(name, version):
-        spec = SimpleNamespace(origin=str(tmp_path / name / "__init__.py"))
-        monkeypatch.setattr(importlib.util, "find_spec", lambda package: spec if package == name else real(package))
-        monkeypatch.setattr(findings, "installed", {name: version}.get)
-        (server,) = (server for server in findings.SERVERS if server.package == name)
-        return partial(findings.server_installation, server)
-
-    return make
-
-
-SERVERS = pytest.mark.parametrize(
-    ("name", "interface", "versions", "group", "variable", "sources"),
-    [
-        ("vllm", VllmInterface, vllm_compat.READ, "vllm.general_plugins", "VLLM_PLUGINS", "vllm"),
-        ("sglang", SglangInterface, sglang_compat.READ, "sglang.srt.plugins", "SGLANG_PLUGINS", "sglang/srt"),
-    ],
+@pytest.mark.parametrize(
+    ("server", "sources"), [*zip(findings.SERVERS, ("vllm", "sglang/srt"), strict=True)], ids=("vllm", "sglang")
 )
-
-
-@SERVERS
-def test_a_server_is_known_by_its_sources_alone(
-    name, interface, versions, group, variable, sources, installation_of, tmp_path, monkeypatch
-):
-    installation = installation_of(name, "0.33.0")
+def test_a_server_is_known_by_its_sources_alone(server, sources, tmp_path, monkeypatch):
+    name, interface, versions, *_, variable = server
+    real, spec = importlib.util.find_spec, SimpleNamespace(origin=str(tmp_path / name / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: spec if package == name else real(package))
+    monkeypatch.setattr(findings, "find_version", {name: "0.33.0"}.get)
     monkeypatch.delenv(variable, raising=False)
-    unknown = installation()
+    unknown = findings.check_server(*server)
     assert unknown.name == name
-    assert unknown.advice.startswith("S2O does not know it (its sources are not as expected: ")
+    assert (
+        f"S2O does not know it (its sources are not as expected: [Errno 2] No such file or directory: '{tmp_path}"
+        in (unknown.advice)
+    )
     assert str(tmp_path / sources) in unknown.advice
     assert unknown.advice.endswith(f"use one of {', '.join(versions)}")
 
-    looked_at, plugins = [], []
-    monkeypatch.setattr(findings, "interface_obstacle", lambda *arguments: looked_at.append(arguments))
-    entry_points = {group: plugins}
-    monkeypatch.setattr(findings.metadata, "entry_points", lambda group: entry_points.get(group, []))
-    assert "does not find S2O's plugin" in installation().advice
+    inspected, plugins = [], []
+    monkeypatch.setattr(findings, "interface_obstacle", lambda *arguments: inspected.append(arguments))
+    monkeypatch.setattr(findings.metadata, "entry_points", lambda group: {server[5]: plugins}.get(group, []))
+    assert "does not find S2O's plugin" in findings.check_server(*server).advice
     plugins.append(SimpleNamespace(name="s2o"))
-    assert installation() == Finding(name, "0.33.0, its interface is known and S2O is its plugin")
-    assert set(looked_at) == {(interface, tmp_path / sources)}
+    assert findings.check_server(*server) == Finding(name, "0.33.0, its interface is known and S2O is its plugin")
+    assert set(inspected) == {(interface, tmp_path / sources)}
     monkeypatch.setenv(variable, "other")
-    assert installation().advice == f"{variable} is 'other', which leaves S2O out: add s2o"
+    assert findings.check_server(*server).advice == f"{variable} is 'other', which leaves S2O out: add s2o"
     assert name not in sys.modules
 
 
-def test_the_servers_are_named_whether_or_not_they_are_here(monkeypatch):
-    shown = by_name(findings.environment(wants_gpu=False))
-    assert {"vllm", "sglang"} <= set(shown)
+def test_the_plugins_that_servers_look_for_are_s2os():
+    pages = (ROOT / "pyproject.toml").read_text()
+    assert all(f'[project.entry-points."{server[5]}"]\n{findings.PLUGIN} = ' in pages for server in findings.SERVERS)
 
 
 @pytest.mark.parametrize(
@@ -261,19 +245,9 @@ def test_variables_are_shown_and_checked(setting, advice, capsys, monkeypatch):
     monkeypatch.setenv("S2O_EMPTY", "")  # which is as if it were not set
     assert main(["--device", "cpu", "--json"]) == (BAD_INPUT if advice else OK)
     findings = json.loads(capsys.readouterr().out)["environment"]["findings"]
-    shown = {one["value"]: one["advice"] for one in findings if one["name"] == "variable"}
+    shown = {finding["value"]: finding["advice"] for finding in findings if finding["name"] == "variable"}
     assert {*shown} - {"TRITON_INTERPRET=1"} == {setting}
     assert shown[setting] == advice if not advice else advice in shown[setting]
-
-
-@pytest.mark.usefixtures("quick", "offline")
-def test_an_alias_of_other_sizes_is_bad_input_without_the_hub(capsys):
-    code, sections = doctor(
-        capsys, "--device", "cpu", "--profile", DEMO_PROFILE, "--model", "qwen2.5-7b", run=of_calibrator
-    )
-    assert code == BAD_INPUT
-    assert sections["profile"]["model"]["verdict"] == "problem"
-    assert "28 layers" in sections["model"]["model"]["value"]
 
 
 # devices
@@ -292,6 +266,7 @@ def test_a_device_that_cannot_be_examined(name, code, advice, capsys):
     ended, sections = doctor(capsys, "--device", name)
     assert ended == code
     assert advice in sections["device"]["device"]["advice"]
+    assert list(sections) == ["environment", "device"]
 
 
 # the self-test
@@ -305,7 +280,7 @@ def test_a_wrong_reference_is_noticed(monkeypatch):
         return result._replace(out=result.out * 1.001)
 
     monkeypatch.setattr(self_test, "s2o_attention", wrong)
-    (finding,) = self_test.self_test(CPU)
+    (finding,) = self_test.run_self_test(CPU)
     assert finding.code == NO_RESOURCE
     assert "expected an error of 1e-05 at most without stopping" in finding.advice
 
@@ -315,13 +290,13 @@ def test_what_keeps_the_self_test_from_running_is_said(monkeypatch):
         raise RuntimeError("Failed to find C compiler.\nmore")
 
     monkeypatch.setattr(self_test, "s2o_attention", broken)
-    (finding,) = self_test.self_test(CPU)
+    (finding,) = self_test.run_self_test(CPU)
     assert (finding.value, finding.code) == ("RuntimeError: Failed to find C compiler.", NO_RESOURCE)
 
 
 def test_naive_attention_is_softmax_row_by_row():
-    q, k, v = self_test.inputs(9, 8, torch.float64, CPU)
-    out = self_test.naive_attention(q, k, v)
+    q, k, v = self_test.make_inputs(9, 8, torch.float64, CPU)
+    out = self_test.compute_naive_attention(q, k, v)
     for head, row in [(0, 0), (1, 4), (3, 8)]:
         weights = torch.softmax(k[0, head // 2, : row + 1] @ q[0, head, row] / 8**0.5, 0)
         torch.testing.assert_close(out[0, head, row], weights @ v[0, head // 2, : row + 1])
@@ -330,29 +305,20 @@ def test_naive_attention_is_softmax_row_by_row():
 @pytest.mark.slow(reason="runs the kernels in Triton's interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_doctor_gpu.py runs the compiled kernel")
 def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypatch):
-    tile = TileConfig(64, 32, 2, 4, 1)
     real, results = self_test.s2o_attention, {}
+    factors = torch.ones(1, 4, 1, 1)  # of the kernel's heads
 
-    def wrong(head, factor):
-        """The real results, which are the same each time, with one head of the kernel's multiplied by a factor."""
+    def attention(q, k, v, config, backend, **options):
+        if backend not in results:  # the same each time
+            results[backend] = real(q, k, v, config, backend=backend, **options)
+        return results[backend]._replace(out=results[backend].out * (factors if backend == "triton" else 1.0))
 
-        def attention(q, k, v, config, backend, **options):
-            if backend not in results:
-                results[backend] = real(q, k, v, config, backend=backend, **options)
-            result = results[backend]
-            factors = torch.ones(4)
-            factors[head] = factor if backend == "triton" else 1.0
-            return result._replace(out=result.out * factors[None, :, None, None])
-
-        return attention
-
-    def advice(head, factor):
-        monkeypatch.setattr(self_test, "s2o_attention", wrong(head, factor))
-        return self_test.kernel_test(CPU, tile, 573, torch.float32)[1]
-
-    assert advice(0, 1.0) == ""
-    assert advice(2, 1.01).startswith("expected at most twice SDPA's error in head 2")
-    assert "expected the reference's error in head 3" in advice(3, 1.3)
+    monkeypatch.setattr(self_test, "s2o_attention", attention)
+    for head, factor, advice in ((0, 1.0, ""), (2, 1.01, "expected at most twice SDPA's"), (3, 1.3, "error in head 3")):
+        factors[:] = 1.0
+        factors[:, head] = factor
+        given = self_test.check_kernel(CPU, TileConfig(64, 32, 2, 4, 1), 573, torch.float32)[1]
+        assert advice in given if advice else given == ""
 
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="the same on further tiles and seeds, a second each")
@@ -367,7 +333,7 @@ def test_these_are_the_tiles_of_every_gpu(monkeypatch):
     tiles = {}
     for gpu in [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]:
         monkeypatch.setattr(self_test, "capability", lambda device, gpu=gpu: gpu)
-        tiles[gpu] = list(self_test.kernel_tiles(CPU))
+        tiles[gpu] = self_test.list_kernel_tiles(CPU)
     assert {tile for of_gpu in tiles.values() for tile in of_gpu} == set(GPU_TILES.values())
     assert {gpu: {tile.specialized for tile in of_gpu} for gpu, of_gpu in tiles.items()} == {
         gpu: {False, True} if gpu == (9, 0) else {False} for gpu in tiles
@@ -380,10 +346,10 @@ by_reference = partial(s2o_attention, backend="reference", return_stats=True)
 @cache
 def compared(tile, length):
     """q, k and v of the self-test, to be read only, and a function that judges a result for them as a kernel's."""
-    q, k, v = self_test.inputs(length, 128, torch.bfloat16, CPU, 0)
-    theirs = by_reference(q, k, v, self_test.layer(tile))
+    q, k, v = self_test.make_inputs(length, 128, torch.bfloat16, CPU, 0)
+    theirs = by_reference(q, k, v, self_test.make_layer(tile))
     truth, dense = exact_attention(q, k, v), dense_attention(q, k, v)
-    return (q, k, v), lambda ours: self_test.judged_kernel(tile, ours, theirs, truth, dense)[1]
+    return (q, k, v), lambda ours: self_test.judge_kernel(tile, ours, theirs, truth, dense)[1]
 
 
 OF_TILES = [
@@ -409,8 +375,8 @@ def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, 
         return real(gain, begin, end, prefix, head, tile)
 
     monkeypatch.setattr(attention, "stops", stops)
-    q, k, v = self_test.inputs(length, head_dim, torch.bfloat16, CPU, seed)
-    result = by_reference(q, k, v, self_test.layer(tile))
+    q, k, v = self_test.make_inputs(length, head_dim, torch.bfloat16, CPU, seed)
+    result = by_reference(q, k, v, self_test.make_layer(tile))
     ratio = torch.cat(ratios)
     assert not ((ratio > 0.5) & (ratio < 4)).any(), ratio
     assert (ratio <= 0.5).any()
@@ -445,7 +411,7 @@ def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
         off_q, off_k = rounded(q), rounded(k)
         assert not torch.equal(off_q, q)
         assert not torch.equal(off_k, k)
-        assert not judged(by_reference(off_q, off_k, v, self_test.layer(tile)))
+        assert not judged(by_reference(off_q, off_k, v, self_test.make_layer(tile)))
 
 
 def wrong_kernel(inputs=lambda *qkv: qkv, order=lambda ranked: ranked, output=lambda *tensors: None, **of_heads):
@@ -507,7 +473,7 @@ WRONG_KERNELS = {
 )
 def test_a_wrong_kernel_does_not_pass(wrong, expected, tile):
     tensors, judged = compared(tile, 2045)
-    assert expected in judged(wrong_kernel(**wrong)(*tensors, self_test.layer(tile)))
+    assert expected in judged(wrong_kernel(**wrong)(*tensors, self_test.make_layer(tile)))
 
 
 # profiles and models
@@ -525,7 +491,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
         with torch.no_grad():
             model(torch.arange(length)[None] + 100, logits_to_keep=1)
         ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
-        foreseen = profile_check.outcomes(ProfileFit(profile, Rank(), CPU), length)
+        foreseen = profile_check.list_outcomes(ProfileFit(profile, Rank(), CPU), length)
         assert {(layer, path) for layer, path, _ in foreseen} == ran.keys()
         assert all(ran[layer, path] == reason for layer, path, reason in foreseen if path == "dense")
         seen |= {path for _, path, _ in foreseen}
@@ -578,7 +544,7 @@ def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
     ("numbers", "words"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0 to 2, 5"), ([1, 3, 4], "1, 3 to 4")]
 )
 def test_ranges_in_words(numbers, words):
-    assert profile_check.ranges(numbers) == words
+    assert profile_check.format_ranges(numbers) == words
 
 
 @pytest.mark.usefixtures("quick", "offline")
@@ -593,11 +559,16 @@ def test_the_calibrators_doctor_knows_aliases_and_what_a_calibration_would_find(
     code, sections = doctor(capsys, "--model", "demoo", run=run)
     assert code == BAD_INPUT
     assert "did you mean demo?" in sections["model"]["model"]["advice"]
+    # the sizes of another alias are known without the Hub, and are not the profile's
+    code, sections = doctor(capsys, "--profile", DEMO_PROFILE, "--model", "qwen2.5-7b", run=of_calibrator)
+    assert code == BAD_INPUT
+    assert sections["profile"]["model"]["verdict"] == "problem"
+    assert "28 layers" in sections["model"]["model"]["value"]
 
 
 def test_transformers_is_needed_for_a_model_only(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr(self_test, "self_test", lambda device: [])
+    monkeypatch.setattr(self_test, "run_self_test", lambda device: [])
     sections = {section.name: section for section in examine(model="a/b", profile=DEMO_PROFILE, device="cpu")}
     assert by_name(sections["model"].findings)["model"].code == NO_RESOURCE
     assert "1024 tokens" in by_name(sections["profile"].findings)

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from s2o_runtime import DriftCheck, LayerConfig, TileConfig, s2o_attention
 from s2o_runtime.huggingface import hf
-from s2o_runtime.huggingface.explanation import explained
+from s2o_runtime.huggingface.explanation import explain_layers
 from s2o_runtime.huggingface.layers import LayerState, attach
 from s2o_runtime.monitor.counters import SAMPLES, Meter
 from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, sampled_errors
@@ -77,7 +77,7 @@ def test_the_table_has_the_ops_density_and_time(layer):
     call, qkv = prefill(module, 8192)
     for _ in range(12):
         call()
-    [row] = explained([state])
+    [row] = explain_layers([state])
     _, _, stats = s2o_attention(*qkv, CONFIG, return_stats=True)
     assert (row["path"], row["reason"], row["calls"]) == ("s2o", "the kernel supports this call", 12)
     assert row["density"] == pytest.approx(float(stats.density.mean()), rel=1e-9)
@@ -163,7 +163,7 @@ def test_a_loosened_layer_warns_and_goes_dense(layer, caplog):
         torch.cuda.synchronize()
     [warning] = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert warning.startswith("layer 0: the sampled rel_mse is ")
-    rows = {(row["path"], row["reason"]): row["calls"] for row in explained([state])}
+    rows = {(row["path"], row["reason"]): row["calls"] for row in explain_layers([state])}
     # a check reads what the one before it found: the fifth finds out, and the sixth call is dense
     assert rows == {("s2o", "the kernel supports this call"): 5, ("dense", state.drift.verdict): 3}
     truth = exact_attention(*qkv).transpose(1, 2)
@@ -189,5 +189,5 @@ def test_a_cuda_graph_captures_a_patched_layer(layer, calls_before):
     eager, _ = call()
     torch.cuda.synchronize()
     assert torch.equal(out, eager)
-    assert [row["calls"] for row in explained([state])] == [calls_before + 2]
+    assert [row["calls"] for row in explain_layers([state])] == [calls_before + 2]
     assert state.drift.checks == calls_before + 1

@@ -27,7 +27,6 @@ from transformers import (
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import s2o_runtime
-import s2o_runtime.huggingface.hf as hf
 from calibrate import Recipe, pipeline
 from calibrate.model.models import in_memory
 from calibrate.model.weights import model_class
@@ -35,6 +34,7 @@ from calibrate.record import read_record
 from s2o_runtime import explain, patch, patched, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import Geometry, fingerprint, geometry
+from s2o_runtime.logs import log_once
 from s2o_runtime.profile import Profile, load_profile
 from support.architectures import ALL_RUN, CASES, COMPILED, LINEAR, RUNNING, RUNS, SILENT, SLIDING, WINDOWED, Case
 from support.marks import all_but_first
@@ -288,7 +288,7 @@ def test_loaded_by_name_without_a_profile(name, eager, info_log):
     """Such a model is dense, says so, and takes a profile later."""
     s2o_runtime.register()
     model, ids = twin(eager, "s2o"), prompt(LENGTH)
-    hf._say_unpatched.cache_clear()
+    log_once.cache_clear()
     close(model(ids).logits, eager(ids).logits)
     check_batch(model, eager, *padded_batch(length=LENGTH))
     assert info_log.text.count("runs dense: the model has no profile") == CASES[name].runs
@@ -318,7 +318,7 @@ def calibrated(model: Any, folder: Path) -> Profile:
     """The profile that a model in memory is calibrated to, with a budget that makes S2O worth its ranking."""
     loaded, out = in_memory(model, tiny_tokenizer(), "tiny"), folder / "profile.safetensors"
     options = {"model": "tiny", "out": out, "budget_rel_mse": 0.5, "lengths": (512,), "segments": (64,), "trials": 1}
-    options |= {"representatives": (1,), "num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": None}
+    options |= {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": None}
     pipeline.calibrate(Recipe.of(options | {"hide_needles": False}), progress=False, loaded=loaded)
     return load_profile(out)
 
@@ -398,13 +398,6 @@ def test_the_text_part_of_a_model_with_images():
     unpatch(model.model.language_model)  # takes it from the whole model
     assert model.config._attn_implementation == model.config.text_config._attn_implementation == "eager"
     assert model.config.vision_config._attn_implementation == "sdpa"
-
-
-def test_patched_undoes_itself_after_an_error():
-    model = models("llama")[1]
-    with pytest.raises(RuntimeError, match="on purpose"), patched(model, profile_of(model)):
-        raise RuntimeError("on purpose")
-    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import sdpa
-from s2o_runtime.huggingface.paged import per_request
+from s2o_runtime.huggingface.paged import split_requests
 from support.architectures import CASES, RUNS
 from support.marks import all_but_first
 from support.models import make_profile, new_model, twin
@@ -154,7 +154,7 @@ def test_models_that_the_profile_is_not_of_have_transformers_own(taken_over, mon
     prompts = prompts_of()
     monkeypatch.setattr(sdpa, "s2o_paged_forward", None)  # is not called
     ours = generated(model, prompts)
-    sdpa.give_back()
+    sdpa.restore_sdpa()
     assert [result.logprobs for result in ours] == [result.logprobs for result in generated(model, prompts)]
 
 
@@ -189,33 +189,34 @@ def test_requests_are_cut_out_of_the_batch(of_layer):
     """Each request comes with its own rows and keys; empty requests and rows that fill up the batch get nothing."""
     seen = []
 
-    def attention(module, q, k, v, window, scaling, rest):
-        seen.append((q[0, 0, :, 0].tolist(), k[0, 0, :, 0].tolist(), v[0, 0, :, 0].tolist(), window, scaling, rest))
-        return q.transpose(1, 2) + 1
+    def attention(call, window):
+        tensors = [tensor[0, 0, :, 0].tolist() for tensor in (call.q, call.k, call.v)]
+        seen.append((*tensors, window, call.options))
+        return call.q.transpose(1, 2) + 1
 
-    forward = per_request(attention)
-    rows = torch.arange(6.0)[None, None, :, None].expand(1, 4, 6, 8)
+    def run(layer_type, window, arguments):
+        keys = values = None
+        if of_layer:
+            keys, values, arguments = updated_by_the_layer(arguments, layer_type)
+        module = SimpleNamespace(layer_idx=0, **({} if window is None else {"sliding_window": window}))
+        return forward(module, rows, keys, values, None, scaling=0.5, **arguments)[0]
+
+    forward, rows = split_requests(attention), torch.arange(6.0)[None, None, :, None].expand(1, 4, 6, 8)
     cache = Cache(torch.arange(9.0)[:, None, None].expand(9, 2, 8), -torch.arange(9.0)[:, None, None].expand(9, 2, 8))
-    module = SimpleNamespace(layer_idx=0)
-    keys, values, arguments = None, None, batch(cache, [0, 3, 3, 4], [0, 5, 5, 7], {"softcap": 2.0})
-    if of_layer:
-        keys, values, arguments = updated_by_the_layer(arguments)
-    out, _ = forward(module, rows, keys, values, None, scaling=0.5, **arguments)
+    out = run("full_attention", None, batch(cache, [0, 3, 3, 4], [0, 5, 5, 7], {"softcap": 2.0}))
+    options = {"scaling": 0.5, "softcap": 2.0}
     assert seen == [
-        ([0, 1, 2], [0, 1, 2, 3, 4], [0, -1, -2, -3, -4], None, 0.5, {"softcap": 2.0}),
-        ([3], [5, 6], [-5, -6], None, 0.5, {"softcap": 2.0}),
+        ([0, 1, 2], [0, 1, 2, 3, 4], [0, -1, -2, -3, -4], None, options),
+        ([3], [5, 6], [-5, -6], None, options),
     ]
     assert out[0, :, 0, 0].tolist() == [1, 2, 3, 4, 0, 0]
     # the next batch has edges of its own, and so have layers of another type
     arguments = batch(cache, [0, 1, 2], [0, 1, 2])
     arguments["cu_seq_lens_k"]["sliding_attention"] = torch.tensor([0, 2, 4], dtype=torch.int32)
-    for window, ends in ((None, [0, 1]), (7, [1, 3])):
+    for layer_type, window, ends in (("full_attention", None, [0, 1]), ("sliding_attention", 7, [1, 3])):
         seen.clear()
-        call = (None, None, arguments)
-        if of_layer:
-            call = updated_by_the_layer(arguments, "full_attention" if window is None else "sliding_attention")
-        forward(SimpleNamespace(layer_idx=0, sliding_window=window), rows, *call[:2], None, **call[2])
-        assert [(keys[-1], given) for _, keys, _, given, _, _ in seen] == [(end, window) for end in ends]
+        run(layer_type, window, arguments)
+        assert [(keys[-1], given) for _, keys, _, given, _ in seen] == [(end, window) for end in ends]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_requests_are_cut_out_of_the_batch(of_layer):
 )
 def test_what_is_no_batch_for_s2o_is_refused(changes, message, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: "compiling" in changes)
-    forward, query = per_request(lambda *_: None), torch.zeros(1, 1, 1, 1)
+    forward, query = split_requests(lambda *_: None), torch.zeros(1, 1, 1, 1)
     arguments = {} if changes == "no batch" else batch(Cache(None, None), [0, 1], [0, 1], changes)
     with pytest.raises(ModelError, match=message):
         forward(SimpleNamespace(layer_idx=0), query, None, None, None, **arguments)

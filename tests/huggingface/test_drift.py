@@ -174,27 +174,21 @@ def test_every_nth_call_is_checked_and_layers_take_turns(plain):
     assert checks == [[0, 0], [0, 0], [0, 1], [1, 1], [1, 1], [1, 1], [1, 2], [2, 2]]
 
 
-@torch.no_grad()
-def test_what_a_program_draws_and_computes_stays_the_same(plain):
-    profile, ids = budgeted(make_profile(plain, 0.5), 1.0), prompt()
-
-    def run(drift):
-        with patched(plain, profile, drift=drift):
+def test_a_check_changes_nothing_and_works_in_and_out_of_inference_mode(plain):
+    """What a program draws and computes stays the same; a copy starts anew."""
+    profile, ids, results = budgeted(make_profile(plain, 0.5), 1.0), prompt(), []
+    for drift in (None, OFTEN):
+        with patched(plain, profile, drift=drift), torch.inference_mode():
             torch.manual_seed(3)
-            return plain(ids).logits, torch.rand(4)
-
-    assert all(torch.equal(a, b) for a, b in zip(run(None), run(OFTEN), strict=True))
-
-
-def test_it_works_in_and_out_of_inference_mode(plain):
-    patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=OFTEN)
-    ids = prompt()
-    with torch.inference_mode():
-        plain(ids)
-    with torch.no_grad():
-        plain(ids)
-    assert [state.drift.checks for state in layer_states(plain)] == [2, 2]
-    assert all(0 < row["error"] < 1 for row in explain(plain))
+            results.append((plain(ids).logits, torch.rand(4)))
+            if drift is OFTEN:
+                with torch.inference_mode(False), torch.no_grad():
+                    plain(ids)
+                assert [state.drift.checks for state in layer_states(plain)] == [2, 2]
+                assert all(0 < row["error"] < 1 for row in explain(plain))
+                copies = [state.drift for state in layer_states(copy.deepcopy(plain))]
+                assert [(one.check, one.layer, one.checks) for one in copies] == [(OFTEN, 0, 0), (OFTEN, 1, 0)]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_outputs_that_are_not_numbers_are_too_much(caplog):
@@ -250,91 +244,70 @@ def test_profiles_without_limits_are_refused_where_a_check_is_asked_for(plain, r
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("every", 0),
-        ("rows", 1),
-        ("rows", 2.5),
-        ("rows", "16"),
-        ("after", True),
-        ("action", "stop"),
-        ("margin", 0),
-        ("margin", float("nan")),
-    ],
+    ("field", "values"),
+    [("every", [0]), ("rows", [1, 2.5, "16"]), ("after", [True]), ("action", ["stop"]), ("margin", [0, float("nan")])],
 )
-def test_illegal_checks_are_refused(plain, field, value):
-    check = dataclasses.replace(DriftCheck(), **{field: value})
-    with pytest.raises(ConfigError, match=f"{field} of the drift check is {value!r}: expected"):
-        patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=check)
-
-
-def test_copies_start_anew(plain):
-    patch(plain, budgeted(make_profile(plain, 0.5), 1.0), drift=OFTEN)
-    with torch.no_grad():
-        plain(prompt())
-    again = [state.drift for state in layer_states(copy.deepcopy(plain))]
-    assert [(each.check, each.layer, each.checks) for each in again] == [(OFTEN, 0, 0), (OFTEN, 1, 0)]
+def test_illegal_checks_are_refused(plain, field, values):
+    profile = budgeted(make_profile(plain, 0.5), 1.0)
+    for value in values:
+        with pytest.raises(ConfigError, match=f"{field} of the drift check is {value!r}: expected"):
+            patch(plain, profile, drift=dataclasses.replace(DriftCheck(), **{field: value}))
 
 
 def test_every_256th_call_is_checked_unless_told_otherwise(plain):
     profile = budgeted(make_profile(plain, 0.5), 1.0)
-
-    def checks():
-        return [state.drift and state.drift.check for state in layer_states(plain)]
-
-    patch(plain, profile)
-    assert checks() == [DriftCheck(every=256, action="warn")] * 2
-    for drift, expected in (("dense", DriftCheck(action="dense")), (OFTEN, OFTEN), ("off", None), (None, None)):
+    expected = {"auto": DriftCheck(every=256, action="warn"), "dense": DriftCheck(action="dense"), OFTEN: OFTEN}
+    for drift in (*expected, "off", None):
         patch(plain, profile, drift=drift)
-        assert checks() == [expected] * 2
-    with pytest.raises(ConfigError, match="drift 'always' is not known: use a DriftCheck, None or one of "):
+        assert [state.drift and state.drift.check for state in layer_states(plain)] == [expected.get(drift)] * 2
+    with pytest.raises(ConfigError, match="drift 'always' is not known"):
         patch(plain, profile, drift="always")
 
 
-class Shares:
-    """Stands for `sampled_errors`: what a layer's prompts have of a limit of 1, as on SmolLM2.
+ONE = torch.ones((), dtype=torch.float64)
+ROW = torch.zeros(1, 1, 8, 1)
 
-    The errors are lognormal with a mean of 0.8 and 1.8 times that in the last eighth. `foreign` of the prompts have 5.9
-    times the limit on average. Sampled rows scatter by a quarter.
-    """
 
-    def __init__(self, foreign, seed):
-        self.foreign, self.random = foreign, np.random.default_rng(seed)
-
-    def lognormal(self, mean, deviation):
-        return mean * float(np.exp(self.random.normal(-(deviation**2) / 2, deviation)))
-
-    def __call__(self, *_, **__):
-        foreign = self.random.random() < self.foreign
-        share = self.lognormal(5.9, 0.3) if foreign else self.lognormal(0.8, 0.8)
-        last = share * self.lognormal(1.8, 0.3)
-        one = torch.ones((), dtype=torch.float64)
-        return SampledErrors(one * share * self.lognormal(1, 0.25), one, one * last * self.lognormal(1, 0.25), one)
+def monitor_of(monkeypatch, sampled, **settings):
+    """A monitor of a limit of 1 whose checks find what a function gives, and a function that makes one more check."""
+    monkeypatch.setattr("s2o_runtime.monitor.drift.sampled_errors", lambda *_, **__: sampled())
+    monitor = DriftMonitor(DriftCheck(every=1, **settings), 0, ErrorLimits("mse", {8: 1.0}))
+    return monitor, lambda: monitor.see(ROW, ROW, ROW, ROW, Scoring(), None)
 
 
 def noticed(monkeypatch, foreign, layers, checks):
-    """For each layer the number of checks after which it was warned about, or None."""
-    tensor = torch.zeros(1, 1, 8, 1)
-    found = []
-    for layer in range(layers):
-        monkeypatch.setattr("s2o_runtime.monitor.drift.sampled_errors", Shares(foreign, seed=layer))
-        monitor = DriftMonitor(DriftCheck(every=1), layer, ErrorLimits("mse", {8: 1.0}))
+    """For each layer the number of checks after which it was warned about, or None.
+
+    What its prompts have of a limit of 1 is lognormal, as on SmolLM2, with a mean of 0.8 and 1.8 times that in the last
+    eighth. `foreign` of the prompts have 5.9 times the limit on average. Sampled rows scatter by a quarter.
+    """
+
+    def after(seed):
+        random = np.random.default_rng(seed)
+
+        def lognormal(mean, deviation):
+            return mean * float(np.exp(random.normal(-(deviation**2) / 2, deviation)))
+
+        def sampled():
+            share = lognormal(5.9, 0.3) if random.random() < foreign else lognormal(0.8, 0.8)
+            last = share * lognormal(1.8, 0.3)
+            return SampledErrors(ONE * share * lognormal(1, 0.25), ONE, ONE * last * lognormal(1, 0.25), ONE)
+
+        monitor, check = monitor_of(monkeypatch, sampled)
         while monitor.checks < checks and monitor.verdict is None:
-            monitor.see(tensor, tensor, tensor, tensor, Scoring(), None)
-        found.append(None if monitor.verdict is None else monitor.checks)
-    return found
+            check()
+        return None if monitor.verdict is None else monitor.checks
+
+    return [after(seed) for seed in range(layers)]
 
 
-@torch.no_grad()
 def test_one_foreign_prompt_in_six_is_noticed_and_calibrated_ones_are_not(monkeypatch, caplog):
     """In four layers of ten within 60 checks and in nine within 160; the mean alone says nothing."""
-    found = noticed(monkeypatch, 1 / 6, layers=10, checks=160)
-    assert sum(checks is not None for checks in found) >= 9
-    assert sum(checks is not None and checks <= 60 for checks in found) >= 4
-    verdicts = [record.getMessage() for record in caplog.records]
-    assert any(
-        "of the last " in verdict and "more than 4 times what the profile allows" in verdict for verdict in verdicts
-    )
+    verdicts = noticed(monkeypatch, 1 / 6, layers=10, checks=160)
+    assert sum(checks is not None for checks in verdicts) >= 9
+    assert sum(checks is not None and checks <= 60 for checks in verdicts) >= 4
+    texts = [record.getMessage() for record in caplog.records]
+    assert any("of the last " in text and "more than 4 times what the profile allows" in text for text in texts)
     assert noticed(monkeypatch, 1.0, layers=4, checks=16) == [pytest.approx(12, abs=4)] * 4
     assert noticed(monkeypatch, 0.0, layers=4, checks=160) == [None] * 4
 
@@ -342,19 +315,20 @@ def test_one_foreign_prompt_in_six_is_noticed_and_calibrated_ones_are_not(monkey
 def test_high_checks_are_forgotten(monkeypatch):
     """Seven high ones are not enough, and after 64 more none of them counts."""
     shares = iter([100.0] * 7 + [0.1] * 70)
-    one = torch.ones((), dtype=torch.float64)
-    monkeypatch.setattr(
-        "s2o_runtime.monitor.drift.sampled_errors",
-        lambda *_, **__: SampledErrors(one * next(shares), one, one * 0, one),
-    )
-    monitor = DriftMonitor(DriftCheck(every=1, after=1000), 0, ErrorLimits("mse", {8: 1.0}))
-    tensor = torch.zeros(1, 1, 8, 1)
+    monitor, check = monitor_of(monkeypatch, lambda: SampledErrors(ONE * next(shares), ONE, ONE * 0, ONE), after=1000)
     high = []
     for _ in range(77):
-        monitor.see(tensor, tensor, tensor, tensor, Scoring(), None)
+        check()
         high.append(monitor.numbers().high)
-    assert high[6] == 1.0
-    assert high[13] == 0.5
-    assert high[63] == 7 / 64
-    assert high[64:72] == [each / 64 for each in (6, 5, 4, 3, 2, 1, 0, 0)]
+    assert (high[6], high[13], high[63]) == (1.0, 0.5, 7 / 64)
+    assert high[64:72] == [count / 64 for count in (6, 5, 4, 3, 2, 1, 0, 0)]
     assert monitor.verdict is None
+
+
+@pytest.mark.parametrize(
+    ("error", "last", "high"), [(3.9, 7.9, 0.0), (4.1, 0.1, 1.0), (0.1, 8.1, 1.0), (float("nan"), 0.0, 1.0)]
+)
+def test_a_high_check_is_past_four_limits_over_all_rows_or_eight_in_the_last(monkeypatch, error, last, high):
+    monitor, check = monitor_of(monkeypatch, lambda: SampledErrors(ONE * error, ONE, ONE * last, ONE), after=1000)
+    check()
+    assert monitor.numbers().high == high

@@ -125,7 +125,7 @@ def test_unpatch_takes_it_away_for_good(model, taken_over, implementation):
     with pytest.raises(ModelError, match="the model is not patched"):
         explain(ours)
     if implementation == "sdpa":
-        sdpa.give_back()
+        sdpa.restore_sdpa()
         assert torch.equal(ours(ids).logits, dense)
 
 
@@ -155,7 +155,7 @@ def test_taken_over_the_default_runs_s2o(model, profile, taken_over):
     ids, mask = padded_batch()
     logits = model(ids, attention_mask=mask).logits, model(ids[:1]).logits
     assert paths(model) == {("s2o", RUNS)}
-    assert run.adopted == hf.layer_states(model)
+    assert run.attached == hf.layer_states(model)
     patch(model, profile)
     assert torch.equal(logits[0], model(ids, attention_mask=mask).logits)
     assert torch.equal(logits[1], model(ids[:1]).logits)
@@ -190,7 +190,7 @@ def test_other_models_are_untouched(name, named, caplog):
     expected = list(outputs())
     with under_s2o_run():
         assert all(map(torch.equal, outputs(), expected))
-    assert not run.adopted
+    assert not run.attached
     reasons = {
         "encoder-decoder": "a model of type 't5' is an encoder with a decoder",
         "another-architecture": "it has architecture qwen2 where the profile has llama",
@@ -302,7 +302,7 @@ def test_s2o_run_runs_a_program_with_the_profile(program, model, profile, tmp_pa
         *("--profile", "p.safetensors", "--explain"),
         *(*program, "--flag", "a b"),
         folder=tmp_path,
-        PYTHONPATH=str(hidden),
+        PYTHONPATH=os.pathsep.join(filter(None, (str(hidden), os.environ.get("PYTHONPATH")))),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -322,16 +322,16 @@ def test_s2o_run_runs_a_program_with_the_profile(program, model, profile, tmp_pa
 @torch.no_grad()
 def test_why_no_model_ran(model, profile, taken_over, monkeypatch):
     monkeypatch.setenv("S2O_STARTED", str(os.getpid()))
-    assert sdpa.why_none_ran().startswith("no transformers model with SDPA attention had a plain causal prefill")
+    assert sdpa.find_why_none_ran().startswith("no transformers model with SDPA attention had a plain causal prefill")
     monkeypatch.setenv("S2O_STARTED", "1")
-    assert sdpa.why_none_ran() is None  # a helper
+    assert sdpa.find_why_none_ran() is None  # a helper
     for length in (50, 50, 1):
         model(prompt(length))
-    assert sdpa.why_none_ran() == "shorter than the shortest calibrated length, 100"
-    run.say_dense("it does not fit")
-    assert sdpa.why_none_ran() == "it does not fit"
+    assert sdpa.find_why_none_ran() == "shorter than the shortest calibrated length, 100"
+    run.warn_dense("it does not fit")
+    assert sdpa.find_why_none_ran() == "it does not fit"
     model(prompt())
-    assert sdpa.why_none_ran() is None
+    assert sdpa.find_why_none_ran() is None
 
 
 @SLOW

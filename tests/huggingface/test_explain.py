@@ -1,16 +1,24 @@
-"""What a patched model says it did: the table against what the operator itself returns for every call."""
+"""What a patched model says it did, against what the operator returns; and its warnings where it hardly runs S2O."""
 
 import copy
+import logging
 import pickle
+from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
 
-import s2o_runtime.huggingface.layers as layers
-from s2o_runtime import Explanation, LayerConfig, TileConfig, explain, patch, s2o_attention
+from s2o_runtime import Explanation, LayerConfig, TileConfig, explain, patch, patched, s2o_attention, unpatch
 from s2o_runtime.config import HeadConfig
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.monitor.counters import SAMPLES, WARM, Meter
+from s2o_runtime.logs import log_once
+from s2o_runtime.monitor import counters
+from s2o_runtime.monitor.counters import OTHERWISE, REMEDIES, SAMPLES, WARM, DenseWatch, Meter
 from support.models import LENGTH, RUNS, make_profile, new_model, padded_batch, prompt
 
 SHORT = "shorter than the shortest calibrated length, 100"
@@ -18,7 +26,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def model():
+def model(monkeypatch):
+    """Two layers, which are judged after five calls of each."""
+    monkeypatch.setattr(counters, "CALLS", 5)
     plain = new_model()
     return patch(plain, make_profile(plain, 0.5))
 
@@ -27,14 +37,15 @@ def model():
 def test_rows_say_calls_density_and_time(model):
     densities = [[], []]
     batch, mask = padded_batch()
-    for call in ({"input_ids": prompt()}, {"input_ids": batch, "attention_mask": mask}, {"input_ids": prompt(150)}):
-        model(**call)
+    calls = ({"input_ids": prompt()}, {"input_ids": batch, "attention_mask": mask}, {"input_ids": prompt(150)})
+    for call in (*calls, None):
+        if call is None:
+            model(prompt(40))
+            model.generate(prompt(), max_new_tokens=3, do_sample=False)
+        else:
+            model(**call)
         for layer, state in enumerate(layer_states(model)):
             densities[layer].append(float(state.last.density.mean()))
-    model(prompt(40))
-    model.generate(prompt(), max_new_tokens=3, do_sample=False)
-    for layer, state in enumerate(layer_states(model)):
-        densities[layer].append(float(state.last.density.mean()))
     rows = explain(model)
     assert [(row["layer"], row["path"], row["reason"], row["calls"]) for row in rows] == [
         (layer, *row) for layer in (0, 1) for row in (("dense", "decode", 2), ("dense", SHORT, 1), ("s2o", RUNS, 4))
@@ -54,59 +65,50 @@ def test_it_prints_a_table(model):
     rows = explain(model)
     lines = str(rows).splitlines()
     assert lines[0].split() == ["layer", "path", "calls", "density", "ms", "reason"]
-    assert len(lines) == 3
     for line, row in zip(lines[1:], rows, strict=True):
         cells = line.split(maxsplit=5)
-        assert cells[:3] == [str(row["layer"]), "s2o", "1"]
+        assert [*cells[:3], cells[5]] == [str(row["layer"]), "s2o", "1", RUNS]
         assert [float(cell) for cell in cells[3:5]] == pytest.approx([row["density"], row["ms"]], rel=1e-2)
-        assert cells[5] == RUNS
     assert repr(rows) == str(rows)
     assert {line.index(RUNS) for line in lines[1:]} == {lines[0].index("reason")}
 
 
 def test_a_table_has_the_error_where_it_was_checked():
     row = {"layer": 11, "path": "s2o", "reason": "why", "calls": 3, "density": 0.25, "ms": None}
-    checked = row | {"error": 0.5, "last": 1.25, "high": 0.125}
-    assert str(Explanation([checked])) == (
+    assert str(Explanation([row | {"error": 0.5, "last": 1.25, "high": 0.125}])) == (
         "layer  path  calls  density  ms  error  last   high  reason\n"
         "   11  s2o       3     0.25   -    0.5  1.25  0.125  why"
     )
 
 
-def heads(*settings):
-    return tuple(HeadConfig(tau, segment, mode) for tau, segment, mode in settings)
-
-
-@pytest.mark.parametrize("starts", [None, [0, 70], [199, 13]], ids=["", "padded", "mostly-padding"])
+@pytest.mark.parametrize("starts", [None, [0, 70]], ids=["", "padded"])
 @pytest.mark.parametrize("q_len", [230, 131], ids=["whole", "chunk"])
-def test_density_from_one_sum_is_that_of_all_heads(starts, q_len):
-    """Heads with segments of their own, one of them dense; against `AttentionStats.density`."""
-    settings = heads((1.0, 64, "s2o"), (0.3, 128, "s2o"), (1.0, 64, "dense"), (2.0, 64, "s2o"))
-    config = LayerConfig(settings, TileConfig(64, 32, 1, 4, 1))
+def test_the_density_of_a_sample_is_that_of_the_call(starts, q_len):
+    """Heads with segments of their own, one of them dense."""
+    settings = ((1.0, 64, "s2o"), (0.3, 128, "s2o"), (1.0, 64, "dense"), (2.0, 64, "s2o"))
+    config = LayerConfig(tuple(HeadConfig(*setting) for setting in settings), TileConfig(64, 32, 1, 4, 1))
     q, k, v = torch.randn(2, 4, q_len, 32), torch.randn(2, 2, 230, 32), torch.randn(2, 2, 230, 32)
-    kv_start = None if starts is None else torch.tensor(starts)
     meter = Meter()
     sample = meter.begin(None, CPU)
+    kv_start = None if starts is None else torch.tensor(starts)
     _, _, stats = s2o_attention(q, k, v, config, kv_start=kv_start, return_stats=True)
     meter.end(sample, ("s2o", "why"), stats, CPU)
-    expected = float(stats.density.mean())
-    assert meter.read()["s2o", "why"].density == pytest.approx(expected, rel=1e-12)
-    assert expected < 1.0
+    assert meter.read()["s2o", "why"].density == pytest.approx(float(stats.density.mean()), rel=1e-12)
+    assert float(stats.density.mean()) < 1.0
 
 
 def test_samples_are_few_and_spread_over_all_calls():
-    meter, kept = Meter(), []
-    for number in range(4000):
-        sample = meter.begin("kind", CPU)
-        if sample is not None:
-            kept.append(number)
+    meter, sampled = Meter(), 0
+    for _ in range(4000):
+        if (sample := meter.begin("kind", CPU)) is not None:
+            sampled += 1
             meter.end(sample, ("dense", "kind"), None, CPU)
-    held = sorted(sample.number for sample in meter._kinds["kind"].kept.values())
+    held = sorted(sample.number for sample in meter._kept["kind"].values())
     assert len(held) == SAMPLES
     # uniform over 4000: of 16 the median lies this far from the middle once in 10^4 times at most
     assert 400 < held[SAMPLES // 2] < 3600
     # 16 + sum of 16 / n, which is 105, give or take four deviations
-    assert 65 < len(kept) < 145
+    assert 65 < sampled < 145
 
 
 def test_first_calls_do_not_count_for_the_time():
@@ -130,10 +132,160 @@ def test_copies_start_anew(model):
 
 @torch.no_grad()
 def test_one_log_line_for_a_reason_and_none_for_a_call(model, info_log):
-    layers._say_once.cache_clear()
+    log_once.cache_clear()
     for length in (LENGTH, 40, LENGTH, 40, 50):
         model(prompt(length))
     assert sorted(record.getMessage() for record in info_log.records if "layers run" in record.getMessage()) == [
         f"layers run dense: {SHORT}",
         f"layers run s2o: {RUNS}",
     ]
+
+
+# warnings
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def expected_verdict(calls, judged):
+    """The short prompts, or the dense ones and the most frequent reason, that a watch of so many calls warns of."""
+    long = []
+    for number, (path, reason, keys) in enumerate(calls, 1):
+        if keys >= 100:
+            long.append((path, reason))
+        if number == judged and number - len(long) > 0.9 * judged:
+            return number - len(long)
+        if len(long) == judged:
+            dense = Counter(reason for path, reason in long if path == "dense")
+            return (dense.total(), dense.most_common(1)[0]) if dense.total() > 0.9 * judged else None
+    return None
+
+
+@given(
+    st.sampled_from([99, 100]),
+    st.dictionaries(
+        st.integers(0, 44),
+        st.tuples(st.sampled_from(["s2o", "dense"]), st.just("rare"), st.integers(98, 101)),
+        max_size=9,
+    ),
+)
+def test_a_watch_warns_once_by_its_first_calls(keys, unlike):
+    """Of 45 calls nearly all are dense ones of one length; twenty are judged, of which nineteen are nearly all."""
+    calls = [unlike.get(number, ("dense", "frequent", keys)) for number in range(45)]
+    with mock.patch.object(counters, "CALLS", 20), mock.patch.object(counters.log, "warning") as warning:
+        watch = DenseWatch(1, 100)
+        for call in calls:
+            watch.count(*call)
+    verdict = expected_verdict(calls, 20)
+    told = [call.args[1:] for call in warning.call_args_list]
+    if verdict is None:
+        assert told == []
+    elif isinstance(verdict, int):
+        assert told == [(verdict, 20, 100)]
+    else:
+        dense, (reason, count) = verdict
+        assert told == [(dense, 20, 100, count, reason, OTHERWISE)]
+
+
+@torch.no_grad()
+def test_a_model_that_hardly_runs_s2o_is_warned_about_once(model, caplog):
+    """Decode does not count, nor do short prompts where long ones are judged."""
+    mask, cache = torch.ones(1, LENGTH, dtype=torch.int64), DynamicCache(config=model.config)
+    mask[0, 40:60] = 0
+    for _ in range(3):
+        model(prompt(1), past_key_values=cache)
+        model(prompt(50))
+    assert warnings(caplog) == []
+    for _ in range(8):
+        model(prompt(), attention_mask=mask)
+    assert warnings(caplog) == [
+        "S2O hardly runs: 10 of the first 10 calls of attention layers with 100 keys or more were dense, most often "
+        f"(10) for this reason: {DenseReason.MASK}; {REMEDIES[DenseReason.MASK]}"
+    ]
+
+
+@torch.no_grad()
+def test_prompts_that_are_too_short_are_warned_about_once(model, caplog):
+    for _ in range(20):
+        model(prompt(20))
+    [warning] = warnings(caplog)
+    assert "10 of the first 10 calls of attention layers with more than one query had fewer than 100 keys" in warning
+
+
+@torch.no_grad()
+def test_reasons_that_have_a_remedy_are_those_that_layers_give(model):
+    mask = torch.ones(1, LENGTH, dtype=torch.int64)
+    mask[0, 40:60] = 0
+    model(prompt(), attention_mask=mask)
+    state = layer_states(model)[0]
+    state.max_length = 150
+    model(prompt())
+    with torch.enable_grad():
+        model(prompt(120))
+    model.train()(prompt(120))
+    model.eval()
+    state.max_length = None
+    state.config_at = lambda length: make_profile(model, 0.5).layer_config(0, length).as_dense()
+    model(prompt())
+    assert {DenseReason.of(reason) for path, reason in state.counts if path == "dense"} == set(REMEDIES)
+
+
+def test_a_reason_with_numbers_stays_what_it_is_in_another_process():
+    reason = DenseReason.TOO_LONG.about(150, 1.5)
+    assert reason == "longer than 150 keys, 1.5 times the longest calibrated length"
+    assert DenseReason.of(pickle.loads(pickle.dumps(reason))) is DenseReason.TOO_LONG
+    assert f"{DenseReason.DECODE}" == str(DenseReason.DECODE) == "decode"
+    assert DenseReason.of("decode") is None
+
+
+def test_a_model_that_cannot_run_s2o_at_all_has_said_so_already(model, monkeypatch):
+    monkeypatch.setattr("s2o_runtime.huggingface.hf.offloaded", lambda model: "the weights are offloaded")
+    patch(model, make_profile(model, 0.5))
+    assert [state.watch for state in layer_states(model)] == [None, None]
+
+
+def test_the_first_long_prompt_with_gradients_is_warned_about_once(model, caplog):
+    model(prompt(99))
+    model.train()(prompt(200))  # training is what gradients are for
+    model.eval()
+    with torch.no_grad():
+        model(prompt(200))
+    assert warnings(caplog) == []
+    for _ in range(2):
+        model(prompt(200))
+    assert warnings(caplog) == [
+        "S2O does not run: gradients are enabled for a prompt of 200 keys: "
+        "call the model under torch.no_grad() or torch.inference_mode()"
+    ]
+
+
+@torch.no_grad()
+def test_the_first_long_prompt_that_another_implementation_computes_is_warned_about_once(model, caplog):
+    """As after a switch to FlashAttention by continuous batching, or to SDPA so that it takes the model."""
+    model(prompt(200))
+    model.set_attn_implementation("sdpa")
+    model(prompt(99))
+    assert warnings(caplog) == []
+    for _ in range(2):
+        model(prompt(200))
+    [warning] = warnings(caplog)
+    assert "the patched model has the attention implementation 'sdpa' for a prompt of 200 keys" in warning
+
+
+@pytest.mark.parametrize(("longest", "count"), [({"full_attention": 100}, 1), (100, 1), (99, 0)])
+def test_requests_of_a_batch_are_long_by_their_keys(model, caplog, longest, count):
+    """A batch of continuous batching has the new tokens of all requests in one row."""
+    model.set_attn_implementation("eager")
+    [attention] = [layer.self_attn for layer in model.model.layers if layer.self_attn._forward_pre_hooks]
+    layer_states(model)[0].watch.check_forward(attention, (torch.zeros(1, 300, 64),), {"max_length_k": longest})
+    assert len(warnings(caplog)) == count
+
+
+def test_a_model_that_was_patched_again_and_unpatched_is_not_watched(model):
+    profile = make_profile(model, 0.5)
+    with patched(patch(model, profile), profile):
+        pass
+    assert [len(layer.self_attn._forward_pre_hooks) for layer in model.model.layers] == [1, 0]
+    unpatch(model)
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)

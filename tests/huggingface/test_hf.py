@@ -6,11 +6,14 @@ import gc
 import io
 import logging
 import math
+import os
 import pickle
 import subprocess
 import sys
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import count
 
 import pytest
 import torch
@@ -31,7 +34,9 @@ from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.identity import fingerprint
+from s2o_runtime.logs import log_once
 from s2o_runtime.profile import save_profile
+from support.architectures import CASES
 from support.models import LENGTH, SIZES, close, make_profile, new_model, padded_batch, paths, prompt, twin, used_s2o
 from support.naive import naive_attention
 
@@ -82,27 +87,12 @@ def test_the_last_rows_of_each_call_are_dense(eager):
 
 @torch.no_grad()
 def test_attention_weights_that_are_asked_for_are_said_to_be_none(patched, ids, caplog):
-    hf._warn_attentions.cache_clear()
+    log_once.cache_clear()
     for _ in range(2):
         assert not patched(ids, output_attentions=True).attentions
     assert [record.getMessage().partition(":")[0] for record in caplog.records if record.name == "s2o_runtime"] == [
         "S2O computes no attention weights, output_attentions=True gives none"
     ]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("how", ["holes", "packed", "short"])
-def test_what_goes_through_sdpa(eager, patched, ids, how):
-    mask = torch.ones_like(ids)
-    mask[0, 40:60] = 0
-    inputs = {
-        "holes": {"input_ids": ids, "attention_mask": mask},
-        "packed": {"input_ids": ids, "position_ids": (torch.arange(LENGTH) % 80)[None], "use_cache": False},
-        "short": {"input_ids": ids[:, :99]},
-    }[how]
-    close(patched(**inputs).logits, eager(**inputs).logits)
-    short = "shorter than the shortest calibrated length, 100"
-    assert paths(patched) == {("dense", short if how == "short" else "the mask is not a plain causal one")}
 
 
 @torch.no_grad()
@@ -251,13 +241,90 @@ def test_a_copy_runs_its_own_profile_compiled_too(eager, ids, duplicate, origina
     close(other(ids).logits, eager(ids).logits)
 
 
+def keys_of(model):
+    """Of all layers, those without a profile's row among them."""
+    return [module.__dict__[layers.STATE].key for module in model.modules() if layers.STATE in module.__dict__]
+
+
+@pytest.fixture
+def next_process(monkeypatch):
+    """A function after which keys are issued as in a process that begins."""
+    return lambda: monkeypatch.setattr(layers, "_issued", defaultdict(count))
+
+
+def test_keys_are_the_same_in_every_process_and_no_two_states_of_one_have_the_same(next_process):
+    """Patched anew, beside a twin, copied, loaded, with another profile; a layer with a window is there too."""
+    processes = []
+    for _ in range(2):
+        next_process()
+        plain = AutoModelForCausalLM.from_config(CASES["qwen2-sliding"].config).eval()
+        for parameter in plain.parameters():
+            torch.nn.init.constant_(parameter, 0.1)
+        model, profile = twin(plain), make_profile(plain, 2.0)
+        keys = [keys_of(patch(model, profile)), keys_of(patch(model, profile)), keys_of(patch(twin(plain), profile))]
+        saved = pickle.dumps(model)
+        assert not any(key.encode() in saved for key in keys_of(model))
+        keys += [keys_of(copy.deepcopy(model)), keys_of(pickle.loads(saved))]
+        keys.append(keys_of(patch(model, make_profile(plain, 1.0))))
+        assert len({key for model_keys in keys for key in model_keys}) == sum(map(len, keys)) >= 12
+        processes.append(keys)
+    assert processes[0] == processes[1]
+
+
 @torch.no_grad()
-def test_a_loaded_model_has_keys_that_no_other_has(patched):
-    """In no process: what is saved has none, and what stands in a graph means a state of the process that made it."""
-    saved = pickle.dumps(patched)
-    keys = [state.key for model in (patched, *map(pickle.loads, (saved, saved))) for state in layer_states(model)]
-    assert len(set(keys)) == 6
-    assert not any(key.encode() in saved for key in keys)
+def test_a_graph_of_another_process_runs_a_layer_of_the_same_profile_or_none(eager, ids, next_process):
+    """As one that torch.export wrote, or that a cache on the disk holds: its nodes have the keys of that process."""
+    q, k, v = (torch.randn(1, heads, LENGTH, 64) for heads in (4, 2, 2))
+    mask, profile = hf.prefill_mask(1, 0), make_profile(eager, 2.0)
+
+    def run(key):
+        return torch.ops.s2o.layer_attention(q, k, v, mask, None, key, 0.125, None)
+
+    next_process()
+    model = patch(twin(eager), profile, drift=None)
+    key = keys_of(model)[1]
+    expected = run(key)
+    del model
+    next_process()
+    for other in (make_profile(eager, 1.0), dataclasses.replace(profile, lengths=(101, 8192))):
+        unrelated = patch(twin(eager), other, drift=None)
+        gc.collect()
+        with pytest.raises(ModelError, match="the model of this compiled graph is gone"):
+            run(key)
+        assert keys_of(unrelated) != []
+    same = patch(twin(eager), profile, drift=None)
+    assert torch.equal(run(key), expected)
+    assert [sum(state.counts.values()) for state in layer_states(same)] == [0, 1]
+    patch(same, profile, drift=None)  # anew: a graph of before must be compiled again
+    with pytest.raises(ModelError, match="the model of this compiled graph is gone"):
+        run(key)
+
+
+@pytest.mark.slow(reason="compiles in two processes")
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+    program = """if True:
+        import torch
+        from torch._dynamo.utils import counters
+        from s2o_runtime import explain, patch
+        from s2o_runtime.huggingface.hf import prefill_mask
+        from support.models import make_profile, new_model
+        torch.manual_seed(0)
+        model = new_model()
+        patch(model, make_profile(model, 2.0), drift=None)
+        hidden, one = torch.randn(1, 200, 64), torch.ones(1, 200, 64)
+        with torch.no_grad():
+            attention = torch.compile(model.model.layers[0].self_attn, fullgraph=True)
+            attention(hidden, position_embeddings=(one, 0 * one), attention_mask=prefill_mask(1, 0))
+        print(counters["inductor"]["fxgraph_cache_hit"], explain(model)[0]["path"])
+    """
+    where = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True, env=os.environ | where
+        )
+        for _ in range(2)
+    ]
+    assert [output.stdout for output in outputs] == ["0 s2o\n", "1 s2o\n"]
 
 
 @pytest.mark.slow(reason="starts a process that loads a model")
@@ -398,34 +465,37 @@ def test_a_mask_shorter_than_the_keys_hides_those_that_it_lacks(eager, patched, 
     }
 
 
-def masks_of_callers():
-    seen, row = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), torch.arange(LENGTH)
-    packed = {"position_ids": (row % 120)[None], "use_cache": False}
-    yield "packed, a mask of ones", packed | {"attention_mask": torch.ones(1, LENGTH, dtype=torch.int64)}
-    yield "numbered", {"attention_mask": (row // 70 + 1)[None]}
-    yield "4D", {"attention_mask": seen[None, None]}
-    yield "4D, a prefix seen by all", {"attention_mask": (seen | (row < 50))[None, None]}
-    yield "a row of padding alone", {"attention_mask": torch.tensor([[1], [0]]).repeat(1, LENGTH)}
-    for width in (161, 193):  # one more than a multiple of 32
-        for pad in (1, 31, 64, width - 2):
-            yield (
-                f"{pad} of {width} padded",
-                {"attention_mask": (torch.arange(width) >= torch.tensor([[0], [pad]])).long()},
-            )
+ROW = torch.arange(LENGTH)
+SEEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+PACKED = {"position_ids": (ROW % 120)[None], "use_cache": False}
+NOT_PLAIN = {  # what the caller passes for a prompt of LENGTH tokens; such calls are dense
+    "packed": PACKED,
+    "holes": {"attention_mask": ((ROW < 40) | (ROW >= 60)).long()[None]},
+    "4D, a prefix seen by all": {"attention_mask": (SEEN | (ROW < 50))[None, None]},
+}
+OTHERS = {
+    "packed, a mask of ones": PACKED | {"attention_mask": torch.ones(1, LENGTH, dtype=torch.int64)},
+    "numbered": {"attention_mask": (ROW // 70 + 1)[None]},
+    "4D": {"attention_mask": SEEN[None, None]},
+    "a row of padding alone": {"attention_mask": torch.tensor([[1], [0]]).repeat(1, LENGTH)},
+} | {
+    f"{pad} of {width} padded": {"attention_mask": (torch.arange(width) >= torch.tensor([[0], [pad]])).long()}
+    for width in (161, 193)  # one more than a multiple of 32
+    for pad in (1, 31, 64, width - 2)
+}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "inputs"), list(masks_of_callers()), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_masks_of_callers_give_what_the_stock_model_gives(eager, patched, name, inputs):
-    mask = inputs["attention_mask"]
-    ids, real = prompt(mask.shape[-1], len(mask)), slice(None)
-    if "padd" in name:
-        real = mask == 1
+@pytest.mark.parametrize("name", [*NOT_PLAIN, *OTHERS])
+def test_masks_of_callers_give_what_the_stock_model_gives(eager, patched, name):
+    inputs = (NOT_PLAIN | OTHERS)[name]
+    mask = inputs.get("attention_mask", torch.ones(1, LENGTH))
+    ids, real = prompt(mask.shape[-1], len(mask)), mask == 1 if "padd" in name else slice(None)
     ours, theirs = (model(ids, **inputs).logits[real] for model in (patched, twin(eager)))
     assert ours.isfinite().all()
     close(ours, theirs)
+    if name in NOT_PLAIN:
+        assert paths(patched) == {("dense", "the mask is not a plain causal one")}
 
 
 @torch.no_grad()

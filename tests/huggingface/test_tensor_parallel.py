@@ -14,7 +14,7 @@ from s2o_runtime import patch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ProfileError
 from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.huggingface.layers import heads_here
+from s2o_runtime.huggingface.layers import find_local_heads
 from s2o_runtime.profile import save_profile
 from support.models import make_profile, save
 
@@ -70,13 +70,18 @@ def shard(ranks, rank):
 
 
 def test_neighbouring_heads_belong_to_a_rank():
-    assert heads_here(torch.nn.Linear(2, 2), 8) is None
-    assert heads_here(shard(1, 0), 8) is None
-    assert [heads_here(shard(4, rank), 8) for rank in range(4)] == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert find_local_heads(torch.nn.Linear(2, 2), 8) is None
+    assert find_local_heads(shard(1, 0), 8) is None
+    assert [find_local_heads(shard(4, rank), 8) for rank in range(4)] == [
+        range(0, 2),
+        range(2, 4),
+        range(4, 6),
+        range(6, 8),
+    ]
     with pytest.raises(
         ProfileError, match="28 query heads cannot be shared by 8 ranks: use a number of ranks that div"
     ):
-        heads_here(shard(8, 0), 28)
+        find_local_heads(shard(8, 0), 28)
 
 
 def test_layers_on_unlike_devices_get_tiles_of_their_own(monkeypatch, tmp_path):
@@ -96,7 +101,7 @@ def test_layers_on_unlike_devices_get_tiles_of_their_own(monkeypatch, tmp_path):
 
     monkeypatch.setattr(layers, "fitted", fitted)
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    states = layers.states_of(profile, devices)
+    states = layers.make_states(profile, devices)
     assert asked == devices
     tiles = [state.config(profile.lengths[0]).tile for state in states]
     assert tiles == [profile.layers[0][0].tile, other]

@@ -201,7 +201,7 @@ def test_a_model_of_a_program_that_none_fits_stays_dense_and_says_so_once(name, 
     forget()
     ids = prompt()
     dense = model(ids).logits
-    sdpa.give_back()
+    sdpa.restore_sdpa()
     torch.testing.assert_close(model(ids).logits, dense, rtol=1e-5, atol=1e-5)
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert said in line

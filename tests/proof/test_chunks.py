@@ -60,7 +60,7 @@ def test_a_prompts_last_chunk_alone_has_dense_last_rows():
 
 
 def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
-    module = torch.nn.Module().eval()
+    module = torch.nn.Module().eval()  # in training mode it would be dense
     observed = []
     layers = Layers(SPARSE, SPARSER)
     runs = LayerSetting.of(layers, CHUNK, 3, LENGTH)

@@ -22,7 +22,7 @@ from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, failed
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.huggingface import run as launcher
-from s2o_runtime.huggingface.layers import Beyond
+from s2o_runtime.huggingface.layers import LongPromptPolicy
 from s2o_runtime.monitor.drift import DriftChoice
 
 COMMANDS = [calibrate, profile, evaluate, doctor, launcher]
@@ -334,4 +334,4 @@ def test_what_s2o_run_starts_keeps_its_own_arguments():
 
 def test_s2o_run_takes_what_patch_takes():
     choices = {action.dest: action.choices for action in launcher.parser()._actions}
-    assert (choices["beyond"], choices["drift"]) == (get_args(Beyond), get_args(DriftChoice))
+    assert (choices["beyond"], choices["drift"]) == (get_args(LongPromptPolicy), get_args(DriftChoice))

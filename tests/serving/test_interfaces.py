@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from s2o_runtime.serving.checkpoint import interface_obstacle
+from s2o_runtime.serving.sources import interface_obstacle
 from s2o_runtime.sglang import compat as sglang
 from s2o_runtime.sglang import plugin as sglang_plugin
 from s2o_runtime.vllm import compat as vllm

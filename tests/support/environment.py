@@ -2,14 +2,15 @@
 
 from contextlib import contextmanager
 
+from s2o_runtime import logs
 from s2o_runtime.huggingface import layers, run, sdpa
 
 
 def forget():
     """What this process knows of S2O_PROFILE and of the models that got it."""
-    run._warn_once.cache_clear()
+    logs.log_once.cache_clear()
     run._read.clear()
-    run.adopted.clear()
+    run.attached.clear()
     run.refused.clear()
     layers.paths_taken.clear()
 
@@ -17,8 +18,8 @@ def forget():
 @contextmanager
 def under_s2o_run():
     """What s2o-run does to the program that it starts, in this process."""
-    sdpa.take_over()
+    sdpa.replace_sdpa()
     try:
         yield
     finally:
-        sdpa.give_back()
+        sdpa.restore_sdpa()

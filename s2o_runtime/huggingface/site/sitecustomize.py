@@ -1,4 +1,4 @@
-"""What Python runs at its start in a program that `s2o-run` started: waits until transformers is imported.
+"""Code that Python runs at its start in a program that `s2o-run` started: it waits until transformers is imported.
 
 Nothing is imported before the program imports it. A `sitecustomize` that this one hides runs as well.
 """
@@ -18,7 +18,7 @@ AWAITED = "transformers.modeling_utils"  # what every model imports, and where a
 
 
 class _Finder:
-    """Finds one module as others do, and has something done once it has run."""
+    """A finder of one module, which replaces SDPA once that has run."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -28,34 +28,34 @@ class _Finder:
         for finder in sys.meta_path:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                _then_take_over(spec.loader)
+                _replace_sdpa_after(spec.loader)
                 return spec
         return None
 
 
-def _then_take_over(loader: Any) -> None:
-    """Let a loader take S2O over once it has run a module; the module does not show it."""
+def _replace_sdpa_after(loader: Any) -> None:
+    """Replace SDPA once a loader has run a module; the module does not show it."""
     run = loader.exec_module
 
-    def run_and_take_over(module: ModuleType) -> None:
+    def run_and_replace(module: ModuleType) -> None:
         loader.exec_module = run
         run(module)
-        _take_over()
+        _replace_sdpa()
 
-    loader.exec_module = run_and_take_over
+    loader.exec_module = run_and_replace
 
 
-def _take_over() -> None:
+def _replace_sdpa() -> None:
     try:
-        from s2o_runtime.huggingface.sdpa import take_over
+        from s2o_runtime.huggingface.sdpa import replace_sdpa
 
-        take_over()
+        replace_sdpa()
     except Exception as error:  # the program must start, whatever is wrong here
         print(f"s2o-run: models run without S2O ({type(error).__name__}: {error})", file=sys.stderr)
 
 
 def _say_if_awaited() -> None:
-    """At the end of the process that `s2o-run` became: say so if no model can have run."""
+    """Say at the end of the process that `s2o-run` became that no model can have run, if so."""
     if AWAITED not in sys.modules and os.environ.get("S2O_STARTED") == str(os.getpid()):
         print(
             "s2o-run: no model of this program ran S2O in this process: it did not import transformers' models",
@@ -64,7 +64,7 @@ def _say_if_awaited() -> None:
 
 
 def _run_hidden() -> None:
-    """The `sitecustomize` that Python would have found without this folder."""
+    """Run the `sitecustomize` that Python would have found without this folder."""
     here = dirname(abspath(__file__))
     spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if abspath(folder) != here])
     if spec is not None and spec.loader is not None:
@@ -72,7 +72,7 @@ def _run_hidden() -> None:
 
 
 if AWAITED in sys.modules:
-    _take_over()
+    _replace_sdpa()
 else:
     sys.meta_path.insert(0, _Finder)
     atexit.register(_say_if_awaited)
