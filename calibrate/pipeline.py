@@ -164,7 +164,7 @@ def calibrate(
                 with clock.phase("measuring again"):
                     proven = proven_again(prover, proven, certified)
 
-        profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
+        profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven).to_json())
         written = proven.met or recipe.allow_regression  # the record says that the proof failed
         if written:
             save_profile(profile, recipe.out)

@@ -1,7 +1,4 @@
-"""What a user sees of a long run while it goes on: a progress bar for each phase, and what each phase took.
-
-Where standard error is no terminal, such as a log file, progress is plain lines with percentages and the time left.
-"""
+"""Progress of a long run: a bar for each phase on a terminal, else lines with percentages and the time left."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _run: ContextVar[PhaseClock | None] = ContextVar("run", default=None)
 
 @contextmanager
 def showing(status: Callable[[], str]) -> Iterator[None]:
-    """Inside the block every bar shows this text behind it, such as what many workers do."""
+    """Show this text behind every bar inside the block, such as what many workers do."""
     token = _status.set(status)
     try:
         yield
@@ -34,9 +31,7 @@ def showing(status: Callable[[], str]) -> Iterator[None]:
 class PhaseClock:
     """The seconds that each phase of a run took, by the phase's name, in the order in which they first ended.
 
-    Args:
-        expected: what each phase is expected to take, in the phases' order; progress then says what is left of the run.
-        clock: gives the time in seconds.
+    `expected` is what each phase is expected to take, in the phases' order; progress then says what is left of the run.
     """
 
     def __init__(
@@ -61,8 +56,8 @@ class PhaseClock:
             _run.reset(token)
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - self._start
 
-    def left(self, phase_left: float | None) -> float | None:
-        """The seconds until the run ends; None where nothing was expected of this phase.
+    def estimate_left(self, phase_left: float | None) -> float | None:
+        """Return the seconds until the run ends; None where nothing was expected of this phase.
 
         What was slower than expected so far makes later phases slower too; what was quicker may have been in a journal.
 
@@ -102,26 +97,23 @@ class ProgressLines:
     def step(self, text: str = "", steps: int = 1, *, known: bool = False) -> None:
         """Count steps, and say so if it is time. Steps that are `known` took no time, which `text` says."""
         self._done += steps
+        tenths = 10 * self._done // self._total if self._total else 0
         if known:
             self._known += steps
+            self._tenths = tenths
             counts = f"{self._done} of {self._total} {self._unit}s"
             say("calibrate.progress", f"{self._description}: continuing: {counts} {text}", {"done": self._done})
-            self._tenths = 10 * self._done // self._total if self._total else 0
-            return
-        tenths = 10 * self._done // self._total if self._total else 0
-        if tenths > self._tenths or self._clock() - self._last >= SILENCE:
+        elif tenths > self._tenths or self._clock() - self._last >= SILENCE:
             self._tenths = tenths
             self.say()
 
     def say(self) -> None:
         """Write a line."""
         self._last = self._clock()
-        seconds = self._last - self._start
+        seconds, left = self._last - self._start, None
         fields: dict[str, object] = {"phase": self._description, "done": self._done, "seconds": round(seconds, 1)}
-        done = f"{self._done} {self._unit}{'' if self._done == 1 else 's'}"
-        left: float | None = None
         if not self._total:
-            line = f"{done}, {duration(seconds)} so far"
+            line = f"{self._done} {self._unit}{'' if self._done == 1 else 's'}, {duration(seconds)} so far"
         else:
             share = self._done / self._total
             fields |= {"total": self._total, "percent": round(100 * share)}
@@ -133,7 +125,7 @@ class ProgressLines:
                 left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
                 line += f"{duration(left)} left"
-        if (run_left := _left_of_run(left)) is not None:
+        if (run_left := _estimate_run_left(left)) is not None:
             line += f", {duration(run_left)} until the end"
             fields["run_seconds_left"] = round(run_left, 1)
         if (status := _status.get()) is not None and status():
@@ -142,14 +134,13 @@ class ProgressLines:
         say("calibrate.progress", f"{self._description}: {line}", fields)
 
 
-def _left_of_run(phase_left: float | None) -> float | None:
-    """The seconds until the run ends, as its clock expects them; None if unknown."""
+def _estimate_run_left(phase_left: float | None) -> float | None:
     clock = _run.get()
-    return None if clock is None else clock.left(phase_left)
+    return None if clock is None else clock.estimate_left(phase_left)
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words: "45 s", "12 min", "3 h 20 min"."""
+    """Format seconds: "45 s", "12 min", "3 h 20 min"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -158,13 +149,10 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(description: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[..., None]]:
-    """Show progress inside the block: a bar on a terminal, else `ProgressLines`.
+    """Show progress inside the block if it is to be `shown`: a bar on a terminal, else `ProgressLines`.
 
     Args:
-        description: what the bar counts, shown before it.
-        total: how many steps there will be; None if unknown.
-        unit: what one step is.
-        shown: whether progress is shown at all.
+        description, total, unit: as of `ProgressLines`.
 
     Returns:
         A function `step(text, steps=1, known=False)` that advances the bar; a text, if it is not empty, is shown behind
@@ -187,12 +175,12 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
                 bar.initial += steps
                 bar.n += steps
                 return
-            status = _status.get()
-            text = text or ("" if status is None else status())
             bar.update(steps)
-            taken = bar.format_dict["elapsed"]
-            left = None if total is None else taken * (total - bar.n) / max(1, bar.n - bar.initial)
-            until_end = "" if (run_left := _left_of_run(left)) is None else f"{duration(run_left)} until the end"
+            seconds = bar.format_dict["elapsed"]
+            left = None if total is None else seconds * (total - bar.n) / max(1, bar.n - bar.initial)
+            status, run_left = _status.get(), _estimate_run_left(left)
+            text = text or ("" if status is None else status())
+            until_end = "" if run_left is None else f"{duration(run_left)} until the end"
             if text or until_end:
                 bar.set_postfix_str(", ".join(filter(None, (text, until_end))), refresh=False)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from calibrate.options import Option, check_names, either, format_value, option, options_of, read_options
+from calibrate.record import RecordedBudget
 from s2o_runtime.config import (
     LAST_ROWS,
     MAX_SEGMENT,
@@ -23,7 +24,7 @@ from s2o_runtime.config import (
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
 from s2o_runtime.lengths import MAX_LENGTH, far_apart
-from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit, RecordedBudget
+from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit
 
 SEGMENTS = (256, 512, 1024, 2048)
 SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves on a GPU

@@ -16,6 +16,7 @@ from typing import IO, Any, Literal, cast
 
 from rich import box
 from rich import table as rich_table
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.segment import Segments
@@ -27,35 +28,25 @@ WIDTH = 120  # columns of a table on a terminal
 UNLIMITED = 100_000  # columns: more than any table needs
 MARKUP = "|`<>[]*\\"  # the characters that Markdown gives a meaning inside a line
 
-JUSTIFY: dict[str, Literal["left", "right", "center"]] = {"l": "left", "r": "right", "c": "center"}
-RULES = {"l": ":--", "r": "--:", "c": ":-:"}
+Justify = Literal["left", "right", "center"]
+ALIGNMENTS: dict[str, tuple[Justify, str]] = {"l": ("left", ":--"), "r": ("right", "--:"), "c": ("center", ":-:")}
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table that can be printed or written as Markdown.
+    """A table that can be printed or written as Markdown."""
 
-    Args:
-        names: the columns' names. A newline in a name starts a second line on a terminal.
-        rows: the cells of each row. In Markdown a cell of type `Markup` stays as it is, all others are escaped. A cell
-            of type `Number` knows its value.
-        title: a line above the table; printed only.
-        align: one letter for each column: l (left), r (right) or c (centre). The last letter holds for all columns
-            that follow.
-        wrap: the name of the column whose cells may take several lines on a terminal; no other cell is broken.
-    """
-
-    names: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    title: str = ""
-    align: str = "r"
-    wrap: str | None = None
+    names: Sequence[str]  # of the columns; a newline starts a second line on a terminal
+    rows: Sequence[Sequence[str]]  # their cells; `Markup` stays as it is in Markdown, `Number` knows its value
+    title: str = ""  # a line above the table; printed only
+    align: str = "r"  # of each column l (left), r (right) or c (centre); the last letter holds for all that follow
+    wrap: str | None = None  # the column whose cells may take several lines on a terminal; no other cell is broken
 
     @classmethod
     def of(
         cls, rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]], title: str = "", **layout: Any
     ) -> Table:
-        """A table with a row for each value, of which every column makes its cell; layout: `align` and `wrap`."""
+        """Return a table with a row for each value, whose cells the columns make; layout: `align` and `wrap`."""
         cells = [tuple(cell(row) for cell in columns.values()) for row in rows]
         return cls(tuple(columns), cells, title, **layout)
 
@@ -64,8 +55,8 @@ class Table:
         """The columns' names, each in one line."""
         return [" ".join(name.split("\n")) for name in self.names]
 
-    def alignment(self, column: int) -> str:
-        """The letter of a column, counted from 0."""
+    def get_alignment(self, column: int) -> str:
+        """Return the letter of a column, counted from 0."""
         return self.align[min(column, len(self.align) - 1)]
 
 
@@ -76,63 +67,57 @@ class Markup(str):
 
 
 class Number(str):
-    """A cell that shows a number.
-
-    Args:
-        text: what is shown.
-        value: the number, unrounded; HTML tables are sorted by it.
-    """
+    """A cell that shows a number and knows it unrounded, by which HTML tables are sorted."""
 
     value: float
 
     def __new__(cls, text: str, value: float) -> Number:
-        """The text, with its value."""
         cell = super().__new__(cls, text)
         cell.value = value
         return cell
 
 
 def integer(count: int) -> Number:
-    """A whole number, as it is."""
+    """Format a whole number."""
     return Number(str(count), count)
 
 
 def formatted(value: float | None, form: str) -> str:
-    """A number in a format of Python's; "-" for None."""
+    """Format a number with a format of Python's; "-" for None."""
     return "-" if value is None else Number(format(value, form), value)
 
 
 def kept_of(kept: int, found: int) -> Number:
-    """How many of those that were found are kept; sorted by the share."""
+    """Format how many of those that were found are kept; sorted by the share."""
     return Number(f"{kept} of {found}", kept / found if found else 0.0)
 
 
 def markdown(table: Table) -> str:
-    """The table in Markdown, without its title."""
+    """Return the table in Markdown, without its title."""
     head = table.titles
-    rule = [RULES[table.alignment(column)] for column in range(len(head))]
+    rule = [ALIGNMENTS[table.get_alignment(column)][1] for column in range(len(head))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *(map(escaped, row) for row in table.rows)))
 
 
 def bullets(lines: Iterable[str]) -> str:
-    """A Markdown list; a line that is indented becomes an item below the one before it."""
+    """Return a Markdown list; a line that is indented becomes an item below the one before it."""
     return "\n".join(f"{' ' * (len(line) - len(line.lstrip()))}- {escaped(line.lstrip())}" for line in lines)
 
 
 def escaped(text: str) -> str:
-    """The text in Markdown, where it cannot start another cell, another line or markup. `Markup` stays as it is."""
+    """Return the text in Markdown, where it cannot start a cell, a line or markup. `Markup` stays as it is."""
     if isinstance(text, Markup):
         return text
     return "".join(f"\\{character}" if character in MARKUP else character for character in printable(text))
 
 
 def printable(text: str) -> str:
-    """The text with a space in place of every control character, so that it can neither move nor colour anything."""
+    """Replace every control character by a space, so that a text can neither move nor colour anything."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """What the commands print to: as wide as the terminal or COLUMNS, `WIDTH` where neither says it, as in a pipe.
+    """Return what the commands print to, as wide as the terminal or COLUMNS, `WIDTH` where neither says it.
 
     Colours are for terminals only, and for none if NO_COLOR is set, as rich has it. On standard error each line is one
     of JSON if the log is.
@@ -147,10 +132,10 @@ class _LogLines(TextIOBase):
     """A text file whose lines become lines of the log."""
 
     def __init__(self) -> None:
-        self._begun = ""
+        self._unfinished = ""
 
     def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
             say("calibrate", line)
         return len(text)
@@ -167,16 +152,14 @@ def print_table(table: Table, console: Console) -> None:
     title = Text(printable(table.title)) if table.title else None
     grid = rich_table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column, name in enumerate(table.names):
-        cells = [*name.split("\n"), *(row[column] for row in table.rows)]
+        cells = [*name.split("\n"), *(printable(row[column]) for row in table.rows)]
         wraps = name == table.wrap
-        longest = 1 if wraps else max(Text(printable(cell)).cell_len for cell in cells)
-        grid.add_column(
-            Text(name), justify=JUSTIFY[table.alignment(column)], min_width=longest, no_wrap=not wraps, overflow="fold"
-        )
+        longest = 1 if wraps else max(map(cell_len, cells))  # rich would shorten a cell rather than widen the table
+        justify, _ = ALIGNMENTS[table.get_alignment(column)]
+        grid.add_column(Text(name), justify=justify, min_width=longest, no_wrap=not wraps, overflow="fold")
     for row in table.rows:
         grid.add_row(*(Text(printable(cell)) for cell in row))
-    unlimited = console.options.update_width(UNLIMITED)
-    width = min(WIDTH, console.width)
+    unlimited, width = console.options.update_width(UNLIMITED), min(WIDTH, console.width)
     if Measurement.get(console, unlimited, grid).maximum > width:
         grid.padding = (0, 0)
     needed = Measurement.get(console, unlimited, grid).minimum
@@ -184,7 +167,7 @@ def print_table(table: Table, console: Console) -> None:
     if console.is_terminal:
         console.print(Segments(segments), soft_wrap=True, end="")
     else:
-        print_lines((line.rstrip() for line in "".join(one.text for one in segments).splitlines()), console)
+        print_lines((line.rstrip() for line in "".join(segment.text for segment in segments).splitlines()), console)
 
 
 def print_lines(lines: Iterable[str], console: Console) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from calibrate.profiles.retile import retile
+from calibrate.record import read_record
 from s2o_runtime import load_profile
 from s2o_runtime.devices import fit, identify
 
@@ -29,7 +30,7 @@ def main(out: Path, path: Path = SHIPPED) -> None:
         return
     retiled = retile(path, device, out)
     print(f"made on {profile.device}, tiles for {retiled.device}: {out}")
-    tuning = retiled.record.retiled
+    tuning = read_record(retiled).retiled
     for timed in tuning.timed:
         print(timed)
     same = all(

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from calibrate import calibrate
+from calibrate.record import read_record
 from s2o_runtime import load_profile
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -32,7 +33,7 @@ def main(prompts: Path, out: Path) -> None:
     )
     print("written" if result.written else f"not written: {'; '.join(map(str, result.problems))}")
     if result.written:
-        record = load_profile(out).record
+        record = read_record(load_profile(out))
         data = record.data
         assert data is not None  # every calibration records its prompts
         numbers = [len(prompts or ()) for prompts in (data.calibration, data.held_out, data.certify)]

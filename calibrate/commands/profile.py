@@ -172,9 +172,9 @@ def retile(flags: Flags) -> int:
 
     from calibrate.profiles.retile import retile
 
-    retiled = retile(profile, name, out).record.retiled
-    if device.kind == "cpu" and retiled is not None:
-        log.warning("%s", retiled.note)
+    retiled = retile(profile, name, out)
+    if device.kind == "cpu":
+        log.warning("%s", retiled.record["retiled"]["note"])
     return _write_output(flags, out)
 
 

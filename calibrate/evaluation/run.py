@@ -23,6 +23,7 @@ from calibrate.model.layers import attention_implementation
 from calibrate.model.models import LoadedModel
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
+from calibrate.record import read_record
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import identify
@@ -64,12 +65,12 @@ class Variant:
     @property
     def budget(self) -> str | None:
         """The budget that a profile was calibrated for, such as "rel_mse 0.001"."""
-        recorded = None if self.profile is None else self.profile.record.budget
+        recorded = None if self.profile is None else read_record(self.profile).budget
         return None if recorded is None else f"{recorded.kind} {recorded.value:g}"
 
     def attention_speedup(self, length: int) -> float | None:
         """Return dense seconds over a profile's, of all layers at a length; None if one was not timed here."""
-        record = None if self.profile is None else self.profile.record
+        record = None if self.profile is None else read_record(self.profile)
         lengths = () if record is None or record.retiled else record.predicted or ()  # retiled: another GPU's times
         layers = [layer for at in lengths if at.length == length for layer in at.layers or ()]
         pairs = [(layer.dense_seconds, layer.seconds) for layer in layers if layer.dense_seconds and layer.seconds]

@@ -8,6 +8,7 @@ from pathlib import Path
 from calibrate.curves.curves import Curves
 from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
 from calibrate.recipe import Budget, Recipe
+from calibrate.record import PredictedLength, update_record
 from calibrate.search.choice import (
     Choice,
     ChosenDense,
@@ -20,9 +21,8 @@ from calibrate.search.choice import (
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, load_profile, save_profile
-from s2o_runtime.profile.record import PredictedLength
 
-WINS = 0.9  # of dense attention's time: nothing is timed here, and what is predicted to be below this does win
+WINS = 0.9  # of dense attention's time: a layer predicted below this does win, although nothing is timed here
 UNPROVEN = (
     "predicted from stored curves and not proven on held-out prompts: run s2o-calibrate with this budget to prove it"
 )
@@ -58,53 +58,49 @@ def rebudget(
     after = replace(before, budget=budget, out=out, worst_rows=guard).validate()
     journal = journal or before.journal_path
     stored = stored_curves(old, before, journal, calibrate_command(after))
-    layers, predicted = [], []
-    for length in after.lengths:
-        choices = _choices(stored, length, after, journal)
-        layers.append(tuple(choice.config for choice in choices))
-        predicted_layers = tuple(choice.predicted() for choice in choices)
-        predicted.append(PredictedLength(length=length, layers=predicted_layers))
-    record = replace(
-        old.record,
+    choices = {length: _choose_layers(stored, length, after, journal) for length in after.lengths}
+    predicted = tuple(
+        PredictedLength(length=length, layers=tuple(choice.predicted() for choice in layers))
+        for length, layers in choices.items()
+    )
+    record = update_record(
+        old,
         budget=after.recorded_budget,
         recipe=after.record(),
         proof="none",
         problems=(UNPROVEN,),
-        predicted=tuple(predicted),
+        predicted=predicted,
         held_out=(),
         certificate=None,
         not_proven=None,
     )
-    new = replace(old, lengths=after.lengths, layers=tuple(layers), record=record)
+    configs = tuple(tuple(choice.config for choice in layers) for layers in choices.values())
+    new = replace(old, lengths=after.lengths, layers=configs, record=record)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_profile(new, out)
     return new
 
 
-def _choices(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[Choice]:
-    """Every layer at one length with the new budget spent. Raises InputError if a layer has no curves."""
+def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[Choice]:
+    """Return every layer at one length with the new budget spent. Raises InputError if a layer has no curves."""
     old, before = stored.profile, stored.recipe
     choices = []
     for layer, config in enumerate(old.layers[old.lengths.index(length)]):
-        curves = stored.of_layer(layer, length)
+        curves = stored.find_curves(layer, length)
         if not curves:
             raise InputError(
                 f"journal {journal} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
                 f"measure them with {calibrate_command(after)}"
             )
-        choices.append(replace(_choice(curves, config, before, after), last_rows=after.last_rows_at(length)))
+        choice = _apply_budget(curves, config, before, after)
+        choices.append(replace(choice, last_rows=after.last_rows_at(length)))
     if after.scope == "model":
         choices, _ = allocate_model_budget(choices, after)
     return choices
 
 
-def _choice(
-    curves: Curves,
-    config: LayerConfig,
-    before: Recipe,
-    after: Recipe,
-) -> Choice:
-    """A layer as it was in segment and tile, with its new budget spent."""
+def _apply_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) -> Choice:
+    """Return a layer as it was in segment and tile, with its new budget spent."""
     weights = weights_of(curves, after)
     budget = budget_mse(weights, after)
     choice = choice_at(SearchPoint(config.segment, config.tile, config.scores), curves, after, weights)

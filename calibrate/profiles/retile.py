@@ -20,6 +20,7 @@ from calibrate.compiling import compile_ahead, with_tiles
 from calibrate.curves.curves import TAUS, RankingConfig, Shape, overhead
 from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
+from calibrate.record import RetiledLayers, Retiling, read_record, update_record
 from calibrate.search.tiles import Layer, with_crossover
 from calibrate.timing import FAILURES, Timing, against_dense, reason
 from calibrate.versions import versions
@@ -28,7 +29,6 @@ from s2o_runtime.devices import fit, identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, load_profile, save_profile
-from s2o_runtime.profile.record import RetiledLayers, Retiling
 from s2o_runtime.tiles import candidate_tiles, default_tile
 
 LONGEST = 32768  # keys: longer buckets are timed at this length
@@ -41,27 +41,18 @@ log = logging.getLogger("calibrate")
 
 @dataclass(frozen=True)
 class TimingKey:
-    """What the layers have in common that are timed as one.
+    """Common properties of the layers that are timed as one."""
 
-    length: keys, at most `LONGEST`.
-    segments: those of the layer's heads in queries, ascending.
-    shape: of the profile's tile.
-    density, ranking: the pairs computed and the time that ranking adds, both over dense attention's, in steps of
-        `ALIKE`.
-    last_rows: those at a prompt's end that run dense.
-    """
-
-    length: int
-    segments: tuple[int, ...]
-    shape: Shape
-    density: int
-    ranking: int
+    length: int  # keys, at most `LONGEST`
+    segments: tuple[int, ...]  # of the layer's heads in queries, ascending
+    shape: Shape  # of the profile's tile
+    density: int  # pairs computed over dense attention's, in steps of `ALIKE`
+    ranking: int  # time that ranking adds over dense attention's, in steps of `ALIKE`
     scores: Scores = "input"
-    last_rows: int = 0
+    last_rows: int = 0  # rows at a prompt's end that run dense
 
 
 _Layer = tuple[int, int]  # indices of its bucket and of the layer in it
-_Densities = list[list[float]]  # of every bucket and layer
 
 
 def retile(profile: Path, device: str, out: Path) -> Profile:
@@ -88,9 +79,8 @@ def retile(profile: Path, device: str, out: Path) -> Profile:
         ProfileError: the profile cannot be read.
         InputError: its record lacks densities, or this device has no kernel for it.
     """
-    old = load_profile(profile)
-    where = torch.device(device)
-    here = identify(where)
+    old, where = load_profile(profile), torch.device(device)
+    record, here = read_record(old), identify(where)
     verdict = fit(old.device, here)
     if verdict.tiles is None:
         raise InputError(f"{profile} cannot be tuned here: {verdict.reason}")
@@ -99,71 +89,83 @@ def retile(profile: Path, device: str, out: Path) -> Profile:
     if here.kind == "cuda":
         candidates = candidate_tiles(old.geometry.head_dim, here.capability)
         safe = default_tile(old.geometry.head_dim, here.capability)
-        layers, timed, dense_layers = _tuned(old, _densities(old, profile), candidates, safe, where)
-    note = f"errors, densities and times elsewhere in this record are of {old.device}"
-    if here.kind == "cpu":
-        note = f"no tiles were tuned, because a CPU runs any: {note}"
+        densities = [record.densities(length, old.geometry.layers)[1] for length in old.lengths]
+        if not all(densities):
+            raise InputError(
+                f"the record of {profile} does not give every layer's density at {list(old.lengths)} tokens: "
+                "use a profile that s2o-calibrate wrote"
+            )
+        layers, timed, dense_layers = _tune_layers(old, densities, candidates, safe, where)
+    untuned = "no tiles were tuned, because a CPU runs any: " if here.kind == "cpu" else ""
     retiling = Retiling(
         made_on=str(old.device),
         tuned_for=str(here),
         versions=versions(),
         timed=timed,
         dense_layers=dense_layers,
-        note=note,
+        note=f"{untuned}errors, densities and times elsewhere in this record are of {old.device}",
     )
-    proof = old.record.proof
-    proof = f"held out on {old.device}" if proof == "held out" else proof
-    not_proven = (*(old.record.not_proven or ()), f"anything on {here}: what is proven is of {old.device}")
-    record = replace(old.record, proof=proof, retiled=retiling, not_proven=not_proven)
-    new = replace(old, device=here, layers=layers, record=record)
+    updated = update_record(
+        old,
+        **({"proof": f"held out on {old.device}"} if record.proof == "held out" else {}),
+        retiled=retiling,
+        not_proven=(*(record.not_proven or ()), f"anything on {here}: what is proven is of {old.device}"),
+    )
+    new = replace(old, device=here, layers=layers, record=updated)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_profile(new, out)
     return new
 
 
-def _tuned(
-    profile: Profile, densities: _Densities, candidates: tuple[TileConfig, ...], safe: TileConfig, where: torch.device
-) -> tuple[tuple[tuple[LayerConfig, ...], ...], tuple[RetiledLayers, ...], int]:
-    """The new layers, what was timed, and how many layers became dense; safe: the tile of dense layers."""
+def _tune_layers(
+    profile: Profile, densities: Sequence[Sequence[float]], candidates: tuple[TileConfig, ...], safe: TileConfig,
+    where: torch.device,
+) -> tuple[tuple[tuple[LayerConfig, ...], ...], tuple[RetiledLayers, ...], int]:  # fmt: skip
+    """Return the new layers, what was timed, and how many layers became dense.
+
+    Args:
+        densities: of every bucket and layer.
+        candidates, safe: the tiles to time, and that of dense layers.
+    """
     new_layers = [[config.as_dense().with_tile(safe) for config in bucket] for bucket in profile.layers]
     timed, dense_layers = [], 0
-    groups = sorted(_alike(profile, densities).items(), key=lambda item: item[0].length)
-    compile_ahead(_traces([(key, profile.layers[i][j]) for key, ((i, j), *_) in groups], profile.geometry, where))
-    for key, alike in groups:
-        bucket, layer = alike[0]
+    groups = sorted(_group_layers(profile, densities).items(), key=lambda item: item[0].length)
+    compile_ahead(_list_traces([(key, profile.layers[i][j]) for key, ((i, j), *_) in groups], profile.geometry, where))
+    for key, group in groups:
+        bucket, layer = group[0]
         density, config = densities[bucket][layer], profile.layers[bucket][layer]
-        tile, timing = _fastest(config, density, key.length, candidates, profile.geometry, where)
+        tile, timing = _find_fastest(config, density, key.length, candidates, profile.geometry, where)
         if tile is None or timing is None or timing.seconds >= timing.dense_seconds:
-            dense_layers += len(alike)
+            dense_layers += len(group)
         else:
-            for i, j in alike:
+            for i, j in group:
                 tuned = profile.layers[i][j].with_tile(tile)
                 crossing = Layer(tuned, density, key.length)
                 new_layers[i][j] = tuned.with_tile(with_crossover(crossing, profile.geometry, where))
+        times = {} if timing is None else {"seconds": timing.seconds, "dense_seconds": timing.dense_seconds}
         timed.append(
             RetiledLayers(
                 timed_at=key.length,
-                layers=tuple((profile.lengths[i], j) for i, j in alike),
+                layers=tuple((profile.lengths[i], j) for i, j in group),
                 density=density,
                 tile=None if tile is None else str(tile),
-                seconds=None if timing is None else timing.seconds,
-                dense_seconds=None if timing is None else timing.dense_seconds,
+                **times,
             )
         )
         log.info("%s", timed[-1].to_json())
-    _inputs.cache_clear()
+    _make_inputs.cache_clear()
     return tuple(map(tuple, new_layers)), tuple(timed), dense_layers
 
 
-def _alike(profile: Profile, densities: _Densities) -> dict[TimingKey, list[_Layer]]:
-    """The layers that are timed as one, without those that are dense as a whole."""
+def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dict[TimingKey, list[_Layer]]:
+    """Return the layers that are timed as one, without those that are dense as a whole."""
     layers: dict[TimingKey, list[_Layer]] = {}
     for bucket, length in enumerate(profile.lengths):
         for layer, config in enumerate(profile.layers[bucket]):
             if config.is_dense:
                 continue
-            ranked = _ranked(config)
-            ranking = sum(overhead(_ranking(head, config), head.tail) for head in ranked) / config.num_heads
+            ranked = _list_ranked(config)
+            ranking = sum(overhead(_get_ranking(head, config), head.tail) for head in ranked) / config.num_heads
             key = TimingKey(
                 min(length, LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
@@ -177,27 +179,16 @@ def _alike(profile: Profile, densities: _Densities) -> dict[TimingKey, list[_Lay
     return layers
 
 
-def _densities(profile: Profile, path: Path) -> _Densities:
-    """Each layer's density at each bucket, as it was proven, or else as it was predicted."""
-    densities = [profile.record.densities(length, profile.geometry.layers)[1] for length in profile.lengths]
-    if not all(densities):
-        raise InputError(
-            f"the record of {path} does not give every layer's density at {list(profile.lengths)} tokens: "
-            "use a profile that s2o-calibrate wrote"
-        )
-    return densities
-
-
-def _fastest(
+def _find_fastest(
     config: LayerConfig, density: float, length: int, candidates: tuple[TileConfig, ...], geometry: Geometry,
     where: torch.device,
 ) -> tuple[TileConfig | None, Timing | None]:  # fmt: skip
-    """The tile to take for a layer and its time; None if no tile fits, or every one failed."""
-    prompt = _inputs(geometry, length, where)
-    stopping = _stopping(prompt, config, density)
+    """Return the tile to take for a layer and its time; None if no tile fits, or every one failed."""
+    prompt = _make_inputs(geometry, length, where)
+    stopping = _with_density(prompt, config, density)
     best: tuple[TileConfig | None, Timing | None] = None, None
     least = math.inf
-    tiles = legal_tiles(config, candidates)
+    tiles = list_legal_tiles(config, candidates)
 
     compile_ahead(map(prompt.s2o, with_tiles(stopping, tiles)))
     for tile in tiles:
@@ -212,56 +203,54 @@ def _fastest(
     return best
 
 
-def _traces(
+def _list_traces(
     layers: Sequence[tuple[TimingKey, LayerConfig]], geometry: Geometry, where: torch.device
 ) -> Iterable[Callable[[], object]]:
-    """Measurements of curves, one for each kernel that `_stopping` needs."""
-    first_of: dict[Hashable, Callable[[], object]] = {}
+    """Return measurements of curves, one for each kernel that `_with_density` needs."""
+    traces: dict[Hashable, Callable[[], object]] = {}
     for key, config in layers:
-        ranked = _ranked(config)
-        if ranked and (key.shape, key.scores) not in first_of:
-            measured = partial(
-                measure, _inputs(geometry, key.length, where), [_ranking(ranked[0], config)], [key.shape]
-            )
-            first_of[key.shape, key.scores] = measured
-    return first_of.values()
+        ranked = _list_ranked(config)
+        if ranked and (key.shape, key.scores) not in traces:
+            inputs = _make_inputs(geometry, key.length, where)
+            trace = partial(measure, inputs, [_get_ranking(ranked[0], config)], [key.shape])
+            traces[key.shape, key.scores] = trace
+    return traces.values()
 
 
-def legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list[TileConfig]:
-    """The tiles a layer may take in place of its own: whole tiles in every segment, and no smaller stride."""
+def list_legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list[TileConfig]:
+    """Return the tiles a layer may take in place of its own: whole tiles in every segment, and no smaller stride."""
     least = config.tile.stride
     enough = [tile for tile in candidates if tile.stride >= least]
     if not enough:
         raised = (replace(tile, chunk=-(-least // tile.block_n)).validate() for tile in candidates)
         enough = list(dict.fromkeys(raised))
-    return [tile for tile in enough if not any(head.segment % tile.rows for head in _ranked(config))]
+    return [tile for tile in enough if not any(head.segment % tile.rows for head in _list_ranked(config))]
 
 
-def _stopping(prompt: Captured, config: LayerConfig, density: float) -> LayerConfig:
-    """The layer with thresholds at which its heads, given the synthetic inputs, compute `density` of the pairs."""
-    ranked = _ranked(config)
+def _with_density(prompt: Captured, config: LayerConfig, density: float) -> LayerConfig:
+    """Return the layer with thresholds at which its heads, given the synthetic inputs, compute `density` of pairs."""
+    ranked = _list_ranked(config)
     computed = density * config.num_heads - sum(head.mode == "dense" for head in config.heads)
     target = computed / max(len(ranked), 1)
     shape = Shape.of(config.tile)
     densities_of = {
         ranking: measure(prompt, [ranking], [shape], config.last_rows)[ranking, shape].density
-        for ranking in {_ranking(head, config) for head in ranked}
+        for ranking in {_get_ranking(head, config) for head in ranked}
     }
-    heads = tuple(
-        head
-        if head.mode == "dense"
-        else replace(head, tau=tau_for(densities_of[_ranking(head, config)][index], target), stop_rule=StopRule.REST)
-        for index, head in enumerate(config.heads)
-    )
-    return replace(config, heads=heads)
+    heads = list(config.heads)
+    for index, head in enumerate(heads):
+        if head.mode == "s2o":
+            tau = interpolate_tau(densities_of[_get_ranking(head, config)][index], target)
+            heads[index] = replace(head, tau=tau, stop_rule=StopRule.REST)
+    return replace(config, heads=tuple(heads))
 
 
-def tau_for(densities: Tensor, target: float) -> float:
-    """The tau of a head with this density, from those at `TAUS` [T], interpolated in log tau.
+def interpolate_tau(densities: Tensor, target: float) -> float:
+    """Return the tau of a head with this density, from those at `TAUS` [T], interpolated in log tau.
 
-    Beyond what was measured the nearest of `TAUS`, or 0, which computes everything.
+    Beyond what was measured it is the nearest of `TAUS`, or 0, which computes everything.
 
-    >>> tau_for(torch.linspace(1.0, 0.5, len(TAUS)), 0.75)
+    >>> interpolate_tau(torch.linspace(1.0, 0.5, len(TAUS)), 0.75)
     1.0
     """
     falling = densities.cummin(0).values.tolist()
@@ -275,8 +264,11 @@ def tau_for(densities: Tensor, target: float) -> float:
 
 
 @lru_cache(maxsize=1)
-def _inputs(geometry: Geometry, length: int, where: torch.device) -> Captured:
-    """Random queries, keys and values of a model's shapes; some keys are long, so that few matter to many queries."""
+def _make_inputs(geometry: Geometry, length: int, where: torch.device) -> Captured:
+    """Return random queries, keys and values of a model's shapes, bfloat16 [1, heads, length, head_dim].
+
+    Some keys are long, so that few matter to many queries.
+    """
     generator = torch.Generator(where).manual_seed(SEED)
     q, k, v = (
         torch.randn(1, length, heads, geometry.head_dim, generator=generator, device=where)
@@ -288,9 +280,9 @@ def _inputs(geometry: Geometry, length: int, where: torch.device) -> Captured:
     return Captured(q, k, v, geometry.head_dim**-0.5)
 
 
-def _ranked(config: LayerConfig) -> list[HeadConfig]:
+def _list_ranked(config: LayerConfig) -> list[HeadConfig]:
     return [head for head in config.heads if head.mode == "s2o"]
 
 
-def _ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
+def _get_ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
     return RankingConfig(head.segment, head.representatives, config.scores)

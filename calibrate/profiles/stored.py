@@ -1,4 +1,4 @@
-"""A calibration that was made before: the recipe in its profile and the curves in its journal."""
+"""An earlier calibration: the recipe in its profile and the curves in its journal."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed
 from calibrate.curves.measure import recipe_key
 from calibrate.journal import Journal
 from calibrate.recipe import DEFAULT_CEILING, Recipe
+from calibrate.record import Record, read_record
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry, config_mismatch, split_fingerprint
 from s2o_runtime.profile import Profile
@@ -18,35 +19,23 @@ from s2o_runtime.profile import Profile
 
 @dataclass(frozen=True)
 class StoredCurves:
-    """The curves that a calibration measured.
-
-    profile, recipe: what it wrote, and what it was asked for.
-    entries: keys and values of its journal, in the order in which they were measured.
-    ranking_costs: the same of what ranking takes at each length.
-    """
+    """The curves that a calibration measured."""
 
     profile: Profile
+    record: Record  # of the profile
     recipe: Recipe
-    entries: list[tuple[dict[str, Any], Any]]
-    ranking_costs: list[tuple[dict[str, Any], Any]]
+    entries: list[tuple[dict[str, Any], Any]]  # keys and values of the journal's curves, in the order of measuring
+    ranking_costs: list[tuple[dict[str, Any], Any]]  # the same of what ranking takes at each length
 
-    def of_layer(self, layer: int, length: int) -> Curves | None:
-        """The curves last measured for a layer at a bucket.
+    def find_curves(self, layer: int, length: int) -> Curves | None:
+        """Return the curves last measured for a layer at a bucket of `length` tokens.
 
-        Args:
-            layer: index of the layer.
-            length: a bucket of the profile, in tokens.
-
-        Returns:
-            The curves, if they hold what the layer's heads share in the profile; otherwise None.
+        They are None unless they hold what the layer's heads share in the profile.
         """
         config = self.profile.layers[self.profile.lengths.index(length)][layer]
         shape = Shape.of(config.tile)
-        expected_key = {
-            "layer": layer,
-            "prompts": _prompt_hashes(self.profile, length),
-            **recipe_key(self.recipe, length),
-        }
+        prompts = _list_prompt_hashes(self.record, length)
+        expected_key = {"layer": layer, "prompts": prompts, **recipe_key(self.recipe, length)}
         for key, value in reversed(self.entries):
             if key == expected_key | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
                 cost = measure.stored_cost(
@@ -59,16 +48,12 @@ class StoredCurves:
 
 
 def recipe_of(profile: Profile, path: Path) -> Recipe:
-    """The recipe in a profile's record.
-
-    Args:
-        profile: a calibrated profile.
-        path: the profile's file, which becomes the recipe's `out`.
+    """Return the recipe in a profile's record; `path`, the profile's file, becomes its `out`.
 
     Raises:
         InputError: the record has no recipe, or one that does not fit the profile.
     """
-    record = profile.record
+    record = read_record(profile)
     try:
         if record.recipe is None or record.data is None or record.data.calibration is None:
             raise ValueError("its recipe or its prompts are not recorded")
@@ -90,13 +75,9 @@ def check_sizes(profile: Profile, path: Path, model: str, geometry: Geometry) ->
 
 
 def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str) -> StoredCurves:
-    """The curves in the journal of a profile.
+    """Return the curves in the journal of a profile, which `recipe` made (`recipe_of`).
 
-    Args:
-        profile: what the calibration wrote.
-        recipe: what the calibration was asked for (`recipe_of`).
-        journal: the journal's file.
-        command: the command that measures the curves again, for the error.
+    `command` measures the curves again; the errors name it.
 
     Raises:
         InputError: the journal is missing, or it is of another model or another kind of device.
@@ -107,6 +88,7 @@ def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str)
         _check_identity(opened, profile)
         return StoredCurves(
             profile,
+            read_record(profile),
             recipe,
             opened.entries("curves"),
             opened.entries(measure.RANKING_COST),
@@ -114,7 +96,7 @@ def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str)
 
 
 def calibrate_command(recipe: Recipe) -> str:
-    """The command that calibrates with a recipe's model, budget and lengths."""
+    """Return the command that calibrates with a recipe's model, budget and lengths."""
     budget = f"--budget-{recipe.budget.kind.replace('_', '-')} {recipe.budget.value:g}"
     if recipe.budget.kind == "mse" and recipe.budget.ceiling != DEFAULT_CEILING:
         budget += f" --ceiling-rel-mse {recipe.budget.ceiling or 0:g}"
@@ -137,7 +119,7 @@ def _check_identity(journal: Journal, profile: Profile) -> None:
         raise InputError(f"journal {journal.path} is of another model: {mismatch}: give the profile's own --journal")
 
 
-def _prompt_hashes(profile: Profile, length: int) -> list[str | None]:
-    """The hashes of a length's calibration prompts."""
-    data = profile.record.data
-    return [prompt.sha256 for prompt in (data and data.calibration) or () if prompt.length == length]
+def _list_prompt_hashes(record: Record, length: int) -> list[str | None]:
+    """Return the hashes of a length's calibration prompts."""
+    prompts = (record.data and record.data.calibration) or ()
+    return [prompt.sha256 for prompt in prompts if prompt.length == length]

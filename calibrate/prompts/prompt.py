@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from s2o_runtime.profile.record import PromptHash, PromptHashes
+from calibrate.record import PromptHash, PromptHashes
 
 
 @dataclass(frozen=True)

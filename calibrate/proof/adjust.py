@@ -24,11 +24,11 @@ from calibrate.proof.bounds import CONFIDENCE, STEPS, expected_mean_bound, step_
 from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import Recipe
+from calibrate.record import CertifiedLength, CertifiedRetrieval
 from calibrate.search.choice import Choice, ChosenDense, search_constraints
 from calibrate.search.choose import Chosen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.profile.record import CertifiedLength, CertifiedRetrieval
 
 RETRIES = 2  # attempts after the first one, when every layer kept its limit but a whole length did not hold
 TIGHTENINGS = 4  # of one layer at one length over its limit; the last one makes the layer dense

@@ -28,12 +28,13 @@ from calibrate.proof.certify import FEWEST, Groups, Scale, retrieval_of
 from calibrate.proof.layers import Configured
 from calibrate.proof.verify import LayerProof, LengthProof, Progress, prove
 from calibrate.recipe import OPTIONS, Recipe
+from calibrate.record import CertifiedLength, CertifiedRetrieval, read_record
 from s2o_runtime.errors import InputError
 from s2o_runtime.fields import counted
 from s2o_runtime.identity import fingerprint_mismatch, geometry
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.profile import fitted
-from s2o_runtime.profile.record import CertifiedLength, CertifiedRetrieval
+from s2o_runtime.profile.record import get_list, read_limits
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def opened(
     recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
     if needs_certificate:
         recipe = replace(recipe, num_certify=recipe.num_certify or OPTIONS["num_certify"].default)
-    if recipe.scope == "model" and not profile.record.held_out:
+    if recipe.scope == "model" and not get_list(profile.record, "held_out", dict):
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
     profile, rejected = fitted(profile, torch.device(device))
     if rejected is not None:
@@ -106,7 +107,7 @@ def opened(
 
 def certified_lengths(profile: Profile) -> dict[int, CertifiedLength]:
     """What a profile's record certifies, by length in tokens; nothing without a certificate."""
-    return {one.length: one for one in profile.record.certified_lengths if one.length is not None}
+    return {one.length: one for one in read_record(profile).certified_lengths if one.length is not None}
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def verified(opened: Opened, *, progress: bool = False) -> Verified:
         if not (layer["error"] <= layer["limit"] or layer["dense"])  # also where it is no number
     ]
     problems += lost_needles(proofs, recipe)
-    recorded = profile.record.data
+    recorded = read_record(profile).data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
     return Verified(lengths, list(map(str, problems)), same_prompts)
 
@@ -162,7 +163,7 @@ def _compared(profile: Profile, recipe: Recipe, length: int, proof: LengthProof)
     """
 
     def limit(index: int, layer: LayerProof) -> float:
-        return profile.record.limits(index).get(length, recipe.budget.limit(layer.dense_power))
+        return read_limits(profile.record, index).get(length, recipe.budget.limit(layer.dense_power))
 
     return {
         "length": length,
@@ -312,7 +313,7 @@ def fresh_prompts(opened: Opened, recipe: Recipe) -> dict[int, list[Prompt]]:
     drawn = on_other_text(recipe, opened.prompts)
     if opened.prompts is not None:  # of the user's text as much as possible is for the certificate
         drawn = replace(drawn, num_prompts=1, held_out=1)
-    recorded = opened.profile.record.data
+    recorded = read_record(opened.profile).data
     parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()
     seen = {prompt.sha256 for part in parts for prompt in part or ()}
     return {

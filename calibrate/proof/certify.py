@@ -52,10 +52,10 @@ from calibrate.proof.layers import ProofItem, compare
 from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, lengths_of
 from calibrate.proof.verify import LayerProof, LengthProof, Progress, Prover, prove
 from calibrate.recipe import Recipe
+from calibrate.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
 from calibrate.search.choice import ChosenDense
 from calibrate.work.executor import Executor, WorkerState, measured
 from s2o_runtime.fields import counted
-from s2o_runtime.profile.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
 from s2o_runtime.reference.dense import sdpa_backend
 
 FEWEST = 3  # groups of text below which no mean is bounded: Student's quantile for two is above 6

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from calibrate.prompts.prompt import PromptSet
 from calibrate.proof.adjust import Proven
 from calibrate.proof.bounds import CONFIDENCE
 from calibrate.recipe import Recipe
+from calibrate.record import Certificate, PredictedLength, ProvenLayer, ProvenLength, Record
 from calibrate.versions import versions
-from s2o_runtime.profile.record import (
-    Certificate,
-    PredictedLength,
-    ProvenLayer,
-    ProvenLength,
-    Record,
-)
 
 METHOD = (
     "means: Student's bounds over groups of text, kinds in equal parts, all within their limits at once; prompts: "
@@ -24,10 +16,11 @@ METHOD = (
 
 
 def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
-    """How the profile was made and what was shown.
+    """Return how the profile was made and what was shown.
 
     Times are recorded only where they were the objective, on a GPU: without them the same inputs give the same bytes.
     """
+    certificate = Certificate(confidence=CONFIDENCE, method=METHOD, lengths=tuple(proven.certificates.values()))
     return Record(
         budget=recipe.recorded_budget,
         objective="latency" if proven.device.kind == "cuda" else "predicted latency",
@@ -37,22 +30,17 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
         proof="held out" if proven.met else "failed",
         problems=tuple(map(str, proven.problems)),
         predicted=tuple(
-            PredictedLength(
-                length=length,
-                layers=tuple(choice.predicted() for choice in chosen.choices),
-            )
+            PredictedLength(length=length, layers=tuple(choice.predicted() for choice in chosen.choices))
             for length, chosen in proven.chosen.items()
         ),
-        held_out=tuple(_proven_length(proven, length) for length in proven.proofs),
-        certificate=Certificate(confidence=CONFIDENCE, method=METHOD, lengths=tuple(proven.certificates.values()))
-        if proven.certificates
-        else None,
-        not_proven=not_proven(recipe, proven),
+        held_out=tuple(_record_length(proven, length) for length in proven.proofs),
+        certificate=certificate if proven.certificates else None,
+        not_proven=_list_not_proven(recipe, proven),
     )
 
 
-def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
-    """What a reader might take for shown although it is not, one sentence each; what failed is in the problems."""
+def _list_not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
+    """List what a reader might take for shown although it is not; what failed is in the problems."""
     if not proven.certificates:
         return ("that the next prompt keeps its limits: there is no certificate",)
     missing = [length for length in proven.proofs if length not in proven.certificates]
@@ -63,37 +51,36 @@ def not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
         elif not certificate.retrieval.found:
             sentences.append(f"retrieval at {length} tokens: the dense model itself finds none of the needles")
         sentences += [
-            f"{one.domain} at {length} tokens beyond one group of text: all prompts are of it"
-            for one in certificate.domains or ()
-            if one.groups == 1 and (one.prompts or 0) > 1
+            f"{domain.domain} at {length} tokens beyond one group of text: all prompts are of it"
+            for domain in certificate.domains or ()
+            if domain.groups == 1 and (domain.prompts or 0) > 1
         ]
     between = "lengths between these" if len(proven.certificates) > 1 else "other lengths"
     return (*sentences, f"text unlike these prompts, {between}, and calls that continue a prompt")
 
 
-def _proven_length(proven: Proven, length: int) -> ProvenLength:
+def _record_length(proven: Proven, length: int) -> ProvenLength:
     proof = proven.proofs[length]
-    layers = tuple(
-        ProvenLayer(
-            mse=layer.mse,
-            rel_mse=layer.rel_mse,
-            density=layer.density,
-            worst=layer.worst,
-            limit=proven.limits[length, index],
-            binds=proven.candidate.recipe.binds(proven.limits[length, index]),
-            tightened=proven.tightened[length, index],
-            first_error=proven.first_errors.get((length, index)),
-        )
-        for index, layer in enumerate(proof.layers)
-    )
-    recorded = ProvenLength(
+    on_gpu = proven.device.kind == "cuda"
+    return ProvenLength(
         length=length,
         calibrated=length in proven.chosen,
         kl=proof.kl,
         top1=proof.top1,
         needles=proof.needles,
-        layers=layers,
+        prefill_seconds=proof.prefill_seconds if on_gpu else None,
+        dense_prefill_seconds=proof.dense_prefill_seconds if on_gpu else None,
+        layers=tuple(
+            ProvenLayer(
+                mse=layer.mse,
+                rel_mse=layer.rel_mse,
+                density=layer.density,
+                worst=layer.worst,
+                limit=proven.limits[length, index],
+                binds=proven.candidate.recipe.binds(proven.limits[length, index]),
+                tightened=proven.tightened[length, index],
+                first_error=proven.first_errors.get((length, index)),
+            )
+            for index, layer in enumerate(proof.layers)
+        ),
     )
-    if proven.device.kind != "cuda":
-        return recorded
-    return replace(recorded, prefill_seconds=proof.prefill_seconds, dense_prefill_seconds=proof.dense_prefill_seconds)

@@ -1,1 +1,1 @@
-"""What a user sees of a calibration: the plan, the tables, the pictures, and the report beside the profile."""
+"""The report of a calibration: the plan, the tables, the sentences, the pictures and the pages."""

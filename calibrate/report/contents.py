@@ -1,8 +1,8 @@
-"""What a calibration's report says: a finished run as typed, plain values.
+"""The contents of a calibration's report: a finished run as typed, plain values.
 
-`report_of` makes a `Report` from a finished calibration. The tables, the sentences, the pictures and the JSON file
+`report_of` makes a `Report` of a finished calibration. The tables, the sentences, the pictures and the JSON file
 (`<profile>.report.json`) are all made from it, so nothing is shown that is not in the file. The names of the fields are
-the names in the file.
+the names in the file. Errors and limits are in the budget's unit, times in seconds, costs in times of dense attention.
 """
 
 from __future__ import annotations
@@ -17,23 +17,20 @@ from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
-from calibrate.report.plan import option_lines
-from calibrate.report.summary import head_counts
+from calibrate.record import Certificate, read_record
+from calibrate.report.plan import list_options
+from calibrate.report.summary import count_heads
 from calibrate.search.choice import Choice, search_constraints
-from calibrate.search.choose import Chosen
 from calibrate.versions import versions
 from s2o_runtime.config import Tail
-from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit
+from s2o_runtime.profile.record import BudgetKind, ErrorUnit
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
 
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What one query head does, and what it is predicted to do.
-
-    `cost` is its attention's time divided by the time of dense attention, and `error` is in the budget's unit.
-    """
+    """One query head as chosen, with what its curve predicts."""
 
     mode: str
     tau: float
@@ -48,34 +45,20 @@ class HeadReport:
 class LayerReport:
     """One layer at one length.
 
-    Errors and `limit` are in the budget's unit, times in seconds. `density`, `error`, `worst` and the fields named
-    `held_out` come from the proof; the fields named `predicted` from the measured curves.
-
-    Attributes:
-        tau_min: the smallest threshold of the heads that have one; None without such heads.
-        tau_max: their largest threshold.
-        tails: how many heads estimate what the keys behind the stop would bring.
-        representatives: how many heads have each number of representatives, which is the key.
-        why_dense: why the whole layer was made dense; None if it was not.
-        error_over_limit: `error` divided by `limit`.
-        binds: which of its two limits `limit` is (`Recipe.binds`); None of a budget without a ceiling.
-        tightened: how often the proof made the layer more careful.
-        predicted_seconds: None if nothing was timed or the length was only checked, as for all that was predicted.
-        seconds: the measured time of the layer's attention; None on a CPU, as `dense_seconds`.
-        heads: empty at a length that was only checked.
-        frontier: (density, error) that other budgets would give, by rising budget.
+    Errors, density and times are of the proof; the fields named `predicted` are of the measured curves, and None where
+    nothing was timed or the length was only checked.
     """
 
     layer: int
-    tau_min: float | None
+    tau_min: float | None  # of the heads that have a threshold; None without such heads
     tau_max: float | None
     dense_heads: int
-    tails: int
-    representatives: dict[str, int]
+    tails: int  # heads that estimate what the keys behind the stop would bring
+    representatives: dict[str, int]  # how many heads have each number of them, which is the key
     segment: int
     scores: str
     tile: str
-    why_dense: str | None
+    why_dense: str | None  # of the whole layer; None if it is not dense
     density: float
     error: float
     limit: float
@@ -84,18 +67,18 @@ class LayerReport:
     held_out_mse: float
     held_out_rel_mse: float
     worst: float
-    tightened: int
+    tightened: int  # how often the proof made the layer more careful
     predicted_seconds: float | None
-    seconds: float | None
+    seconds: float | None  # of the layer's attention as measured; None on a CPU, as the next
     dense_seconds: float | None
-    heads: tuple[HeadReport, ...]
-    frontier: tuple[tuple[float, float], ...] | None
-    binds: ErrorUnit | None = None
+    heads: tuple[HeadReport, ...]  # empty at a length that was only checked
+    frontier: tuple[tuple[float, float], ...] | None  # (density, error) of other budgets, by rising budget
+    binds: ErrorUnit | None = None  # which of its two limits `limit` is; None of a budget without a ceiling
 
 
 @dataclass(frozen=True)
 class UniformReport:
-    """The best single setting for all heads of all layers, to compare with; `cost` and `seconds` as in `HeadReport`."""
+    """The best single setting for all heads of all layers, to compare with."""
 
     tau: float
     segment: int
@@ -107,43 +90,30 @@ class UniformReport:
 
 @dataclass(frozen=True)
 class LengthReport:
-    """One prompt length.
+    """One prompt length."""
 
-    Attributes:
-        length: in tokens.
-        calibrated: whether settings were chosen for this length; otherwise it was only checked.
-        kl: KL(dense, patched) of the next token in nats, the mean over all positions of the held-out prompts.
-        top1: the share of positions at which both models find the same token most likely.
-        needles: how many needles the patched model keeps of those that the dense one finds, and how many those are;
-            None if the prompts ask for none.
-        uniform: None at a length that was only checked, or if no single setting is within the budget.
-        cost: the predicted time of all layers' attention divided by that of dense attention.
-        attention_seconds: of all layers; None on a CPU, as `dense_attention_seconds`.
-        groups: layers that shared one study.
-    """
-
-    length: int
-    calibrated: bool
-    kl: float
-    top1: float
-    needles: tuple[int, int] | None
+    length: int  # in tokens
+    calibrated: bool  # whether settings were chosen for it; otherwise it was only checked
+    kl: float  # KL(dense, patched) of the next token in nats, mean over all positions of the held-out prompts
+    top1: float  # the share of positions at which both models find the same token most likely
+    needles: tuple[int, int] | None  # kept by the patched model, of those that the dense one finds; None without any
     prefill_seconds: float
     dense_prefill_seconds: float
-    uniform: UniformReport | None
-    cost: float | None
-    attention_seconds: float | None
+    uniform: UniformReport | None  # None where only checked, or if no single setting is within the budget
+    cost: float | None  # as predicted, of all layers
+    attention_seconds: float | None  # of all layers; None on a CPU, as the next
     dense_attention_seconds: float | None
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # layers that shared one study
     layers: tuple[LayerReport, ...]
 
     @property
     def label(self) -> str:
-        """The length, and whether it was only checked."""
+        """The length, marked if it was only checked."""
         return f"{self.length} tokens{self.remark}"
 
     @property
     def has_heads(self) -> bool:
-        """Whether anything is known of single heads; it is not at a length that was only checked."""
+        """True if single heads are known; at a length that was only checked they are not."""
         return all(layer.heads for layer in self.layers)
 
     @property
@@ -153,8 +123,7 @@ class LengthReport:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """The error that was allowed: `kind` is mse, rel_mse or kl, `scope` is layer or model, `ceiling` the largest
-    rel_mse beside an mse."""
+    """The error that was allowed, of each layer or of the model; `ceiling` is the largest rel_mse beside an mse."""
 
     kind: BudgetKind
     value: float
@@ -169,7 +138,7 @@ class BudgetReport:
 
 @dataclass(frozen=True)
 class JournalReport:
-    """The journal's file, and how many measurements of earlier runs were found in it."""
+    """The journal's file, and how many measurements of earlier runs were in it."""
 
     path: str
     reused: int
@@ -177,48 +146,32 @@ class JournalReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A finished calibration.
+    """A finished calibration."""
 
-    Attributes:
-        out: the profile's file; None if none was written.
-        met: whether the proof succeeded.
-        problems: why it did not.
-        worst_rows: the limit on single rows; None if there is none.
-        calibration_seconds: the whole run.
-        phases: the seconds of each part of it.
-        failures: what trials failed of, and how many did.
-        data: where the prompts came from.
-        command: the command line that made this; None for a run from Python.
-        adjusted_on: how many prompts of each length layers were adjusted on.
-        certificate: what is certified; None if nothing is.
-        not_proven: what a reader might take for shown although it is not, one sentence each.
-        plan: every option of the run in words, by its name, whether it was given or not.
-    """
-
-    out: str | None
-    met: bool
+    out: str | None  # the profile's file; None if none was written
+    met: bool  # whether the proof succeeded
     problems: tuple[str, ...]
     model: str
     architecture: str
     device: str
     random_weights: bool
     budget: BudgetReport
-    worst_rows: float | None
+    worst_rows: float | None  # the limit on single rows
     calibration_seconds: float
     phases: dict[str, float]
     trials: int
     failed_trials: int
-    failures: dict[str, int]
+    failures: dict[str, int]  # how many trials failed of each reason
     journal: JournalReport
     versions: dict[str, str]
     seed: int
-    data: str
+    data: str  # where the prompts came from
     lengths: tuple[LengthReport, ...]
-    command: str | None = None
-    adjusted_on: int | None = None
+    command: str | None = None  # None for a run from Python
+    adjusted_on: int | None = None  # prompts of each length
     certificate: Certificate | None = None
-    not_proven: tuple[str, ...] = ()
-    plan: dict[str, str] = field(default_factory=dict)
+    not_proven: tuple[str, ...] = ()  # sentences: what a reader might take for shown
+    plan: dict[str, str] = field(default_factory=dict)  # every option in words, given or not
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -226,28 +179,22 @@ class Report:
         return [layer.layer for layer in self.lengths[0].layers]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON takes it: what is in `<profile>.report.json`."""
+        """Return what `<profile>.report.json` holds."""
         certificate = None if self.certificate is None else self.certificate.to_json()
         return asdict(replace(self, certificate=None)) | {"certificate": certificate}
 
 
 def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Report:
-    """The report of a finished calibration.
-
-    Args:
-        recipe: what was asked for.
-        result: what came of it.
-        command: the command line that was run, for the reader who wants to run it again.
-    """
+    """Return the report of a finished calibration; `command` is the command line that runs it again."""
     failures = sum((chosen.failures for chosen in result.chosen.values()), Counter[str]())
+    record = read_record(result.profile)
     return Report(
+        **_copy_fields(result, "met"),
+        **_copy_fields(recipe, "model", "random_weights", "seed"),
         out=str(recipe.out) if result.written else None,
-        met=result.met,
         problems=tuple(map(str, result.problems)),
-        model=recipe.model,
         architecture=str(result.profile.geometry),
         device=str(result.device),
-        random_weights=recipe.random_weights,
         budget=BudgetReport(recipe.budget.kind, recipe.budget.value, recipe.scope, recipe.budget.ceiling or None),
         worst_rows=recipe.worst_rows or None,
         calibration_seconds=round(sum(result.seconds.values()), 3),
@@ -257,113 +204,97 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
         failures=dict(failures),
         journal=JournalReport(str(recipe.journal_path), result.journal_reused),
         versions=versions(),
-        seed=recipe.seed,
         data=recipe.prompt_source,
-        lengths=tuple(_length(recipe, result, length, proof) for length, proof in sorted(result.proofs.items())),
+        lengths=tuple(_report_length(recipe, result, length, proof) for length, proof in sorted(result.proofs.items())),
         command=command,
         adjusted_on=recipe.held_out,
-        certificate=result.profile.record.certificate,
-        not_proven=result.profile.record.not_proven or (),
-        plan=option_lines(recipe),
+        certificate=record.certificate,
+        not_proven=record.not_proven or (),
+        plan=list_options(recipe),
     )
 
 
-def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
-    chosen, layer_number = result.chosen.get(length), result.profile.geometry.layer_number
+def _report_length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
+    chosen, layer_number, uniform = result.chosen.get(length), result.profile.geometry.layer_number, None
+    if chosen and chosen.uniform:
+        settings = _copy_fields(chosen.uniform.head, "tau", "segment", "representatives", "tail")
+        uniform = UniformReport(**settings, **_copy_fields(chosen.uniform, "cost", "seconds"))
     return LengthReport(
-        **_copied(proof, "kl", "top1", "needles", "prefill_seconds", "dense_prefill_seconds"),
+        **_copy_fields(proof, "kl", "top1", "needles", "prefill_seconds", "dense_prefill_seconds"),
         length=length,
         calibrated=chosen is not None,
-        uniform=_uniform(chosen),
+        uniform=uniform,
         cost=None if chosen is None else statistics.fmean(choice.allocation.cost for choice in chosen.choices),
-        attention_seconds=_total(layer.seconds for layer in proof.layers),
-        dense_attention_seconds=_total(layer.dense_seconds for layer in proof.layers),
+        attention_seconds=_sum_if_complete(layer.seconds for layer in proof.layers),
+        dense_attention_seconds=_sum_if_complete(layer.dense_seconds for layer in proof.layers),
         groups=() if chosen is None else tuple(tuple(map(layer_number, group)) for group in chosen.groups),
-        layers=tuple(_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
+        layers=tuple(_report_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
     )
 
 
-def _uniform(chosen: Chosen | None) -> UniformReport | None:
-    if chosen is None or chosen.uniform is None:
-        return None
-    head = _copied(chosen.uniform.head, "tau", "segment", "representatives", "tail")
-    return UniformReport(**head, **_copied(chosen.uniform, "cost", "seconds"))
-
-
-def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: LayerProof) -> LayerReport:
+def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof: LayerProof) -> LayerReport:
     config = result.configs[length, index]
-    choices = result.chosen[length].choices if length in result.chosen else None
-    choice = None if choices is None else choices[index]
     representatives = Counter(head.representatives for head in config.heads if head.mode == "s2o")
     error, limit = proof.error(recipe.budget), result.limits[length, index]
     return LayerReport(
         layer=result.profile.geometry.layer_number(index),
-        **head_counts(config.heads),
-        **_copied(config, "segment", "scores"),
-        **_copied(proof, "density", "worst", "seconds", "dense_seconds"),
+        **count_heads(config.heads),
+        **_copy_fields(config, "segment", "scores"),
+        **_copy_fields(proof, "density", "worst", "seconds", "dense_seconds"),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
         tile=str(config.tile),
-        why_dense=None if choice is None else choice.dense_sentence,
         error=error,
         limit=limit,
         error_over_limit=error / limit if limit else 0.0,
         binds=recipe.binds(limit),
-        predicted_error=None if choice is None else _in_unit(recipe, choice, choice.allocation.mse),
         held_out_mse=proof.mse,
         held_out_rel_mse=proof.rel_mse,
         tightened=result.tightened[length, index],
-        predicted_seconds=None if choices is None else _predicted_seconds(choices[index], choices),
-        heads=() if choice is None else _heads(recipe, choice),
-        frontier=None if choice is None else _frontier(recipe, choice),
+        **_report_prediction(recipe, result.chosen[length].choices if length in result.chosen else (), index),
     )
 
 
-def _predicted_seconds(choice: Choice, choices: Sequence[Choice]) -> float | None:
-    """The seconds that a layer's attention will take; None where it was not timed.
+def _report_prediction(recipe: Recipe, choices: Sequence[Choice], index: int) -> dict[str, Any]:
+    """Return the fields of a layer's report that follow from its choice; without choices they are empty."""
+    if not choices:
+        empty = dict.fromkeys(("why_dense", "predicted_error", "predicted_seconds", "frontier"))
+        return empty | {"heads": ()}
+    choice, power = choices[index], dense_power(choices[index].curves)
+    # The frontier is computed here and not by the search, because which choice and which budget a layer ends with is
+    # known only after the proof has tightened them.
+    constraints = search_constraints(recipe)
+    allocations = [choice.spending(choice.budget_mse * times, constraints).allocation for times in FRONTIER]
+    return {
+        "why_dense": choice.dense_sentence,
+        "predicted_error": recipe.budget.error(choice.allocation.mse, power),
+        "predicted_seconds": _predict_seconds(choice, choices),
+        "frontier": tuple((other.density, recipe.budget.error(other.mse, power)) for other in allocations),
+        "heads": tuple(
+            HeadReport(
+                **_copy_fields(point.head, "mode", "tau", "representatives", "tail"),
+                **_copy_fields(point, "density", "cost"),
+                error=recipe.budget.error(point.mse, power),
+            )
+            for point in choice.allocation.points
+        ),
+    }
 
-    Every call was timed in turns with dense attention, because a GPU may be slower for a while: what is certain is the
-    ratio. Dense attention takes the same time in every layer, so the ratio is applied to the median of its times.
-    """
+
+def _predict_seconds(choice: Choice, choices: Sequence[Choice]) -> float | None:
+    """Return the seconds that a layer's attention will take; None where it was not timed."""
     if choice.timing is None or choice.seconds is None:
         return None
+    # A GPU may be slower for a while, so only the ratio to the dense calls that it was timed in turns with is certain.
+    # Dense attention takes the same time in every layer: the ratio is applied to the median of its times.
     dense = statistics.median(other.timing.dense_seconds for other in choices if other.timing is not None)
     return dense * choice.seconds / choice.timing.dense_seconds
 
 
-def _heads(recipe: Recipe, choice: Choice) -> tuple[HeadReport, ...]:
-    return tuple(
-        HeadReport(
-            **_copied(point.head, "mode", "tau", "representatives", "tail"),
-            **_copied(point, "density", "cost"),
-            error=_in_unit(recipe, choice, point.mse),
-        )
-        for point in choice.allocation.points
-    )
-
-
-def _frontier(recipe: Recipe, choice: Choice) -> tuple[tuple[float, float], ...]:
-    """The (density, error) of the layer at `FRONTIER` times its budget.
-
-    The allocation is computed here and not in the search, because which choice and which budget a layer ends with is
-    known only after the proof has tightened them; it is a pure function of curves that are in memory already.
-    """
-    allocations = [
-        choice.spending(choice.budget_mse * times, search_constraints(recipe)).allocation for times in FRONTIER
-    ]
-    return tuple((allocation.density, _in_unit(recipe, choice, allocation.mse)) for allocation in allocations)
-
-
-def _in_unit(recipe: Recipe, choice: Choice, mse: float) -> float:
-    """A mean squared error in the budget's unit."""
-    return recipe.budget.error(mse, dense_power(choice.curves))
-
-
-def _total(values: Iterable[float | None]) -> float | None:
-    """The sum; None if a value is missing."""
+def _sum_if_complete(values: Iterable[float | None]) -> float | None:
+    """Return the sum; None if a value is missing."""
     numbers = list(values)
     return None if None in numbers else sum(filter(None, numbers), 0.0)
 
 
-def _copied(source: object, *names: str) -> dict[str, Any]:
-    """What a report has under the same names."""
+def _copy_fields(source: object, *names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}

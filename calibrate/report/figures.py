@@ -1,4 +1,4 @@
-"""Pictures of a calibration and of a profile."""
+"""Draw a calibration and a profile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from calibrate.curves.curves import TAUS
 from calibrate.machine import MARK
 from calibrate.report.contents import HeadReport, Report
-from calibrate.report.sections import two_digits
+from calibrate.report.sections import format_tau
 from s2o_runtime.errors import first_line
 from s2o_runtime.profile import Profile
 
@@ -23,26 +23,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 T = TypeVar("T")
+Positions = Sequence[tuple[int, int]]  # of a head and a layer
 DPI = 120
 COLOURS = "viridis"  # even in lightness, and told apart with every kind of colour vision
 BAR: dict[str, Any] = {"fraction": 0.06, "aspect": 30, "pad": 0.015}  # a colour bar beside its axes
 
 
 def png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
-    """The bytes of a PNG file.
-
-    Args:
-        draw: puts axes into an empty figure.
-        title: a line above the picture.
-        pad: inches left free beside the axes.
-    """
-    return _saved(draw, title, pad, format="png", dpi=DPI, metadata={"Software": MARK})
+    """Return a PNG file: what `draw` puts into an empty figure below a title; pad: inches left free beside the axes."""
+    return _save_figure(draw, title, pad, format="png", dpi=DPI, metadata={"Software": MARK})
 
 
-def svg(draw: Callable[[Figure], None], title: str, name: str, description: str) -> str:
-    """An SVG element that can stand in a page of HTML and refers to nothing outside itself.
+def render_svg(draw: Callable[[Figure], None], title: str, name: str, description: str) -> str:
+    """Return an SVG element that can stand in a page of HTML and refers to nothing outside itself.
 
     Args:
         draw: puts axes into an empty figure.
@@ -54,7 +50,7 @@ def svg(draw: Callable[[Figure], None], title: str, name: str, description: str)
 
     without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        text = _saved(draw, title, format="svg", metadata=without).decode()
+        text = _save_figure(draw, title, format="svg", metadata=without).decode()
     text = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", text[text.index("<svg") :]).replace("xlink:href=", "href=")
     for reference in ('id="', 'href="#', "url(#"):
         text = text.replace(reference, f"{reference}{name}-")
@@ -69,8 +65,8 @@ def attempt(draw: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"the pictures cannot be drawn ({type(error).__name__}: {first_line(error)})"
 
 
-def _saved(draw: Callable[[Figure], None], title: str, pad: float = 0.04, **options: Any) -> bytes:
-    """A figure's file; the options are those of matplotlib's `savefig`."""
+def _save_figure(draw: Callable[[Figure], None], title: str, pad: float = 0.04, **options: Any) -> bytes:
+    """Return a figure's file; the options are those of matplotlib's `savefig`."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -92,7 +88,7 @@ def panels(
     columns: int = 3,
     sharey: bool = False,
 ) -> list[Axes]:
-    """Axes with these titles, labelled at the outer edges of the figure.
+    """Return axes with these titles, labelled at the outer edges of the figure.
 
     Args:
         figure: gets the size that the panels need.
@@ -117,18 +113,24 @@ def panels(
     return grid[: len(titles)]
 
 
-def whole_numbers(axis: Axis, numbers: Sequence[int] | None = None) -> None:
-    """Ticks at whole numbers only.
-
-    Args:
-        axis: gets the ticks.
-        numbers: what stands at the ticks 0, 1, ...; None for these themselves.
-    """
+def _set_whole_ticks(axis: Axis, numbers: Sequence[int] | None = None) -> None:
+    """Tick an axis at whole numbers only, where `numbers`, or else the positions 0, 1, ... themselves, are shown."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True))
     if numbers is not None:
-        axis.set_major_formatter(lambda place, _: str(dict(enumerate(numbers)).get(round(place), "")))
+        axis.set_major_formatter(lambda position, _: str(dict(enumerate(numbers)).get(round(position), "")))
+
+
+def _draw_heads(
+    axes: Axes, values: Sequence[Sequence[float]], crossed: Positions, numbers: Sequence[int], size: float, **scale: Any
+) -> AxesImage:
+    """Draw a map of layers, with their numbers, and heads; a cross of this size marks some (head, layer)."""
+    image = axes.imshow(values, cmap=COLOURS, aspect="auto", interpolation="nearest", **scale)
+    axes.scatter([x for x, _ in crossed], [y for _, y in crossed], marker="x", color="black", lw=0.8, s=size)
+    _set_whole_ticks(axes.xaxis)
+    _set_whole_ticks(axes.yaxis, numbers)
+    return image
 
 
 LEVELS = 64  # colours of a map
@@ -138,26 +140,17 @@ DECADES = 4  # below the largest error, where the colours of errors end
 
 @dataclass(frozen=True)
 class HeadMap:
-    """One quantity of heads, and its scale of colours, which is the same at every length.
-
-    Attributes:
-        name: what the map is called.
-        value: the quantity; None where a head has none.
-        text: how a value is shown.
-        low: the value with the first colour; smaller ones have it too.
-        high: the value with the last colour.
-        logarithmic: whether the colours are even in the value's logarithm.
-    """
+    """One quantity of heads, and its scale of colours, which is the same at every length."""
 
     name: str
-    value: Callable[[HeadReport], float | None]
+    value: Callable[[HeadReport], float | None]  # None where a head has none
     text: Callable[[float], str]
-    low: float
-    high: float
-    logarithmic: bool = True
+    low: float  # has the first colour, as smaller ones have
+    high: float  # has the last colour
+    logarithmic: bool = True  # whether the colours are even in the value's logarithm
 
-    def level(self, value: float) -> int:
-        """The number of a value's colour, from 0 to `LEVELS` - 1."""
+    def find_level(self, value: float) -> int:
+        """Return the number of a value's colour, from 0 to `LEVELS` - 1."""
         clipped = min(max(value, self.low), self.high)
         scale = math.log if self.logarithmic else float
         low, high = scale(self.low), scale(self.high)
@@ -165,72 +158,68 @@ class HeadMap:
         return round(share * (LEVELS - 1))
 
 
-def head_maps(report: Report) -> list[HeadMap]:
-    """The maps of tau, density and error; the last one ends at the largest error of any head of the report."""
+def make_head_maps(report: Report) -> list[HeadMap]:
+    """Return the maps of tau, density and error; the last one ends at the largest error of any head of the report."""
     errors = [head.error for length in report.lengths for layer in length.layers for head in layer.heads]
     highest = max(errors, default=0.0) or report.budget.value
+
+    def threshold(head: HeadReport) -> float | None:
+        return None if head.mode == "dense" else head.tau
+
+    def short(error: float) -> str:  # 3e-4, as narrow as it can be
+        return f"{error:.0e}".replace("e-0", "e-").replace("e+0", "e+") if error else "0"
+
     return [
-        HeadMap("tau", _threshold, two_digits, TAUS[0], TAUS[-1]),
+        HeadMap("tau", threshold, format_tau, TAUS[0], TAUS[-1]),
         HeadMap("density", lambda head: head.density, lambda value: f"{value:.2f}", 0.0, 1.0, logarithmic=False),
-        HeadMap(report.budget.unit, lambda head: head.error, _short, highest / 10**DECADES, highest),
+        HeadMap(report.budget.unit, lambda head: head.error, short, highest / 10**DECADES, highest),
     ]
 
 
-def _threshold(head: HeadReport) -> float | None:
-    return None if head.mode == "dense" else head.tau
-
-
-def colours() -> list[tuple[str, str]]:
-    """For each level its colour, and black or white, whichever is easier to read on it."""
+def list_colours() -> list[tuple[str, str]]:
+    """Return each level's colour, and black or white, whichever is easier to read on it."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
     backgrounds = [colormaps[COLOURS](level / (LEVELS - 1))[:3] for level in range(LEVELS)]
-    return [(to_hex(rgb), "#000000" if _luminance(rgb) > EQUAL_CONTRAST else "#ffffff") for rgb in backgrounds]
+    return [(to_hex(rgb), "#000000" if _compute_luminance(rgb) > EQUAL_CONTRAST else "#ffffff") for rgb in backgrounds]
 
 
-def _luminance(colour: tuple[float, ...]) -> float:
-    """The relative luminance of an sRGB colour, as the Web Content Accessibility Guidelines define it."""
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def _short(error: float) -> str:
-    """3e-4, as narrow as it can be; 0 for a head without an error."""
-    return f"{error:.0e}".replace("e-0", "e-").replace("e+0", "e+") if error else "0"
+def _compute_luminance(colour: tuple[float, ...]) -> float:
+    """Return the relative luminance of an sRGB colour, as the Web Content Accessibility Guidelines define it."""
+    linear = [channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4 for channel in colour]
+    return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 CAPTION = "The threshold of every head at every length: the larger, the more a head skips; a cross is a dense head."
 
 
 def tau_picture(profile: Profile) -> bytes:
-    """A PNG: for each length a map of layers and heads, coloured by tau.
+    """Return a PNG: for each length a map of layers and heads, coloured by tau.
 
-    A dense head has a cross, another one without a threshold a ring.
+    A dense head has a cross.
     """
-    return png(lambda figure: _draw(figure, profile), f"{profile.model_name} on {profile.device}")
+    return png(partial(_draw_taus, profile=profile), f"{profile.model_name} on {profile.device}")
 
 
-def tau_element(profile: Profile) -> str:
-    """The same as an SVG element."""
-    return svg(lambda figure: _draw(figure, profile), f"{profile.model_name} on {profile.device}", "tau", CAPTION)
+def draw_tau_svg(profile: Profile) -> str:
+    """Return the same as an SVG element."""
+    return render_svg(partial(_draw_taus, profile=profile), f"{profile.model_name} on {profile.device}", "tau", CAPTION)
 
 
-def _draw(figure: Figure, profile: Profile) -> None:
+def _draw_taus(figure: Figure, profile: Profile) -> None:
     from matplotlib.colors import LogNorm
 
     norm = LogNorm(TAUS[0], TAUS[-1], clip=True)  # a tau of 0 has the colour of the smallest
     titles = [f"{length} tokens" for length in profile.lengths]
     all_axes = panels(figure, titles, (5.0, 4.0), x="head", y="layer")
+    numbers = [profile.geometry.layer_number(index) for index in range(profile.geometry.layers)]
     for axes, layers in zip(all_axes, profile.layers, strict=True):
         taus = [
             [max(head.tau, TAUS[0]) if head.mode == "s2o" else math.nan for head in layer.heads] for layer in layers
         ]
-        image = axes.imshow(taus, norm=norm, cmap=COLOURS, aspect="auto", interpolation="nearest")
         dense = [(x, y) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads) if head.mode == "dense"]
-        axes.scatter([x for x, _ in dense], [y for _, y in dense], marker="x", lw=0.8, s=12, color="black")
-        whole_numbers(axes.xaxis)
-        whole_numbers(axes.yaxis, [profile.geometry.layer_number(index) for index in range(len(layers))])
+        image = _draw_heads(axes, taus, dense, numbers, 12, norm=norm)
     figure.colorbar(image, ax=all_axes, label="tau (cross: dense head)", **BAR)
 
 
@@ -245,26 +234,24 @@ CAPTIONS = {
 LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors, as of a dense layer, lie on its edge
 
 
-def pictures(report: Report) -> dict[str, bytes]:
-    """PNG files by the names "density", "frontier" and "time"."""
+def draw_pngs(report: Report) -> dict[str, bytes]:
+    """Return PNG files by the names "density", "frontier" and "time"."""
     draws = {"density": draw_density, "frontier": draw_frontier, "time": draw_time}
-    return {name: png(partial(draw, report=report), _title(report)) for name, draw in draws.items()}
+    return {name: png(partial(draw, report=report), _make_title(report)) for name, draw in draws.items()}
 
 
-def elements(report: Report) -> dict[str, str]:
-    """SVG elements by the names "frontier" and "time"; instead of "density" a page of HTML has maps of its own."""
-    draws = {"frontier": draw_frontier, "time": draw_time}
-    return {
-        name: svg(partial(draw, report=report), _title(report), name, CAPTIONS[name]) for name, draw in draws.items()
-    }
+def draw_svgs(report: Report) -> dict[str, str]:
+    """Return SVG elements by the names "frontier" and "time"; for "density" a page of HTML has maps of its own."""
+    draws, title = {"frontier": draw_frontier, "time": draw_time}, _make_title(report)
+    return {name: render_svg(partial(draw, report=report), title, name, CAPTIONS[name]) for name, draw in draws.items()}
 
 
-def _title(report: Report) -> str:
+def _make_title(report: Report) -> str:
     return f"{report.model} on {report.device}"
 
 
 def draw_density(figure: Figure, report: Report) -> None:
-    """A map of layers and heads for each length whose heads are known, with a cross on every dense head."""
+    """Draw a map of layers and heads for each length whose heads are known, with a cross on every dense head."""
     lengths = [length for length in report.lengths if length.has_heads]
     layers, heads = len(lengths[0].layers), len(lengths[0].layers[0].heads)
     widest = 9.0 if len(lengths) == 1 else 5.0
@@ -273,21 +260,14 @@ def draw_density(figure: Figure, report: Report) -> None:
     cross = (30 * min(wide / heads, high / layers)) ** 2
     for axes, length in zip(all_axes, lengths, strict=True):
         densities = [[head.density for head in layer.heads] for layer in length.layers]
-        image = axes.imshow(densities, vmin=0, vmax=1, cmap=COLOURS, aspect="auto", interpolation="nearest")
-        dense = [
-            (x, y)
-            for y, layer in enumerate(length.layers)
-            for x, head in enumerate(layer.heads)
-            if head.mode == "dense"
-        ]
-        axes.scatter([x for x, _ in dense], [y for _, y in dense], marker="x", color="black", lw=0.8, s=cross)
-        whole_numbers(axes.xaxis)
-        whole_numbers(axes.yaxis, report.layer_numbers)
+        rows = [(y, x, head) for y, layer in enumerate(length.layers) for x, head in enumerate(layer.heads)]
+        dense = [(x, y) for y, x, head in rows if head.mode == "dense"]
+        image = _draw_heads(axes, densities, dense, report.layer_numbers, cross, vmin=0, vmax=1)
     figure.colorbar(image, ax=all_axes, label="density (cross: dense head)", **BAR)
 
 
 def draw_frontier(figure: Figure, report: Report) -> None:
-    """Error against density of each layer: what was predicted for other budgets, and what was chosen."""
+    """Draw error against density of each layer: what was predicted for other budgets, and what was chosen."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.ticker import LogLocator
@@ -320,11 +300,11 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     bar = figure.colorbar(layer_colours, ax=all_axes, label="layer", **BAR)
     bar.ax.set_ylim(0, max(1, last))
-    whole_numbers(bar.ax.yaxis, report.layer_numbers)
+    _set_whole_ticks(bar.ax.yaxis, report.layer_numbers)
 
 
 def draw_time(figure: Figure, report: Report) -> None:
-    """Bars of each layer's attention before those of dense attention; predicted shares where nothing was timed."""
+    """Draw bars of each layer's attention before those of dense attention; predicted shares where nothing was timed."""
     wide = min(max(0.2 * len(report.lengths[0].layers), 5.0), 12.0)
     lengths = [length for length in report.lengths if length.attention_seconds is not None or length.has_heads]
     all_axes = panels(figure, [length.label for length in lengths], (wide, 1.7), x="layer", y="", columns=1)
@@ -341,6 +321,6 @@ def draw_time(figure: Figure, report: Report) -> None:
         axes.bar(range(len(layers)), dense, width=0.85, color="lightgrey", label="dense")
         axes.bar(range(len(layers)), sparse, width=0.5, color="C0", label="S2O")
         axes.set_xlim(-0.7, len(layers) - 0.3)
-        whole_numbers(axes.xaxis, report.layer_numbers)
+        _set_whole_ticks(axes.xaxis, report.layer_numbers)
     first = all_axes[0]
     figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)

@@ -15,24 +15,10 @@ from rich.console import Console
 
 from calibrate.machine import MARK, json_file
 from calibrate.recipe import report_paths
-from calibrate.report import sections
+from calibrate.record import ProvenLength, read_record
+from calibrate.report import figures, sections
 from calibrate.report.contents import Report
-from calibrate.report.figures import CAPTION, CAPTIONS, attempt, colours, elements, head_maps, pictures, tau_element
-from calibrate.report.sections import (
-    COLUMNS,
-    closing_notes,
-    gain,
-    layer_table,
-    length_cells,
-    length_notes,
-    overview_table,
-    sentences,
-    statement,
-    tables,
-    tau_range,
-    times,
-)
-from calibrate.report.summary import head_counts, summary
+from calibrate.report.summary import count_heads, summary
 from calibrate.tables import (
     Number,
     Table,
@@ -45,97 +31,113 @@ from calibrate.tables import (
     print_table,
     printable,
 )
-from s2o_runtime.config import LayerConfig
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.record import ProvenLength
 
 FOLDER = Path(__file__).parent
+WIDE = 16  # heads; maps with more have cells without visible numbers
+NOT_RECORDED = "not recorded"
 
 
-def environment(*, autoescape: bool) -> Environment:
-    """Where templates are found; a name that none of them knows is an error."""
-    return Environment(
+def _open_templates(*, autoescape: bool, **filters: Callable[..., Any]) -> Environment:
+    """Return where templates are found; a name that none of them knows is an error."""
+    templates = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=autoescape, undefined=StrictUndefined, keep_trailing_newline=True
     )
+    templates.filters |= filters | {"listed": _list_items}
+    return templates
 
 
-def in_markdown(template: str, **names: Any) -> str:
-    """A template's text in Markdown, with one blank line between blocks, below a comment that says who wrote it.
+def _render_markdown(template: str, **names: Any) -> str:
+    """Return a template's text in Markdown, one blank line between blocks, below a comment that says who wrote it.
 
     The filter `text` escapes foreign text.
     """
-    templates = environment(autoescape=False)
-    templates.filters |= {
-        "text": escaped,
-        "bullets": bullets,
-        "markdown": markdown,
-        "facts_table": partial(Table, ("", ""), align="l"),
-    }
-    title, _, text = re.sub(r"\n{3,}", "\n\n", templates.get_template(template).render(names)).strip().partition("\n")
-    return f"{title}\n\n<!-- {MARK} -->\n{text}\n"
+    facts_table = partial(Table, ("", ""), align="l")
+    templates = _open_templates(
+        autoescape=False, text=escaped, bullets=bullets, markdown=markdown, facts_table=facts_table
+    )
+    text = templates.get_template(template).render(names, form="form.md.j2")
+    title, _, rest = re.sub(r"\n{3,}", "\n\n", text).strip().partition("\n")
+    return f"{title}\n\n<!-- {MARK} -->\n{rest}\n"
 
 
-WIDE = 16  # heads; maps with more have cells without visible numbers
-
-
-def markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
-    """The page in Markdown.
-
-    Args:
-        report: what it says.
-        profile_path: where the profile is, or would be if one had been written.
-        pictures: the file of each picture, a name beside the page, by the pictures' names.
-    """
-    return in_markdown("page.j2", **_said(report, profile_path), form="form.md.j2", pictures=pictures)
-
-
-def html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
-    """The page in HTML, in which all text is escaped; `pictures` are SVG elements, all else as in `markdown_page`."""
-    return in_html("page.j2", **_said(report, profile_path), pictures=pictures, maps=head_maps(report), wide=WIDE)
-
-
-def in_html(body: str, **names: Any) -> str:
+def _render_html(body: str, **names: Any) -> str:
     """Return the text of a template as a page of HTML, in which all text is escaped; `title` is one of its names."""
-    templates = environment(autoescape=True)
-    templates.filters |= {"text": printable, "anchor": _anchor, "nested": _nested, "sorted_by": _sorted_by}
-    templates.filters |= {"whole_words": _whole_words, "with_options": _with_options}
+    templates = _open_templates(
+        autoescape=True,
+        text=printable,
+        anchor=lambda heading: "-".join(re.findall(r"\w+", heading.lower())),
+        nested=_group_indented,
+        sorted_by=_mark_value,
+        whole_words=_keep_words,
+        with_options=_mark_options,
+    )
     return templates.get_template("page.html.j2").render(
         names,
         body=body,
         form="form.html.j2",
         mark=MARK,
         headings=[],
-        levels=colours(),
+        levels=figures.list_colours(),
         style=(FOLDER / "page.css").read_text("utf-8"),
         script=(FOLDER / "page.js").read_text("utf-8"),
     )
 
 
-def _said(report: Report, profile_path: Path) -> dict[str, Any]:
-    """The names of page.j2."""
+def render_markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
+    """Return the page in Markdown.
+
+    Args:
+        report: what it says.
+        profile_path: where the profile is, or would be if one had been written.
+        pictures: the file of each picture, a name beside the page, by the pictures' names.
+    """
+    return _render_markdown("page.j2", **_list_page_names(report, profile_path), pictures=pictures)
+
+
+def render_html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
+    """Return the page in HTML; `pictures` are SVG elements, all else as in `render_markdown_page`."""
+    names = _list_page_names(report, profile_path)
+    return _render_html("page.j2", **names, pictures=pictures, maps=figures.make_head_maps(report), wide=WIDE)
+
+
+def _list_page_names(report: Report, profile_path: Path) -> dict[str, Any]:
+    """Return the names of page.j2."""
     return {
         "report": report,
         "title": f"S2O profile of {report.model}",
         "earlier": profile_path.name if profile_path.exists() else "",
-        "captions": CAPTIONS,
-        "sections": sections,
+        "calibrated": [length.length for length in report.lengths if length.calibrated],
+        "checked": [length.length for length in report.lengths if not length.calibrated],
+        "not_proven": [f"{sentence[:1].upper()}{sentence[1:]}." for sentence in report.not_proven],
+        "phases": {name: f"{seconds:.0f} s" for name, seconds in report.phases.items()},
+        "captions": figures.CAPTIONS,
         "patch_call": patch_call,
+        "gain": sections.gain(report),
+        "statement": sections.statement(report.certificate, report.adjusted_on),
+        "certificate_tables": sections.tables(report.certificate),
+        "claims": sections.sentences(report.certificate),
+        "overview": sections.make_overview_table(report),
+        "closing_notes": sections.list_closing_notes(report),
+        "by_length": [
+            (
+                length,
+                sections.make_layer_table(report, length),
+                sections.list_length_notes(report, length) + sections.describe_shared_studies(length),
+            )
+            for length in report.lengths
+        ],
     }
 
 
 def patch_call(profile: str) -> str:
-    """The line of Python that deploys a profile."""
+    """Return the line of Python that deploys a profile."""
     return f"s2o_runtime.patch(model, {json.dumps(profile)})"
 
 
-def _anchor(heading: str) -> str:
-    """A heading's name in links."""
-    return "-".join(re.findall(r"\w+", heading.lower()))
-
-
-def _nested(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each line of a list with the indented lines below it."""
+def _group_indented(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each line of a list with the indented lines below it."""
     items: list[tuple[str, list[str]]] = []
     for line in lines:
         if line.startswith(" ") and items:
@@ -145,106 +147,83 @@ def _nested(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
     return items
 
 
-def _whole_words(command: str) -> Markup:
-    """A command whose words are not cut where lines end."""
+def _keep_words(command: str) -> Markup:
+    """Return a command whose words are not cut where lines end."""
     return Markup("\n").join(
         Markup(" ").join(Markup("<span>{}</span>").format(word) for word in line.split(" "))
         for line in command.split("\n")
     )
 
 
-def _with_options(sentence: str) -> Markup:
-    """A sentence whose options (--lengths) are set as code, and not cut where lines end."""
+def _mark_options(sentence: str) -> Markup:
+    """Return a sentence whose options (--lengths) are set as code, and not cut where lines end."""
     return Markup(re.sub(r"--[a-z][a-z-]*", r"<code>\g<0></code>", str(escape(printable(sentence)))))
 
 
-def _sorted_by(cell: str) -> Markup:
-    """The attribute with what a cell is sorted by; nothing where that is its text."""
+def _mark_value(cell: str) -> Markup:
+    """Return the attribute with what a cell is sorted by; nothing where that is its text."""
     return Markup(' data-value="{}"').format(repr(cell.value)) if isinstance(cell, Number) else Markup("")
-
-
-NOT_RECORDED = "not recorded"
 
 
 def card(profile: Profile, file: str, origin: str = "") -> str:
     """Return the card of a profile that is in `file`, a name beside it; `origin` says whose weights its model has."""
-    return in_markdown("card.j2", **_contents(profile, file, origin), form="form.md.j2", layer_tables=(), pictures={})
+    return _render_markdown("card.j2", **_list_card_names(profile, file, origin), layer_tables=(), pictures={})
 
 
 def html_card(profile: Profile, file: str) -> tuple[str, str]:
     """Return the card in HTML with what every layer does, and why it has no picture, empty if it has."""
-    picture, failure = attempt(lambda: tau_element(profile))
-    tables = [_layer_table(profile, length) for length in profile.lengths]
-    contents = _contents(profile, file) | {"captions": {"tau": CAPTION}}
-    contents["pictures"] = {} if picture is None else {"tau": picture}
-    return in_html("card.j2", **contents, layer_tables=tables), failure
+    picture, failure = figures.attempt(lambda: figures.draw_tau_svg(profile))
+    layer_tables = [_make_layer_table(profile, length) for length in profile.lengths]
+    names = _list_card_names(profile, file) | {"captions": {"tau": figures.CAPTION}, "layer_tables": layer_tables}
+    return _render_html("card.j2", **names, pictures={} if picture is None else {"tau": picture}), failure
 
 
-def _contents(profile: Profile, file: str, origin: str = "") -> dict[str, Any]:
-    """The names of card.j2 that both forms have."""
-    summed = summary(profile)
-    rows = [(*length_cells(row), times(row["prefill_speedup"])) for row in summed["lengths"]]
+def _list_card_names(profile: Profile, file: str, origin: str = "") -> dict[str, Any]:
+    """Return the names of card.j2 that both forms have."""
+    record, summed = read_record(profile), summary(profile)
+    columns = sections.COLUMNS | {"prefill": lambda row: sections.times(row["prefill_speedup"])}
     return {
         "title": f"S2O profile of {profile.model_name}",
         "summary": summed,
         "origin": origin,
-        "record": profile.record,
-        "sections": sections,
+        "record": record,
+        "recipe": record.recipe or {},
+        "statement": sections.statement(record.certificate, sections.adjusted_on(record)),
+        "certificate_tables": sections.tables(record.certificate),
+        "claims": sections.sentences(record.certificate),
         "not_recorded": NOT_RECORDED,
         "call": patch_call(file),
-        "lengths": Table((*COLUMNS, "prefill"), rows),
+        "lengths": Table.of(summed["lengths"], columns),
         "min_length": profile.min_length,
-        "facts": _facts(profile, summed),
     }
 
 
-def _layer_table(profile: Profile, length: int) -> Table:
-    """What each layer does at a length, with what was proven of it or else predicted."""
-    source, densities = profile.record.densities(length, profile.geometry.layers)
-    proven = (profile.record.proven_at(length) or ProvenLength()).layers or ()
-    columns: dict[str, Callable[[tuple[int, LayerConfig]], str]] = {
-        "layer": lambda row: integer(profile.geometry.layer_number(row[0])),
-        "tau": lambda row: tau_range(*(head_counts(row[1].heads)[name] for name in ("tau_min", "tau_max"))),
-        "dense heads": lambda row: integer(head_counts(row[1].heads)["dense_heads"]),
-        "segment": lambda row: integer(row[1].segment),
-        "tile": lambda row: str(row[1].tile),
-        "density": lambda row: formatted(densities[row[0]] if densities else None, ".3f"),
+def _make_layer_table(profile: Profile, length: int) -> Table:
+    """Return what each layer does at a length, with what was proven of it or else predicted."""
+    record, configs = read_record(profile), profile.layers[profile.lengths.index(length)]
+    source, densities = record.densities(length, len(configs))
+    proven = (record.find_proven(length) or ProvenLength()).layers or ()
+    counts = [count_heads(config.heads) for config in configs]
+    columns: dict[str, Callable[[int], str]] = {
+        "layer": lambda row: integer(profile.geometry.layer_number(row)),
+        "tau": lambda row: sections.format_taus(counts[row]["tau_min"], counts[row]["tau_max"]),
+        "dense heads": lambda row: integer(counts[row]["dense_heads"]),
+        "segment": lambda row: integer(configs[row].segment),
+        "tile": lambda row: str(configs[row].tile),
+        "density": lambda row: formatted(densities[row] if densities else None, ".3f"),
     }
-    if len(proven) == profile.geometry.layers:
+    if len(proven) == len(configs):
         columns |= {
-            "mse": lambda row: formatted(proven[row[0]].mse, ".2e"),
-            "rel_mse": lambda row: formatted(proven[row[0]].rel_mse, ".2e"),
-            "limit": lambda row: formatted(proven[row[0]].limit, ".2e"),
-            "worst row": lambda row: formatted(proven[row[0]].worst, ".2g"),
+            "mse": lambda row: formatted(proven[row].mse, ".2e"),
+            "rel_mse": lambda row: formatted(proven[row].rel_mse, ".2e"),
+            "limit": lambda row: formatted(proven[row].limit, ".2e"),
+            "worst row": lambda row: formatted(proven[row].worst, ".2g"),
         }
-    rows = enumerate(profile.layers[profile.lengths.index(length)])
-    return Table.of(rows, columns, f"{length} tokens" + (f", densities {source}" if source else ""))
+    return Table.of(range(len(configs)), columns, f"{length} tokens" + (f", densities {source}" if source else ""))
 
 
-def _facts(profile: Profile, summed: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How the profile was made, as far as its record says."""
-    record = profile.record
-    recipe = record.recipe or {}
-    return [
-        ("objective", _listed(record.objective)),
-        ("lengths", f"{_listed(recipe.get('lengths'))}; checked: {_listed(recipe.get('check_lengths')) or 'none'}"),
-        ("prompts", _prompt_source(recipe)),
-        ("seed", _listed(recipe.get("seed"))),
-        *([("tiles", str(summed["retiled"]))] if summed["retiled"] else []),
-        ("versions", _listed(record.versions)),
-    ]
-
-
-def _prompt_source(recipe: Mapping[str, Any]) -> str:
-    if recipe.get("prompts"):
-        return _listed(recipe["prompts"])
-    if not recipe.get("domains"):
-        return NOT_RECORDED
-    return f"built-in {_listed(recipe['domains'])}{', with needles' if recipe.get('hide_needles') else ''}"
-
-
-def _listed(value: Any) -> str:
-    """A recorded value in one line of text."""
+def _list_items(value: Any) -> str:
+    """Format a recorded value in one line of text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {item}" for name, item in value.items())
     if isinstance(value, list):
@@ -254,43 +233,42 @@ def _listed(value: Any) -> str:
 
 def print_report(report: Report, console: Console) -> None:
     """Print the gain, and target against achieved: all lengths, each one's layers with notes, the certificate."""
-    print_lines([gain(report), ""], console)
+    print_lines([sections.gain(report), ""], console)
     if len(report.lengths) > 1:
-        print_table(overview_table(report), console)
+        print_table(sections.make_overview_table(report), console)
     for length in report.lengths:
-        print_table(layer_table(report, length, brief=True), console)
-        print_lines([*length_notes(report, length), ""], console)
-    print_lines(closing_notes(report), console)
-    for table in tables(report.certificate):
+        print_table(sections.make_layer_table(report, length, brief=True), console)
+        print_lines([*sections.list_length_notes(report, length), ""], console)
+    print_lines(sections.list_closing_notes(report), console)
+    for table in sections.tables(report.certificate):
         print_table(table, console)
     if report.met:
-        print_lines([statement(report.certificate, report.adjusted_on), *sentences(report.certificate)], console)
+        print_lines(
+            [sections.statement(report.certificate, report.adjusted_on), *sections.sentences(report.certificate)],
+            console,
+        )
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)
 
 
 def write_report(report: Report, profile_path: Path) -> tuple[list[Path], str]:
-    """Write the report beside a profile, or where one would be.
-
-    Args:
-        report: what the files say.
-        profile_path: the profile's file, from whose name the others get theirs.
+    """Write the report beside a profile, or where one would be, with names made of the profile's.
 
     Returns:
-        `<stem>.report.json`, the report as it is; `<stem>.density.png`, `<stem>.frontier.png` and `<stem>.time.png`;
-        `<stem>.report.md`, the page that shows them; `<stem>.report.html`, the same with all pictures inside, which
-        is written last. And why there are no pictures, empty if there are.
+        The files `<stem>.report.json`, the report as it is; `<stem>.density.png`, `<stem>.frontier.png` and
+        `<stem>.time.png`; `<stem>.report.md`, the page that shows them; `<stem>.report.html`, the same with all
+        pictures inside, which is written last. And why there are no pictures, empty if there are.
     """
     profile_path.parent.mkdir(parents=True, exist_ok=True)
-    both, failure = attempt(lambda: (pictures(report), elements(report)))
+    both, failure = figures.attempt(lambda: (figures.draw_pngs(report), figures.draw_svgs(report)))
     drawn, svgs = both or ({}, {})
     as_json, *picture_paths, as_markdown, as_html = report_paths(profile_path)
     named = dict(zip(drawn, picture_paths, strict=False))
-    page = markdown_page(report, profile_path, {name: path.name for name, path in named.items()})
+    page = render_markdown_page(report, profile_path, {name: path.name for name, path in named.items()})
     files = {
         as_json: json_file(report.to_json()),
         **{named[name]: picture for name, picture in drawn.items()},
         as_markdown: page.encode(),
-        as_html: html_page(report, profile_path, svgs).encode(),
+        as_html: render_html_page(report, profile_path, svgs).encode(),
     }
     for path in set(picture_paths) - set(files):
         path.unlink(missing_ok=True)  # of an earlier run

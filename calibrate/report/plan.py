@@ -1,4 +1,4 @@
-"""What a calibration is going to do, in words: shown before it starts."""
+"""The plan of a calibration in words, shown before it starts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FIRST = ("model", "takes", "memory", "runs on", "budget", "lengths", "layers", "
 NOT_WORTH_SAYING = 0.05  # of a run's time: a phase that takes less is not named
 
 
-def option_lines(recipe: Recipe) -> dict[str, str]:
-    """Every option that a run uses in words, by its label."""
+def list_options(recipe: Recipe) -> dict[str, str]:
+    """Return every option that a run uses in words, by its label."""
     return {
         option.label: option.line(recipe)
         for option in OPTIONS.values()
@@ -37,14 +37,12 @@ def plan(
     rehearsed: bool = False,
     prompts: str = "",
 ) -> dict[str, str]:
-    """What a run is going to do: a line for each option, and what follows from the model and the device.
+    """Describe what a run is going to do: a line for each option, and what follows from the model and the device.
 
     Args:
-        recipe: what is run.
-        preflight: what is known of the model before its weights are.
-        estimate: what the run is going to take.
+        recipe, given: what is run, and the options that the user gave, which are marked.
+        preflight, estimate: what is known of the model before its weights are, and what the run is going to take.
         device: that the recipe names.
-        given: the options that the user gave, which are marked.
         rehearsed: whether nothing is going to run, so that an alias has the sizes that ship.
         prompts: how many prompts there are, if they were counted.
 
@@ -52,18 +50,18 @@ def plan(
         The lines' texts by their names, those of `FIRST` before the others.
     """
     given_labels = {OPTIONS[name].label for name in given}
-    lines = option_lines(recipe) | {"model": in_full(recipe.model)}
+    lines = list_options(recipe) | {"model": in_full(recipe.model)}
     lines["prompts"] += f"; {prompts}" if prompts else ""
     lines = {label: line + (" (given)" if label in given_labels else "") for label, line in lines.items()}
+    shares = ", ".join(f"{share:.0%} at {length}" for length, share in preflight.shares.items())
     derived = {
         "architecture": str(preflight.geometry),
         "layers": preflight.layers,
-        "attention in them": ", ".join(f"{share:.0%} at {length}" for length, share in preflight.shares.items())
-        + " tokens",
+        "attention in them": f"{shares} tokens",
         "loaded": preflight.loading,
         "runs on": str(device),
-        "takes": _takes(estimate),
-        "memory": _memory(estimate, device),
+        "takes": _format_time(estimate),
+        "memory": _format_memory(estimate, device),
         "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
     }
     if (rehearsed or recipe.random_weights) and shipped_sizes(recipe.model):
@@ -74,13 +72,13 @@ def plan(
 
 
 def in_short(lines: Mapping[str, str], given: Collection[str]) -> dict[str, str]:
-    """The lines of a plan that a user needs first, and those of the options that were given."""
+    """Return the lines of a plan that a user needs first, and those of the options that were given."""
     shown = {*FIRST, *(OPTIONS[name].label for name in given)}
     return {name: line for name, line in lines.items() if name in shown}
 
 
 def busy_line(device: DeviceIdentity) -> dict[str, str]:
-    """A line that says what to do where others use the cores of a CPU that a run is for; empty if they do not."""
+    """Return a line that says what to do where others use the cores of a CPU that a run is for; else nothing."""
     cores, threads, load = os.cpu_count() or 1, torch.get_num_threads(), os.getloadavg()[0]
     if device.kind != "cpu" or load + threads < cores + 1:
         return {}
@@ -88,8 +86,8 @@ def busy_line(device: DeviceIdentity) -> dict[str, str]:
     return {"busy": f"{cores} cores have a load of {load:.1f}: {advice}"}
 
 
-def _takes(estimate: Estimate) -> str:
-    """The time of the run, and of its longer phases."""
+def _format_time(estimate: Estimate) -> str:
+    """Return the time of the run, and of its longer phases."""
     longer = {
         name: seconds for name, seconds in estimate.seconds.items() if seconds >= NOT_WORTH_SAYING * estimate.total
     }
@@ -97,8 +95,8 @@ def _takes(estimate: Estimate) -> str:
     return f"about {duration(estimate.total)} ({phases}), less what the journal has"
 
 
-def _memory(estimate: Estimate, device: DeviceIdentity) -> str:
-    """The memory of the device that the run needs, and what it has."""
+def _format_memory(estimate: Estimate, device: DeviceIdentity) -> str:
+    """Return the memory of the device that the run needs, and what it has."""
     needed = f"about {estimate.memory / GIB:.2g} GiB"
     if device.kind != "cuda":
         return needed

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, methods
 from calibrate.recipe import Recipe
+from calibrate.record import PredictedLayer
 from calibrate.search.allocate import (
     UNWEIGHTED,
     Allocation,
@@ -24,7 +25,6 @@ from calibrate.search.allocate import (
 )
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, Tail, TileConfig
-from s2o_runtime.profile.record import PredictedLayer
 
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 

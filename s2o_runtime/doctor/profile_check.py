@@ -17,6 +17,7 @@ from s2o_runtime.identity import geometry
 from s2o_runtime.layer_kinds import positions
 from s2o_runtime.monitor.drift import error_limits
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.profile.record import get_list, list_certified, read_budget
 from s2o_runtime.serving.fit import ANOTHER, COMPARED, ProfileFit, Rank, Request, check_model
 
 GIB = 1 << 30
@@ -175,17 +176,18 @@ def _check_proof(profile: Profile) -> list[Finding]:
         profile.check_trained()
     except ProfileError as error:
         findings.append(Finding("weights", "random", str(error), BAD_INPUT))
-    text = "no budget is recorded"
-    if (budget := record.budget) is not None:
-        ceiling = "" if budget.ceiling_rel_mse is None else f" and rel_mse {budget.ceiling_rel_mse:g}"
+    text, budget = "no budget is recorded", read_budget(record)
+    if budget.value is not None:
+        ceiling = "" if budget.ceiling is None else f" and rel_mse {budget.ceiling:g}"
         text = f"{budget.kind} {budget.value:g}{ceiling} for every {budget.scope or 'layer'}"
-    text += f", {record.proof or 'not proven'}"
-    counts = ", ".join(f"{length.prompts} prompts of {length.length} tokens" for length in record.certified_lengths)
+    proof = record.get("proof")
+    text += f", {proof if isinstance(proof, str) else 'not proven'}"
+    counts = ", ".join(f"{row.get('prompts')} prompts of {row.get('length')} tokens" for row in list_certified(record))
     if counts:
         findings.append(Finding("proof", f"{text}; certified on {counts}"))
     else:
         findings.append(Finding("proof", text, "nothing is certified: s2o-calibrate certifies by default"))
-    findings += [Finding("not proven", problem, "see the report") for problem in record.problems or ()]
+    findings += [Finding("not proven", problem, "see the report") for problem in get_list(record, "problems", str)]
     try:
         error_limits(profile)
     except ProfileError as error:

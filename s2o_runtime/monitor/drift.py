@@ -25,7 +25,7 @@ from s2o_runtime.call import PLAIN, Scoring, capped, softmax
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.fields import Rule, check_fields, ruled
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.record import ErrorUnit
+from s2o_runtime.profile.record import ErrorUnit, read_budget, read_limits
 
 Action = Literal["warn", "dense"]
 DriftChoice = Literal["auto", "off", "warn", "dense"]
@@ -117,26 +117,27 @@ def error_limits(profile: Profile) -> list[ErrorLimits]:
     Raises:
         ProfileError: the record has no budget, or a budget for the mean over the layers and no limits.
     """
-    budget, layers = profile.record.budget, profile.geometry.layers
-    if budget is None or budget.unit is None or budget.value is None or not 0 < budget.value < math.inf:
+    budget, layers = read_budget(profile.record), profile.geometry.layers
+    if budget.kind is None or budget.value is None or not 0 < budget.value < math.inf:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
+    unit = budget.kind
     # a file that S2O did not write may have limits that nothing can be compared with
     usable = [
         {
             length: limit
-            for length, limit in profile.record.limits(layer).items()
+            for length, limit in read_limits(profile.record, layer).items()
             if length > 0 and 0 <= limit < math.inf
         }
         for layer in range(layers)
     ]
     if all(usable):
-        return [ErrorLimits(budget.unit, {length: limit for length, limit in row.items() if limit}) for row in usable]
+        return [ErrorLimits(unit, {length: limit for length, limit in row.items() if limit}) for row in usable]
     if budget.scope != "layer":
         raise ProfileError(
             "the profile's record does not say what each layer may have of the model's budget: prove it by "
             "calibrating with this budget"
         )
-    return [ErrorLimits(budget.unit, dict.fromkeys(profile.lengths, budget.value))] * layers
+    return [ErrorLimits(unit, dict.fromkeys(profile.lengths, budget.value))] * layers
 
 
 def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[ErrorLimits]]:

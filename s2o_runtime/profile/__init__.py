@@ -1,4 +1,4 @@
-"""One model's calibration: the type (`profile`), its file (`file`) and the record of how it was made (`record`).
+"""One model's calibration: the type (`profile`), its file (`file`) and what is read of its record (`record`).
 
 Names are loaded on first use, because the type needs torch and the record does not.
 """
@@ -12,7 +12,7 @@ from s2o_runtime.lazy import lazily
 if TYPE_CHECKING:
     from s2o_runtime.profile.file import METADATA_KEY, SCHEMA, described, load_profile, save_profile, serialize
     from s2o_runtime.profile.profile import Profile
-    from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, Record
+    from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES
 
 __all__ = [
     "BUDGET_KINDS",
@@ -20,7 +20,6 @@ __all__ = [
     "METADATA_KEY",
     "SCHEMA",
     "Profile",
-    "Record",
     "described",
     "load_profile",
     "save_profile",
@@ -30,7 +29,7 @@ __all__ = [
 _HOMES = {
     "file": ("METADATA_KEY", "SCHEMA", "described", "load_profile", "save_profile", "serialize"),
     "profile": ("Profile",),
-    "record": ("BUDGET_KINDS", "BUDGET_SCOPES", "Record"),
+    "record": ("BUDGET_KINDS", "BUDGET_SCOPES"),
 }
 
 __getattr__ = lazily(__name__, _HOMES)

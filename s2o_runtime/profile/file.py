@@ -43,7 +43,6 @@ from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry, join_fingerprint, split_fingerprint, tensor_bytes
 from s2o_runtime.lengths import MAX_LENGTH, length_step
 from s2o_runtime.profile.profile import Profile
-from s2o_runtime.profile.record import Record
 from s2o_runtime.version import __version__
 
 SCHEMA = 8
@@ -170,7 +169,7 @@ def described(profile: Profile) -> dict[str, Any]:
         "model": {"name": profile.model_name, **split_fingerprint(profile.fingerprint), **profile.geometry.as_json()},
         "device": asdict(profile.device),
         "lengths": list(profile.lengths),
-        "record": profile.record.to_json(),
+        "record": profile.record,
     }
 
 
@@ -391,7 +390,7 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         _field(model, name, kind, "model.") if name in model else None
         for name, kind in (("base_fingerprint", str), ("config", dict))
     )
-    record = Record.from_json(_field(document, "record", dict))
+    record = _field(document, "record", dict)
     if _field(document, "digest", str) != _digest(document, tensors):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
     tensors, unsupported = _with_supported_heads(tensors)

@@ -24,7 +24,7 @@ from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import geometry
 from s2o_runtime.profile.file import load_profile
 from s2o_runtime.profile.profile import Profile
-from s2o_runtime.profile.record import BudgetKind
+from s2o_runtime.profile.record import BudgetKind, list_certified, read_budget
 
 VARIABLE = "S2O_PROFILES"  # folders, separated as in PATH
 WRITTEN = Path("profiles")  # where s2o-calibrate writes by default, in the folder that it runs in
@@ -41,7 +41,7 @@ class Found(NamedTuple):
     profile: Profile
 
     def __str__(self) -> str:
-        certified = "certified" if self.profile.record.certified_lengths else "not certified"
+        certified = "certified" if list_certified(self.profile.record) else "not certified"
         kind, value = self.budget
         budget = "" if kind is None or value is None else f", {kind} {value:g}"
         return f"{self.path} of {self.profile.model_name} ({certified}{budget})"
@@ -49,8 +49,7 @@ class Found(NamedTuple):
     @property
     def budget(self) -> tuple[BudgetKind | None, float | None]:
         """Its kind and its value, None where they are not recorded."""
-        budget = self.profile.record.budget
-        return (None, None) if budget is None else (budget.kind, budget.value)
+        return read_budget(self.profile.record)[:2]
 
 
 def folders() -> list[Path]:
@@ -91,7 +90,7 @@ def _rank(candidate: Found) -> tuple[object, ...]:
     """What the profiles of one folder are sorted by."""
     kind, value = candidate.budget
     order = len(KINDS) if kind is None or value is None else KINDS.index(kind)
-    return not candidate.profile.record.certified_lengths, order, value or 0.0, -candidate.profile.lengths[-1]
+    return not list_certified(candidate.profile.record), order, value or 0.0, -candidate.profile.lengths[-1]
 
 
 def none_like(candidates: Sequence[Found], config: Any) -> str | None:

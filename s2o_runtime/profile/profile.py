@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from s2o_runtime.devices import DeviceIdentity, fit, identify
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import CONFIG, RANDOM, Geometry
 from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, far_apart, length_step
-from s2o_runtime.profile.record import Record
+from s2o_runtime.profile.record import get_object
 from s2o_runtime.tiles import candidate_tiles
 
 
@@ -27,8 +28,9 @@ class Profile:
     geometry: the sizes of the model; fingerprint: what names its function (`identity.fingerprint`).
     device: what the tiles were tuned on.
     lengths: the calibrated buckets in tokens, ascending; layers[bucket][layer] is that layer's configuration.
-    record: how it was made and what was shown. Of it the runtime reads the budget and the limits of the
-        held-out proof (drift check), and `s2o-doctor` the proof, the certificate and the problems.
+    record: how it was made and what was shown, as the file's JSON; `calibrate.record` has its types. Of it the runtime
+        reads the budget and the limits of the held-out proof (drift check), and `s2o-doctor` the proof, the certificate
+        and the problems.
     unsupported_heads: how many heads are dense because the file gives them settings of an earlier version.
 
     >>> from s2o_runtime import load_profile
@@ -43,7 +45,7 @@ class Profile:
     device: DeviceIdentity
     lengths: tuple[int, ...]
     layers: tuple[tuple[LayerConfig, ...], ...]
-    record: Record = field(default_factory=Record, hash=False)
+    record: Mapping[str, Any] = field(default_factory=dict, hash=False)
     unsupported_heads: int = field(default=0, compare=False)
 
     @property
@@ -54,7 +56,7 @@ class Profile:
     @property
     def kv_cache_dtype(self) -> KvCacheDtype:
         """The type of the server's KV cache that the profile was made for."""
-        return "fp8" if (self.record.recipe or {}).get("kv_cache_dtype") == "fp8" else "auto"
+        return "fp8" if get_object(self.record, "recipe").get("kv_cache_dtype") == "fp8" else "auto"
 
     @property
     def config_unknown(self) -> str | None:

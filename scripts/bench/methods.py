@@ -34,6 +34,7 @@ from torch import Tensor
 from calibrate.curves.curves import row_errors, worst_of
 from calibrate.evaluation.plan import configure_layer, find_baseline, normalise_setting
 from calibrate.evaluation.run import DIGEST
+from calibrate.record import read_record
 from calibrate.timing import samples
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
@@ -250,7 +251,7 @@ def key_of(path: Path) -> Key:
     Raises:
         InputError: the profile does not state its budget.
     """
-    record = load_profile(path).record
+    record = read_record(load_profile(path))
     if record.budget is None or record.budget.kind is None or record.budget.value is None:
         raise InputError(f"{path} does not say what its budget is: calibrate it again")
     proven = PROVEN if (record.proof or "").startswith("held out") else ""

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.recipe import Budget, default_out
+from calibrate.record import Record, read_record
 from calibrate.report.page import card
-from calibrate.report.sections import in_short, times
+from calibrate.report.sections import format_range, round_down, times
 from calibrate.report.summary import summary
 from calibrate.tables import Markup, Table, escaped, markdown
 from s2o_runtime.command_line import OK, failed, failure_code
@@ -78,7 +79,7 @@ def file_profile(profile_path: Path, catalogue: Path, name: str | None = None) -
     if name is not None:
         profile = replace(profile, model_name=name)
         data = serialize(profile.validate())
-    budget = profile.record.budget
+    budget = read_record(profile).budget
     if budget is None or budget.kind is None or budget.value is None:
         raise InputError(
             f"{profile_path} does not say what its budget is, which its file in a catalogue is named by: "
@@ -110,6 +111,7 @@ def overviews(catalogue: Path) -> dict[Path, str]:
 def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
     """What the index says of a profile: what it is for, its digest and what it saves."""
     profile = load_profile(path)
+    record = read_record(profile)
     summed = summary(profile)
     return {
         "file": path.relative_to(catalogue).as_posix(),
@@ -117,15 +119,33 @@ def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
         "model": summed["model"],
         "fingerprint": summed["fingerprint"],
         "device": summed["device"],
-        "measured_on": profile.record.retiled.made_on if profile.record.retiled else summed["device"],
+        "measured_on": record.retiled.made_on if record.retiled else summed["device"],
         "budget": summed["budget"],
         "proof": summed["proof"],
-        "certified": in_short(profile.record.certificate),
+        "certified": _summarise_certificate(record),
         "lengths": [
             {name: row[name] for name in ("length", "density", "prefill_speedup", "needles")}
             for row in summed["lengths"]
         ],
     }
+
+
+def _summarise_certificate(record: Record) -> str:
+    """Return a few words for a table of profiles; "-" without a certificate."""
+    lengths = record.certified_lengths
+    if not lengths:
+        return "-"
+    shares = [length.share for length in lengths if length.share is not None]
+    kls = [length.kl for length in lengths if length.kl is not None]
+    retrievals = [length.retrieval for length in lengths if length.retrieval is not None]
+    kept, needles = sum(item.kept or 0 for item in retrievals), sum(item.found or 0 for item in retrievals)
+    parts = [
+        f"{format_range(length.prompts for length in lengths)} prompts",
+        "means within limits",
+        f"KL within {max(kls):.1e} of {round_down(min(shares))}" if kls and shares else "",
+        f"needles {kept} of {needles}" if needles else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _cells(entry: dict[str, Any]) -> list[str]:

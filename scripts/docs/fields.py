@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import get_args, get_origin
 
 from calibrate.options import Option, flag
+from calibrate.record import FieldSpec, Record, RecordNode
 from calibrate.tables import Markup, Table, markdown
 from s2o_runtime.command_line import EXIT_CODES
-from s2o_runtime.profile.record import FieldFormat, Part, Record
 
 SECTIONS = ("predicted", "held_out", "certificate", "retiled")  # fields of the record that have a table of their own
 ELSEWHERE = ("recipe",)  # described by the calibrator's options
@@ -45,12 +45,12 @@ def record() -> str:
     """Markdown: a table of the record, and one for each of `SECTIONS`."""
     own = [
         row
-        for field in Record.formats()
+        for field in Record.list_fields()
         if field.name not in SECTIONS + ELSEWHERE
         for row in rows_of(field, f"record.{field.key}")
     ]
     parts = [table(own)]
-    for field in Record.formats():
+    for field in Record.list_fields():
         if field.name in SECTIONS:
             path = f"record.{field.key}"
             section = [row for row in rows_of(field, path) if row[0].removesuffix("[]") != path]
@@ -58,17 +58,17 @@ def record() -> str:
     return "\n\n".join(parts)
 
 
-def rows_of(field: FieldFormat, path: str) -> Iterator[Row]:
+def rows_of(field: FieldSpec, path: str) -> Iterator[Row]:
     """The rows of a field and, if it holds parts, of their fields."""
     repeated = get_origin(field.type) is tuple
     if repeated:
         path += "[]"
     inner = get_args(field.type)[0] if repeated else field.type
-    is_part = isinstance(inner, type) and issubclass(inner, Part)
+    is_part = isinstance(inner, type) and issubclass(inner, RecordNode)
     if repeated or not is_part:
         yield path, field.unit, field.meaning
     if is_part:
-        for inner_field in inner.formats():
+        for inner_field in inner.list_fields():
             yield from rows_of(inner_field, f"{path}.{inner_field.key}")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from calibrate import calibrate
 from calibrate.machine import named_device
 from calibrate.proof.again import opened, recertified
+from calibrate.record import read_record
 from calibrate.report.sections import certificate_parts, gain, sentences, statement
 from calibrate.tables import Table, print_lines, print_table, terminal
 from scripts.bench.common import bench_parser, int_list
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not result.written:
                 broken += 1
                 continue
-            certificate = result.profile.record.certificate
+            certificate = read_record(result.profile).certificate
             print_lines([statement(certificate, None), *sentences(certificate)], console)
             profile = opened(args.model, out, named_device(None)[0], needs_certificate=True)
             asked = replace(profile, recipe=replace(profile.recipe, num_certify=args.fresh))

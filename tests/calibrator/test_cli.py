@@ -88,7 +88,7 @@ def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny_fo
     assert (tmp_path / "no.safetensors").exists() == allow
     if allow:
         record = load_profile(tmp_path / "no.safetensors").record
-        assert (record.proof, record.problems) == ("failed", (lost,))
+        assert (record["proof"], record["problems"]) == ("failed", [lost])
     else:
         assert f"s2o-calibrate: the proof failed, so no profile was written ({lost}): allow less" in outcome.stderr
         report = json.loads((tmp_path / "no.report.json").read_text())
@@ -364,7 +364,12 @@ def test_a_report_that_fails_fails_no_run(command, tmp_path, monkeypatch, caplog
         raise OverflowError("cannot convert float infinity to integer")
 
     for module, name, said, files in (
-        (figures, "_saved", "the pictures cannot be drawn (OverflowError: cannot convert", ["json", "md", "html"]),
+        (
+            figures,
+            "_save_figure",
+            "the pictures cannot be drawn (OverflowError: cannot convert",
+            ["json", "md", "html"],
+        ),
         (contents, "report_of", "the report cannot be written (cannot convert float infinity", []),
     ):
         with monkeypatch.context() as patch:
@@ -376,7 +381,7 @@ def test_a_report_that_fails_fails_no_run(command, tmp_path, monkeypatch, caplog
         assert {path.name for path in tmp_path.glob(f"{name}.*")} == {
             f"{name}.safetensors", *(f"{name}.report.{suffix}" for suffix in files)
         }  # fmt: skip
-        assert load_profile(tmp_path / f"{name}.safetensors").record.proof == "held out"
+        assert load_profile(tmp_path / f"{name}.safetensors").record["proof"] == "held out"
 
 
 @pytest.mark.usefixtures("offline")

@@ -15,6 +15,7 @@ from calibrate.pipeline import calibrate, journal_identity
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import adjust
 from calibrate.proof.verify import LengthProof
+from calibrate.record import read_record
 from calibrate.report import contents
 from calibrate.search.allocate import Allocation, Point
 from calibrate.search.choice import Choice, ChosenDense, SearchPoint
@@ -109,7 +110,8 @@ def test_the_profile_does_what_it_says(changes, tiny_folder, run):
     assert result.met
     profile = assert_what_was_proven_is_written(recipe, result)
     outside = seen_from_outside(tiny_folder, recipe, profile)
-    recorded = {proof.length: proof for proof in profile.record.held_out}
+    record = read_record(profile)
+    recorded = {proof.length: proof for proof in record.held_out}
     assert {length: proof.calibrated for length, proof in recorded.items()} == {512: True, 1024: True, 768: False}
     assert len(outside) == 6
     for (length, layer), (error, density) in outside.items():
@@ -121,11 +123,11 @@ def test_the_profile_does_what_it_says(changes, tiny_folder, run):
     for length in recorded:
         assert sum(outside[length, layer][0] for layer in range(2)) / 2 <= recipe.budget.value
     assert min(density for _, density in outside.values()) < 0.7
-    assert (profile.record.proof, profile.record.problems) == ("held out", ())
-    assert profile.record.objective == "predicted latency"
-    assert profile.record.certificate is None
-    assert profile.record.not_proven == ("that the next prompt keeps its limits: there is no certificate",)
-    hashes = profile.record.data
+    assert (record.proof, record.problems) == ("held out", ())
+    assert record.objective == "predicted latency"
+    assert record.certificate is None
+    assert record.not_proven == ("that the next prompt keeps its limits: there is no certificate",)
+    hashes = record.data
     assert not {prompt.sha256 for prompt in hashes.calibration} & {prompt.sha256 for prompt in hashes.held_out}
     assert [prompt.length for prompt in hashes.held_out] == [512, 1024, 768]
     scores = {config.scores for bucket in profile.layers for config in bucket if not config.is_dense}
@@ -151,7 +153,8 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
     recipe, result = certified
     assert result.met
     profile = assert_what_was_proven_is_written(recipe, result)
-    (length,) = profile.record.certificate.lengths
+    record = read_record(profile)
+    (length,) = record.certificate.lengths
     assert (length.length, length.prompts, length.tokens) == (512, 3, 3 * 512)
     for layer, certified in enumerate(length.layers):
         config = result.configs[512, layer]
@@ -163,12 +166,12 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
     assert length.share is None or 0 < length.mean_kl <= length.kl
     assert length.noise_floor is None
     assert sum(one.prompts for one in length.domains) == 3
-    hashes = profile.record.data
+    hashes = record.data
     parts = [{prompt.sha256 for prompt in part} for part in (hashes.calibration, hashes.held_out, hashes.certify)]
     assert [len(part) for part in parts] == [2, 1, 3]
     assert len(set.union(*parts)) == 6
-    assert profile.record.not_proven[-1].startswith("text unlike these prompts")
-    assert contents.report_of(recipe, result).certificate == profile.record.certificate
+    assert record.not_proven[-1].startswith("text unlike these prompts")
+    assert contents.report_of(recipe, result).certificate == record.certificate
     again, _ = run("again", **CERTIFIED)
     assert again.out.read_bytes() == recipe.out.read_bytes()
 
@@ -250,7 +253,7 @@ def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():
     """The second layer was timed while the GPU was half as fast."""
     timings = [Timing(seconds, 0, 1, dense, 7) for seconds, dense in ((0.01, 0.04), (0.04, 0.08), (0.05, 0.04))]
     choices = [choice(timings[0]), choice(timings[1]), choice(timings[2], "dense"), choice(None)]
-    assert [contents._predicted_seconds(each, choices) for each in choices] == [0.01, 0.02, 0.04, None]
+    assert [contents._predict_seconds(each, choices) for each in choices] == [0.01, 0.02, 0.04, None]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ from calibrate.prompts.retrieval import FAMILY
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
-from s2o_runtime.profile.record import Record
 from scripts.bench.baselines.settings import BASELINES, parse
 from support.artefacts import shared
 from support.models import make_profile
@@ -441,7 +440,7 @@ def test_attention_is_as_fast_as_all_layers_of_a_profile_together():
             {"length": length, "layers": [{"seconds": own, "dense_seconds": dense} for own, dense in layers]}
             for length, layers in lengths.items()
         ]
-        return SimpleNamespace(record=Record.from_json({"predicted": predicted, **changes}))
+        return SimpleNamespace(record={"predicted": predicted, **changes})
 
     variant = Variant("p", "p", profile=profile(budget={"kind": "rel_mse", "value": 3e-3}))
     assert [variant.attention_speedup(length) for length in (8, 16, 32)] == [2, None, None]

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import torch
 
-from s2o_runtime.profile.record import Record
 from s2o_runtime.quantisation import as_cached
 from s2o_runtime.serving import self_test
 from s2o_runtime.serving.fit import Rank
@@ -30,7 +29,7 @@ CLOSE = 2e-5 if ON_GPU else 1e-9  # mean square of the difference over that of t
 
 def engine_of(server_name, tile, fp8=False):
     profile = served_profile(tile) if ON_GPU else two_layers()
-    profile = replace(profile, record=Record(recipe={"kv_cache_dtype": "fp8"}))
+    profile = replace(profile, record={"recipe": {"kv_cache_dtype": "fp8"}})
     server = FakeServer(profile, Rank(), DEVICE, 8192, tested=False)
     size = {"pages": 512} if server_name == "vllm" else {"slots": 16384, "width": 8192}
     cache = {"kv_cache_dtype": FP8[server_name]} if fp8 else {}

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from calibrate.curves.curves import Shape
-from calibrate.profiles.retile import _inputs, _stopping, retile
+from calibrate.profiles.retile import _make_inputs, _with_density, retile
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import Profile, Record, load_profile, save_profile
+from s2o_runtime.profile import Profile, load_profile, save_profile
 from s2o_runtime.tiles import candidate_tiles
 
 GEOMETRY = Geometry("llama", 3, 16, 4, 128)
@@ -30,13 +30,13 @@ def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
     proven = [{"length": length, "layers": [{"density": each} for each in (SPARSE, HALF, FULL)]} for length in LENGTHS]
     bucket = (layer(1, "mean"), layer(16, "none"), layer(16, "mean"))
     other = DeviceIdentity("cuda", "NVIDIA A100", (8, 0), 108, 1 << 36)
-    record = Record.from_json({"proof": "held out", "held_out": proven})
+    record = {"proof": "held out", "held_out": proven}
     old = Profile("demo", GEOMETRY, "f" * 64, other, LENGTHS, (bucket, bucket), record)
     save_profile(old, tmp_path / "old.safetensors")
     began = time.monotonic()
     done = retile(tmp_path / "old.safetensors", "cuda", tmp_path / "new.safetensors")
     seconds = time.monotonic() - began
-    print(f"{seconds:.0f} s", *done.record.retiled.timed, sep="\n")
+    print(f"{seconds:.0f} s", *done.record["retiled"]["kinds"], sep="\n")
     new = load_profile(tmp_path / "new.safetensors")
     here = identify(torch.device("cuda"))
     candidates = {replace(tile, chunk=1) for tile in candidate_tiles(128, here.capability)}
@@ -56,8 +56,8 @@ def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
 @pytest.mark.parametrize("density", [SPARSE, HALF])
 def test_the_timed_calls_compute_what_the_record_says(density):
     where = torch.device("cuda")
-    prompt = _inputs(GEOMETRY, LENGTHS[1], where)
-    config = _stopping(prompt, layer(16, "mean"), density)
+    prompt = _make_inputs(GEOMETRY, LENGTHS[1], where)
+    config = _with_density(prompt, layer(16, "mean"), density)
     here = torch.cuda.get_device_capability()
     tile = next(t for t in candidate_tiles(128, here) if Shape.of(t) == Shape.of(FORMER))
     qkv = prompt.q, prompt.k, prompt.v

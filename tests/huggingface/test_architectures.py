@@ -30,6 +30,7 @@ import s2o_runtime
 from calibrate import Recipe, pipeline
 from calibrate.model.models import in_memory
 from calibrate.model.weights import model_class
+from calibrate.record import read_record
 from s2o_runtime import explain, patch, patched, unpatch
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import Geometry, fingerprint, geometry
@@ -329,7 +330,7 @@ def check_calibration(model: Any, eager: Any, name: str, folder: Path) -> None:
     assert profile.geometry == geometry(model.config)
     numbers = [profile.geometry.layer_number(row) for row in range(profile.geometry.layers)]
     assert set(numbers) == must_run(name)
-    proven = profile.record.held_out[0].layers
+    proven = read_record(profile).held_out[0].layers
     assert len(proven) == len(numbers)
     assert any(layer.density < 0.97 and 0 < layer.rel_mse <= 0.5 for layer in proven)
     ids = prompt(512)

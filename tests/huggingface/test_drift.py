@@ -13,7 +13,6 @@ from s2o_runtime.call import Scoring
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, SampledErrors, error_limits, sampled_errors
-from s2o_runtime.profile.record import ProvenLayer, ProvenLength, Record, RecordedBudget
 from s2o_runtime.reference.dense import exact_attention
 from support.models import LENGTH, RUNS, make_profile, new_model, padded_batch, paths, prompt
 
@@ -22,7 +21,7 @@ TILE = TileConfig(64, 32, 1, 4, 1)
 
 
 def budgeted(profile, value, kind="rel_mse", scope="layer"):
-    return dataclasses.replace(profile, record=Record(budget=RecordedBudget(kind=kind, value=value, scope=scope)))
+    return dataclasses.replace(profile, record={"budget": {"kind": kind, "value": value, "scope": scope}})
 
 
 @pytest.fixture
@@ -129,9 +128,8 @@ def test_what_keeps_to_the_budget_is_not_warned_about(plain, caplog):
 def test_a_loosened_profile_is_noticed(plain, caplog, action, how):
     """It was proven to 1e-6 and skips nearly everything. Layer 0 warns once; layer 1 is within what it may have."""
     profile = budgeted(make_profile(plain, 1e3), 1e-6)
-    limits = ProvenLayer(limit=1e-6), ProvenLayer(limit=1e3)
-    proof = ProvenLength(length=100, layers=limits)
-    profile = dataclasses.replace(profile, record=dataclasses.replace(profile.record, held_out=(proof,)))
+    proof = {"length": 100, "layers": [{"limit": 1e-6}, {"limit": 1e3}]}
+    profile = dataclasses.replace(profile, record=profile.record | {"held_out": [proof]})
     patch(plain, profile, drift=dataclasses.replace(OFTEN, action=action))
     dense = copy.deepcopy(plain)
     unpatch(dense)
@@ -210,7 +208,7 @@ def record(*limits, kind="mse", scope="layer", value=1e-4):
 def test_allowed_errors_are_the_limits_of_the_proof(plain):
     profile = make_profile(plain, 0.5)
     limits = record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), scope="model")
-    with_limits = dataclasses.replace(profile, record=Record.from_json(limits))
+    with_limits = dataclasses.replace(profile, record=limits)
     first, second = error_limits(with_limits)
     assert (first.unit, [first.at(length) for length in (1, 128, 360, 370, 10**6)]) == (
         "mse",
@@ -233,7 +231,7 @@ def test_allowed_errors_are_the_limits_of_the_proof(plain):
     ],
 )
 def test_profiles_without_limits_are_refused_where_a_check_is_asked_for(plain, record, message, info_log):
-    profile = dataclasses.replace(make_profile(plain, 0.5), record=Record.from_json(record))
+    profile = dataclasses.replace(make_profile(plain, 0.5), record=record)
     for asked in (OFTEN, "warn", "dense"):
         with pytest.raises(ProfileError, match=message):
             patch(plain, profile, drift=asked)

@@ -23,7 +23,6 @@ from s2o_runtime import explain, patch, unpatch
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import hf, run, sdpa
 from s2o_runtime.profile import save_profile
-from s2o_runtime.profile.record import RecordedBudget
 from support.architectures import CASES
 from support.environment import under_s2o_run
 from support.models import CONFIGS, LENGTH, RUNS, SIZES, make_profile, new_model, padded_batch, paths, prompt, twin
@@ -83,8 +82,7 @@ def test_other_weights_are_warned_about_once(named, caplog):
     [(None, None, (300, "warn")), ("s2o", "dense", (None, "dense")), ("warn", "off", (300, None))],
 )
 def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, monkeypatch, beyond, drift, states):
-    budget = RecordedBudget(kind="mse", value=1.0, scope="layer")
-    record = dataclasses.replace(profile.record, budget=budget)
+    record = {"budget": {"kind": "mse", "value": 1.0, "scope": "layer"}}
     save_profile(dataclasses.replace(profile, lengths=(200,), layers=profile.layers[:1], record=record), named)
     for variable, value in (("S2O_BEYOND", beyond), ("S2O_DRIFT", drift)):
         if value is not None:

@@ -238,7 +238,7 @@ def test_a_profile_is_verified_with_code_of_the_model_if_it_is_trusted(tmp_path,
     (own_model / "config.json").write_text(json.dumps(config))
     options = QUICKEST | {"num_certify": 3, "budget_rel_mse": 0.5, "worst_rows": 0, "hide_needles": False}
     calibrate(str(own_model), progress=False, out=out, device="cpu", trust_remote_code=True, **options)
-    assert load_profile(out).record.recipe["trust_remote_code"] is True
+    assert load_profile(out).record["recipe"]["trust_remote_code"] is True
     capsys.readouterr()
     for prompts, shown in (([], "proven here"), (["--seed", "5"], "fresh prompts")):
         command = ["verify", str(out), "--model", str(own_model), "--device", "cpu", "--quiet", *prompts]

@@ -12,7 +12,6 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.huggingface import run, sdpa
 from s2o_runtime.profile import find
-from s2o_runtime.profile.record import Certificate, CertifiedLength, Record, RecordedBudget
 from s2o_runtime.serving.server import Server
 from s2o_runtime.sglang.engine import settings_of_environment
 from s2o_runtime.vllm.engine import settings_of
@@ -56,9 +55,8 @@ def mine(tmp_path, monkeypatch):
 
 def recorded(profile, kind, value, certified=True):
     """The profile with a budget, and with a certificate."""
-    certificate = Certificate(lengths=(CertifiedLength(length=100, prompts=2),)) if certified else None
-    budget = RecordedBudget(kind=kind, value=value, scope="layer")
-    return replace(profile, record=Record(budget=budget, certificate=certificate))
+    certificate = {"certificate": {"lengths": [{"length": 100, "prompts": 2}]}} if certified else {}
+    return replace(profile, record={"budget": {"kind": kind, "value": value, "scope": "layer"}, **certificate})
 
 
 def write(profile, path):
@@ -100,8 +98,8 @@ def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(
         ("mine/y", recorded(longer, "mse", 1e-4)),
         ("mine/x", recorded(profile, "mse", 1e-4)),
         ("mine/1", recorded(profile, "rel_mse", 1e-6, certified=False)),
-        ("mine/2", replace(profile, record=Record())),
-        ("mine/3", replace(profile, record=Record(budget=RecordedBudget(kind="mse")))),
+        ("mine/2", replace(profile, record={})),
+        ("mine/3", replace(profile, record={"budget": {"kind": "mse"}})),
         ("profiles/a", recorded(profile, "rel_mse", 1e-9)),
         ("catalogue/a", recorded(profile, "rel_mse", 1e-9)),
     ]

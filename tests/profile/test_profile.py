@@ -17,7 +17,7 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, InputError, ProfileError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.identity import Geometry, join_fingerprint
-from s2o_runtime.profile import Profile, Record, load_profile, save_profile, serialize
+from s2o_runtime.profile import Profile, load_profile, save_profile, serialize
 from s2o_runtime.profile import file as profile_file
 from support.golden_profiles import GOLDEN, ceiling, field_paths, full, given_tokenizer, mixed, path_of
 from support.profiles import FORMAT, document_of, file_of
@@ -39,7 +39,7 @@ def profile(**changes):
         DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37),
         (1024, 4096),
         ((layer(0.25), layer(0.5, 512)), (layer(1.0), layer(2.0, 512))),
-        Record.from_json({"budget": {"kind": "mse", "value": 1e-4}, "note": "ü"}),
+        {"budget": {"kind": "mse", "value": 1e-4}, "note": "ü"},
     )
     return dataclasses.replace(unchanged, **changes)
 
@@ -402,7 +402,7 @@ def test_files_that_are_endless_or_no_files_are_refused(tmp_path):
 
 def recorded(value):
     """A record with a value that this version does not know."""
-    return {"record": Record(extra={"a": value})}
+    return {"record": {"a": value}}
 
 
 FEW_HEADS = LayerConfig(layer(0.25).heads[:2])

@@ -15,10 +15,11 @@ from calibrate.machine import MARK
 from calibrate.profiles.rebudget import rebudget
 from calibrate.profiles.retile import retile
 from calibrate.recipe import Budget
+from calibrate.record import read_record
 from calibrate.report import figures
 from calibrate.report.page import card
 from s2o_runtime.config import HeadConfig, StopRule
-from s2o_runtime.profile import Record, load_profile, save_profile
+from s2o_runtime.profile import load_profile, save_profile
 from support.artefacts import shared
 from support.golden_profiles import field_paths, minimal, path_of
 from support.pages import DEMO_PROFILE
@@ -79,7 +80,7 @@ def test_show_says_what_was_proven(calibrated, run):
     assert code == 0
     assert (shown["model"], shown["proof"], shown["budget"]) == ("demo", "held out", "rel_mse 0.001 (layer)")
     (length,) = shown["lengths"]
-    layers = profile.record.held_out[0].layers
+    layers = read_record(profile).held_out[0].layers
     assert length["density"] == pytest.approx(sum(layer.density for layer in layers) / len(layers))
     assert length["error_over_limit"] == max(layer.rel_mse / layer.limit for layer in layers)
     assert length["dense_heads"] == sum(head.mode == "dense" for layer in profile.layers[0] for head in layer.heads)
@@ -95,7 +96,7 @@ def test_show_says_what_was_proven(calibrated, run):
 def test_show_takes_a_foreign_record(record, run, tmp_path):
     path = tmp_path / "p.safetensors"
     profile = dataclasses.replace(minimal(), model_name="\x1b[31mred\nname")
-    save_profile(dataclasses.replace(profile, record=Record.from_json(record)), path)
+    save_profile(dataclasses.replace(profile, record=record), path)
     code, text = run("show", path)
     assert code == 0
     assert "\x1b" not in text
@@ -152,7 +153,7 @@ def test_export_holds_everything(run, tmp_path):
     profile = load_profile(FULL)
     _, document = run("export", FULL)
     document = json.loads(document)
-    assert document["record"] == profile.record.to_json()
+    assert document["record"] == profile.record
     assert document["lengths"] == list(profile.lengths)
     for bucket, layers in zip(document["buckets"], profile.layers, strict=True):
         expected = json.loads(json.dumps([dataclasses.asdict(layer) for layer in layers]))
@@ -166,39 +167,29 @@ def test_export_holds_everything(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "called", "out"),
     [
-        ("rebudget a/p.x --budget-mse 1e-3", "mse-0.001 OUT None None", "mse-0.001.safetensors"),
-        (
-            "rebudget a/p.x --budget-mse 1e-3 --ceiling-rel-mse 2e-3",
-            "mse-0.001 OUT None None",
-            "mse-0.001-ceiling-0.002.safetensors",
-        ),
-        (
-            "rebudget a/p.x --budget-mse 1e-3 --ceiling-rel-mse none",
-            "mse-0.001 OUT None None",
-            "mse-0.001-ceiling-0.safetensors",
-        ),
-        (
-            "rebudget a/p.x --budget-rel-mse 0.5 --worst-rows 0.8",
-            "rel-mse-0.5 OUT None 0.8",
-            "rel-mse-0.5-rows-0.8.safetensors",
-        ),
-        ("rebudget a/p.x --budget-mse 0.5 --worst-rows 0 --journal j --out b/q", "mse-0.5 OUT j 0.0", "b/q"),
-        ("retile a/p.x --device cpu", "cpu OUT", "p-cpu.safetensors"),
-        ("retile a/p.x --device cpu --out q", "cpu OUT", "q"),
+        ("rebudget --budget-mse 1e-3", "mse-0.001 OUT None None", "mse-0.001.safetensors"),
+        ("rebudget --budget-mse 1e-3 --ceiling-rel-mse 2e-3", "mse-0.001 OUT None None",
+         "mse-0.001-ceiling-0.002.safetensors"),
+        ("rebudget --budget-mse 1e-3 --ceiling-rel-mse none", "mse-0.001 OUT None None",
+         "mse-0.001-ceiling-0.safetensors"),
+        ("rebudget --budget-rel-mse 0.5 --worst-rows 0.8", "rel-mse-0.5 OUT None 0.8",
+         "rel-mse-0.5-rows-0.8.safetensors"),
+        ("rebudget --budget-mse 0.5 --worst-rows 0 --journal j --out b/q", "mse-0.5 OUT j 0.0", "b/q"),
+        ("retile --device cpu", "cpu OUT", "p-cpu.safetensors"),
+        ("retile --device cpu --out q", "cpu OUT", "q"),
     ],
-)
+)  # fmt: skip
 def test_flags_become_the_arguments_of_rebudget_and_retile(arguments, called, out, run, tmp_path, monkeypatch):
     calls = []
 
     def call(*given):
         calls.append(" ".join(map(str, given)))
-        return minimal()
+        return dataclasses.replace(minimal(), record={"retiled": {"note": "tuned"}})
 
-    for name in ("rebudget", "retile"):
-        module = SimpleNamespace(**{name: call})
-        monkeypatch.setitem(sys.modules, f"calibrate.profiles.{name}", module)
+    command, *flags = arguments.split()
+    monkeypatch.setitem(sys.modules, f"calibrate.profiles.{command}", SimpleNamespace(**{command: call}))
     monkeypatch.chdir(tmp_path)
-    assert run(*arguments.split()) == (0, f"wrote {out}\n")
+    assert run(command, "a/p.x", *flags) == (0, f"wrote {out}\n")
     assert calls == [f"a/p.x {called.replace('OUT', out)}"]
 
 
@@ -215,7 +206,7 @@ def test_verify_makes_the_proof_again(calibrated, run):
     assert plan["prompts"].startswith("1 of each length, built-in code, ")
     assert "loading the model ..\n" in run.stderr
     assert re.search(r"^proving: 100% \(6 of 6 layers\), took ", run.stderr, re.M)
-    (length,), (recorded,) = proof["lengths"], load_profile(calibrated).record.held_out
+    (length,), (recorded,) = proof["lengths"], read_record(load_profile(calibrated)).held_out
     for layer, expected in zip(length["layers"], recorded.layers, strict=True):
         assert layer["error"] == pytest.approx(expected.rel_mse, rel=1e-2)
         assert layer["density"] == pytest.approx(expected.density, rel=1e-2)
@@ -226,54 +217,46 @@ def test_verify_makes_the_proof_again(calibrated, run):
 def careless(profile):
     """The same with heads that skip too much."""
     heads = (HeadConfig(1e6, 256),) * 8
-    return dataclasses.replace(
-        profile, layers=(tuple(dataclasses.replace(each, heads=heads) for each in profile.layers[0]),)
-    )
+    layers = (tuple(dataclasses.replace(layer, heads=heads) for layer in profile.layers[0]),)
+    return dataclasses.replace(profile, layers=layers)
 
 
-def of_the_model(profile):
-    """The same under a budget of the whole model, without what a layer may have of it."""
-    record = dataclasses.replace(profile.record, recipe=profile.record.recipe | {"scope": "model"}, held_out=())
-    return dataclasses.replace(profile, record=record)
+def recorded(profile, recipe, **changes):
+    """The same with other settings in its recipe, and another record."""
+    return dataclasses.replace(profile, record=profile.record | {"recipe": profile.record["recipe"] | recipe} | changes)
 
 
 @SLOW
 @pytest.mark.parametrize(
-    ("change", "code", "said"),
+    ("change", "seed", "code", "said"),
     [
-        (careless, 3, r"the proof failed \(layer 0 at 512 tokens has an error of .*, 1.00e-03 is allowed"),
-        (lambda profile: dataclasses.replace(profile, fingerprint="0" * 64), 2, "is not of demo: the weights are not"),
-        (lambda profile: minimal(), 2, "does not say how it was calibrated"),
-        (of_the_model, 2, "does not say what each layer may have of the model's budget"),
+        (careless, (), 3, r"the proof failed \(layer 0 at 512 tokens has an error of .*, 1.00e-03 is allowed"),
+        # of three fresh prompts hardly a mean is surely above its bound
+        (lambda profile: recorded(careless(profile), {"num_certify": 6}), ("--seed", 5), 3,
+         r"the certificate does not hold \(layer \d at 512 tokens: its mean error is .*, its limit 1.00e-03"),
+        (lambda profile: dataclasses.replace(profile, fingerprint="0" * 64), (), 2, "is not of demo: the weights are"),
+        (lambda profile: minimal(), (), 2, "does not say how it was calibrated"),
+        (lambda profile: recorded(profile, {"scope": "model"}, held_out=[]), (), 2,
+         "does not say what each layer may have of the model's budget"),
     ],
-)
-def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, code, said, calibrated, run, tmp_path):
+    ids=["careless", "certificate", "weights", "recipe", "limits"],
+)  # fmt: skip
+def test_verify_refuses_what_does_not_hold_or_cannot_be_proven(change, seed, code, said, calibrated, run, tmp_path):
     save_profile(change(load_profile(calibrated)), tmp_path / "p.safetensors")
-    ended, sentence = run("verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--quiet")
+    flags = ["--model", "demo", "--device", "cpu", "--quiet", *seed]
+    ended, sentence = run("verify", tmp_path / "p.safetensors", *flags)
     assert (ended, bool(re.search(said, sentence))) == (code, True), sentence
 
 
 @SLOW
-def test_verify_checks_the_certificate_on_other_prompts(calibrated, run, tmp_path):
-    code, check = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--seed", "5", "--json")
+def test_verify_checks_the_certificate_on_other_prompts(calibrated, run):
+    code, check = run("verify", calibrated, *["--model", "demo", "--device", "cpu", "--seed", "5", "--json"])
     assert code == 0, check
-    (length,), (stated,) = check["lengths"], load_profile(calibrated).record.certificate.lengths
+    (length,), (stated,) = check["lengths"], read_record(load_profile(calibrated)).certificate.lengths
     assert (length["length"], length["prompts"], check["problems"]) == (512, 3, [])
     assert length["groups"] == stated.groups == 3
     assert (length["broken"], length["above"]) == (0, 0)
     assert 0 < length["means"] < 2
-    broken = careless(load_profile(calibrated))
-    more = broken.record.recipe | {"num_certify": 6}  # of three fresh prompts hardly a mean is surely above its bound
-    save_profile(
-        dataclasses.replace(broken, record=dataclasses.replace(broken.record, recipe=more)), tmp_path / "p.safetensors"
-    )
-    code, sentence = run(
-        "verify", tmp_path / "p.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5", "--quiet"
-    )
-    assert code == 3
-    assert re.search(
-        r"the certificate does not hold \(layer \d at 512 tokens: its mean error is .*, its limit 1.00e-03", sentence
-    )
 
 
 def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monkeypatch, caplog):
@@ -281,23 +264,12 @@ def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monke
     assert run("plot", FULL) == (0, f"wrote {FULL.stem}.tau.png\n")
     assert run("retile", FULL, "--device", "cpu") == (0, f"wrote {FULL.stem}-cpu.safetensors\n")
     assert "no tiles were tuned, because a CPU runs any" in caplog.text
-    assert load_profile(f"{FULL.stem}-cpu.safetensors").record.retiled.note in caplog.text
+    assert load_profile(f"{FULL.stem}-cpu.safetensors").record["retiled"]["note"] in caplog.text
 
 
-@SLOW
-def test_a_card_is_of_its_profile_alone(calibrated):
-    """What it says is what was proven; a foreign text in it is only text."""
-    text = card(load_profile(calibrated), "demo.safetensors")
-    assert text.startswith("# S2O profile of demo\n")
-    assert "**Certified on 3 prompts of each length, of 3 groups of text (" in text
-    assert "## Not proven" in text
-    assert 's2o_runtime.patch(model, "demo.safetensors")' in text
-    assert "made on cpu within rel_mse 0.001 (layer)" in text
+def test_a_foreign_text_in_a_card_is_only_text():
     foreign = {"proof": "failed", "problems": ["a | b\n# c"], "recipe": {"seed": "<b>"}, "versions": ["`x`"]}
-    text = card(
-        dataclasses.replace(minimal(), record=Record.from_json(foreign), model_name="a\n|b"),
-        "p.safetensors",
-    )
+    text = card(dataclasses.replace(minimal(), record=foreign, model_name="a\n|b"), "p.safetensors")
     assert text.startswith("# S2O profile of a \\|b\n")
     assert "**Not proven** (failed).\n\n- a \\| b # c" in text
     assert "| seed | \\<b\\> |" in text
@@ -307,7 +279,7 @@ def test_a_card_is_of_its_profile_alone(calibrated):
 
 
 @SLOW
-def test_a_card_can_be_made_of_every_profile(calibrated, run, tmp_path):
+def test_a_card_says_what_was_proven_of_its_profile(calibrated, run, tmp_path):
     """Of a calibration and after rebudget: in Markdown and in HTML, with what the record has of each layer."""
     rebudget(calibrated, Budget("rel_mse", 1e-2), calibrated.with_name("card.safetensors"))
     for profile in (calibrated, calibrated.with_name("card.safetensors")):
@@ -316,7 +288,11 @@ def test_a_card_can_be_made_of_every_profile(calibrated, run, tmp_path):
             assert (code, len(written["files"])) == (0, 2)
         text, page = (Path(file).read_text() for file in written["files"])
         assert text == card(load_profile(profile), profile.name)
-        assert f'<h1 id="s2o-profile-of-demo">{"S2O profile of demo"}</h1>' in page
+        assert text.startswith("# S2O profile of demo\n")
+        assert f's2o_runtime.patch(model, "{profile.name}")' in text
+        assert ("**Certified on 3 prompts of each length, of 3 groups of text (" in text) == (profile == calibrated)
+        assert ("made on cpu within rel_mse 0.001 (layer)" in text) == (profile == calibrated)
+        assert '<h1 id="s2o-profile-of-demo">S2O profile of demo</h1>' in page
         assert page.count("<svg") == 1
         assert page.count('<th scope="col" class="r">tile</th>') == 1  # the layers at one length
         not_proven = "**Not proven** (" in text, "<strong>Not proven</strong> (" in page
@@ -328,7 +304,7 @@ def test_a_card_can_be_made_of_every_profile(calibrated, run, tmp_path):
 
 
 def test_a_picture_that_cannot_be_drawn_takes_no_card_away(run, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(figures, "_saved", broken)
+    monkeypatch.setattr(figures, "_save_figure", broken)
     assert run("card", FULL, "--out-dir", tmp_path)[0] == 0
     assert "<svg" not in (tmp_path / f"{FULL.stem}.html").read_text()
     assert "the pictures cannot be drawn (OverflowError: cannot convert float infinity to integer)" in caplog.text
@@ -417,16 +393,11 @@ def test_what_it_wrote_itself_is_replaced(run, tmp_path, monkeypatch):
         (["retile", FULL, "--device", "cpu", "--out", "."], "--out . is a folder"),
         (["card", FULL, "--shelf"], "unrecognized arguments: --shelf"),
         (["push", FULL, "hf://org/name"], "invalid choice: 'push'"),
-        (["pull", "hf://org/name"], "invalid choice: 'pull'"),
-        (["diff", FULL, FULL], "invalid choice: 'diff'"),
         (
             ["rebudget", FULL, "--budget-rel-mse", "1e-2", "--ceiling-rel-mse", "1e-3"],
-            "ceiling_rel_mse 0.001 goes with budget_mse only, but the budget is rel_mse 0.01: leave it out",
+            "ceiling_rel_mse 0.001 goes with",
         ),
-        (
-            ["rebudget", FULL, "--budget-mse", "little"],
-            "'little': expected a number above 0 and at most 1000000, such as 1e-4",
-        ),
+        (["rebudget", FULL, "--budget-mse", "little"], "'little': expected a number above 0 and at most 1000000"),
         ([], "the following arguments are required: COMMAND"),
     ],
     ids=lambda case: "-".join(map(str, case[:1])) if isinstance(case, list) else "",

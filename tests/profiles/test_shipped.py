@@ -14,8 +14,10 @@ from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.verify import prove
 from calibrate.recipe import Budget, default_out
+from calibrate.record import read_record
 from s2o_runtime.identity import RANDOM, fingerprint, fingerprint_mismatch
 from s2o_runtime.profile import load_profile, save_profile
+from s2o_runtime.profile.record import read_budget
 from scripts.docs import catalogue
 from support.golden_profiles import minimal
 
@@ -84,9 +86,10 @@ def test_no_profile_is_of_random_weights_or_named_by_a_folder(path):
 
 def test_every_profile_is_in_its_place(path):
     profile = load_profile(path)
-    budget = Budget(profile.record.budget.kind, profile.record.budget.value)
+    budget = read_budget(profile.record)
+    budget = Budget(budget.kind, budget.value)
     assert path == default_out(profile.model_name, profile.device.name, budget, CATALOGUE)
-    assert str(Path.home()) not in json.dumps(profile.record.to_json())
+    assert str(Path.home()) not in json.dumps(profile.record)
 
 
 @EXHAUSTIVE
@@ -100,8 +103,8 @@ def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
         recipe = recipe_of(profile, path)
         held_out = load_prompts(recipe, load_tokenizer("demo")).held_out[shortest]
         _, proofs = prove(demo, {shortest: held_out}, profile)
-        recorded = profile.record.proven_at(shortest)
-        named = [prompt.sha256 for prompt in profile.record.data.held_out if prompt.length == shortest]
+        recorded = read_record(profile).find_proven(shortest)
+        named = [prompt.sha256 for prompt in read_record(profile).data.held_out if prompt.length == shortest]
         same = [prompt.sha256 for prompt in held_out] == named  # they are sources of Python, and those change
         for layer, expected in zip(proofs[shortest].layers, recorded.layers, strict=True):
             assert layer.error(recipe.budget) <= expected.limit * (1.01 if same else 2)

@@ -33,9 +33,9 @@ from calibrate.proof.layers import PromptAgreement
 from calibrate.proof.state import ProblemKind
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Budget
+from calibrate.record import Certificate, CertifiedLength
 from calibrate.report.sections import sentences, statement, tables
 from calibrate.search.choice import ChosenDense
-from s2o_runtime.profile.record import Certificate, CertifiedLength
 from support.candidates import LENGTHS, RECIPE, candidate, proof_of, proofs_of
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt

@@ -112,7 +112,7 @@ def test_readme_shows_what_was_certified_of_output_that_there_was():
 
 def test_readme_counts_the_profiles_without_a_certificate():
     shipped = [load_profile(path) for path in (ROOT / "profiles").rglob("*.safetensors")]
-    uncertified = sum(profile.record.certificate is None for profile in shipped)
+    uncertified = sum("certificate" not in profile.record for profile in shipped)
     (stated,) = re.findall(r"\[(\d+ of \d+)\]\(profiles/README.md\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert stated == f"{uncertified} of {len(shipped)}"
 

@@ -18,8 +18,8 @@ RUNTIME = [
     "doctor", "__init__",
 ]  # fmt: skip
 CALIBRATE = [
-    "versions", "timing", "compiling", "tables", "journal", "options", "recipe", "machine", "progress", "model",
-    "prompts", "work", "curves", "search", "profiles", "proof", "pipeline", "report", "api", "evaluation",
+    "versions", "timing", "compiling", "tables", "journal", "options", "record", "recipe", "machine", "progress",
+    "model", "prompts", "work", "curves", "search", "profiles", "proof", "pipeline", "report", "api", "evaluation",
     "commands", "__init__",
 ]  # fmt: skip
 ROOMS = [("s2o_runtime", room) for room in RUNTIME] + [("calibrate", room) for room in CALIBRATE]

@@ -184,7 +184,7 @@ def test_progress_says_what_is_left_of_the_run(capsys):
         clock.steps(lines, 40, 1)
     with phases.phase("a phase that nobody foresaw"):
         clock.steps(lines, 40, 1)
-    assert phases.left(0.0) is None
+    assert phases.estimate_left(0.0) is None
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "measuring: 10% (1 of 10 layers), 72 s left, 4 min until the end"  # 72 + 2 * (30 + 50)
     assert said[9] == "measuring: 100% (10 of 10 layers), took 80 s, 3 min until the end"
@@ -193,7 +193,7 @@ def test_progress_says_what_is_left_of_the_run(capsys):
     quick = PhaseClock(expected={"measuring": 40.0, "proving": 50.0}, clock=clock)
     with quick.phase("measuring"):
         clock.seconds += 1
-        assert quick.left(4.0) == 54.0
+        assert quick.estimate_left(4.0) == 54.0
 
 
 def test_progress_of_unknown_length_says_what_was_done(capsys):

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import Profile, Record, save_profile
-from s2o_runtime.profile.record import RecordedBudget
+from s2o_runtime.profile import Profile, save_profile
 from s2o_runtime.reference.dense import exact_attention
 from scripts.bench import boards
 from scripts.bench import methods as bench
@@ -48,7 +47,7 @@ def profile(tmp_path_factory):
     """The file of a profile for prompts of 400 tokens or more."""
     path = tmp_path_factory.mktemp("profile") / "calibrated.safetensors"
     config = LayerConfig.uniform(2, tau=3.0, segment=64, tile=TileConfig(64, 64, 1))
-    record = Record(budget=RecordedBudget(kind="rel_mse", value=1e-3), proof="held out")
+    record = {"budget": {"kind": "rel_mse", "value": 1e-3}, "proof": "held out"}
     device = DeviceIdentity("cpu", "cpu")
     save_profile(Profile("m", Geometry("llama", 2, 2, 1, 64), "", device, (400,), ((config,) * 2,), record), path)
     return path

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from s2o_runtime.monitor.counters import Counters
-from s2o_runtime.profile.record import Record
 from s2o_runtime.quantisation import as_cached
 from s2o_runtime.serving.fit import Rank, find_cache_obstacle, find_scales_obstacle
 from support.engines import ENGINES
@@ -22,7 +21,7 @@ def of_fp8(request):
     """Makes an engine with an fp8 cache, whose layers have not been tested."""
 
     def make(made_for="fp8"):
-        profile = replace(two_layers(), record=Record(recipe={"kv_cache_dtype": made_for}))
+        profile = replace(two_layers(), record={"recipe": {"kv_cache_dtype": made_for}})
         server = FakeServer(profile, Rank(), "cpu", 2048, tested=False)
         engine = ENGINES[request.param](server, kv_cache_dtype=NAMES[request.param])
         if request.param == "sglang":

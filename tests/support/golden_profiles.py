@@ -12,7 +12,7 @@ from typing import Any
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
-from s2o_runtime.profile import Profile, Record, save_profile
+from s2o_runtime.profile import Profile, save_profile
 from support.profiles import CERTIFICATE
 
 FOLDER = Path(__file__).parent.parent / "golden"
@@ -59,7 +59,7 @@ def full() -> Profile:
         DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150_000_000_000),
         (1024, 8192, 131072),
         layers,
-        Record.from_json(_record()),
+        _record(),
     )
 
 
@@ -84,7 +84,7 @@ def other_rankings() -> Profile:
     )
     record = _record()
     record["recipe"] |= {"representatives": [1, 32], "grains": [4]}
-    return replace(full(), layers=layers, record=Record.from_json(record))
+    return replace(full(), layers=layers, record=record)
 
 
 def _record() -> dict[str, Any]:
@@ -154,7 +154,7 @@ def given_tokenizer() -> Profile:
         "held_out": [{"length": 1024, "calibrated": True, "kl": 4e-3}],
         "certificate": {"lengths": [{"length": 1024, "mean_kl": 4e-3}]},
     }
-    return replace(minimal(), record=Record.from_json(record))
+    return replace(minimal(), record=record)
 
 
 def ceiling() -> Profile:
@@ -166,7 +166,7 @@ def ceiling() -> Profile:
         "held_out": [{"length": 1024, "layers": [limit]}],
         "certificate": {"lengths": [{"length": 1024, "layers": [certified]}]},
     }
-    return replace(minimal(), record=Record.from_json(record))
+    return replace(minimal(), record=record)
 
 
 def mixed() -> Profile:
