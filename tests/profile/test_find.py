@@ -263,5 +263,5 @@ def test_a_server_for_which_none_fits_is_dense_with_one_line(
     assert "in vLLM 0.32.0: all rows go to STOCK: " in info_log.text
     assert said in info_log.text
     assert name == "unsupported" or info_log.messages[0].endswith(ADVICE)
-    assert server.obstacle == server.fit.obstacle == server.fit.layer(0, 4, 2, 64)
+    assert server.obstacle == server.fit.obstacle == server.fit.find_layer(0, 4, 2, 64)
     assert server.fit.min_queries == 4
