@@ -109,18 +109,14 @@ def profiles(draw):
         st.sampled_from(["input", "int8"]),
         st.sampled_from([0, 128, 256, 512]),
     )
-    base, values = (
-        draw(st.none() | st.just("b" * 64)),
-        draw(st.none() | st.dictionaries(texts, json_values, max_size=2)),
-    )
+    hashes, base = draw(st.sampled_from(["", "random-00", "a" * 64])), draw(st.sampled_from([None, "b" * 64]))
+    values = draw(st.none() | st.dictionaries(texts, json_values, max_size=2))  # of the model's config.json
     capability = draw(st.tuples(st.integers(0, 999), st.integers(0, 999)))
     device = (draw(texts), draw(texts), capability, draw(st.integers(0, 1 << 16)), draw(st.integers(0, 1 << 48)))
     return Profile(
         draw(texts),
         geometry,
-        join_fingerprint(
-            draw(st.sampled_from(["", "random-00", "a" * 64])), draw(st.sampled_from([None, "b" * 64])), values
-        ),
+        join_fingerprint(hashes, base, values),
         DeviceIdentity(*device),
         tuple(lengths),
         tuple(draw(st.tuples(*[config] * layers)) for _ in lengths),
