@@ -25,30 +25,7 @@ MANY_PARAMETERS = {
 }
 
 # Frozen. Other names are a constructor's (`from_...`), a property's, or one of mathematics.
-_VERBS = """
-absorb accept accumulate adapt add adjust adopt advance align allocate annotate announce append apply ask
-assemble assert assign attach attend await begin bind build calibrate call cancel capture cast certify check
-choose claim clamp clean clear clip close collect combine compare compile complete compress compute concatenate
-configure connect consume continue convert copy correct count cover create cut decide declare decode delete
-derive describe detach detect determine disable discard discover dispatch divide download drain draw drop dump
-emit enable encode end enter enumerate escape estimate evaluate examine exclude execute exit expand expect
-explain export extend extract fail fetch fill filter find finish fit fix flatten flush fold forget format
-forward gather generate get give group handle has hash hide hold identify ignore implement import include
-increment infer inherit initialise initialize insert inspect install interpolate invert is iterate join judge
-keep launch lay leave limit list load locate lock log look loosen lower make map mark mask match may measure
-merge migrate mix move multiply needs normalise normalize notify observe open order override pack pad parse
-partition patch permute persist pick place plan plot pluralize pop prefill prepare print probe produce propose
-prove prune publish pull push put quantise quantize raise rank read rebudget rebuild receive record recover
-reduce refer refresh refuse register reject relabel release remeasure remember remove render repeat replace
-replay report request require reserve reset reshape resolve restore resume retile retry return reuse revert
-revise rewrite round run sample save say scale scan scatter schedule score search see select send separate
-serialise serialize serve set settle shift should show shuffle simulate skip slice solve sort spawn spend split
-spread start stop store stream strip submit subtract sum summarise summarize supports suspend swap synchronise
-take tell test tighten time tokenize trace track train transform transpose trim truncate try tune turn undo
-unpack unpatch unregister unwrap update upload use validate verify visit wait walk warm warn watch weigh widen
-with without wrap write yield
-"""
-VERBS = frozenset(_VERBS.split())
+VERBS = frozenset((ROOT / "tests" / "repository" / "verbs.txt").read_text(encoding="utf-8").split())
 MATHEMATICS = frozenset(
     {"softmax", "logsumexp", "covariance", "quantile", "mean", "median", "interval", "hull", "sha256"}
 )
