@@ -34,7 +34,7 @@ LAST_ROWS = (0, 128, 256, 512)
 
 
 class StopRule(IntEnum):
-    """When a row tile stops visiting its prefix: what the gain of its last chunk is compared with.
+    """The rule by which a row tile stops visiting its prefix, by the gain of its last chunk of keys.
 
     The gain is what the chunk added to the softmax denominator, relative to it, for each tile of the chunk. The
     numbers are those of the tensor `stop_rule` in a profile file. Written in lower case: "rest", "paper".
@@ -50,7 +50,7 @@ class StopRule(IntEnum):
 
     @classmethod
     def parse(cls, text: str) -> StopRule:
-        """The rule that a text names.
+        """Return the rule that a text names.
 
         Raises:
             ConfigError: no rule has this name.
@@ -73,17 +73,17 @@ class StopRule(IntEnum):
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """How one query head attends to its prefix.
+    """The settings of one query head: how much of its prefix it computes.
 
     Attributes:
         tau: the threshold of the stop rule; 0 never stops (exact attention).
         segment: queries that share one ranking; a multiple of 64.
         mode: "s2o"; "dense" computes every causal pair and ignores all other fields.
-        stop_rule: which number stops the visit once it is below the threshold (`StopRule`).
+        stop_rule: the number that stops the visit once it is below the threshold (`StopRule`).
         representatives: the segment is cut into this many parts, and the mean query of each ranks the keys with a
             softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
-        tail: what is done with the keys behind the stop (docs/how-it-works.md): nothing ("none"), or their mean value
-            estimates them ("mean").
+        tail: keys after the stop count for nothing ("none"), or their mean value estimates them ("mean", see
+            docs/how-it-works.md).
 
     >>> HeadConfig(tau=0.3, segment=1024, representatives=16, tail="mean").mode
     's2o'
@@ -105,7 +105,7 @@ class HeadConfig:
         _check_one_of(self, "mode", get_args(Mode), "is not known")
         if not isinstance(self.stop_rule, StopRule):
             raise ConfigError(f"stop_rule {self.stop_rule!r} is not a StopRule: use one of {list(StopRule)}")
-        is_number = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool)
+        is_number = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool)  # also numpy's float64
         if not is_number or not 0.0 <= self.tau <= MAX_TAU:
             raise ConfigError(f"tau {self.tau!r} is out of range: use a number from 0 to {MAX_TAU:g}")
         _check_within(self, "segment", MIN_SEGMENT, MAX_SEGMENT, f"use {MIN_SEGMENT} to {MAX_SEGMENT}")
@@ -132,6 +132,7 @@ class TileConfig:
     """The shape of the kernel's work on one GPU.
 
     `block_m`, `block_n` and `chunk` also decide where a head may stop, so the reference follows them too.
+    `validate` checks what holds on every GPU; `tiles.tile_obstacle` names what a GPU cannot run of it.
 
     Attributes:
         block_m: query rows of a tile (BM).
@@ -148,8 +149,6 @@ class TileConfig:
         tail_keys: from so many keys on, `min_queries` was measured for calls whose prefix is at least as long as their
             queries, so that it alone decides about them, and not the work of a prompt of `dense_below` keys. 0 where it
             was not: then both do.
-
-    `validate` checks what holds on every GPU; `tiles.tile_obstacle` says whether a GPU can run the tile.
 
     >>> TileConfig(block_m=64, block_n=64, chunk=4).stride  # keys between two stop checks
     256
@@ -172,7 +171,7 @@ class TileConfig:
 
     @property
     def rows(self) -> int:
-        """Query rows of one program; they share one order, so it divides every segment."""
+        """Query rows of one program: they share one order of keys, so their number divides every segment."""
         return self.block_m * (2 if self.specialized else 1)
 
     def __str__(self) -> str:
@@ -231,7 +230,10 @@ class LayerConfig:
         last_rows: int = 0,
         **head: Unpack[HeadOptions],
     ) -> LayerConfig:
-        """The same settings for all `num_heads` query heads, those of a `HeadConfig` among them.
+        """Return a layer with the same settings for all `num_heads` query heads.
+
+        Args:
+            head: the fields of a `HeadConfig`.
 
         Raises:
             ConfigError: as `validate`.
@@ -247,7 +249,7 @@ class LayerConfig:
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return len(self.heads)
 
     @property
@@ -257,7 +259,7 @@ class LayerConfig:
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether every head is dense."""
+        """True if every head is dense."""
         return all(head.mode == "dense" for head in self.heads)
 
     @cached_property
@@ -267,11 +269,11 @@ class LayerConfig:
 
     @cached_property
     def has_tail(self) -> bool:
-        """Whether any head that is not dense estimates the keys behind its stop."""
+        """True if any head that is not dense estimates the keys after its stop."""
         return any(head.mode == "s2o" and head.tail == "mean" for head in self.heads)
 
     def dense_from(self, q_len: int) -> int:
-        """The first of the rows of a sequence of `q_len` queries that run dense for being the last; `q_len` for none.
+        """Return the first of the last rows of a sequence of `q_len` queries that run dense; `q_len` if none do.
 
         Programs run dense as a whole, so up to `tile.rows - 1` rows before the last `last_rows` do too. The rows before
         them are what they would be without: rankings are of whole segments, and row tiles stop by themselves.
@@ -282,7 +284,7 @@ class LayerConfig:
         return dense_from(q_len, self.last_rows, self.tile.rows)
 
     def as_dense(self) -> LayerConfig:
-        """The same layer with every head dense, and scores in the type of the inputs."""
+        """Return the layer with every head dense, and scores in the type of the inputs."""
         heads = tuple(replace(head, mode="dense") for head in self.heads)
         return replace(self, heads=heads, scores="input", last_rows=0)
 
@@ -292,11 +294,11 @@ class LayerConfig:
         return replace(self, heads=tuple(heads), scores="input")
 
     def with_tile(self, tile: TileConfig) -> LayerConfig:
-        """The same layer with another tile. Raises ConfigError as `validate` does."""
+        """Return the layer with another tile. Raises ConfigError as `validate` does."""
         return replace(self, tile=tile).validate()
 
     def validate(self) -> LayerConfig:
-        """Return the config itself. Only the first call looks: every call of the op validates.
+        """Return the config itself; only the first call checks it, because every call of the op validates.
 
         Raises:
             ConfigError: there are no heads, a field of the layer, its tile or a head is out of its range, or the rows
@@ -322,7 +324,10 @@ class LayerConfig:
         return True
 
     def as_text(self) -> str:
-        """The layer as JSON, of which `torch_op.config_from_text` makes it again."""
+        """Return the layer as JSON, of which `torch_op.config_from_text` makes it again.
+
+        It is text, not a key of this process, because compiled graphs are cached for other processes.
+        """
         distinct = list(dict.fromkeys(self.heads))
         heads = [vars(head) for head in distinct]
         fields: dict[str, Any] = {name: getattr(self, name) for name in ("scores", "last_rows")}
@@ -336,45 +341,42 @@ class LayerConfig:
 
     @cached_property
     def identity(self) -> object:
-        """An object of this very config: as part of a cache's key it takes no time to hash and to compare."""
+        """A token of this very config: as part of a cache's key it takes no time to hash and to compare."""
         return object()
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[type[LayerConfig], tuple[object, ...]]:
-        return LayerConfig, self._values  # without the hash, which is valid in one process only
+        fields = self.heads, self.tile, self.scores, self.last_rows
+        return LayerConfig, fields  # without the hash, which is valid in one process only
 
     @cached_property
     def _hash(self) -> int:  # computed once: a config is the key of several caches
-        return hash(self._values)
-
-    @property
-    def _values(self) -> tuple[object, ...]:
-        return self.heads, self.tile, self.scores, self.last_rows
+        return hash(self.__reduce__()[1])
 
 
 def dense_from(q_len: int, last_rows: int, rows: int) -> int:
-    """`LayerConfig.dense_from` for programs of so many rows."""
+    """Return `LayerConfig.dense_from` for programs of `rows` rows."""
     return max(q_len - last_rows, 0) // rows * rows if last_rows else q_len
 
 
 def plain(config: HeadConfig | LayerConfig) -> dict[str, Any]:
-    """The fields of a config as JSON can hold them: `dataclasses.asdict` with every stop rule as its text."""
-    return asdict(config, dict_factory=_with_texts)
+    """Return the fields of a config as JSON can hold them, with every stop rule as its text."""
 
+    def make_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: str(value) if isinstance(value, StopRule) else value for name, value in fields}
 
-def _with_texts(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, StopRule) else value for name, value in fields}
+    return asdict(config, dict_factory=make_dict)
 
 
 def _check_one_of(config: object, name: str, allowed: tuple[object, ...], wrong: str = "is not supported") -> None:
     value = getattr(config, name)
-    if value not in allowed or isinstance(value, bool) or not isinstance(value, type(allowed[0])):
+    if value not in allowed or type(value) is not type(allowed[0]):  # True equals 1, and 64.0 equals 64
         raise ConfigError(f"{name} {value!r} {wrong}: use one of {allowed}")
 
 
 def _check_within(config: object, name: str, low: int, high: int, advice: str) -> None:
     value = getattr(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if type(value) is not int or not low <= value <= high:
         raise ConfigError(f"{name} {value!r} is out of range: {advice}")

@@ -1,4 +1,4 @@
-"""Why a layer, or a call of it, is dense: what programs compare, and the sentence that users read."""
+"""Reasons for a layer, or a call of it, to be dense: values that programs compare, and sentences for users."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 
 class DenseReason(str, Enum):
-    """The value is the sentence; where it has numbers, `about` fills them in."""
+    """A reason whose value is its sentence; where it has numbers, `about` fills them in."""
 
     DECODE = "decode"
     MASK = "the mask is not a plain causal one"
@@ -27,22 +27,22 @@ class DenseReason(str, Enum):
     __str__ = str.__str__
 
     @lru_cache(maxsize=256)
-    def about(self, *numbers: float) -> Sentence:
-        """The sentence with these numbers in it."""
-        return Sentence(self.value.format(*numbers), self)
+    def about(self, *numbers: float) -> FormattedReason:
+        """Return the sentence with these numbers in it."""
+        return FormattedReason(self.value.format(*numbers), self)
 
     @staticmethod
     def of(reason: str) -> DenseReason | None:
-        """Which reason a sentence is; None for those of one device, type or model, which nothing compares."""
+        """Return the reason of a sentence; None for those of one device, type or model, which nothing compares."""
         return reason if isinstance(reason, DenseReason) else getattr(reason, "reason", None)
 
 
-class Sentence(str):
-    """A reason's sentence with its numbers filled in. reason: which one it is."""
+class FormattedReason(str):
+    """A reason's sentence with its numbers filled in."""
 
     reason: DenseReason
 
-    def __new__(cls, text: str, reason: DenseReason) -> Sentence:
+    def __new__(cls, text: str, reason: DenseReason) -> FormattedReason:
         sentence = super().__new__(cls, text)
         sentence.reason = reason
         return sentence

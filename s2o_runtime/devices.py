@@ -1,10 +1,10 @@
-"""Devices: what a device is, whether a profile made on one fits another, and where kernels run."""
+"""Devices: their identity, the fit of a profile made on one to another, and the contexts that kernels run in."""
 
 from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -35,14 +35,14 @@ class DeviceIdentity:
 
 
 class Fit(NamedTuple):
-    """Which tiles a profile runs on a device, its own or safe ones, or None where the model stays dense; and why."""
+    """The tiles that a profile runs on a device, its own or safe ones, None where the model stays dense, and why."""
 
     tiles: Literal["profile", "safe"] | None
     reason: str
 
 
 def named_device(name: str | None) -> torch.device:
-    """The device of a name that a user gave, by default a GPU if there is one.
+    """Return the device of a name that a user gave, by default a GPU if there is one.
 
     Raises:
         ConfigError: it is not known or not supported.
@@ -60,7 +60,7 @@ def named_device(name: str | None) -> torch.device:
 
 
 def identify(device: torch.device) -> DeviceIdentity:
-    """What a profile remembers of a device."""
+    """Return what a profile remembers of a device."""
     if device.type != "cuda":
         return DeviceIdentity(device.type, device.type)
     if torch.version.hip is not None:
@@ -77,14 +77,14 @@ def identify(device: torch.device) -> DeviceIdentity:
 
 @lru_cache(maxsize=64)
 def capability(device: torch.device) -> Capability:
-    """The compute capability, (0, 0) for what is not a GPU of NVIDIA's."""
+    """Return the compute capability, (0, 0) for what is not a GPU of NVIDIA's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
     return torch.cuda.get_device_capability(device)
 
 
 class Resources(NamedTuple):
-    """What a GPU has to run programs with: its SMs, and the bytes of its L2 cache."""
+    """Numbers of a GPU that decide how its work is split: its SMs, and the bytes of its L2 cache."""
 
     sm_count: int
     cache_bytes: int
@@ -92,7 +92,7 @@ class Resources(NamedTuple):
 
 @lru_cache(maxsize=64)
 def resources(device: torch.device) -> Resources:
-    """What a GPU has; one SM and no cache for what is none, where the interpreter runs one program after another."""
+    """Return the resources of a GPU; one SM and no cache for a CPU, where programs run one after another."""
     if device.type != "cuda":
         return Resources(1, 0)
     properties = torch.cuda.get_device_properties(device)
@@ -100,13 +100,13 @@ def resources(device: torch.device) -> Resources:
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which kernels are launched on this GPU; it does nothing on a CPU and where that is so anyway."""
+    """Return a context in which kernels are launched on this GPU; an empty one on a CPU or the current GPU."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
 def tensor_obstacle(tensor: Tensor) -> str | None:
-    """Why no compiled kernel reads a tensor, by its device and type; None if kernels do."""
+    """Return the reason that no compiled kernel reads a tensor, by its device and type; None if kernels do."""
     if tensor.device.type != "cuda":
         return f"the tensors are on {tensor.device.type}, the kernel needs a GPU"
     if tensor.dtype not in KERNEL_TYPES:
@@ -115,15 +115,15 @@ def tensor_obstacle(tensor: Tensor) -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter (TRITON_INTERPRET=1), for tests without a GPU."""
+    """Return True if Triton kernels run in its interpreter (TRITON_INTERPRET=1), for tests without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
-    """Whether a profile made on one device can be used on another.
+    """Return the tiles with which a profile made on one device can be used on another.
 
-    Thresholds and segments depend on the model only; tiles depend on the GPU. So the same GPU takes
-    everything, another one that the kernels are compiled for keeps the thresholds and takes tiles that are safe there.
+    Thresholds and segments depend on the model only; tiles depend on the GPU. So the same GPU takes everything, another
+    one that the kernels are compiled for keeps the thresholds and takes tiles that are safe there.
     """
     if here.kind == "cpu":
         return Fit("profile", "the reference backend runs any tile")
@@ -144,9 +144,9 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
     )
 
 
-def same_product(one: DeviceIdentity, other: DeviceIdentity) -> bool:
-    """Whether two GPUs are alike: by name, compute capability and SMs exactly, and nearly by memory."""
-    exact = ("kind", "name", "capability", "sm_count")
-    apart = abs(one.memory_bytes - other.memory_bytes)
-    alike = apart <= MEMORY_SLACK * max(one.memory_bytes, other.memory_bytes)
-    return alike and all(getattr(one, field) == getattr(other, field) for field in exact)
+def same_product(first: DeviceIdentity, second: DeviceIdentity) -> bool:
+    """Return True if two GPUs are alike: by name, compute capability and SMs exactly, and nearly by memory."""
+    memories = first.memory_bytes, second.memory_bytes
+    return replace(first, memory_bytes=0) == replace(second, memory_bytes=0) and (
+        max(memories) - min(memories) <= MEMORY_SLACK * max(memories)
+    )

@@ -1,4 +1,4 @@
-"""Which model is this: its geometry, and a fingerprint of what it computes (weights, adapters, RoPE, config.json)."""
+"""A model's identity: its geometry, and a fingerprint of what it computes (weights, adapters, RoPE, config.json)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ COUNTED = ("layers", "query_heads", "kv_heads")  # fields of a geometry
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a profile's tables are shaped by.
+    """The sizes of a model that shape a profile's tables.
 
     architecture: the type of the model's text part. layers: the layers of full attention, which alone have rows in
     tables. query_heads, kv_heads, head_dim: of these layers. layer_numbers: which decoder layers they are, ascending;
@@ -98,36 +98,35 @@ class Geometry:
         return ", ".join(f"{count} {kind}" for kind, count in self.others)
 
     def layer_number(self, row: int) -> int:
-        """The decoder layer that a row of the tables is of."""
+        """Return the decoder layer that a row of the tables is of."""
         return self.layer_numbers[row] if self.layer_numbers else row
 
     def row_of(self, number: int) -> int | None:
-        """The row of a decoder layer in the tables; None for a layer that has none."""
+        """Return the row of a decoder layer in the tables; None for a layer that has none."""
         if self.layer_numbers:
             return self.layer_numbers.index(number) if number in self.layer_numbers else None
         return number if 0 <= number < self.layers else None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as a file holds them; those of layers of other kinds only where there are such layers."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the fields as a file holds them; those of layers of other kinds only where there are such layers."""
+        values = dict(vars(self))
         numbers, others = values.pop("layer_numbers"), values.pop("others")
         return values | ({"layer_numbers": list(numbers), "other_layers": dict(others)} if numbers else {})
 
     def difference(self, profiled: Geometry) -> str | None:
-        """The first difference from a profile, worded to follow "the model has"; None if they are equal.
+        """Return the first difference from a profile, worded to follow "the model has"; None if they are equal.
 
         Args:
             profiled: the geometry in the profile.
         """
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(profiled, field.name)
-            if mine != theirs:
-                return _in_words(field.name, mine, theirs)
+        for name, mine in vars(self).items():
+            if mine != (theirs := getattr(profiled, name)):
+                return _describe_difference(name, mine, theirs)
         return None
 
 
-def _in_words(name: str, mine: Any, theirs: Any) -> str:
-    """A field of a geometry in which a model differs from a profile: "6 layers where the profile has 30"."""
+def _describe_difference(name: str, mine: Any, theirs: Any) -> str:
+    """Return a field in which a model differs from a profile, in words: "6 layers where the profile has 30"."""
     if name == "layer_numbers":
         mine, theirs = (f"layers {', '.join(map(str, numbers))}" if numbers else "all" for numbers in (mine, theirs))
         return f"full attention in {mine} where the profile has it in {theirs}"
@@ -139,7 +138,7 @@ def _in_words(name: str, mine: Any, theirs: Any) -> str:
 
 
 def geometry(config: Any) -> Geometry:
-    """The geometry in a transformers configuration, of its text part if it has several.
+    """Return the geometry in a transformers configuration, of its text part if it has several.
 
     Raises:
         ModelError: the configuration is of no decoder, or no layer has full attention.
@@ -158,15 +157,13 @@ def geometry(config: Any) -> Geometry:
         config = layer_configs[numbers[0]] if layer_configs else config
         query_heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or query_heads)
-        return Geometry(
-            architecture,
-            len(numbers),
-            query_heads,
-            kv_heads,
-            _head_dim(config, query_heads),
-            numbers if others else (),
-            others,
-        )
+        without_rope = getattr(config, "qk_nope_head_dim", None)
+        if without_rope is not None:  # of latent attention (MLA), as transformers expands it
+            head_dim = int(without_rope) + int(config.qk_rope_head_dim)
+        else:
+            head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // query_heads)
+        listed = numbers if others else ()
+        return Geometry(architecture, len(numbers), query_heads, kv_heads, head_dim, listed, others)
     except (AttributeError, TypeError, ValueError, LookupError) as error:
         raise ModelError(
             f"the configuration of type {architecture!r} does not say the heads of its layers ({error}): "
@@ -174,16 +171,8 @@ def geometry(config: Any) -> Geometry:
         ) from error
 
 
-def _head_dim(config: Any, query_heads: int) -> int:
-    """The dimensions of a head's queries and keys; of latent attention (MLA), as transformers expands it."""
-    without_rope = getattr(config, "qk_nope_head_dim", None)
-    if without_rope is not None:
-        return int(without_rope) + int(config.qk_rope_head_dim)
-    return int(getattr(config, "head_dim", None) or config.hidden_size // query_heads)
-
-
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of the model's layers of full attention, in their order.
+    """Return the attention modules of the model's layers of full attention, in their order.
 
     Raises:
         ModelError: one of these layers has none, or more than one.
@@ -192,7 +181,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def numbered_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
-    """The layers of full attention: the number of each in the decoder, and its attention module.
+    """Return the number in the decoder and the attention module of each layer of full attention.
 
     Raises:
         ModelError: as `attention_modules` does.
@@ -213,7 +202,7 @@ def numbered_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
 
 
 def decoder_attention(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The attention modules of a model's text part, by the layer that they say they are of.
+    """Return the attention modules of a model's text part by their own layer numbers.
 
     They are known by attributes that transformers' attention function and caches need: `layer_idx`, and `is_causal`
     or `num_key_value_groups`.
@@ -226,6 +215,7 @@ def decoder_attention(model: nn.Module) -> dict[int, list[nn.Module]]:
         if not isinstance(number, int) or not is_attention:
             continue
         own = getattr(module, "config", None)
+        # the vision part of a model numbers its layers too
         if own is None or getattr(own, "model_type", None) == getattr(config, "model_type", None):
             by_layer.setdefault(number, []).append(module)
     return by_layer
@@ -245,8 +235,8 @@ def fingerprint(model: Any) -> str:
         RuntimeError: a parameter is not in memory (on the meta device, as offloaded ones are).
     """
     model, adapters = _unwrap(model)
-    with _settled(model):
-        weights = {WRAPPERS.sub("", name): tensor for name, tensor in _stored(model).items()}
+    with _restore_quantised(model):
+        weights = {WRAPPERS.sub("", name): tensor for name, tensor in _collect_tensors(model).items()}
         for prefix, module in model.named_modules():
             adapters |= _take_adapters(WRAPPERS.sub("", f"{prefix}."), module, weights)
         is_base: bool = getattr(model, "base_model", None) is model
@@ -267,10 +257,10 @@ def compose_fingerprint(weights_hash: str, config: Any, adapters_hash: str = "")
     weights, separator, base = weights_hash.partition(BASE)
     rope = _rope_parameters(config)
     if rope:
-        weights += ROPE + hashlib.sha256(_canonical(rope).encode()).hexdigest()[:16]
+        weights += ROPE + hashlib.sha256(dump_json(rope).encode()).hexdigest()[:16]
     if adapters_hash:
         weights += ADAPTERS + adapters_hash[:16]
-    return f"{weights}{separator}{base}{CONFIG}{_canonical(config_values(config))}"
+    return f"{weights}{separator}{base}{CONFIG}{dump_json(config_values(config))}"
 
 
 def config_values(config: Any) -> dict[str, Any]:
@@ -280,7 +270,7 @@ def config_values(config: Any) -> dict[str, Any]:
         config: a transformers configuration, or an object with the same attributes.
     """
 
-    def number(text: str) -> float:
+    def parse_number(text: str) -> float:
         value = float(f"{float(text):.7g}")  # GGUF files have float32
         return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
 
@@ -289,11 +279,12 @@ def config_values(config: Any) -> dict[str, Any]:
     limits = () if by_positions else ("max_position_embeddings", "original_max_position_embeddings")
     values = {name: values[name] for name in values if not WITHOUT_EFFECT.fullmatch(name) and name not in limits}
     text = json.dumps(values, default=lambda other: type(other).__name__)
-    decided: dict[str, Any] = json.loads(text, parse_int=number, parse_float=number, parse_constant=str)
+    decided: dict[str, Any] = json.loads(text, parse_int=parse_number, parse_float=parse_number, parse_constant=str)
     return decided
 
 
-def _canonical(values: Any) -> str:
+def dump_json(values: Any) -> str:
+    """Return values as JSON that is written one way, as hashes need it."""
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
@@ -308,11 +299,11 @@ def split_fingerprint(fingerprint: str) -> dict[str, Any]:
 def join_fingerprint(hashes: str, base: str | None, config: Mapping[str, Any] | None) -> str:
     """Return the fingerprint that `split_fingerprint` took apart."""
     hashes = re.split(r"\+(?:base|config)-", hashes)[0]  # a foreign file's may hold anything
-    return f"{hashes}{BASE + base if base else ''}{'' if config is None else CONFIG + _canonical(config)}"
+    return f"{hashes}{BASE + base if base else ''}{'' if config is None else CONFIG + dump_json(config)}"
 
 
 def not_finite(model: nn.Module) -> str | None:
-    """The first parameter that holds NaN or inf, in words; None if no plain one in memory does. All are read."""
+    """Return the first parameter that holds NaN or inf, in words; None if no plain one in memory does. All are read."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta or type(parameter.data) is not Tensor or not parameter.is_floating_point():
             continue  # not in memory, in a quantised type, or split over processes
@@ -324,7 +315,7 @@ def not_finite(model: nn.Module) -> str | None:
 
 
 def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str) -> str | None:
-    """How a model differs from the one a profile was calibrated on, in words, or None if it is the same.
+    """Return how a model differs from the one a profile was calibrated on, in words; None if it is the same.
 
     Of config.json those fields are compared that both have: versions of transformers add some. A model without a
     language model's head is compared with the profile's model without its head.
@@ -345,7 +336,7 @@ def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str) -> st
 
 
 def config_mismatch(model: Mapping[str, Any], profile: Mapping[str, Any]) -> str | None:
-    """The first field of config.json whose values differ, in words; None if there is none that both have."""
+    """Return the first field of config.json whose values differ, in words; None if none that both have does."""
     for name in sorted(model.keys() & profile.keys()):
         if model[name] != profile[name]:
             mine, calibrated = (json.dumps(values[name])[:SHOWN] for values in (model, profile))
@@ -354,7 +345,7 @@ def config_mismatch(model: Mapping[str, Any], profile: Mapping[str, Any]) -> str
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a part of a model runs: the layers of one model may be on several GPUs.
+    """Return the device of a part of a model: the layers of one model may be on several GPUs.
 
     Args:
         module: with parameters, or with buffers alone: the weights of GPTQ and AWQ are buffers.
@@ -363,38 +354,37 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def offloaded(model: nn.Module) -> str | None:
-    """Why a model cannot be compared with a profile: some of its tensors are not in memory. None if all are."""
-    missing = next((name for name, tensor in _stored(model).items() if tensor.is_meta), None)
+    """Return the reason that a model with tensors outside of memory cannot be compared; None if all are in it."""
+    missing = next((name for name, tensor in _collect_tensors(model).items() if tensor.is_meta), None)
     return None if missing is None else f"the weights are offloaded ({missing} is not in memory) and cannot be compared"
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """The RoPE parameters of a configuration's text part, written one way whatever the version of transformers."""
-    config = text_config(config)
+    """Return the RoPE parameters of a configuration's text part, as every version of transformers would write them."""
 
-    def plain(value: Any) -> Any:
+    def normalise(value: Any) -> Any:
         if isinstance(value, dict):
-            pairs = {name: plain(part) for name, part in value.items() if part is not None}
+            pairs = {name: normalise(part) for name, part in value.items() if part is not None}
             if "type" in pairs:  # the former name of `rope_type`, which SGLang writes beside it
                 pairs.setdefault("rope_type", pairs.pop("type"))
             if any(isinstance(part, dict) for part in pairs.values()):  # transformers 5.0 adds a type to them
                 pairs.pop("rope_type", None)
             return {name: part for name, part in pairs.items() if (name, part) != ("partial_rotary_factor", 1.0)}
         if isinstance(value, (list, tuple)):
-            return [plain(part) for part in value]
+            return [normalise(part) for part in value]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return float(value) if is_number else value if isinstance(value, bool) else str(value)
 
-    parameters: dict[str, Any] = plain(dict(getattr(config, "rope_parameters", None) or {}))
+    parameters: dict[str, Any] = normalise(dict(getattr(text_config(config), "rope_parameters", None) or {}))
     return parameters
 
 
 def _hash(tensors: Mapping[str, Tensor]) -> str:
-    """A hash over evenly spaced samples of what a checkpoint holds, in bfloat16: the same for one in any type."""
+    """Return a hash over evenly spaced samples of what a checkpoint holds, in bfloat16: the same in every type."""
 
     def sample(name: str, indices: range) -> Tensor:
-        whole = getattr(tensors[name], "full_tensor", None)  # split over processes: all of them put it together
-        tensor: Tensor = tensors[name] if whole is None else whole()
+        gather = getattr(tensors[name], "full_tensor", None)  # split over processes: all of them put it together
+        tensor: Tensor = tensors[name] if gather is None else gather()
         try:
             flat = tensor.reshape(-1)
         except NotImplementedError:  # of a quantised type that has no other shapes (torchao)
@@ -405,7 +395,7 @@ def _hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _unwrap(model: Any) -> tuple[Any, dict[str, Tensor]]:
-    """The transformers model in wrappers of torch.compile and PEFT, and the prompts that PEFT learnt for it."""
+    """Return the model inside wrappers of torch.compile and PEFT, and the prompts that PEFT learnt for it."""
     prompts: dict[str, Tensor] = {}
     while True:
         if (inner := model._modules.get("_orig_mod")) is not None:
@@ -421,8 +411,9 @@ def _unwrap(model: Any) -> tuple[Any, dict[str, Tensor]]:
 def _take_adapters(prefix: str, module: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Take a module's PEFT adapters, whose names begin with `prefix`, out of the weights.
 
-    Returns the tensors of those that have an effect, by names that do not depend on the adapters' own, and the scaling
-    of each in the name of an empty one.
+    Returns:
+        The tensors of those that have an effect, by names that do not depend on the adapters' own, and the scaling of
+        each in the name of an empty one.
     """
     by_adapter: dict[str, dict[str, Tensor]] = {}
     for kind in getattr(module, "adapter_layer_names", ()):
@@ -433,7 +424,7 @@ def _take_adapters(prefix: str, module: nn.Module, weights: dict[str, Tensor]) -
     layer: Any = module
     if not by_adapter or layer.disable_adapters or layer.merged_adapters:
         return {}
-    active = [adapter for adapter in layer.active_adapters if not _adds_nothing(by_adapter.get(adapter, {}))]
+    active = [adapter for adapter in layer.active_adapters if _has_effect(by_adapter.get(adapter, {}))]
     tensors: dict[str, Tensor] = {}
     for index, adapter in enumerate(active):
         tensors |= {f"{prefix}{index}.{name}": tensor for name, tensor in by_adapter[adapter].items()}
@@ -442,15 +433,15 @@ def _take_adapters(prefix: str, module: nn.Module, weights: dict[str, Tensor]) -
     return tensors
 
 
-def _adds_nothing(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether an adapter is none of a module, or a LoRA whose product is zero, as a new one's is."""
+def _has_effect(tensors: Mapping[str, Tensor]) -> bool:
+    """Return False for no tensors, and for a LoRA whose product is zero, as a new one's is."""
+    nonzero = {name for name, tensor in tensors.items() if bool(tensor.any())}
     factors = {name for name in tensors if re.match(r"lora_(A|B|E|embedding_.)\.(?!bias)", name)}
-    zero = any(not bool(tensors[name].any()) for name in factors)
-    return not tensors or (zero and not any(bool(tensors[name].any()) for name in tensors.keys() - factors))
+    return bool(tensors) and (factors <= nonzero or bool(nonzero - factors))  # one zero factor makes the product zero
 
 
-def _stored(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of a model holds and nothing that runs changes: its parameters, and buffers by name.
+def _collect_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint of a model holds and nothing that runs changes: its parameters and buffers, by name.
 
     Quantised weights are in buffers. On a CPU the first forward pass packs those of GPTQ and AWQ anew and leaves their
     scales, which then name the weights alone.
@@ -466,8 +457,8 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _settled(model: nn.Module) -> Iterator[None]:
-    """Inside the block, quantised weights are in the state that they had before the first forward pass changed them.
+def _restore_quantised(model: nn.Module) -> Iterator[None]:
+    """Put quantised weights, inside a block, into the state that they had before the first forward pass.
 
     compressed-tensors decompresses a model then, by a hook, which is called here if it has not been. On a CPU
     bitsandbytes packs 4-bit weights then; saving unpacks them. They are put back as they were, because bitsandbytes
@@ -493,9 +484,11 @@ def _settled(model: nn.Module) -> Iterator[None]:
 
 
 def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:
-    """The hash of parameters that need not be in memory; behind it that of all but a head, if there is one.
+    """Return the hash of parameters that need not be in memory; after it that of all but a head, if there is one.
 
-    sample: given a parameter's name and indices into it when it is flat, its values there.
+    Args:
+        shapes: of the parameters, by name.
+        sample: returns the values of a parameter, given its name, at indices into it when it is flat.
     """
     samples = {}
     for name, shape in shapes.items():
@@ -503,19 +496,20 @@ def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[s
             indices = range(0, numel, max(1, numel // SAMPLES_PER_TENSOR))[:SAMPLES_PER_TENSOR]
             samples[name] = sample(name, indices).bfloat16().cpu()
 
-    def hash_of(names: Sequence[str]) -> str:
+    def compute_hash(names: Sequence[str]) -> str:
         digest = hashlib.sha256("".join(f"{name}{tuple(shapes[name])}" for name in names).encode())
         digest.update(tensor_bytes(torch.cat([samples[name] for name in names if name in samples])))
         return digest.hexdigest()
 
     names = sorted(shapes)
     base = [name for name in names if not name.startswith(HEADS)]
-    return hash_of(names) if len(base) in (0, len(names)) else f"{hash_of(names)}{BASE}{hash_of(base)}"
+    weights_hash = compute_hash(names)
+    return weights_hash if len(base) in (0, len(names)) else f"{weights_hash}{BASE}{compute_hash(base)}"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, of which only the elements that are asked for are read.
+    """A tensor in a safetensors file, of which only requested elements are read.
 
     path: of the file; start: the byte in it where the tensor begins; dtype: as safetensors names it.
     """
@@ -526,7 +520,7 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def elements(self, indices: range) -> Tensor:
-        """Elements of the flattened tensor. A mapped file would read many pages around each of them.
+        """Return elements of the flattened tensor; a mapped file would read many pages around each of them.
 
         Raises:
             OSError: the file cannot be read.
@@ -542,7 +536,7 @@ class StoredTensor:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name, none of them read. Raises SafetensorError and OSError."""
+    """Return the tensors of a safetensors file by name, none of them read. Raises SafetensorError and OSError."""
     with safe_open(path, "pt"):  # refuses a file that is damaged or cut off
         pass
     with path.open("rb") as file:
@@ -556,7 +550,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a CPU tensor of any shape and dtype, in this machine's order.
+    """Return the bytes of a CPU tensor of any shape and dtype, in this machine's order.
 
     Torch itself hands them to numpy only, which the runtime does without.
     """

@@ -1,4 +1,4 @@
-"""What kind of attention each decoder layer of a model has, by its transformers configuration alone.
+"""The kind of attention of each decoder layer of a model, by its transformers configuration alone.
 
 S2O serves layers of full causal attention. Layers of other kinds (sliding, chunked, linear, recurrent, cross-attention)
 stay what they are.
@@ -19,12 +19,12 @@ _FORMER = {"attention": FULL, "hybrid": FULL}  # a hybrid layer has full attenti
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the text part of a model; the configuration itself if it has one part only."""
+    """Return the configuration of a model's text part; the configuration itself if it has one part only."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
-    """The kind of each decoder layer, by the names that transformers gives them ("full_attention", ...).
+    """Return the kind of each decoder layer, by the names that transformers gives them ("full_attention", ...).
 
     A window or chunk that is at least as long as the positions that the model knows hides no key: such a layer is one
     of full attention.
@@ -59,19 +59,19 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
 
 
 def positions(config: Any) -> int:
-    """The longest prompt that a model is made for, in tokens; `UNLIMITED` if its configuration names none."""
+    """Return the longest prompt that a model is made for, in tokens; `UNLIMITED` if its configuration names none."""
     return int(getattr(text_config(config), "max_position_embeddings", None) or UNLIMITED)
 
 
 def visible_keys(kind: str, config: Any) -> int | None:
-    """How many keys a query of such a layer sees at most; None if all before it, 0 if it has no softmax attention."""
+    """Return the most keys that a query of such a layer sees; None if all before it, 0 without softmax attention."""
     if kind == FULL:
         return None
     return {SLIDING: window(config), CHUNKED: chunk(config)}.get(kind) or 0
 
 
 def kind_in_words(kind: str, config: Any) -> str:
-    """What layers of a kind other than full attention are, as a reason for leaving them as they are."""
+    """Return what layers of a kind other than full attention are, as a reason for leaving them as they are."""
     if kind == SLIDING:
         return sees_window(window(config))
     if kind == CHUNKED:
@@ -80,18 +80,18 @@ def kind_in_words(kind: str, config: Any) -> str:
 
 
 def sees_window(keys: int | None) -> str:
-    """Why a layer whose queries see so many keys does not run S2O."""
+    """Return the reason that a layer whose queries see only `keys` keys does not run S2O."""
     return f"the layer sees a sliding window of {keys} keys"
 
 
 def window(config: Any) -> int | None:
-    """The keys that a layer of sliding attention sees; None if the configuration names no window."""
+    """Return the keys that a layer of sliding attention sees; None if the configuration names no window."""
     config = text_config(config)
     size = getattr(config, "sliding_window", None) or getattr(config, "attention_window_size", None)
     return int(size) if size else None
 
 
 def chunk(config: Any) -> int | None:
-    """The size of the chunks of a layer of chunked attention; None if the configuration names none."""
+    """Return the size of the chunks of a layer of chunked attention; None if the configuration names none."""
     size = getattr(text_config(config), "attention_chunk_size", None)
     return int(size) if size else None

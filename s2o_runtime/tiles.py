@@ -1,4 +1,4 @@
-"""Tiles: which shapes of work each kernel is compiled for on each GPU, and whether a tile is legal on a GPU.
+"""Tiles: the shapes of work that each kernel is compiled for on each GPU, and the rule of which tiles are legal.
 
 This is the one place that knows tiles by GPU. `tile_obstacle` decides whether the prefill kernels can run a tile that a
 profile or a user brings; the tables hold the tiles that are worth running, and tests/aot.py compiles every one of them.
@@ -62,12 +62,12 @@ DECODE = 2  # queries: fewer are a decode step, which never ranks
 
 
 def sm(capability: Capability) -> str:
-    """The name of a compute capability: "sm_90" for (9, 0)."""
+    """Return the name of a compute capability: "sm_90" for (9, 0)."""
     return f"sm_{capability[0]}{capability[1]}"
 
 
 def family(capability: Capability) -> int | None:
-    """The key of the tables for a compute capability, such as 90; None where nobody has compiled the kernels."""
+    """Return the key of the tables for a compute capability, such as 90; None where no kernel was ever compiled."""
     major, minor = capability
     if major == 8 and minor:
         return 89  # sm_86 and sm_87 too
@@ -76,26 +76,25 @@ def family(capability: Capability) -> int | None:
 
 
 def families() -> str:
-    """The GPU generations that the kernels are compiled for, as text."""
+    """Return the GPU generations that the kernels are compiled for, as text."""
     return ", ".join(f"sm_{number}" for number in SHARED_MEMORY)
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The head dim that the prefill kernels run `head_dim` as, filled with zeros.
+    """Return the head dim that the prefill kernels run `head_dim` as, filled with zeros.
 
     Raises:
         InputError: it is beyond the largest.
     """
-    for size in HEAD_DIMS:
-        if head_dim <= size:
-            return size
-    raise InputError(
-        f"head_dim {head_dim} is larger than {HEAD_DIMS[-1]}, the largest the kernels support: run it dense"
-    )
+    if head_dim > HEAD_DIMS[-1]:
+        raise InputError(
+            f"head_dim {head_dim} is larger than {HEAD_DIMS[-1]}, the largest the kernels support: run it dense"
+        )
+    return min(size for size in HEAD_DIMS if size >= head_dim)
 
 
 def tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> str | None:
-    """Why a prefill kernel cannot run a tile on a GPU; None if the tile is legal there.
+    """Return the reason that no prefill kernel runs a tile on a GPU; None if the tile is legal there.
 
     Args:
         tile: valid by itself (`TileConfig.validate`).
@@ -119,23 +118,19 @@ def tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> st
             return f"tile {tile} has no specialised kernel (block_m {SPECIALIZED_ROWS}, {SPECIALIZED_WARPS} warps)"
         if tile.block_n < 64 or tile.num_stages < 2:
             return f"tile {tile} has no specialised kernel (block_n 64 or 128, 2 stages or more)"
-    if (needed := _least_shared_memory(tile, padded)) > SHARED_MEMORY[number]:
-        limit = SHARED_MEMORY[number] >> 10
-        return f"tile {tile} needs {-(-needed >> 10)} KiB of shared memory for head_dim {head_dim}, of {limit}"
-    return None
-
-
-def _least_shared_memory(tile: TileConfig, head_dim: int) -> int:
-    """Bytes of shared memory that a tile needs at least, for 16-bit inputs; a compiler may need some more."""
-    row = 2 * head_dim
     if tile.specialized:  # the queries of two row tiles, and a ring of keys and of values
-        return (2 * tile.block_m + 2 * tile.num_stages * tile.block_n) * row
-    return max(2 * tile.num_stages - 3, 0) * tile.block_n * row  # tiles of k and v on their way; the oldest is in use
+        rows = 2 * tile.block_m + 2 * tile.num_stages * tile.block_n
+    else:  # tiles of k and v on their way; the oldest is in use
+        rows = max(2 * tile.num_stages - 3, 0) * tile.block_n
+    needed, limit = 2 * padded * rows, SHARED_MEMORY[number]  # for 16-bit inputs; a compiler may need some more
+    if needed > limit:
+        return f"tile {tile} needs {-(-needed >> 10)} KiB of shared memory for head_dim {head_dim}, of {limit >> 10}"
+    return None
 
 
 @lru_cache(maxsize=64)
 def candidate_tiles(head_dim: int, capability: Capability) -> tuple[TileConfig, ...]:
-    """The prefill tiles worth timing on a GPU; empty where the kernels have none for this head dim.
+    """Return the prefill tiles worth timing on a GPU; empty where the kernels have none for this head dim.
 
     They compile for it with a few spilled registers at most, and fit its shared memory. Each shape comes with three
     spacings of the check.
@@ -150,7 +145,7 @@ def candidate_tiles(head_dim: int, capability: Capability) -> tuple[TileConfig, 
 
 
 def default_tile(head_dim: int, capability: Capability) -> TileConfig:
-    """A prefill tile that is safe on every GPU of this capability: the first candidate.
+    """Return a prefill tile that is safe on every GPU of this capability: the first candidate.
 
     Raises:
         InputError: there is none.
@@ -162,7 +157,7 @@ def default_tile(head_dim: int, capability: Capability) -> TileConfig:
 
 
 def fewest_queries(tile: TileConfig, capability: Capability) -> int:
-    """The fewest queries behind a longer prefix that S2O computes with a tile on a device; fewer run dense.
+    """Return the fewest queries after a longer prefix that S2O computes with a tile on a device; fewer run dense.
 
     Args:
         tile: of the layer; its `min_queries` counts where it was measured.
@@ -177,7 +172,7 @@ def fewest_queries(tile: TileConfig, capability: Capability) -> int:
 
 
 def trace_tile(head_dim: int, capability: Capability, block_m: int, stride: int) -> TileConfig:
-    """The tile of the trace kernel for row tiles of `block_m` and a first spacing of `stride` keys between checks.
+    """Return the trace kernel's tile for row tiles of `block_m` and first checks of the stop `stride` keys apart.
 
     It keeps more in registers than the prefill does, so its tiles of keys are smaller.
     """

@@ -138,7 +138,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("between unlike buckets the larger threshold is taken",
          "tau=min(near.tau, distant.tau)", "tau=max(near.tau, distant.tau)"),
         ("thresholds are mixed although the buckets check the stop unlike",
-         "return config.tile.block_m, config.tile.stride", "return config.tile.block_m, 0"),
+         " and config.tile.stride == other_config.tile.stride", ""),
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
         ("the shortest calibrated length itself is too short",

@@ -48,12 +48,12 @@ class Found(NamedTuple):
 
     @property
     def budget(self) -> tuple[BudgetKind | None, float | None]:
-        """Its kind and its value, None where they are not recorded."""
+        """The kind and the value of its budget, None where they are not recorded."""
         return read_budget(self.profile.record)[:2]
 
 
 def folders() -> list[Path]:
-    """Where profiles are looked for, in this order, each once, as absolute paths without symbolic links.
+    """Return the folders of profiles in the order of the search, each once, as absolute paths without symbolic links.
 
     Raises:
         ConfigError: S2O_PROFILES names something that is no folder.
@@ -67,7 +67,7 @@ def folders() -> list[Path]:
 
 
 def profiles() -> list[Found]:
-    """All profiles in these folders, in the order in which they are taken.
+    """Return all profiles in these folders, in the order in which they are taken.
 
     A file that is none is left out, and a line of the log says why.
 
@@ -75,26 +75,24 @@ def profiles() -> list[Found]:
         ConfigError: as `folders` does.
     """
     candidates = []
-    for folder in folders():
-        of_folder = []
+    for number, folder in enumerate(folders()):
         for path in sorted(folder.rglob("*.safetensors")):
             try:
-                of_folder.append(Found(path, load_profile(path)))
+                candidates.append((number, Found(path, load_profile(path))))
             except ProfileError as error:
                 log.warning("left out of the search for a profile: %s", error)
-        candidates += sorted(of_folder, key=_rank)
-    return candidates
+    return [candidate for _, candidate in sorted(candidates, key=lambda entry: (entry[0], *_rank(entry[1])))]
 
 
 def _rank(candidate: Found) -> tuple[object, ...]:
-    """What the profiles of one folder are sorted by."""
+    """Return the key that the profiles of one folder are sorted by."""
     kind, value = candidate.budget
     order = len(KINDS) if kind is None or value is None else KINDS.index(kind)
     return not list_certified(candidate.profile.record), order, value or 0.0, -candidate.profile.lengths[-1]
 
 
 def none_like(candidates: Sequence[Found], config: Any) -> str | None:
-    """Why none of some profiles fits a model, if none has its geometry; None if one has.
+    """Return the reason that none of some profiles fits a model, if none has its geometry; None if one has.
 
     Args:
         candidates: profiles.
@@ -106,19 +104,19 @@ def none_like(candidates: Sequence[Found], config: Any) -> str | None:
     model = geometry(config)
     if any(candidate.profile.geometry == model for candidate in candidates):
         return None
-    return f"no profile is of a model like this one ({model}): {_advice(config)}"
+    return f"no profile is of a model like this one ({model}): {_advise(config)}"
 
 
 def fitting_profile(
     candidates: Sequence[Found], config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]
 ) -> Found:
-    """The first of some profiles that is of a model and for a device.
+    """Return the first of some profiles that is of a model and for a device.
 
     Args:
         candidates: profiles, as `profiles` sorts them.
         config: the model's transformers configuration.
         device: where its attention runs.
-        mismatch: says how the model's weights and RoPE parameters differ from a profile's, or why they cannot be
+        mismatch: returns how the model's weights and RoPE parameters differ from a profile's, or why they cannot be
             compared; None if they are the same.
 
     Raises:
@@ -129,23 +127,24 @@ def fitting_profile(
     if reason := none_like(candidates, config):
         raise ProfileError(reason)
     nearest, here, model = "", identify(device), geometry(config)
-    for candidate in (one for one in candidates if one.profile.geometry == model):
+    for candidate in (candidate for candidate in candidates if candidate.profile.geometry == model):
         elsewhere = not same_product(candidate.profile.device, here)
         difference = f"it is for {candidate.profile.device}" if elsewhere else mismatch(candidate.profile)
         if difference is None:
             return candidate
         nearest = nearest or f"{candidate.path}: {difference}"
-    raise ProfileError(f"no profile fits this model on {here} ({nearest}): {_advice(config)}")
+    raise ProfileError(f"no profile fits this model on {here} ({nearest}): {_advise(config)}")
 
 
 def find_profile(config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]) -> Found:
-    """The profile of a model and a device in the folders where profiles are looked for.
+    """Return the profile of a model and a device in the folders where profiles are looked for.
 
     Args, Raises: as `fitting_profile`; ConfigError as `folders`.
     """
     return fitting_profile(profiles(), config, device, mismatch)
 
 
-def _advice(config: Any) -> str:
+def _advise(config: Any) -> str:
+    """Return the advice to make a profile, with the model's name in it where transformers knows it."""
     name = getattr(config, "_name_or_path", None) or "MODEL"
     return f"make one with s2o-calibrate --model {name}, or name a profile's path"

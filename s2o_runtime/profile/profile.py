@@ -1,4 +1,4 @@
-"""One model's calibration, and whether it fits a device."""
+"""One model's calibration, and its form for a device."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ class Profile:
 
     @property
     def config_unknown(self) -> str | None:
-        """Why a model's config.json cannot be compared with the profile's; None if it can."""
-        known = CONFIG in self.fingerprint
-        return None if known else f"the profile of {self.model_name} lacks the values of config.json: calibrate again"
+        """The reason that no model's config.json can be compared with the profile's; None if it can."""
+        if CONFIG in self.fingerprint:
+            return None
+        return f"the profile of {self.model_name} lacks the values of config.json: calibrate again"
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
-        """The configuration of a layer for a prompt of `length` keys.
+        """Return the configuration of a layer for a prompt of `length` keys.
 
         The bucket nearest in log length decides everything but tau. For heads that the two buckets around `length`
         treat alike, tau is interpolated in log length; for others it is the smaller of the two, because the same tau
@@ -83,18 +84,19 @@ class Profile:
         if not 0 <= other < len(logs):
             return config
         other_config = self.layers[other][layer]
-        alike = _checks(config) == _checks(other_config)
+        # what, besides a head's own settings, decides where it stops: tau means the same only where this is equal
+        alike = config.tile.block_m == other_config.tile.block_m and config.tile.stride == other_config.tile.stride
         weight = (position - logs[nearest]) / (logs[other] - logs[nearest]) if alike else None
         pairs = zip(config.heads, other_config.heads, strict=True)
-        return replace(config, heads=tuple(_between(near, distant, weight) for near, distant in pairs))
+        return replace(config, heads=tuple(_interpolate(near, distant, weight) for near, distant in pairs))
 
     def misfit(self, model: Geometry) -> str | None:
-        """Why the profile is not of a model with this geometry; None if it may be."""
+        """Return the reason that the profile is not of a model with this geometry; None if it may be."""
         difference = model.difference(self.geometry)
         return f"the profile of {self.model_name} does not fit this model: it has {difference}" if difference else None
 
     def check_trained(self) -> Profile:
-        """The profile itself. Raises ProfileError if a rehearsal made it."""
+        """Return the profile itself. Raises ProfileError if a rehearsal made it."""
         if self.fingerprint.startswith(RANDOM):
             raise ProfileError(
                 f"the profile of {self.model_name} was calibrated on random weights, expected ones of a trained model: "
@@ -103,7 +105,7 @@ class Profile:
         return self
 
     def validate(self) -> Profile:
-        """The profile itself.
+        """Return the profile itself.
 
         Raises:
             ProfileError: naming the first thing that is out of range or does not fit another.
@@ -134,15 +136,13 @@ class Profile:
         return self
 
 
-def _checks(config: LayerConfig) -> tuple[object, ...]:
-    """What, besides a head's own settings, decides where it stops: tau means the same only where this is equal."""
-    return config.tile.block_m, config.tile.stride
+def _interpolate(near: HeadConfig, distant: HeadConfig, weight: float | None) -> HeadConfig:
+    """Return the head of the nearer bucket with a tau for a length between the buckets.
 
-
-def _between(near: HeadConfig, distant: HeadConfig, weight: float | None) -> HeadConfig:
-    """The head of the nearer bucket with a tau for a length between the buckets.
-
-    weight: how far towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
+    Args:
+        near: the head in the bucket nearest to the length.
+        distant: the head in the other bucket.
+        weight: the way towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
     """
     if near.mode != "s2o" or distant.mode != "s2o" or near.stop_rule != distant.stop_rule:
         return near
@@ -156,7 +156,7 @@ log = logging.getLogger("s2o_runtime")
 
 
 def fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
-    """The profile as it can run on this device, and why it cannot, if so; a warning says what was not proven here."""
+    """Return the profile as it can run on a device, and the reason if it cannot; warn of what was not proven there."""
     here = identify(device)
     verdict = fit(profile.device, here)
     if verdict.tiles == "profile":
@@ -170,7 +170,7 @@ def fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]
 
 
 def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerConfig:
-    """A layer with a tile of another GPU that stops its heads where the layer's own tile does.
+    """Return a layer with a tile of another GPU that stops its heads where the layer's own tile does.
 
     The same tau means the same error only with as many keys between two stop checks and as many rows that stop
     together. So the stride is kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The

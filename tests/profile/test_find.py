@@ -126,7 +126,7 @@ def test_a_file_that_is_no_profile_is_left_out_with_a_line(model, profile, mine,
     assert "c.safetensors" in taken(info_log)
     said = [record.getMessage() for record in info_log.records if record.levelname == "WARNING"]
     assert [line.split(": ")[0] for line in said] == ["left out of the search for a profile"] * 2
-    assert "a.safetensors is not a readable safetensors file" in said[0]
+    assert "a.safetensors: its contents cannot be read" in said[0]
     assert "b.safetensors is larger than" in said[1]
 
 

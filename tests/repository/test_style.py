@@ -1,0 +1,135 @@
+"""How the code reads: verbs for functions, docstrings that stand alone, signatures that a caller can follow.
+
+Run as a script, it prints the names that break a rule.
+"""
+
+import ast
+import math
+import re
+from functools import cache
+
+import pytest
+
+from support.pages import ROOT
+
+# The bounds of today: at each step they are tightened to what there is, never loosened.
+LEAST_SHARE_OF_VERBS = 0.38  # of functions; the goal is 0.6
+MOST_SHARE_OF_QUESTIONS = 0.184  # of docstrings; the goal is 0.01
+MOST_PARAMETERS = 10  # of a function that runs on the host
+# Functions with more: why each has them.
+PUBLIC = "the public op: tensors, sequences and the parts of the scoring, which callers give by name"
+MANY_PARAMETERS = {
+    "s2o_runtime/attention/api.py:s2o_attention": PUBLIC,
+    "s2o_runtime/attention/api.py:s2o_attention_varlen": PUBLIC,
+    "s2o_runtime/attention/paged.py:s2o_attention_paged": PUBLIC,
+}
+
+# Frozen. Other names are a constructor's (`from_...`), a property's, or one of mathematics.
+VERBS = frozenset((ROOT / "tests" / "repository" / "verbs.txt").read_text(encoding="utf-8").split())
+MATHEMATICS = frozenset(
+    {"softmax", "logsumexp", "covariance", "quantile", "mean", "median", "interval", "hull", "sha256"}
+)
+QUESTIONS = frozenset({"what", "who", "whether", "how", "why", "which", "where", "when", "that"})
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def trees():
+    """The syntax trees of the packages by path in the repository."""
+    paths = [path for package in ("s2o_runtime", "calibrate") for path in sorted((ROOT / package).rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def nodes(kinds):
+    return [(path, node) for path, tree in trees().items() for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def has_decorator(node, pattern):
+    return any(re.search(pattern, ast.unparse(decorator)) for decorator in node.decorator_list)
+
+
+def functions():
+    """Functions and methods with their files, without special methods and properties, which are named as values."""
+    return [
+        (path, node)
+        for path, node in nodes(ast.FunctionDef | ast.AsyncFunctionDef)
+        if not node.name.startswith("__") and not has_decorator(node, r"property|\.setter$")
+    ]
+
+
+def begins_with_a_verb(name):
+    words = name.strip("_")
+    return words.partition("_")[0] in VERBS or words.startswith("from_") or words in MATHEMATICS
+
+
+def asks(docstring):
+    return re.split(r"\W", docstring.strip().lower(), maxsplit=1)[0] in QUESTIONS
+
+
+def parameters(node):
+    """The names of a function's parameters, without the object or class that a method is of."""
+    listed = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [parameter.arg for parameter in listed if parameter.arg not in ("self", "cls")]
+
+
+def count_docstrings():
+    """How many docstrings there are, and how many begin with a question word."""
+    docstrings = [text for _, node in nodes(DOCUMENTED) if (text := ast.get_docstring(node))]
+    return len(docstrings), sum(map(asks, docstrings))
+
+
+def long_signatures():
+    """Host functions over the limit, as "path:name"; kernels take what Triton specialises one by one."""
+    return {
+        f"{path}:{node.name}"
+        for path, node in nodes(ast.FunctionDef | ast.AsyncFunctionDef)
+        if len(parameters(node)) > MOST_PARAMETERS and not has_decorator(node, r"\bjit\b|overload")
+    }
+
+
+def test_functions_begin_with_a_verb():
+    names = [node.name for _, node in functions()]
+    assert len(names) > 1000
+    share = sum(map(begins_with_a_verb, names)) / len(names)
+    assert share >= LEAST_SHARE_OF_VERBS, f"{share:.1%} of functions begin with a verb"
+
+
+def test_docstrings_do_not_begin_with_a_question_word():
+    total, questions = count_docstrings()
+    assert total > 1000
+    assert questions / total <= MOST_SHARE_OF_QUESTIONS, f"{questions} of {total} docstrings begin with a question word"
+
+
+def test_no_host_function_has_too_many_parameters_without_a_reason():
+    assert long_signatures() == MANY_PARAMETERS.keys()
+    assert all(MANY_PARAMETERS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("prune_candidates", True), ("_read", True), ("from_layers", True), ("softmax", True), ("pruned", False)],
+)
+def test_a_verb_is_the_first_word_of_a_name(name, expected):
+    assert begins_with_a_verb(name) is expected
+
+
+@pytest.mark.parametrize(
+    ("docstring", "expected"),
+    [("Whether it runs.", True), ("\nHow: so.", True), ("Return whether it runs.", False), ("Whatever it is.", False)],
+)
+def test_a_question_word_is_the_first_word_of_a_docstring(docstring, expected):
+    assert asks(docstring) is expected
+
+
+def print_findings() -> None:
+    """Print what breaks a rule, and the numbers that the bounds are tightened to."""
+    names = [(path, node.name) for path, node in functions()]
+    nouns = [f"{path}: {name}" for path, name in names if not begins_with_a_verb(name)]
+    total, questions = count_docstrings()
+    print(*nouns, *sorted(long_signatures()), sep="\n")
+    print(f"verbs {math.floor(100 * (1 - len(nouns) / len(names))) / 100} of {len(names)} functions")
+    print(f"questions {math.ceil(1000 * questions / total) / 1000} of {total} docstrings")
+
+
+if __name__ == "__main__":
+    print_findings()
