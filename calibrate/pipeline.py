@@ -29,12 +29,12 @@ from calibrate.model.self_test import SEGMENTS, never_stops, self_test
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.adjust import Proven, prove_and_tighten
+from calibrate.proof.adjust import Proven, prove_and_adjust
 from calibrate.proof.certify import (
-    Groups,
+    TextGroups,
     certify,
-    proven_again,
-    too_few,
+    check_groups,
+    remeasure,
     without_slower_layers,
     without_slower_lengths,
 )
@@ -173,7 +173,7 @@ def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], c
     """
     if recipe.num_certify and not recipe.allow_regression:
         for length in recipe.all_lengths:
-            if problem := too_few(length, certify.get(length, ())):
+            if problem := check_groups(length, certify.get(length, ())):
                 before = f"prompts: {counts}; " if counts else ""
                 raise InputError(f"{before}{problem}: {problem.kind.value}, or say --allow-regression")
 
@@ -181,27 +181,27 @@ def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], c
 def _calibrated(run: _Run, clock: PhaseClock) -> Result:
     """From the tiles to the profile."""
     recipe, executor, prompts, journal, progress = run.recipe, run.executor, run.prompts, run.journal, run.progress
-    prover = Prover(executor, prompts.held_out, journal, progress)
+    prover = Prover(executor, journal, recipe.chunk, progress)
     with clock.phase("measuring"):
         tiles = _worthwhile_tiles(run)
         curves = _curves(run, tiles)
     with clock.phase("searching"):
         candidate = _candidate(run, _choices(run, curves, tiles))
     with clock.phase("proving"):
-        texts = {length: len(Groups.of(texts_of_length)) for length, texts_of_length in prompts.certify.items()}
-        proven = prove_and_tighten(prover, candidate, texts)
-        proven = without_slower_lengths(prover, proven)
+        texts = {length: len(TextGroups.from_prompts(of_length)) for length, of_length in prompts.certify.items()}
+        proven = prove_and_adjust(prover, prompts.held_out, candidate, texts)
+        proven = without_slower_lengths(prover, prompts.held_out, proven)
     if proven.met:
         certified = without_slower_layers(proven)
         if prompts.certify:
             with clock.phase("certifying"):
                 certified = certify(prover, prompts.certify, certified)
-                proven = proven_again(prover, proven, certified)
+                proven = remeasure(prover, prompts.held_out, proven, certified)
         elif certified.candidate is not proven.candidate:
             with clock.phase("measuring again"):
-                proven = proven_again(prover, proven, certified)
+                proven = remeasure(prover, prompts.held_out, proven, certified)
 
-    profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven))
+    profile = replace(proven.candidate.build_profile(), record=record_of(recipe, prompts, proven))
     written = proven.met or recipe.allow_regression
     if written:
         save_profile(profile, recipe.out)

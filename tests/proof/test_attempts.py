@@ -2,17 +2,18 @@
 
 import pytest
 
-from calibrate.proof.adjust import RETRIES, TIGHTENINGS, prove_and_tighten
+from calibrate.proof.adjust import RETRIES, TIGHTENINGS, prove_and_adjust
 from calibrate.proof.state import Problem, ProblemKind
 from calibrate.search.choice import ChosenDense
-from support.candidates import LENGTHS, PretendedProver, candidate, error_of
+from support.candidates import CHECKS, LENGTHS, PretendedProver, candidate, error_of
 
 EVERY = [512, 768, 1024, 1536, 2048]
+PROMPTS = dict.fromkeys((*LENGTHS, *CHECKS), ())
 
 
 def test_what_holds_is_proven_once_and_has_no_problems():
     prover = PretendedProver()
-    result = prove_and_tighten(prover, candidate())
+    result = prove_and_adjust(prover, PROMPTS, candidate())
     assert result.met
     assert [lengths for lengths, _ in prover.attempts] == [EVERY]
     assert not result.tightened
@@ -22,7 +23,7 @@ def test_what_holds_is_proven_once_and_has_no_problems():
 
 def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
     prover = PretendedProver(needles=lambda candidate, length: (3, 20) if length == 1024 else None)
-    result = prove_and_tighten(prover, candidate())
+    result = prove_and_adjust(prover, PROMPTS, candidate())
     assert [lengths for lengths, _ in prover.attempts] == [EVERY] + [[768, 1024, 1536]] * RETRIES
     budgets = [[choice.budget_mse for choice in begun.chosen[1024].choices] for _, begun in prover.attempts]
     for number, of_layers in enumerate(budgets):
@@ -39,10 +40,10 @@ def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
 )
 def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
     prover = PretendedProver(seconds=lambda candidate, length: 0.2 if length == slow else 0.1)
-    result = prove_and_tighten(prover, candidate("cuda"))
+    result = prove_and_adjust(prover, PROMPTS, candidate("cuda"))
     assert result.met
     assert [lengths for lengths, _ in prover.attempts] == [EVERY, again]
-    profile = result.candidate.profile()
+    profile = result.candidate.build_profile()
     for (length, layer), config in result.configs.items():
         assert config.is_dense == (length in dense)  # what is checked below a dense bucket follows it
         assert profile.layer_config(layer, length) == config
@@ -58,7 +59,7 @@ def times_the_prediction(factor):
 def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(factor):
     """Errors that come out several times as large as predicted: so much less of the budget is what is left."""
     begun = candidate()
-    result = prove_and_tighten(PretendedProver(error=times_the_prediction(factor)), begun)
+    result = prove_and_adjust(PretendedProver(error=times_the_prediction(factor)), PROMPTS, begun)
     assert result.met
     assert result.tightened.keys() >= {(512, 0), (512, 1), (1024, 0)}
     for place, times in result.tightened.items():
@@ -71,7 +72,7 @@ def test_a_layer_over_its_limit_is_tightened_by_what_it_is_over(factor):
         if length in LENGTHS:
             tightened = result.chosen[length].choices[layer]
             over = result.first_errors[place] / result.limits[place]
-            assert tightened.allocation.mse <= begun.choice(layer, length).allocation.mse * 0.9 / over
+            assert tightened.allocation.mse <= begun.chosen[length].choices[layer].allocation.mse * 0.9 / over
             assert tightened.config == result.configs[place]
     checked = any(length not in LENGTHS for length, _ in result.tightened)
-    assert result.candidate.profile().lengths == (tuple(EVERY) if checked else LENGTHS)
+    assert result.candidate.build_profile().lengths == (tuple(EVERY) if checked else LENGTHS)

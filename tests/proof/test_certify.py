@@ -11,42 +11,50 @@ import torch
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
 from calibrate.proof.adjust import (
-    TAU_FOR_ERROR,
     Proven,
+    find_lost_retrieval,
+    find_slower_layers,
     judge,
-    retrieval_lost,
-    slower_layers,
 )
-from calibrate.proof.again import compared
-from calibrate.proof.bounds import PATH, STEPS, mean_bound, step_confidence
+from calibrate.proof.bounds import BUDGET_SEQUENCE, SPEND_FRACTIONS, compute_attempt_confidence, mean_bound
 from calibrate.proof.certify import (
-    Groups,
-    Means,
-    Scale,
-    along_path,
-    certificate_of,
-    proven_again,
+    MeanCertifier,
+    PromptScorer,
+    TextGroups,
+    build_certificate,
+    remeasure,
+    run_fixed_sequence_test,
     without_slower_layers,
     without_slower_lengths,
 )
 from calibrate.proof.layers import PromptAgreement
-from calibrate.proof.state import ProblemKind
+from calibrate.proof.recheck import compare_certificate
+from calibrate.proof.state import TAU_FOR_ERROR, ProblemKind
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Budget
 from calibrate.report.sections import sentences, statement, tables
 from calibrate.search.choice import ChosenDense
 from s2o_runtime.profile.record import Certificate, CertifiedLength
-from support.candidates import LENGTHS, RECIPE, candidate, proof_of, proofs_of
+from support.candidates import CHECKS, LENGTHS, RECIPE, candidate, proof_of, proofs_of
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
 DOMAINS = ("code", "prose", "code", "prose", "code")
 BUDGET = Budget("mse", 1e-4)
-GROUPS = Groups(((0,), (1,), (2,), (3,), (4,)), ("text",) * 5)
+PROMPTS = dict.fromkeys((*LENGTHS, *CHECKS), ())
+
+
+def pretended(prove):
+    prover = SimpleNamespace(prove=prove)
+    prover.show_progress = lambda *_: nullcontext(prover)
+    return prover
+
+
+GROUPS = TextGroups(((0,), (1,), (2,), (3,), (4,)), ("text",) * 5)
 
 
 def down(begun, length, layer, means):
     """What a layer is left with if its looks find these mean errors, and how many were taken."""
-    looked, at = Means(begun, length, GROUPS), begun
+    looked, at = MeanCertifier(begun, length, GROUPS), begun
     for number, mean in enumerate(means, 1):
         revised = looked.revise(at, length, layer, proof_of(mean, FACTORS))
         if layer in looked.layers:
@@ -62,34 +70,36 @@ def test_a_bound_within_the_limit_is_accepted_at_the_first_look():
     mean = 0.5 * begun.limits[1024, 0]
     looked, looks = down(begun, 1024, 0, [mean])
     assert (looks, looked.layers[0].share) == (1, 1.0)
-    assert looked.left() is begun
-    expected = mean_bound([mean * one for one in FACTORS], GROUPS.kinds, step_confidence(1.0, RECIPE, 2))
+    assert looked.result() is begun
+    expected = mean_bound([mean * one for one in FACTORS], GROUPS.kinds, compute_attempt_confidence(1.0, RECIPE, 2))
     assert looked.layers[0].bound == expected
 
 
 @pytest.mark.parametrize(
     ("times", "left"),
     [
-        *(([0.75] * step + [0.1], STEPS[step]) for step in range(1, len(STEPS))),  # the bound alone is over the limit
-        ([1.0, 0.1], STEPS[2]),  # what the first bound makes hopeless is passed over
-        ([9.0, 0.05], STEPS[-1]),  # but for the last
+        *(
+            ([0.75] * step + [0.1], SPEND_FRACTIONS[step]) for step in range(1, len(SPEND_FRACTIONS))
+        ),  # the bound alone is over the limit
+        ([1.0, 0.1], SPEND_FRACTIONS[2]),  # what the first bound makes hopeless is passed over
+        ([9.0, 0.05], SPEND_FRACTIONS[-1]),  # but for the last
         ([9.0, 9.0], 0.0),
-        ([math.nan, 0.05], STEPS[-1]),
+        ([math.nan, 0.05], SPEND_FRACTIONS[-1]),
     ],
 )
 def test_a_layer_gets_less_in_steps_and_is_dense_only_if_the_last_does_not_hold(times, left):
     """Looks find mean errors of `times` the limit; their bounds are about 1.5 times as much."""
     begun = candidate()
-    limit, spent = begun.limits[1024, 1], begun.choice(1, 1024).spent
+    limit, spent = begun.limits[1024, 1], begun.chosen[1024].choices[1].spent
     looked, looks = down(begun, 1024, 1, [each * limit for each in times])
     assert looks == len(times)
     assert looked.layers[1].share == left
-    choice, config = looked.left().choice(1, 1024), looked.left().layer_config(1, 1024)
+    choice, config = looked.result().chosen[1024].choices[1], looked.result().layer_config(1, 1024)
     assert config == choice.config or config.is_dense
     assert config.is_dense == choice.config.is_dense == (left == 0.0)
     assert choice.budget_mse == pytest.approx(left * spent) or choice.why_dense == ChosenDense.OVER_BOUND
-    assert looked.left().changes[1024, 1].tightened == 0  # the certificate's doing, not the adjustment's
-    changed = {place for place in begun.configs if looked.left().configs[place] != begun.configs[place]}
+    assert looked.result().tightened.get((1024, 1), 0) == 0  # the certificate's doing, not the adjustment's
+    changed = {place for place in begun.configs if looked.result().configs[place] != begun.configs[place]}
     assert (1024, 1) in changed
     assert all(layer == 1 for _, layer in changed)
 
@@ -97,32 +107,33 @@ def test_a_layer_gets_less_in_steps_and_is_dense_only_if_the_last_does_not_hold(
 def test_at_a_checked_length_thresholds_are_lowered_from_what_they_were():
     begun = candidate()
     limit = begun.limits[768, 0]
-    left = down(begun, 768, 0, [0.75 * limit, 0.75 * limit, 0.1 * limit])[0].left()
+    left = down(begun, 768, 0, [0.75 * limit, 0.75 * limit, 0.1 * limit])[0].result()
     pairs = zip(begun.layer_config(0, 768).heads, left.layer_config(0, 768).heads, strict=True)
     for before, after in pairs:
-        assert after.tau == pytest.approx(before.tau * STEPS[2] ** (1 / TAU_FOR_ERROR))
-    assert left.profile().lengths == tuple(sorted(begun.lengths))
-    assert left.profile().layer_config(0, 768) == left.layer_config(0, 768)
+        assert after.tau == pytest.approx(before.tau * SPEND_FRACTIONS[2] ** (1 / TAU_FOR_ERROR))
+    assert left.build_profile().lengths == tuple(sorted(begun.lengths))
+    assert left.build_profile().layer_config(0, 768) == left.layer_config(0, 768)
 
 
 @pytest.mark.parametrize(("over", "taken"), [({}, 1.0), ({1.0: 1}, 0.85), ({0.85: 2, 1.0: 0}, 0.7), ({0.5: 1}, 0.5)])
-def test_a_path_is_taken_from_the_safest_on_until_one_look_fails(over, taken):
+def test_a_path_is_taken_from_the_safest_on_until_one_look_fails(over, taken, monkeypatch):
     """Of five groups of text none may be over its limits; `over` are so many at a share of what layers spend."""
     begun, seen, shares = candidate(), [], []
 
-    def measure(at):
-        share = PATH[len(shares)]
+    def measure(prover, at, length, prompts):
+        share = BUDGET_SEQUENCE[len(shares)]
         shares.append(share)
-        ratios = at.choice(0, 512).budget_mse / begun.choice(0, 512).spent
+        ratios = at.chosen[512].choices[0].budget_mse / begun.chosen[512].choices[0].spent
         assert share == 1.0 or ratios == pytest.approx(share)
         seen.append(length_proof(errors=[2.0 if number < over.get(share, 0) else 0.5 for number in range(5)]))
         return share, seen[-1]
 
-    scale = Scale(begun.recipe, (1e-4, None), math.inf)
-    share, proof = along_path(begun, 512, scale, measure)
+    scale = PromptScorer(begun.recipe, (1e-4, None), math.inf)
+    monkeypatch.setattr(certify, "_certify_means", measure)
+    share, proof = run_fixed_sequence_test(None, begun, 512, length_proof().prompts, scale)
     assert share == taken
     assert proof is seen[shares.index(taken)]
-    assert shares == [one for one in PATH if one <= min((s for s, n in over.items() if n), default=1.0)]
+    assert shares == [one for one in BUDGET_SEQUENCE if one <= min((s for s, n in over.items() if n), default=1.0)]
 
 
 def timed(begun, slower=()):
@@ -142,12 +153,12 @@ def timed(begun, slower=()):
 def test_layers_that_adjusting_left_slower_than_dense_become_dense():
     begun = candidate("cuda")
     proofs = timed(begun, {(1024, 1): 2.1e-3, (512, 0): 2.02e-3})  # the latter is a tie
-    assert slower_layers(begun, proofs) == {(1024, 1)}
+    assert find_slower_layers(begun, proofs) == {(1024, 1)}
     left = without_slower_layers(Proven(begun, proofs, ())).candidate
     for (length, layer), config in begun.configs.items():
         assert left.configs[length, layer] == (config.as_dense() if (length, layer) == (1024, 1) else config)
-    assert left.choice(1, 1024).why_dense == ChosenDense.SLOWER_ATTENTION
-    assert slower_layers(left, proofs) == frozenset()
+    assert left.chosen[1024].choices[1].why_dense == ChosenDense.SLOWER_ATTENTION
+    assert find_slower_layers(left, proofs) == frozenset()
     untimed = Proven(begun, proofs_of(begun), ())
     assert without_slower_layers(untimed) == untimed
 
@@ -160,28 +171,28 @@ def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
     proofs[1024] = replace(proofs[1024], prefill_seconds=3.0, dense_prefill_seconds=2.0)
     quick = replace(proofs[1024], prefill_seconds=2.0)
     again = []
-    prover = SimpleNamespace(prove=lambda _, lengths, *__: again.append(set(lengths)) or (begun, {1024: quick}))
+    prover = pretended(lambda _, prompts: again.append(set(prompts)) or (begun, {1024: quick}))
     proven = Proven(begun, proofs, judge(begun, proofs))
     assert not proven.met
-    left = without_slower_lengths(prover, proven)
+    left = without_slower_lengths(prover, PROMPTS, proven)
     assert left.met
     assert again == [{1024}]
     became_dense = {(1024, layer) for layer in slow_layers or {0, 1}}
     for place, config in begun.configs.items():
         assert left.configs[place] == (config.as_dense() if place in became_dense else config)
-    assert without_slower_lengths(prover, left) is left
+    assert without_slower_lengths(prover, PROMPTS, left) is left
 
 
 def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too():
     begun = candidate("cuda")
     proofs = timed(begun)
     measured = iter([{512: timed(begun, {(512, 1): 3e-3})[512]}, {512: proofs[512]}])
-    prover = SimpleNamespace(prove=lambda *_: (begun, next(measured)))
+    prover = pretended(lambda *_: (begun, next(measured)))
     changed = certify.with_dense_layers(begun, {(512, 0)}, ChosenDense.OVER_BOUND)
     proven = Proven(begun, proofs, ())
-    left = proven_again(prover, proven, replace(proven, candidate=changed))
+    left = remeasure(prover, PROMPTS, proven, replace(proven, candidate=changed))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
-    assert left.candidate.choice(1, 512).why_dense == ChosenDense.SLOWER_ATTENTION
+    assert left.candidate.chosen[512].choices[1].why_dense == ChosenDense.SLOWER_ATTENTION
     assert left.proofs[512] == proofs[512]  # as it is at the end
     assert next(measured, None) is None
 
@@ -194,9 +205,9 @@ def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, p
     dense = certify.with_dense_layers(begun, {(LENGTHS[0], 0), (LENGTHS[0], 1)}, ChosenDense.SLOWER_PREFILL)
     changed = replace(proven, candidate=dense)
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
-    monkeypatch.setattr(certify, "slower_than_dense", lambda *_: ())
-    monkeypatch.setattr(certify, "slower_layers", lambda *_: frozenset())
-    again = proven_again(SimpleNamespace(prove=lambda *_: (None, measured)), proven, changed)
+    monkeypatch.setattr(certify, "find_slower_lengths", lambda *_: ())
+    monkeypatch.setattr(certify, "find_slower_layers", lambda *_: frozenset())
+    again = remeasure(pretended(lambda *_: (None, measured)), PROMPTS, proven, changed)
     assert len(again.problems) == problems
     assert all("keeps 0 of the 2 needles" in str(problem) for problem in again.problems)
 
@@ -214,18 +225,18 @@ def length_proof(means=(5e-5, 2e-5), found=4, kept=4, kls=(1e-3, 2e-3, 3e-3, 4e-
     layers = [proof_of(mean, FACTORS, last=3.0, kinds=DOMAINS) for mean in means]
     if errors is not None:
         layers[0] = proof_of(1e-4, errors, kinds=DOMAINS)
-    return LengthProof.of(layers, agreements, prompts)
+    return LengthProof.from_agreements(layers, agreements, prompts)
 
 
 def certified(seen, begun=None, scale=None, change=lambda layers: layers):
     begun = begun or candidate()
     length = LENGTHS[0]
-    means = Means(begun, length, Groups.of(seen.prompts))
+    means = MeanCertifier(begun, length, TextGroups.from_prompts(seen.prompts))
     for layer, proof in enumerate(seen.layers):
         assert means.revise(begun, length, layer, proof) is None or layer in means.layers
     means.layers = change(means.layers)
     limits = tuple(begun.limits[length, layer] for layer in range(2))
-    return certificate_of(length, seen, means, scale or Scale(begun.recipe, limits, 4e-3), 1e-4)
+    return build_certificate(length, seen, means, scale or PromptScorer(begun.recipe, limits, 4e-3), 1e-4)
 
 
 def test_what_prompts_certify():
@@ -284,29 +295,29 @@ def test_single_prompts_within_their_limits_are_said_to_be():
 
 def test_a_group_counts_once_by_its_largest_prompt():
     seen = length_proof(groups=("a", "b", "a", "c", "d"))
-    groups = Groups.of(seen.prompts)
+    groups = TextGroups.from_prompts(seen.prompts)
     assert (groups.members, groups.kinds) == (((0, 2), (1,), (3,), (4,)), ("code", "prose", "prose", "code"))
-    assert groups.means([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 2.0, 4.0, 5.0]
-    assert groups.largest([1.0, 2.0, 3.0, 4.0, 5.0]) == [3.0, 2.0, 4.0, 5.0]
+    assert groups.mean_per_group([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 2.0, 4.0, 5.0]
+    assert groups.max_per_group([1.0, 2.0, 3.0, 4.0, 5.0]) == [3.0, 2.0, 4.0, 5.0]
     assert (certified(seen).groups, certified(seen).share) == (4, pytest.approx(0.05**0.25))
     assert [one.groups for one in certified(seen).domains] == [2, 2]
 
 
 def test_the_scale_is_that_of_the_adjust_prompts():
     begun = candidate()
-    scale = Scale.of(begun, 512, length_proof())
+    scale = PromptScorer.from_proof(begun, 512, length_proof())
     assert scale.limits == (begun.limits[512, 0], begun.limits[512, 1])
-    assert scale.kl == pytest.approx(5e-3 / (3 * 1.25 * 5e-5 / 1e-4))
+    assert scale.kl_unit == pytest.approx(5e-3 / (3 * 1.25 * 5e-5 / 1e-4))
     single = replace(begun, recipe=replace(begun.recipe, per_prompt=True))
-    assert Scale.of(single, 512, length_proof()).kl == pytest.approx(2 * scale.kl)
+    assert PromptScorer.from_proof(single, 512, length_proof()).kl_unit == pytest.approx(2 * scale.kl_unit)
     undefined = length_proof(errors=[math.nan, 1.0, 1.0, 1.0, 1.0], kls=(1e-3, math.nan, 1e-3, 1e-3, 1e-3))
-    assert scale.numbers(undefined)[:2] == [math.inf, math.inf]
+    assert scale.scores(undefined)[:2] == [math.inf, math.inf]
 
 
 def test_certificates_of_too_few_groups_are_a_problem_that_says_how_many_would_do():
     begun = candidate()
     prompts = length_proof().prompts
-    prover = SimpleNamespace(bar=lambda *_: nullcontext(), executor=None, journal=None)
+    prover = pretended(None)
     proven = certify.certify(prover, {512: prompts[:2]}, Proven(begun, proofs_of(begun), ()))
     assert proven.certificates == {}
     assert {problem.kind for problem in proven.problems} == {ProblemKind.TOO_FEW}
@@ -333,7 +344,7 @@ def test_a_certificate_states_both_units_of_an_mse_and_which_limit_binds():
 
 def test_a_layer_that_became_dense_has_no_error():
     begun = candidate()
-    outcome = certified(length_proof(), begun, change=lambda layers: {**layers, 0: certify.Left(0.0, begun)})
+    outcome = certified(length_proof(), begun, change=lambda layers: {**layers, 0: certify.CertifiedSpending(0.0)})
     first = outcome.layers[0]
     assert (first.mean, first.bound, first.density, first.spent) == (0.0, 0.0, 1.0, 0.0)
     assert outcome.error_over_limit == pytest.approx(1.875)  # the claim about prompts is of layers as adjusted
@@ -345,18 +356,20 @@ def test_a_layer_that_became_dense_has_no_error():
 
 def test_retrieval_fails_only_where_chance_does_not_explain_it():
     few, many = (certified(length_proof(found=found, kept=kept)).retrieval for found, kept in ((4, 3), (40, 30)))
-    assert retrieval_lost(512, few, RECIPE) is None
-    assert str(retrieval_lost(512, many, RECIPE)) == (
+    assert find_lost_retrieval(512, few, RECIPE) is None
+    assert str(find_lost_retrieval(512, many, RECIPE)) == (
         "at 512 tokens the patched model keeps 30 of the 40 needles that dense finds, so with 95% confidence no more "
         "than 87%; 95% are asked for"
     )
     nothing_found = certified(length_proof(found=4, kept=4)).retrieval
-    assert retrieval_lost(512, replace(nothing_found, found=0), RECIPE) is None
+    assert find_lost_retrieval(512, replace(nothing_found, found=0), RECIPE) is None
     assert certified(length_proof(found=0)).retrieval is None
 
 
 def checked(fresh, stated=None):
-    return compared(candidate().profile(), RECIPE, {512: certified(stated or length_proof())}, {512: fresh})
+    return compare_certificate(
+        candidate().build_profile(), RECIPE, {512: certified(stated or length_proof())}, {512: fresh}
+    )
 
 
 def test_fresh_prompts_break_a_mean_only_beyond_chance():
