@@ -185,12 +185,14 @@ def certify(prover: Prover, prompts: Prompts, proven: Proven) -> Proven:
             noise_floor = None if None in kls else max(0.0, statistics.fmean(kls))
             candidate = means.result()
             certificates[length] = build_certificate(length, proof, means, scorer, noise_floor)
-            problems += [
-                _find_not_shown(length, scorer.groups_over(proof), len(TextGroups.from_prompts(length_prompts)))
-                if recipe.per_prompt
-                else None,
-                find_lost_retrieval(length, certificates[length].retrieval, recipe),
-            ]
+            above, groups = scorer.groups_over(proof), len(TextGroups.from_prompts(length_prompts))
+            if recipe.per_prompt and above > count_allowed_above(groups, 1 - CONFIDENCE):
+                text = (
+                    f"at {length} tokens {above} of {groups} groups of text have a prompt that is over a layer's "
+                    f"limit, also with {BUDGET_SEQUENCE[0]:.0%} of what layers were adjusted to spend"
+                )
+                problems.append(Problem(ProblemKind.NOT_SHOWN, length, text))
+            problems.append(find_lost_retrieval(length, certificates[length].retrieval, recipe))
     return replace(
         proven,
         candidate=candidate,
@@ -316,16 +318,6 @@ def check_groups(length: int, prompts: Sequence[Prompt]) -> Problem | None:
         "prompts"
     )
     return Problem(ProblemKind.TOO_FEW, length, text)
-
-
-def _find_not_shown(length: int, above: int, groups: int) -> Problem | None:
-    if above <= count_allowed_above(groups, 1 - CONFIDENCE):
-        return None
-    text = (
-        f"at {length} tokens {above} of {groups} groups of text have a prompt that is over a layer's limit, also "
-        f"with {BUDGET_SEQUENCE[0]:.0%} of what layers were adjusted to spend"
-    )
-    return Problem(ProblemKind.NOT_SHOWN, length, text)
 
 
 def remeasure(prover: Prover, prompts: Prompts, proven: Proven, certified: Proven) -> Proven:

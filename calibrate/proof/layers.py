@@ -171,50 +171,71 @@ def layer_state(
     )
 
 
-class PairForward:
-    """One prompt in the patched and in the dense model, before some layer of full attention.
+class PromptForward:
+    """One prompt in the patched model, before some decoder layer, and beside it in the dense model if that is asked.
 
     Args:
         worker: the process's model, prompts and cache.
         prompt: the prompt's hash.
         index: the prompt's number among those of its length.
+        with_dense: whether the dense model moves along.
     """
 
-    def __init__(self, worker: WorkerState, prompt: str, index: int) -> None:
+    def __init__(self, worker: WorkerState, prompt: str, index: int = 0, with_dense: bool = True) -> None:
         self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
+        self._with_dense = with_dense
         self._restart()
 
     @torch.no_grad()
     def _restart(self) -> None:
         calls: dict[int, Calls] = self._worker.cached("calls of patched layers", dict)
         (stream,) = begin(self._worker.loaded, [self._prompt.ids], calls)
-        self._forward = LayerwiseForward(self._worker.loaded, [replace(stream, prompt=self._index)] * 2)
+        streams = [replace(stream, prompt=self._index)] * (1 + self._with_dense)
+        self._forward = LayerwiseForward(self._worker.loaded, streams)
         self._configs: tuple[LayerConfigAt, ...] = ()
-        self._tried: tuple[LayerConfigAt, Stream] | None = None
+        self.tried: tuple[LayerConfigAt, Stream] | None = None  # the next layer's output, in case it is accepted
         self._dense: Tensor | None = None
 
-    def move_to(self, history: LayerHistory) -> None:
-        """Move to where these layers have run: on from here, or from the model's beginning."""
-        if history.configs[: len(self._configs)] != self._configs:
-            self._restart()
-        for config in history.configs[len(self._configs) :]:
-            self._move_to_attention()
-            self._forward.move([partial(self._patch_or_reuse, config), None])
-            self._configs, self._tried, self._dense = (*self._configs, config), None, None
+    def move_to(self, number: int, history: LayerHistory) -> None:
+        """Move to before a decoder layer, or the end: on from here, or from the model's beginning.
 
-    @torch.no_grad()
+        Args:
+            number: the layer's number in the decoder.
+            history: the configurations of at least the layers of full attention before it.
+        """
+        if self._forward.number > number or history.configs[: len(self._configs)] != self._configs:
+            self._restart()
+        while self._forward.number < number:
+            row = self._forward.next_layer.row
+            if row is None:
+                self._forward.move()
+                continue
+            config = history.configs[row]
+            self._forward.move([partial(self._patch_or_reuse, config), None][: len(self._forward.streams)])
+            self._configs, self.tried, self._dense = (*self._configs, config), None, None
+
+    def _patch_or_reuse(self, config: LayerConfigAt, layer: DecoderLayer, stream: Stream) -> Stream:
+        if self.tried is not None and self.tried[0] == config:
+            return self.tried[1]
+        return layer.patched(stream, layer_state(layer, config))
+
+    @contextmanager
+    def next_layer(self) -> Iterator[tuple[DecoderLayer, Stream]]:
+        """Yield the next layer, its parameters on the device, and the patched prompt before it."""
+        layer = self._forward.next_layer
+        with torch.no_grad(), layer_on_device(self._worker.loaded, layer):
+            yield layer, self._forward.streams[0]
+
     def measure(self, config: LayerConfigAt, observer: hf.Observer) -> float:
-        """Run the next layer on the patched stream, without moving on, and return the density.
+        """Run the next layer on the patched prompt, without moving on, and return the density.
 
         Args:
             config: the layer's configuration.
             observer: sees its attention's inputs and output.
         """
-        self._move_to_attention()
-        layer = self._forward.next_layer
-        with layer_on_device(self._worker.loaded, layer):
+        with self.next_layer() as (layer, stream):
             state = layer_state(layer, config, observer)
-            self._tried = config, layer.patched(self._forward.streams[0], state)
+            self.tried = config, layer.patched(stream, state)
         return state.density
 
     def compute_dense(self, compute: Callable[[], Tensor]) -> Tensor:
@@ -231,19 +252,9 @@ class PairForward:
     @torch.no_grad()
     def compare(self) -> PromptAgreement:
         """Compare what both models predict, after all layers."""
-        self._forward.move_to(len(self._forward.layers))
         patched, dense = self._forward.streams
         with logits_on_device(self._worker.loaded) as logits:
             return compare(self._prompt, dense.hidden, patched.hidden, logits)
-
-    def _move_to_attention(self) -> None:
-        while self._forward.next_layer.row is None:
-            self._forward.move()
-
-    def _patch_or_reuse(self, config: LayerConfigAt, layer: DecoderLayer, stream: Stream) -> Stream:
-        if self._tried is not None and self._tried[0] == config:
-            return self._tried[1]
-        return layer.patched(stream, layer_state(layer, config))
 
 
 @torch.no_grad()
@@ -357,17 +368,18 @@ class LayerProofItem(ProofItem):
             result["last_rows"] = tuple(answers.mean(1).tolist())
             result["tiles"] = tile_worst(relative, TILE_ROWS).flatten().cpu()
 
-        with self._forward_before(worker) as forward:
+        number = worker.loaded.geometry.layer_number(self.layer)
+        with self._forward_before(worker, number) as forward:
             density = forward.measure(self.config, observe)
         return {**result, "density": density}
 
     @contextmanager
-    def _forward_before(self, worker: WorkerState) -> Iterator[PairForward]:
-        """Yield the prompt before this layer."""
+    def _forward_before(self, worker: WorkerState, number: int) -> Iterator[PromptForward]:
+        """Yield the prompt before a decoder layer."""
         with self.within_memory(worker, f"{self.stage} layer {worker.loaded.geometry.layer_number(self.layer)}"):
             self.use_s2o(worker)
-            forward = worker.cached(self.affinity, lambda: PairForward(worker, self.prompt, self.index))
-            forward.move_to(self.before)
+            forward = worker.cached(self.affinity, lambda: PromptForward(worker, self.prompt, self.index))
+            forward.move_to(number, self.before)
             yield forward
 
 
@@ -383,7 +395,7 @@ class AgreementItem(LayerProofItem):
         return f"{self.stage}: predictions of prompt {self.index} of {self.length} tokens"
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
-        with self._forward_before(worker) as forward:
+        with self._forward_before(worker, worker.loaded.geometry.decoder_layers) as forward:
             agreement = forward.compare()
         worker.kept.pop(self.affinity)
         return vars(agreement)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from calibrate.curves.curves import worst_of
 from calibrate.journal import Journal
-from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, begin, layer_on_device
+from calibrate.model.layers import DecoderLayer, Stream
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (
@@ -30,6 +30,7 @@ from calibrate.proof.layers import (
     LayerHistory,
     LayerProofItem,
     PromptAgreement,
+    PromptForward,
     ProofItem,
     layer_state,
 )
@@ -364,53 +365,25 @@ class LayerTime(ProofItem):
         self.use_s2o(worker)
         with self.within_memory(worker, f"timing layer {self.number}"):
             cached_as = self.length, self.history.digest
-            forward = worker.cached(cached_as, lambda: _TimedForward(worker, self.prompt, self.history))
-            return forward.time_layer(self.number)
+            forward = worker.cached(cached_as, lambda: PromptForward(worker, self.prompt, with_dense=False))
+            forward.move_to(self.number, self.history)
+            with forward.next_layer() as (layer, stream):
+                if layer.row is None:  # both prefills have it
+                    seconds = _time_calls({"layer": lambda: layer.dense(stream)}, layer.device)["layer"]
+                    return {"patched": seconds, "dense": seconds}
+                config, outputs = self.history.configs[layer.row], list[Stream]()
+                state = layer_state(layer, config, chunks=False)
 
+                def patched() -> None:
+                    outputs[:] = [layer.patched(stream, state)]
 
-class _TimedForward:
-    """The patched model's forward pass over one prompt, which times each layer with the prompt's hidden states."""
-
-    def __init__(self, worker: WorkerState, prompt: str, history: LayerHistory) -> None:
-        self._worker, self._ids, self._configs = worker, worker.prompts[prompt].ids, history.configs
-        self._restart()
-
-    @torch.no_grad()
-    def _restart(self) -> None:
-        calls: dict[int, Calls] = self._worker.cached("calls of patched layers", dict)
-        self._forward = LayerwiseForward(self._worker.loaded, begin(self._worker.loaded, [self._ids], calls))
-
-    @torch.no_grad()
-    def time_layer(self, number: int) -> dict[str, Any]:
-        """Time a decoder layer, and move through it."""
-        if number < self._forward.number:
-            self._restart()
-        while self._forward.number < number:
-            self._forward.move(None if self._forward.next_layer.row is None else self._patch)
-        layer, (stream,) = self._forward.next_layer, self._forward.streams
-        if layer.row is None:  # both prefills have it
-            with layer_on_device(self._worker.loaded, layer):
-                seconds = _time_calls({"layer": lambda: layer.dense(stream)}, layer.device)["layer"]
-            self._forward.move()
-            return {"patched": seconds, "dense": seconds}
-        config, moved = self._configs[layer.row], list[Stream]()
-        with layer_on_device(self._worker.loaded, layer):
-            state = layer_state(layer, config, chunks=False)
-
-            def patched() -> None:
-                moved[:] = [layer.patched(stream, state)]
-
-            calls = {"patched": patched, "dense": lambda: layer.dense(stream)}
-            times: dict[str, Any] = {**_time_calls(calls, layer.device)}
-            if layer.device.type == "cuda":
-                times["attention"] = _time_attention(layer, stream, config)
-        # in chunks the layer gives other hidden states than the whole prompt that was timed
-        self._forward.move((lambda layer, stream: moved[0]) if config.chunk is None else self._patch)
+                calls = {"patched": patched, "dense": lambda: layer.dense(stream)}
+                times: dict[str, Any] = {**_time_calls(calls, layer.device)}
+                if layer.device.type == "cuda":
+                    times["attention"] = _time_attention(layer, stream, config)
+                if config.chunk is None:  # in chunks the output is another one
+                    forward.tried = config, outputs[0]
         return times
-
-    def _patch(self, layer: DecoderLayer, stream: Stream) -> Stream:
-        assert layer.row is not None
-        return layer.patched(stream, layer_state(layer, self._configs[layer.row]))
 
 
 def _time_calls(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
