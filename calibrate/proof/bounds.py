@@ -104,7 +104,7 @@ def _mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tuple[floa
     means, variances = [statistics.fmean(group) for group in groups], [statistics.variance(group) for group in groups]
     freedoms = [len(group) - 1 for group in groups]
     mean, degrees = statistics.fmean(means), float(sum(freedoms))
-    if min(freedoms) < OWN_VARIANCE - 1 and all(means):
+    if min(freedoms) < OWN_VARIANCE - 1 and all(mean**2 for mean in means):  # the square of a tiny one is 0
         squares = sum(f * variance / m**2 for f, variance, m in zip(freedoms, variances, means, strict=True))
         variances = [max(variance, squares / degrees * m**2) for variance, m in zip(variances, means, strict=True)]
     parts = [variance / (len(groups) ** 2 * len(group)) for variance, group in zip(variances, groups, strict=True)]

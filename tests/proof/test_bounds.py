@@ -71,6 +71,7 @@ def test_kinds_count_alike_and_what_differs_between_them_is_no_doubt():
 def test_one_value_bounds_nothing():
     assert mean_bound([0.0], ["code"], 0.95) == mean_bound([], [], 0.95) == mean_bound([0.0] * 3, [*"aab"], 0.95) == 0.0
     assert mean_bound([3.0], ["code"], 0.95) == math.inf
+    assert 0.0 < mean_bound([1e-300, 2e-300, 3e-300], ["code"] * 3, 0.95) < 1e-299  # the squares are 0
     assert bound_mean_below([3.0], ["code"], 0.95) == bound_mean_below([], [], 0.95) == 0.0
     assert bound_mean_below([0.0, 0.0, 9.0], ["code"] * 3, 0.95) == 0.0  # no mean error is negative
 

@@ -1,4 +1,4 @@
-"""The certificate without a model: what looks at layers lead to, what prompts certify, and what fresh ones say."""
+"""The certificate without a model: certified shares, what prompts certify, and what fresh ones refute."""
 
 import math
 from contextlib import nullcontext
@@ -7,23 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
-from calibrate.proof.adjust import (
-    Proven,
-    find_lost_retrieval,
-    find_slower_layers,
-    judge,
-)
+from calibrate.proof.adjust import Proven, find_lost_retrieval, find_slower_layers, judge
 from calibrate.proof.bounds import BUDGET_SEQUENCE, SPEND_FRACTIONS, compute_attempt_confidence, mean_bound
 from calibrate.proof.certify import (
+    HOPELESS,
     MeanCertifier,
     PromptScorer,
     TextGroups,
     build_certificate,
     remeasure,
     run_fixed_sequence_test,
+    with_dense_layers,
     without_slower_layers,
     without_slower_lengths,
 )
@@ -40,85 +39,78 @@ from support.candidates import CHECKS, LENGTHS, RECIPE, candidate, proof_of, pro
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
 DOMAINS = ("code", "prose", "code", "prose", "code")
 BUDGET = Budget("mse", 1e-4)
+GROUPS = TextGroups(((0,), (1,), (2,), (3,), (4,)), ("text",) * 5)
 PROMPTS = dict.fromkeys((*LENGTHS, *CHECKS), ())
+BEGUN = candidate()
+TIMES = st.floats(0, 3) | st.just(math.nan)
 
 
 def pretended(prove):
-    prover = SimpleNamespace(prove=prove)
+    """A prover of which only `prove` is called."""
+    prover = SimpleNamespace(prove=prove, executor=None, journal=None)
     prover.show_progress = lambda *_: nullcontext(prover)
     return prover
 
 
-GROUPS = TextGroups(((0,), (1,), (2,), (3,), (4,)), ("text",) * 5)
+def expected_ladder(errors, limit):
+    """The shares that are tried of a layer with these mean errors, the share that it keeps, and the bound for that."""
+    tried, share, first = [], 1.0, None
+    for mean in errors:
+        tried.append(share)
+        confidence = compute_attempt_confidence(share, RECIPE, 2)
+        bound = mean_bound([mean * factor for factor in FACTORS], GROUPS.kinds, confidence)
+        first = bound if first is None else first
+        if bound <= limit:
+            return tried, share, bound
+        hopeful = [step for step in SPEND_FRACTIONS[:-1] if step < share and step * first <= HOPELESS * limit]
+        if share == SPEND_FRACTIONS[-1]:
+            return tried, 0.0, 0.0
+        share = [*hopeful, SPEND_FRACTIONS[-1]][0]
+    raise AssertionError("more attempts than there are fractions")
 
 
-def down(begun, length, layer, means):
-    """What a layer is left with if its looks find these mean errors, and how many were taken."""
-    looked, at = MeanCertifier(begun, length, GROUPS), begun
-    for number, mean in enumerate(means, 1):
-        revised = looked.revise(at, length, layer, proof_of(mean, FACTORS))
-        if layer in looked.layers:
-            assert revised is (None if number == 1 else begun)  # prompts go on with the layer as it was
-            assert looked.revise(begun, length, layer, proof_of(mean, FACTORS)) is None
-            return looked, number
-        at = revised
-    raise AssertionError(f"more looks than {len(means)}")
-
-
-def test_a_bound_within_the_limit_is_accepted_at_the_first_look():
-    begun = candidate()
-    mean = 0.5 * begun.limits[1024, 0]
-    looked, looks = down(begun, 1024, 0, [mean])
-    assert (looks, looked.layers[0].share) == (1, 1.0)
-    assert looked.result() is begun
-    expected = mean_bound([mean * one for one in FACTORS], GROUPS.kinds, compute_attempt_confidence(1.0, RECIPE, 2))
-    assert looked.layers[0].bound == expected
-
-
-@pytest.mark.parametrize(
-    ("times", "left"),
-    [
-        *(
-            ([0.75] * step + [0.1], SPEND_FRACTIONS[step]) for step in range(1, len(SPEND_FRACTIONS))
-        ),  # the bound alone is over the limit
-        ([1.0, 0.1], SPEND_FRACTIONS[2]),  # what the first bound makes hopeless is passed over
-        ([9.0, 0.05], SPEND_FRACTIONS[-1]),  # but for the last
-        ([9.0, 9.0], 0.0),
-        ([math.nan, 0.05], SPEND_FRACTIONS[-1]),
-    ],
-)
-def test_a_layer_gets_less_in_steps_and_is_dense_only_if_the_last_does_not_hold(times, left):
-    """Looks find mean errors of `times` the limit; their bounds are about 1.5 times as much."""
-    begun = candidate()
-    limit, spent = begun.limits[1024, 1], begun.chosen[1024].choices[1].spent
-    looked, looks = down(begun, 1024, 1, [each * limit for each in times])
-    assert looks == len(times)
-    assert looked.layers[1].share == left
-    choice, config = looked.result().chosen[1024].choices[1], looked.result().layer_config(1, 1024)
-    assert config == choice.config or config.is_dense
-    assert config.is_dense == choice.config.is_dense == (left == 0.0)
-    assert choice.budget_mse == pytest.approx(left * spent) or choice.why_dense == ChosenDense.OVER_BOUND
-    assert looked.result().tightened.get((1024, 1), 0) == 0  # the certificate's doing, not the adjustment's
-    changed = {place for place in begun.configs if looked.result().configs[place] != begun.configs[place]}
-    assert (1024, 1) in changed
-    assert all(layer == 1 for _, layer in changed)
-
-
-def test_at_a_checked_length_thresholds_are_lowered_from_what_they_were():
-    begun = candidate()
-    limit = begun.limits[768, 0]
-    left = down(begun, 768, 0, [0.75 * limit, 0.75 * limit, 0.1 * limit])[0].result()
-    pairs = zip(begun.layer_config(0, 768).heads, left.layer_config(0, 768).heads, strict=True)
-    for before, after in pairs:
-        assert after.tau == pytest.approx(before.tau * SPEND_FRACTIONS[2] ** (1 / TAU_FOR_ERROR))
-    assert left.build_profile().lengths == tuple(sorted(begun.lengths))
-    assert left.build_profile().layer_config(0, 768) == left.layer_config(0, 768)
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from((1024, 768)), st.integers(0, 1), st.lists(TIMES, min_size=5, max_size=5))
+@example(1024, 0, [0.5] * 5)
+@example(1024, 1, [0.75, 0.75, 0.75, 0.75, 0.1])
+@example(1024, 1, [1.0, 0.1, 9.0, 9.0, 9.0])  # what the first bound makes hopeless is passed over
+@example(1024, 1, [9.0, 0.05, 9.0, 9.0, 9.0])  # but for the last
+@example(768, 1, [9.0] * 5)
+@example(1024, 1, [math.nan, 0.05, 9.0, 9.0, 9.0])
+def test_a_layer_keeps_the_largest_fraction_whose_bound_holds(length, layer, times):
+    """Attempts find mean errors of `times` the limit. Later layers see the layer as it was, whatever is decided."""
+    key, limit = (length, layer), BEGUN.limits[length, layer]
+    tried, share, bound = expected_ladder([ratio * limit for ratio in times], limit)
+    certifier, current = MeanCertifier(BEGUN, length, GROUPS), BEGUN
+    for expected, ratio in zip(tried, times, strict=False):
+        at = BEGUN.with_share(layer, length, expected) if expected < 1 else BEGUN
+        assert current.configs == at.configs
+        assert layer not in certifier.layers
+        current = certifier.revise(current, length, layer, proof_of(ratio * limit, FACTORS))
+    assert current is (None if len(tried) == 1 else BEGUN)
+    assert certifier.revise(BEGUN, length, layer, proof_of(1.0, FACTORS)) is None
+    assert (certifier.layers[layer].share, certifier.layers[layer].bound) == (share, bound)
+    result = certifier.result()
+    assert (result is BEGUN) == (share == 1)
+    assert result.tightened == {}  # the certificate's doing, not the adjustment's
+    changed = {place for place in BEGUN.configs if result.configs[place] != BEGUN.configs[place]}
+    assert all(place[1] == layer for place in changed)
+    assert (key in changed) == (share < 1)
+    assert result.configs[key].is_dense == (share == 0)
+    if length in LENGTHS:
+        choice, spent = result.chosen[length].choices[layer], BEGUN.chosen[length].choices[layer].spent
+        assert share or choice.why_dense == ChosenDense.OVER_BOUND
+        assert share in (0, 1) or choice.budget_mse == pytest.approx(share * spent)
+    elif 0 < share < 1:
+        pairs = zip(BEGUN.configs[key].heads, result.configs[key].heads, strict=True)
+        assert all(new.tau == pytest.approx(old.tau * share ** (1 / TAU_FOR_ERROR)) for old, new in pairs)
+        assert result.build_profile().lengths == tuple(sorted(BEGUN.lengths))
 
 
 @pytest.mark.parametrize(("over", "taken"), [({}, 1.0), ({1.0: 1}, 0.85), ({0.85: 2, 1.0: 0}, 0.7), ({0.5: 1}, 0.5)])
-def test_a_path_is_taken_from_the_safest_on_until_one_look_fails(over, taken, monkeypatch):
+def test_more_and_more_is_spent_from_the_safest_on_until_one_attempt_fails(over, taken, monkeypatch):
     """Of five groups of text none may be over its limits; `over` are so many at a share of what layers spend."""
-    begun, seen, shares = candidate(), [], []
+    begun, seen, shares = BEGUN, [], []
 
     def measure(prover, at, length, prompts):
         share = BUDGET_SEQUENCE[len(shares)]
@@ -188,7 +180,7 @@ def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too()
     proofs = timed(begun)
     measured = iter([{512: timed(begun, {(512, 1): 3e-3})[512]}, {512: proofs[512]}])
     prover = pretended(lambda *_: (begun, next(measured)))
-    changed = certify.with_dense_layers(begun, {(512, 0)}, ChosenDense.OVER_BOUND)
+    changed = with_dense_layers(begun, {(512, 0)}, ChosenDense.OVER_BOUND)
     proven = Proven(begun, proofs, ())
     left = remeasure(prover, PROMPTS, proven, replace(proven, candidate=changed))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
@@ -202,7 +194,7 @@ def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, p
     """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
     begun = candidate()
     proven = Proven(begun, {}, ())
-    dense = certify.with_dense_layers(begun, {(LENGTHS[0], 0), (LENGTHS[0], 1)}, ChosenDense.SLOWER_PREFILL)
+    dense = with_dense_layers(begun, {(LENGTHS[0], 0), (LENGTHS[0], 1)}, ChosenDense.SLOWER_PREFILL)
     changed = replace(proven, candidate=dense)
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
     monkeypatch.setattr(certify, "find_slower_lengths", lambda *_: ())
