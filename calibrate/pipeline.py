@@ -181,7 +181,7 @@ def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], c
 def _calibrated(run: _Run, clock: PhaseClock) -> Result:
     """From the tiles to the profile."""
     recipe, executor, prompts, journal, progress = run.recipe, run.executor, run.prompts, run.journal, run.progress
-    prover = Prover(executor, journal, recipe.chunk, progress)
+    prover, held_out = Prover(executor, journal, recipe.chunk, progress), prompts.held_out
     with clock.phase("measuring"):
         tiles = _worthwhile_tiles(run)
         curves = _curves(run, tiles)
@@ -189,17 +189,17 @@ def _calibrated(run: _Run, clock: PhaseClock) -> Result:
         candidate = _candidate(run, _choices(run, curves, tiles))
     with clock.phase("proving"):
         texts = {length: len(TextGroups.from_prompts(of_length)) for length, of_length in prompts.certify.items()}
-        proven = prove_and_adjust(prover, prompts.held_out, candidate, texts)
-        proven = without_slower_lengths(prover, prompts.held_out, proven)
+        proven = prove_and_adjust(prover, held_out, candidate, texts)
+        proven = without_slower_lengths(prover, held_out, proven)
     if proven.met:
         certified = without_slower_layers(proven)
         if prompts.certify:
             with clock.phase("certifying"):
                 certified = certify(prover, prompts.certify, certified)
-                proven = remeasure(prover, prompts.held_out, proven, certified)
+                proven = remeasure(prover, held_out, proven, certified)
         elif certified.candidate is not proven.candidate:
             with clock.phase("measuring again"):
-                proven = remeasure(prover, prompts.held_out, proven, certified)
+                proven = remeasure(prover, held_out, proven, certified)
 
     profile = replace(proven.candidate.build_profile(), record=record_of(recipe, prompts, proven))
     written = proven.met or recipe.allow_regression

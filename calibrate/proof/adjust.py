@@ -231,14 +231,18 @@ def tighten(candidate: Candidate, problems: Sequence[Problem]) -> tuple[Candidat
     chosen, buckets = dict(candidate.chosen), candidate.recipe.lengths
     slower = select_lengths(problems, ProblemKind.SLOWER)
     lost = select_lengths(problems, ProblemKind.LOST_NEEDLES) - slower
-    halved = {bucket for length in lost for bucket in ([length] if length in chosen else neighbours(length, buckets))}
+    halved = {
+        bucket for length in lost for bucket in ([length] if length in chosen else find_neighbours(length, buckets))
+    }
     for length in halved:
         chosen[length] = chosen[length].spending(0.5, search_constraints(candidate.recipe))
     for length in slower & set(chosen):
         choices = [choice.as_dense(ChosenDense.SLOWER_PREFILL) for choice in chosen[length].choices]
         chosen[length] = replace(chosen[length], choices=choices)
     changed = halved | slower
-    changed |= {length for length in candidate.recipe.checked_lengths if changed & set(neighbours(length, buckets))}
+    changed |= {
+        length for length in candidate.recipe.checked_lengths if changed & set(find_neighbours(length, buckets))
+    }
     changed_candidate = replace(
         candidate,
         chosen=chosen,
@@ -250,7 +254,7 @@ def tighten(candidate: Candidate, problems: Sequence[Problem]) -> tuple[Candidat
     return changed_candidate, frozenset(changed)
 
 
-def neighbours(length: int, buckets: Sequence[int]) -> list[int]:
+def find_neighbours(length: int, buckets: Sequence[int]) -> list[int]:
     """Return the buckets next to a length, below and above; one beyond the last bucket."""
     below = [bucket for bucket in buckets if bucket < length]
     above = [bucket for bucket in buckets if bucket > length]

@@ -61,11 +61,11 @@ def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float)
     """
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.inf if any(values) else 0.0
-    mean, error, degrees = _mean_and_error(values, kinds)
+    mean, error, degrees = _compute_mean_and_error(values, kinds)
     return mean + _quantile(degrees, confidence) * error
 
 
-def average_kinds(values: Sequence[float], kinds: Sequence[str]) -> float:
+def compute_mean_of_kinds(values: Sequence[float], kinds: Sequence[str]) -> float:
     """Return the mean of the kinds' means."""
     return statistics.fmean(map(statistics.fmean, _group_values(values, kinds, least=1)))
 
@@ -74,7 +74,7 @@ def bound_mean_below(values: Sequence[float], kinds: Sequence[str], confidence: 
     """Compute the lower bound that `mean_bound` is the upper one of; at least 0, and 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
-    mean, error, degrees = _mean_and_error(values, kinds)
+    mean, error, degrees = _compute_mean_and_error(values, kinds)
     return max(0.0, mean - _quantile(degrees, confidence) * error)
 
 
@@ -98,7 +98,7 @@ def estimate_mean_bound(values: Sequence[float], kinds: Sequence[str], count: in
     return statistics.fmean(means) * (1 + _quantile(count - len(groups), confidence) * deviation / math.sqrt(count))
 
 
-def _mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tuple[float, float, float]:
+def _compute_mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tuple[float, float, float]:
     """Return the mean of the kinds' means, its standard error, and the degrees of freedom of the latter."""
     groups = _group_values(values, kinds, least=2)
     means, variances = [statistics.fmean(group) for group in groups], [statistics.variance(group) for group in groups]
@@ -162,7 +162,7 @@ def compute_excess_probability(above: int, fresh: int, share: float) -> float:
     return float(binom.sf(above - 1, fresh, 1 - share))
 
 
-def interval_of_share(successes: int, trials: int, confidence: float) -> tuple[float, float]:
+def compute_share_interval(successes: int, trials: int, confidence: float) -> tuple[float, float]:
     """Compute the two-sided interval of C. J. Clopper and E. S. Pearson (1934) for a share; (0, 1) without trials."""
     from scipy.special import betaincinv
 

@@ -36,12 +36,12 @@ from calibrate.proof.bounds import (
     CONFIDENCE,
     SHARE,
     SPEND_FRACTIONS,
-    average_kinds,
     bound_share,
     compute_attempt_confidence,
+    compute_mean_of_kinds,
+    compute_share_interval,
     count_allowed_above,
     count_texts_for,
-    interval_of_share,
     mean_bound,
 )
 from calibrate.proof.layers import ProofItem, compare_variants
@@ -138,7 +138,7 @@ class PromptScorer:
         """Return each layer's mean error over its limit, kinds of text in equal parts; 0 of layers that are dense."""
         groups = TextGroups.from_prompts(proof.prompts)
         return [
-            average_kinds(groups.mean_per_group(layer.errors(self.recipe.budget)), groups.kinds) / limit
+            compute_mean_of_kinds(groups.mean_per_group(layer.errors(self.recipe.budget)), groups.kinds) / limit
             if limit
             else 0.0
             for layer, limit in zip(proof.layers, self.limits, strict=True)
@@ -345,7 +345,7 @@ def remeasure(prover: Prover, prompts: Prompts, proven: Proven, certified: Prove
         layers = find_slower_layers(candidate, measurements) if is_first else frozenset()  # once: times that tie vary
         is_first = False
         slower = select_lengths(find_slower_lengths(candidate, measurements))
-        candidate, lengths = _without_slower(candidate, layers, slower)
+        candidate, lengths = make_slower_dense(candidate, layers, slower)
     problems = find_lost_needles(proofs, candidate.recipe)
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
 
@@ -358,42 +358,36 @@ def without_slower_lengths(prover: Prover, prompts: Prompts, proven: Proven) -> 
     slower = select_lengths(find_slower_lengths(proven.candidate, proven.proofs))
     if not slower:
         return proven
-    candidate, _ = _without_slower(proven.candidate, find_slower_layers(proven.candidate, proven.proofs), slower)
+    candidate, _ = make_slower_dense(proven.candidate, find_slower_layers(proven.candidate, proven.proofs), slower)
     changed = replace(proven, candidate=candidate, problems=find_layers_over_limit(proven.candidate, proven.proofs))
     return remeasure(prover, prompts, proven, changed)
 
 
 def without_slower_layers(proven: Proven) -> Proven:
     """Return the proof with layers dense whose attention was measured slower; the measurements stay those of before."""
-    candidate, _ = _without_slower(proven.candidate, find_slower_layers(proven.candidate, proven.proofs), frozenset())
+    candidate, _ = make_slower_dense(proven.candidate, find_slower_layers(proven.candidate, proven.proofs), frozenset())
     return replace(proven, candidate=candidate)
 
 
-def _without_slower(
+def make_slower_dense(
     candidate: Candidate, layers: Collection[LengthAndLayer], lengths: frozenset[int]
 ) -> tuple[Candidate, frozenset[int]]:
-    """Make slower layers dense, and all layers of slower lengths that have none; return also the changed lengths."""
-    for length, layer in sorted(layers):
-        log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
-    lengths_of_layers = frozenset(length for length, _ in layers)
-    candidate = with_dense_layers(candidate, layers, ChosenDense.SLOWER_ATTENTION)
-    whole = {(length, layer) for length, layer in candidate.configs if length in lengths - lengths_of_layers}
-    return with_dense_layers(candidate, whole, ChosenDense.SLOWER_PREFILL), lengths_of_layers | lengths
+    """Make slower layers dense, and all layers of slower lengths that have none; return also the changed lengths.
 
-
-def with_dense_layers(candidate: Candidate, layers: Collection[LengthAndLayer], why_dense: ChosenDense) -> Candidate:
-    """Return the candidate with these layers dense at these lengths; at all others every layer keeps its configuration.
-
-    Checked lengths are fixed first, or what is interpolated there would follow the buckets that become dense.
+    Every other layer keeps its configuration. Checked lengths are fixed first, or what is interpolated there would
+    follow the buckets that become dense.
     """
-    if not layers:
-        return candidate
-    fixed = {key: config for key, config in candidate.configs.items() if key[0] not in candidate.chosen}
-    candidate = replace(candidate, overrides={**candidate.overrides, **fixed})
-    for length, layer in candidate.configs:
+    lengths_of_layers = frozenset(length for length, _ in layers)
+    dense = {key for key in candidate.configs if key in layers or key[0] in lengths - lengths_of_layers}
+    if dense:
+        fixed = {key: config for key, config in candidate.configs.items() if key[0] not in candidate.chosen}
+        candidate = replace(candidate, overrides={**candidate.overrides, **fixed})
+    for length, layer in sorted(dense):
         if (length, layer) in layers:
-            candidate = candidate.with_share(layer, length, 0.0, why_dense)
-    return candidate
+            log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
+        reason = ChosenDense.SLOWER_ATTENTION if (length, layer) in layers else ChosenDense.SLOWER_PREFILL
+        candidate = candidate.with_share(layer, length, 0.0, reason)
+    return candidate, lengths_of_layers | lengths
 
 
 def build_certificate(
@@ -418,8 +412,8 @@ def build_certificate(
         groups=len(groups),
         tokens=len(proof.prompts) * length,
         share=bound_share(len(groups), above, 1 - CONFIDENCE) if sparse else None,
-        error_over_limit=_finite_or_none(times) if sparse else None,
-        kl=_finite_or_none(times * scorer.kl_unit) if sparse else None,
+        error_over_limit=_keep_finite(times) if sparse else None,
+        kl=_keep_finite(times * scorer.kl_unit) if sparse else None,
         mean_kl=proof.kl,
         top1=min(agreement.top1 for agreement in proof.agreements),
         retrieval=count_retrieval(proof),
@@ -436,7 +430,7 @@ def _build_layer(spending: CertifiedSpending, recipe: Recipe, limit: float) -> C
     proof = spending.proof
     return CertifiedLayer(
         mean=statistics.fmean(proof.errors(recipe.budget)) if proof else 0.0,
-        bound=_finite_or_none(spending.bound),
+        bound=_keep_finite(spending.bound),
         spent=spending.share if spending.share < 1 else None,
         density=proof.density if proof else 1.0,
         limit=limit,
@@ -445,7 +439,7 @@ def _build_layer(spending: CertifiedSpending, recipe: Recipe, limit: float) -> C
     )
 
 
-def _finite_or_none(value: float) -> float | None:
+def _keep_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -486,7 +480,7 @@ def count_retrieval(proof: LengthProof) -> CertifiedRetrieval | None:
     if not any(prompt.answers for prompt in proof.prompts):
         return None
     found, kept = (sum(getattr(agreement, name) for agreement in proof.agreements) for name in ("found", "kept"))
-    low, high = interval_of_share(kept, found, CONFIDENCE)
+    low, high = compute_share_interval(kept, found, CONFIDENCE)
     return CertifiedRetrieval(found=found, kept=kept, low=low, high=high)
 
 

@@ -24,7 +24,7 @@ from calibrate.journal import Journal
 from calibrate.model.layers import DecoderLayer, Through
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.layers import LayerConfigAt, ProofItem, compare_variants, layer_state
+from calibrate.proof.layers import LayerConfigAt, ProofItem, compare_variants, make_layer_state
 from calibrate.search.allocate import ErrorWeights
 from calibrate.search.choose import Chosen
 from calibrate.work.executor import Executor, WorkerState, executor_of, measured, shares
@@ -129,7 +129,7 @@ class IsolatedKl(ProofItem):
             if layer.row not in variant:
                 return None
             config = LayerConfigAt(variant[layer.row])
-            return lambda layer, stream: layer.patched(stream, layer_state(layer, config))
+            return lambda layer, stream: layer.patched(stream, make_layer_state(layer, config))
 
         agreements = compare_variants(
             worker.loaded,

@@ -146,7 +146,7 @@ def _unpack_history(digest: str, packed: bytes) -> LayerHistory:
     return LayerHistory(pickle.loads(packed), digest)
 
 
-def layer_state(
+def make_layer_state(
     layer: DecoderLayer, config: LayerConfigAt, observer: hf.Observer | None = None, chunks: bool = True
 ) -> hf.LayerState:
     """Make the state that patches a layer of full attention.
@@ -184,10 +184,10 @@ class PromptForward:
     def __init__(self, worker: WorkerState, prompt: str, index: int = 0, with_dense: bool = True) -> None:
         self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
         self._with_dense = with_dense
-        self._restart()
+        self._start_over()
 
     @torch.no_grad()
-    def _restart(self) -> None:
+    def _start_over(self) -> None:
         calls: dict[int, Calls] = self._worker.cached("calls of patched layers", dict)
         (stream,) = begin(self._worker.loaded, [self._prompt.ids], calls)
         streams = [replace(stream, prompt=self._index)] * (1 + self._with_dense)
@@ -204,7 +204,7 @@ class PromptForward:
             history: the configurations of at least the layers of full attention before it.
         """
         if self._forward.number > number or history.configs[: len(self._configs)] != self._configs:
-            self._restart()
+            self._start_over()
         while self._forward.number < number:
             row = self._forward.next_layer.row
             if row is None:
@@ -217,10 +217,10 @@ class PromptForward:
     def _patch_or_reuse(self, config: LayerConfigAt, layer: DecoderLayer, stream: Stream) -> Stream:
         if self.tried is not None and self.tried[0] == config:
             return self.tried[1]
-        return layer.patched(stream, layer_state(layer, config))
+        return layer.patched(stream, make_layer_state(layer, config))
 
     @contextmanager
-    def next_layer(self) -> Iterator[tuple[DecoderLayer, Stream]]:
+    def enter_next_layer(self) -> Iterator[tuple[DecoderLayer, Stream]]:
         """Yield the next layer, its parameters on the device, and the patched prompt before it."""
         layer = self._forward.next_layer
         with torch.no_grad(), layer_on_device(self._worker.loaded, layer):
@@ -233,8 +233,8 @@ class PromptForward:
             config: the layer's configuration.
             observer: sees its attention's inputs and output.
         """
-        with self.next_layer() as (layer, stream):
-            state = layer_state(layer, config, observer)
+        with self.enter_next_layer() as (layer, stream):
+            state = make_layer_state(layer, config, observer)
             self.tried = config, layer.patched(stream, state)
         return state.density
 
@@ -299,7 +299,7 @@ class ProofItem(WorkItem):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What the result depends on beside length and stage, as JSON for a journal's key."""
+        """Everything beside length and stage that the result depends on, as JSON for a journal's key."""
         raise NotImplementedError
 
     @property

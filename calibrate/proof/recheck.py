@@ -128,8 +128,8 @@ def verified(opened: LoadedProfile, *, progress: bool = False) -> Verified:
     """Make the proof of a profile again, on the prompts that its recipe adjusted layers on, or on other text."""
     profile, recipe = opened.profile, on_other_text(opened.recipe, opened.prompts)
     data = load_prompts(recipe, opened.loaded.tokenizer)
-    with _prover(opened, recipe, progress) as prover, prover.show_progress("proving", len(data.held_out)) as shown:
-        _, proofs = shown.prove(profile, data.held_out, timed=False)
+    with _start_prover(opened, recipe, "proving", len(data.held_out), progress) as prover:
+        _, proofs = prover.prove(profile, data.held_out, timed=False)
     lengths = [_compare_with_limits(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
     problems = [
         describe_over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
@@ -144,9 +144,11 @@ def verified(opened: LoadedProfile, *, progress: bool = False) -> Verified:
 
 
 @contextmanager
-def _prover(opened: LoadedProfile, recipe: Recipe, progress: bool) -> Iterator[Prover]:
+def _start_prover(opened: LoadedProfile, recipe: Recipe, title: str, lengths: int, progress: bool) -> Iterator[Prover]:
     with executor_of(opened.loaded) as executor:
-        yield Prover(executor, chunk=recipe.chunk, progress=progress)
+        prover = Prover(executor, chunk=recipe.chunk, progress=progress)
+        with prover.show_progress(title, lengths) as shown:
+            yield shown
 
 
 def on_other_text(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
@@ -237,9 +239,9 @@ def recertified(opened: LoadedProfile, seed: int, *, progress: bool = False) -> 
                 f"least {MIN_GROUPS}: give another --seed, or --prompts with more text"
             )
     proofs: dict[int, LengthProof] = {}
-    with _prover(opened, recipe, progress) as prover, prover.show_progress("certifying", len(certified)) as shown:
+    with _start_prover(opened, recipe, "certifying", len(certified), progress) as prover:
         for length in certified:  # one after another: the hidden states of all prompts are in memory
-            proofs |= shown.prove(profile, {length: fresh[length]}, timed=False, stage="certifying")[1]
+            proofs |= prover.prove(profile, {length: fresh[length]}, timed=False, stage="certifying")[1]
     return compare_certificate(profile, recipe, certified, proofs)
 
 

@@ -130,14 +130,14 @@ class Candidate:
         has every length, each as it was proven: one new bucket changes what is interpolated at the other lengths.
         """
         interpolated = not self.dense_lengths and all(length in self.chosen for length, _ in self.overrides)
-        return self._profile_at(self.recipe.lengths if interpolated else sorted(self.lengths))
+        return self._build_profile_at(self.recipe.lengths if interpolated else sorted(self.lengths))
 
     @cached_property
     def _buckets(self) -> Profile:
         """The calibrated lengths alone, from which the runtime interpolates the others."""
-        return self._profile_at(self.recipe.lengths)
+        return self._build_profile_at(self.recipe.lengths)
 
-    def _profile_at(self, lengths: Sequence[int]) -> Profile:
+    def _build_profile_at(self, lengths: Sequence[int]) -> Profile:
         layers = range(self.geometry.layers)
         configs = tuple(tuple(self.layer_config(layer, length) for layer in layers) for length in lengths)
         return Profile(

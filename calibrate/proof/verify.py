@@ -32,7 +32,7 @@ from calibrate.proof.layers import (
     PromptAgreement,
     PromptForward,
     ProofItem,
-    layer_state,
+    make_layer_state,
 )
 from calibrate.recipe import Budget, Recipe
 from calibrate.timing import medians
@@ -367,12 +367,12 @@ class LayerTime(ProofItem):
             cached_as = self.length, self.history.digest
             forward = worker.cached(cached_as, lambda: PromptForward(worker, self.prompt, with_dense=False))
             forward.move_to(self.number, self.history)
-            with forward.next_layer() as (layer, stream):
+            with forward.enter_next_layer() as (layer, stream):
                 if layer.row is None:  # both prefills have it
                     seconds = _time_calls({"layer": lambda: layer.dense(stream)}, layer.device)["layer"]
                     return {"patched": seconds, "dense": seconds}
                 config, outputs = self.history.configs[layer.row], list[Stream]()
-                state = layer_state(layer, config, chunks=False)
+                state = make_layer_state(layer, config, chunks=False)
 
                 def patched() -> None:
                     outputs[:] = [layer.patched(stream, state)]
@@ -409,7 +409,7 @@ def _time_attention(layer: DecoderLayer, stream: Stream, config: LayerConfigAt) 
         calls["s2o"] = partial(s2o_attention, q, k, v, config.config, **scoring.arguments())
         calls["dense"] = partial(fastest_dense_attention, q, k, v, scoring)
 
-    layer.patched(stream, layer_state(layer, config, keep, chunks=False))
+    layer.patched(stream, make_layer_state(layer, config, keep, chunks=False))
     times = medians(calls, layer.device, GPU_ROUNDS)
     if times["s2o"] > times["dense"]:  # that would make the layer dense, so it must be no hiccup
         again = medians(calls, layer.device, GPU_ROUNDS)

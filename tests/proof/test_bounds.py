@@ -14,9 +14,9 @@ from calibrate.proof.bounds import (
     bound_share,
     compute_attempt_confidence,
     compute_excess_probability,
+    compute_share_interval,
     count_allowed_above,
     count_texts_for,
-    interval_of_share,
     mean_bound,
 )
 from calibrate.recipe import Budget, Recipe
@@ -119,4 +119,4 @@ def test_fewer_texts_show_less_and_chance_explains_some_excess():
 @pytest.mark.parametrize(("kept", "found"), [(0, 4), (4, 4), (7, 8), (60, 64)])
 def test_the_interval_of_a_share(kept, found):
     exact = stats.binomtest(kept, found).proportion_ci(0.95, method="exact")
-    assert interval_of_share(kept, found, 0.95) == pytest.approx((exact.low, exact.high))
+    assert compute_share_interval(kept, found, 0.95) == pytest.approx((exact.low, exact.high))

@@ -20,9 +20,9 @@ from calibrate.proof.certify import (
     PromptScorer,
     TextGroups,
     build_certificate,
+    make_slower_dense,
     remeasure,
     run_fixed_sequence_test,
-    with_dense_layers,
     without_slower_layers,
     without_slower_lengths,
 )
@@ -180,7 +180,7 @@ def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too()
     proofs = timed(begun)
     measured = iter([{512: timed(begun, {(512, 1): 3e-3})[512]}, {512: proofs[512]}])
     prover = pretended(lambda *_: (begun, next(measured)))
-    changed = with_dense_layers(begun, {(512, 0)}, ChosenDense.OVER_BOUND)
+    changed, _ = make_slower_dense(begun, {(512, 0)}, frozenset())
     proven = Proven(begun, proofs, ())
     left = remeasure(prover, PROMPTS, proven, replace(proven, candidate=changed))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
@@ -194,7 +194,7 @@ def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, p
     """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
     begun = candidate()
     proven = Proven(begun, {}, ())
-    dense = with_dense_layers(begun, {(LENGTHS[0], 0), (LENGTHS[0], 1)}, ChosenDense.SLOWER_PREFILL)
+    dense, _ = make_slower_dense(begun, set(), frozenset({LENGTHS[0]}))
     changed = replace(proven, candidate=dense)
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
     monkeypatch.setattr(certify, "find_slower_lengths", lambda *_: ())

@@ -8,7 +8,7 @@ import torch
 from calibrate.commands.profile import main as profile_command
 from calibrate.model.layers import DecoderLayer
 from calibrate.pipeline import calibrate
-from calibrate.proof.layers import LayerConfigAt, layer_state
+from calibrate.proof.layers import LayerConfigAt, make_layer_state
 from calibrate.proof.verify import Prover
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import LayerConfig
@@ -67,7 +67,7 @@ def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
     observed = []
     layers = Layers(SPARSE, SPARSER)
     runs = LayerConfigAt.from_source(layers, CHUNK, 3, LENGTH)
-    state = layer_state(DecoderLayer(5, 3, module, module), runs, lambda *call: observed.append(call))
+    state = make_layer_state(DecoderLayer(5, 3, module, module), runs, lambda *call: observed.append(call))
     attach(module, state)
     q, k, v = (torch.randn(1, heads, LENGTH, 64) for heads in (4, 2, 2))
     mask = s2o_mask(batch_size=1, q_length=LENGTH, q_offset=0, kv_length=LENGTH)
