@@ -42,6 +42,7 @@ BUDGET = Budget("mse", 1e-4)
 GROUPS = TextGroups(((0,), (1,), (2,), (3,), (4,)), ("text",) * 5)
 PROMPTS = dict.fromkeys((*LENGTHS, *CHECKS), ())
 BEGUN = candidate()
+PER_PROMPT = replace(BEGUN, recipe=replace(RECIPE, per_prompt=True))
 TIMES = st.floats(0, 3) | st.just(math.nan)
 
 
@@ -192,8 +193,7 @@ def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too()
 @pytest.mark.parametrize(("needles", "problems"), [((2, 2), 0), ((1, 2), 0), ((0, 2), 1)])
 def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, problems):
     """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
-    begun = candidate()
-    proven = Proven(begun, {}, ())
+    begun, proven = BEGUN, Proven(BEGUN, {}, ())
     dense, _ = make_slower_dense(begun, set(), frozenset({LENGTHS[0]}))
     changed = replace(proven, candidate=dense)
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
@@ -221,8 +221,7 @@ def length_proof(means=(5e-5, 2e-5), found=4, kept=4, kls=(1e-3, 2e-3, 3e-3, 4e-
 
 
 def certified(seen, begun=None, scale=None, change=lambda layers: layers):
-    begun = begun or candidate()
-    length = LENGTHS[0]
+    begun, length = begun or BEGUN, LENGTHS[0]
     means = MeanCertifier(begun, length, TextGroups.from_prompts(seen.prompts))
     for layer, proof in enumerate(seen.layers):
         assert means.revise(begun, length, layer, proof) is None or layer in means.layers
@@ -275,14 +274,26 @@ def test_the_claims_in_words():
 
 
 def test_single_prompts_within_their_limits_are_said_to_be():
-    begun = replace(candidate(), recipe=replace(RECIPE, per_prompt=True))
-    outcome = certified(length_proof(means=(2e-5, 2e-5)), begun)
-    assert (outcome.error_over_limit, outcome.kl, outcome.share) == (
-        1.0,
-        pytest.approx(4e-3),
-        pytest.approx(1 - 0.657, abs=1e-3),
-    )
+    outcome = certified(length_proof(means=(2e-5, 2e-5)), PER_PROMPT)
+    assert (outcome.error_over_limit, outcome.kl) == (1.0, pytest.approx(4e-3))
+    assert outcome.share == pytest.approx(1 - 0.657, abs=1e-3)
     assert "keep every layer within its limit, over" in sentences(Certificate(confidence=0.95, lengths=(outcome,)))[0]
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_single_prompts_over_their_limits_at_the_safest_are_a_problem(over, monkeypatch):
+    prompts, proof = length_proof().prompts, length_proof(errors=[2.0] * over + [0.5] * (5 - over))
+    means = MeanCertifier(PER_PROMPT, 512, TextGroups.from_prompts(prompts))
+    for layer, layer_proof in enumerate(length_proof(means=(2e-5, 2e-5)).layers):
+        means.revise(PER_PROMPT, 512, layer, layer_proof)
+    monkeypatch.setattr(certify, "_certify_means", lambda *_: (means, proof))
+    monkeypatch.setattr(certify, "measured", lambda *_: [{"kl": None}])
+    monkeypatch.setattr(certify, "MIN_GROUPS", 5)
+    proven = Proven(PER_PROMPT, dict.fromkeys(PROMPTS, length_proof()), ())
+    problems = certify.certify(pretended(None), {512: prompts}, proven).problems
+    at_512 = [problem for problem in problems if problem.length == 512]
+    assert [problem.kind for problem in at_512] == [ProblemKind.NOT_SHOWN] * over
+    assert all("at 512 tokens 1 of 5 groups" in str(problem) and "with 50% of" in str(problem) for problem in at_512)
 
 
 def test_a_group_counts_once_by_its_largest_prompt():
@@ -296,21 +307,16 @@ def test_a_group_counts_once_by_its_largest_prompt():
 
 
 def test_the_scale_is_that_of_the_adjust_prompts():
-    begun = candidate()
-    scale = PromptScorer.from_proof(begun, 512, length_proof())
-    assert scale.limits == (begun.limits[512, 0], begun.limits[512, 1])
+    scale = PromptScorer.from_proof(BEGUN, 512, length_proof())
+    assert scale.limits == (BEGUN.limits[512, 0], BEGUN.limits[512, 1])
     assert scale.kl_unit == pytest.approx(5e-3 / (3 * 1.25 * 5e-5 / 1e-4))
-    single = replace(begun, recipe=replace(begun.recipe, per_prompt=True))
-    assert PromptScorer.from_proof(single, 512, length_proof()).kl_unit == pytest.approx(2 * scale.kl_unit)
+    assert PromptScorer.from_proof(PER_PROMPT, 512, length_proof()).kl_unit == pytest.approx(2 * scale.kl_unit)
     undefined = length_proof(errors=[math.nan, 1.0, 1.0, 1.0, 1.0], kls=(1e-3, math.nan, 1e-3, 1e-3, 1e-3))
     assert scale.scores(undefined)[:2] == [math.inf, math.inf]
 
 
 def test_certificates_of_too_few_groups_are_a_problem_that_says_how_many_would_do():
-    begun = candidate()
-    prompts = length_proof().prompts
-    prover = pretended(None)
-    proven = certify.certify(prover, {512: prompts[:2]}, Proven(begun, proofs_of(begun), ()))
+    proven = certify.certify(pretended(None), {512: length_proof().prompts[:2]}, Proven(BEGUN, proofs_of(BEGUN), ()))
     assert proven.certificates == {}
     assert {problem.kind for problem in proven.problems} == {ProblemKind.TOO_FEW}
     assert str(proven.problems[0]) == (
@@ -335,8 +341,7 @@ def test_a_certificate_states_both_units_of_an_mse_and_which_limit_binds():
 
 
 def test_a_layer_that_became_dense_has_no_error():
-    begun = candidate()
-    outcome = certified(length_proof(), begun, change=lambda layers: {**layers, 0: certify.CertifiedSpending(0.0)})
+    outcome = certified(length_proof(), BEGUN, change=lambda layers: {**layers, 0: certify.CertifiedSpending(0.0)})
     first = outcome.layers[0]
     assert (first.mean, first.bound, first.density, first.spent) == (0.0, 0.0, 1.0, 0.0)
     assert outcome.error_over_limit == pytest.approx(1.875)  # the claim about prompts is of layers as adjusted
@@ -359,9 +364,8 @@ def test_retrieval_fails_only_where_chance_does_not_explain_it():
 
 
 def checked(fresh, stated=None):
-    return compare_certificate(
-        candidate().build_profile(), RECIPE, {512: certified(stated or length_proof())}, {512: fresh}
-    )
+    profile = BEGUN.build_profile()
+    return compare_certificate(profile, RECIPE, {512: certified(stated or length_proof())}, {512: fresh})
 
 
 def test_fresh_prompts_break_a_mean_only_beyond_chance():

@@ -48,16 +48,10 @@ def test_what_each_chunk_runs():
     assert [(keys, config.is_dense) for keys, config in short.by_keys] == [(64, True), (128, False), (150, False)]
     assert LayerConfigAt.from_source(layers, CHUNK, 0, CHUNK) == LayerConfigAt(SPARSE)
     assert LayerConfigAt.from_source(layers, None, 0, LENGTH) == LayerConfigAt(SPARSER)
-
-
-def test_a_prompts_last_chunk_alone_has_dense_last_rows():
-    short, long = (replace(config, last_rows=128) for config in (SPARSE, SPARSER))
+    short, long = (replace(config, last_rows=128) for config in (SPARSE, SPARSER))  # of a prompt's last chunk alone
     layers = Layers(short, long)
-    assert [config for _, config in LayerConfigAt.from_source(layers, CHUNK, 0, LENGTH).by_keys] == [
-        SPARSE,
-        SPARSER,
-        long,
-    ]
+    in_chunks = LayerConfigAt.from_source(layers, CHUNK, 0, LENGTH)
+    assert [config for _, config in in_chunks.by_keys] == [SPARSE, SPARSER, long]
     assert LayerConfigAt.from_source(layers, CHUNK, 0, CHUNK).config == short
     assert LayerConfigAt.from_source(layers, None, 0, LENGTH).config == long
 
