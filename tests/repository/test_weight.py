@@ -16,14 +16,14 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1735, 8.9),
+    "calibrate": (1735, 9.0),
     "calibrate/commands": (595, 8.4),
     "calibrate/curves": (692, 12.3),
     "calibrate/evaluation": (958, 11.7),
     "calibrate/model": (1655, 9.2),
     "calibrate/profiles": (375, 9.6),
     "calibrate/prompts": (1021, 11.9),
-    "calibrate/proof": (1737, 10.5),
+    "calibrate/proof": (1663, 10.4),
     "calibrate/report": (1381, 10.3),
     "calibrate/search": (1009, 10.3),
     "calibrate/work": (499, 9.6),
@@ -43,9 +43,9 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/bench/baselines": (1231, 12.6),
     "scripts/demo_model": (398, 10.9),
     "scripts/docs": (660, 10.5),
-    "scripts/study": (160, 13.5),
-    "tests": (20800, 12.1),
-    "tests/support": (1884, 12.0),
+    "scripts/study": (167, 12.9),
+    "tests": (20780, 12.1),
+    "tests/support": (1892, 12.0),
     UNALLOCATED: (0, 0.0),
 }
 
