@@ -88,11 +88,11 @@ class Candidate:
             why_dense: the reason for that.
         """
         config, overrides, chosen = self.layer_config(layer, length), dict(self.overrides), dict(self.chosen)
+        if share and config.is_dense:  # dense is final
+            return self
         if not share:
             overrides[length, layer] = config.as_dense()  # keeps the thresholds, which the profile's file shows
-        elif length in chosen:
-            overrides.pop((length, layer), None)
-        else:
+        elif length not in chosen:
             factor = share ** (1 / TAU_FOR_ERROR)
             heads = tuple(replace(head, tau=head.tau * factor) for head in config.heads)
             overrides[length, layer] = replace(config, heads=heads)

@@ -78,6 +78,7 @@ def test_any_sequence_of_errors_ends_within_its_tries(length, layer, measured):
     assert current.first_errors.get(key, 0) == pytest.approx(over[0] if over else 0, nan_ok=True)
     assert adjuster.adjustments[key] - (len(revisions) - len(over)) in (0, 1)  # a change that changes no head is none
     if current.layer_config(layer, length).is_dense:
+        assert current.with_share(layer, length, 0.5) is current
         assert all(adjuster.revise(current, length, layer, proof_of(error)) is None for error in (0.0, 1.0, math.nan))
         reasons = [choice.why_dense for choice in current.chosen.get(length, BEGUN.chosen[512]).choices]
         assert length in CHECKS or reasons[layer] == ChosenDense.OVER_LIMIT
