@@ -31,12 +31,12 @@ from calibrate.model.self_test import SEGMENTS, choose_test_config, self_test
 from calibrate.progress import PhaseClock, progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.adjust import Proven, prove_and_tighten
+from calibrate.proof.adjust import Proven, prove_and_adjust
 from calibrate.proof.certify import (
-    Groups,
+    TextGroups,
     certify,
-    proven_again,
-    too_few,
+    check_groups,
+    remeasure,
     without_slower_layers,
     without_slower_lengths,
 )
@@ -128,7 +128,7 @@ def calibrate(
                 self_test(loaded)
             executor = stack.enter_context(local_executor(loaded))
         journal = stack.enter_context(Journal.open(recipe.journal_path, journal_identity(executor, executor.device)))
-        prover = Prover(executor, prompts.held_out, journal, progress)
+        prover, held_out = Prover(executor, journal, recipe.chunk, progress), prompts.held_out
         log.info("calibrating for %s", executor.device)
 
         with clock.phase("measuring"):
@@ -151,20 +151,21 @@ def calibrate(
             model = executor.name, executor.geometry, executor.fingerprint, executor.device
             candidate = Candidate(recipe, *model, chosen)
         with clock.phase("proving"):
-            texts = {length: len(Groups.of(texts_of_length)) for length, texts_of_length in prompts.certify.items()}
-            proven = without_slower_lengths(prover, prove_and_tighten(prover, candidate, texts))
+            texts = {length: len(TextGroups.from_prompts(of_length)) for length, of_length in prompts.certify.items()}
+            proven = prove_and_adjust(prover, held_out, candidate, texts)
+            proven = without_slower_lengths(prover, held_out, proven)
         if proven.met:
             # The record is of what is written, so whatever changes after the proof is measured again.
             certified = without_slower_layers(proven)
             if prompts.certify:
                 with clock.phase("certifying"):
                     certified = certify(prover, prompts.certify, certified)
-                    proven = proven_again(prover, proven, certified)
+                    proven = remeasure(prover, held_out, proven, certified)
             elif certified.candidate is not proven.candidate:
                 with clock.phase("measuring again"):
-                    proven = proven_again(prover, proven, certified)
+                    proven = remeasure(prover, held_out, proven, certified)
 
-        profile = replace(proven.candidate.profile(), record=record_of(recipe, prompts, proven).to_json())
+        profile = replace(proven.candidate.build_profile(), record=record_of(recipe, prompts, proven).to_json())
         written = proven.met or recipe.allow_regression  # the record says that the proof failed
         if written:
             save_profile(profile, recipe.out)
@@ -220,7 +221,7 @@ def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], c
     """
     if recipe.num_certify and not recipe.allow_regression:
         for length in recipe.all_lengths:
-            if problem := too_few(length, certify.get(length, ())):
+            if problem := check_groups(length, certify.get(length, ())):
                 before = f"prompts: {counts}; " if counts else ""
                 raise InputError(f"{before}{problem}: {problem.kind.value}, or say --allow-regression")
 

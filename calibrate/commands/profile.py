@@ -198,7 +198,7 @@ def verify(flags: Flags) -> int:
     from calibrate.api import warn_without_gpu
     from calibrate.model.estimate import estimate
     from calibrate.progress import PhaseClock
-    from calibrate.proof.again import on_other_text, opened, recertified, verified
+    from calibrate.proof.recheck import on_other_text, opened, recertified, verified
     from calibrate.report.sections import certificate_parts, plan_lines, proof_parts
     from calibrate.tables import print_fields, terminal
 

@@ -1,13 +1,13 @@
-"""What a few prompts say about the ones that will come: bounds with a stated confidence, as plain functions.
+"""Bounds with a stated confidence for prompts that will come, from a few prompts, as plain functions.
 
-Texts are taken for independent draws from what will come, which is as true as they are typical. Two claims are made:
+Texts count as independent draws from what will come, which is as true as they are typical. Two claims are made:
 
-- Every layer's mean error is within its limit, at every length. A layer whose bound is over its limit is looked at with
-  less of its budget. All looks at all layers and lengths share the error probability (Bonferroni), so the claim holds
-  for all that is taken, together.
-- At least a share of texts keep within what was seen of these, whatever their distribution. Where that is to be the
-  limit itself, configurations are looked at from the safest on until one fails: then each look may use the whole error
-  probability (a fixed sequence: A. N. Angelopoulos et al., "Learn then test", 2021).
+- Every layer's mean error is within its limit, at every length. A layer whose bound is over its limit is tried with
+  less of its budget. All attempts at all layers and lengths share the error probability (Bonferroni), so the claim
+  holds for all that is accepted, together.
+- At least a share of texts keep within the errors that were measured on these, whatever their distribution. Where that
+  is to be the limit itself, configurations are tried from the safest on until one fails: then each attempt may use the
+  whole error probability (a fixed sequence: A. N. Angelopoulos et al., "Learn then test", 2021).
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from calibrate.recipe import Recipe
 
 CONFIDENCE = 0.95  # of each of the two claims, and of the interval for retrieval
 SHARE = 0.9  # of texts that the second claim is about, where they are enough to show it
-STEPS = (1.0, 0.85, 0.7, 0.5, 0.35)  # shares of its budget that a layer is looked at with, until its bound holds
-PATH = (0.5, 0.7, 0.85, 1.0)  # of what all layers spend, from the safest on, where single prompts are held to limits
+SPEND_FRACTIONS = (1.0, 0.85, 0.7, 0.5, 0.35)  # of its budget that a layer is tried with, until its bound holds
+BUDGET_SEQUENCE = (0.5, 0.7, 0.85, 1.0)  # of all layers' spending, the safest first, if single prompts have limits
 USUAL_SPREAD, USUAL_WEIGHT = 0.2, 1  # of prompts of one kind, over their mean; as good as so many values
 OWN_VARIANCE = 8  # texts of a kind: with fewer of any, all kinds count with one variance, relative to their means
 
 
-def step_confidence(step: float, recipe: Recipe, layers: int) -> float:
-    """The confidence of a bound at one attempt at a layer and length: half of the risk is the first attempt's.
+def compute_attempt_confidence(fraction: float, recipe: Recipe, layers: int) -> float:
+    """Return the confidence of a bound at one attempt at a layer and length.
 
-    The other attempts share the other half.
+    Half of the risk is the first attempt's, because most layers need no other; the others share the other half.
 
     Args:
-        step: of `STEPS`.
-        recipe: says how many lengths are certified, and whether each is tried at all of `PATH`.
+        fraction: of `SPEND_FRACTIONS`.
+        recipe: says how many lengths are certified, and whether each is tried at all of `BUDGET_SEQUENCE`.
         layers: of the model, with full attention.
     """
-    part = 0.5 if step == STEPS[0] else 0.5 / (len(STEPS) - 1)
-    passes = len(PATH) if recipe.per_prompt else 1
+    part = 0.5 if fraction == SPEND_FRACTIONS[0] else 0.5 / (len(SPEND_FRACTIONS) - 1)
+    passes = len(BUDGET_SEQUENCE) if recipe.per_prompt else 1
     return 1 - part * (1 - CONFIDENCE) / (layers * len(recipe.all_lengths) * passes)
 
 
 def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
-    """An upper bound for the mean over prompts, kinds of text in equal parts.
+    """Compute an upper bound for the mean over prompts, kinds of text in equal parts.
 
-    It is the mean of the kinds' means and so many standard errors above it as Student's distribution says: prompts of
-    one kind vary little, so what differs between kinds is no doubt about their mean. The degrees of freedom are those
-    of F. E. Satterthwaite, "An approximate distribution of estimates of variance components" (1946); kinds with few
-    texts share one relative variance and all degrees of freedom. It holds as often
-    as it says where the values of a kind are about normal, and for lognormal ones nearly; where a few of a hundred
-    texts have ten times the error of all others, it fails often (docs/results/coverage-bounds.txt counts).
+    It is the mean of the kinds' means, and above it as many standard errors as Student's distribution has: prompts of
+    one kind vary little, so the difference between kinds is no uncertainty of their mean. The degrees of freedom are
+    those of F. E. Satterthwaite, "An approximate distribution of estimates of variance components" (1946); kinds with
+    few texts share one relative variance and all degrees of freedom. It has the stated confidence where the values of a
+    kind are about normal, and for lognormal ones nearly; where a few of a hundred texts have ten times the error of
+    all others, it fails often (docs/results/coverage-bounds.txt counts).
 
     Args:
         values: of each text.
@@ -61,27 +61,27 @@ def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float)
     """
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.inf if any(values) else 0.0
-    mean, error, degrees = _mean_and_error(values, kinds)
+    mean, error, degrees = _compute_mean_and_error(values, kinds)
     return mean + _quantile(degrees, confidence) * error
 
 
-def mean_of_kinds(values: Sequence[float], kinds: Sequence[str]) -> float:
-    """The mean of the kinds' means."""
-    return statistics.fmean(map(statistics.fmean, _groups(values, kinds, least=1)))
+def compute_mean_of_kinds(values: Sequence[float], kinds: Sequence[str]) -> float:
+    """Return the mean of the kinds' means."""
+    return statistics.fmean(map(statistics.fmean, _group_values(values, kinds, least=1)))
 
 
-def mean_lower_bound(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
-    """A lower bound as `mean_bound` is an upper one; at least 0, and 0 for fewer than two values."""
+def bound_mean_below(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
+    """Compute the lower bound that `mean_bound` is the upper one of; at least 0, and 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
-    mean, error, degrees = _mean_and_error(values, kinds)
+    mean, error, degrees = _compute_mean_and_error(values, kinds)
     return max(0.0, mean - _quantile(degrees, confidence) * error)
 
 
-def expected_mean_bound(values: Sequence[float], kinds: Sequence[str], count: int, confidence: float) -> float:
-    """About where `mean_bound` will come out for `count` values like these few.
+def estimate_mean_bound(values: Sequence[float], kinds: Sequence[str], count: int, confidence: float) -> float:
+    """Estimate `mean_bound` for `count` values like these few.
 
-    How much a few values vary says little of how much many will. So their variance, relative to the mean of their kind,
+    The variance of a few values tells little about that of many. So their variance, relative to the mean of their kind,
     counts beside a usual one, which is that of `USUAL_WEIGHT` values.
 
     Args:
@@ -90,7 +90,7 @@ def expected_mean_bound(values: Sequence[float], kinds: Sequence[str], count: in
         count: at least 2; the kinds are in equal parts, and of one kind if there are not two for each.
         confidence: of the bound.
     """
-    groups = _groups(values, kinds if count >= 2 * len(set(kinds)) else [""] * len(values), least=1)
+    groups = _group_values(values, kinds if count >= 2 * len(set(kinds)) else [""] * len(values), least=1)
     means = [statistics.fmean(group) for group in groups]
     squares = sum((value / mean - 1) ** 2 for group, mean in zip(groups, means, strict=True) if mean for value in group)
     degrees = len(values) - len(groups)
@@ -98,13 +98,13 @@ def expected_mean_bound(values: Sequence[float], kinds: Sequence[str], count: in
     return statistics.fmean(means) * (1 + _quantile(count - len(groups), confidence) * deviation / math.sqrt(count))
 
 
-def _mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tuple[float, float, float]:
-    """The mean of the kinds' means, its standard error, and the degrees of freedom of the latter."""
-    groups = _groups(values, kinds, least=2)
+def _compute_mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tuple[float, float, float]:
+    """Return the mean of the kinds' means, its standard error, and the degrees of freedom of the latter."""
+    groups = _group_values(values, kinds, least=2)
     means, variances = [statistics.fmean(group) for group in groups], [statistics.variance(group) for group in groups]
     freedoms = [len(group) - 1 for group in groups]
     mean, degrees = statistics.fmean(means), float(sum(freedoms))
-    if min(freedoms) < OWN_VARIANCE - 1 and all(means):
+    if min(freedoms) < OWN_VARIANCE - 1 and all(mean**2 for mean in means):  # the square of a tiny one is 0
         squares = sum(f * variance / m**2 for f, variance, m in zip(freedoms, variances, means, strict=True))
         variances = [max(variance, squares / degrees * m**2) for variance, m in zip(variances, means, strict=True)]
     parts = [variance / (len(groups) ** 2 * len(group)) for variance, group in zip(variances, groups, strict=True)]
@@ -114,8 +114,8 @@ def _mean_and_error(values: Sequence[float], kinds: Sequence[str]) -> tuple[floa
     return mean, math.sqrt(sum(parts)), degrees
 
 
-def _groups(values: Sequence[float], kinds: Sequence[str], least: int) -> list[list[float]]:
-    """The values of each kind; all together if one kind has fewer than `least`."""
+def _group_values(values: Sequence[float], kinds: Sequence[str], least: int) -> list[list[float]]:
+    """Group the values by kind; all together if one kind has fewer than `least`."""
     groups: dict[str, list[float]] = {}
     for value, kind in zip(values, kinds, strict=True):
         groups.setdefault(kind, []).append(value)
@@ -123,16 +123,16 @@ def _groups(values: Sequence[float], kinds: Sequence[str], least: int) -> list[l
 
 
 def _quantile(degrees: float, probability: float) -> float:
-    """The quantile of Student's distribution."""
+    """Return a quantile of Student's distribution."""
     from scipy.special import stdtrit  # a second to import, which the command line does not have
 
     return float(stdtrit(degrees, probability))
 
 
-def share_shown(count: int, above: int, risk: float) -> float:
-    """The share of texts that keep within a limit, at least, if `above` of `count` do not.
+def bound_share(count: int, above: int, risk: float) -> float:
+    """Bound from below the share of texts that keep within a limit, if `above` of `count` do not.
 
-    The same holds where the limit is the (above + 1)-th largest of their values, whatever these are drawn from (S. S.
+    It is the same where the limit is the (above + 1)-th largest of their values, whatever these are drawn from (S. S.
     Wilks, "Determination of sample sizes for setting tolerance limits", 1941).
 
     Args:
@@ -145,25 +145,25 @@ def share_shown(count: int, above: int, risk: float) -> float:
     return float(betaincinv(count - above, above + 1, risk)) if above < count else 0.0
 
 
-def may_exceed(count: int, risk: float) -> int:
-    """How many of `count` texts may be over a limit while `SHARE` is still shown; 0 where even none would not do."""
-    return max((above for above in range(count) if share_shown(count, above, risk) >= SHARE), default=0)
+def count_allowed_above(count: int, risk: float) -> int:
+    """Return how many of `count` texts may be over a limit while `SHARE` is shown; 0 if even none would not do."""
+    return max((above for above in range(count) if bound_share(count, above, risk) >= SHARE), default=0)
 
 
-def texts_for(share: float, risk: float) -> int:
-    """How many texts show a share, if all keep within."""
+def count_texts_for(share: float, risk: float) -> int:
+    """Return how many texts show a share, if all keep within."""
     return math.ceil(math.log(risk) / math.log(share))
 
 
-def excess_probability(above: int, fresh: int, share: float) -> float:
-    """How likely `above` or more of `fresh` new texts are over a limit that a share of texts keeps."""
+def compute_excess_probability(above: int, fresh: int, share: float) -> float:
+    """Return the probability that `above` or more of `fresh` new texts are over a limit that a share of texts keeps."""
     from scipy.stats import binom
 
     return float(binom.sf(above - 1, fresh, 1 - share))
 
 
-def share_interval(successes: int, trials: int, confidence: float) -> tuple[float, float]:
-    """The two-sided interval of C. J. Clopper and E. S. Pearson (1934) for a share; (0, 1) without trials."""
+def compute_share_interval(successes: int, trials: int, confidence: float) -> tuple[float, float]:
+    """Compute the two-sided interval of C. J. Clopper and E. S. Pearson (1934) for a share; (0, 1) without trials."""
     from scipy.special import betaincinv
 
     tail = (1 - confidence) / 2

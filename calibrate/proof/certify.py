@@ -1,12 +1,12 @@
-"""The certificate: what is stated of a finished choice, measured on prompts that had no part in choosing it.
+"""The certificate of a finished choice, measured on prompts that had no part in choosing it.
 
 Two claims are made (`bounds`): every layer's mean error is within its limit at every length, and at each length at
 least a share of texts keep every layer within some times its limit and the KL below some value, together. For the
-second, a prompt counts by one number (`Scale.numbers`), and a group of prompts, such as a novel, by its largest.
+second, a prompt counts by one number (`PromptScorer.scores`), and a group of prompts, such as a novel, by its largest.
 
 A layer whose bound is over its limit is tried with less of what it spends, on the same inputs, and becomes dense only
-if the last step does not hold. Meanwhile the prompts go on with the layer as it was adjusted: what is claimed of
-prompts is claimed of the layers as adjusted, which these prompts have not chosen, and what is left spends no more.
+if the last fraction does not hold. Later layers see the adjusted layer, not the reduced one, so the claim about prompts
+is about a configuration that these prompts did not select. Reduced layers only err less.
 """
 
 from __future__ import annotations
@@ -14,52 +14,48 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend
 
-from calibrate.journal import Journal
-from calibrate.model.layers import DecoderLayer, LayerwiseForward, Stream, begin
-from calibrate.model.logits import logits_on_device
+from calibrate.model.layers import DecoderLayer, Stream
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import (
     Proven,
-    layers_over_limit,
-    lost_needles,
-    retrieval_lost,
-    scaled,
-    slower_layers,
-    slower_than_dense,
+    find_layers_over_limit,
+    find_lost_needles,
+    find_lost_retrieval,
+    find_slower_layers,
+    find_slower_lengths,
 )
 from calibrate.proof.bounds import (
+    BUDGET_SEQUENCE,
     CONFIDENCE,
-    PATH,
     SHARE,
-    STEPS,
-    may_exceed,
+    SPEND_FRACTIONS,
+    bound_share,
+    compute_attempt_confidence,
+    compute_mean_of_kinds,
+    compute_share_interval,
+    count_allowed_above,
+    count_texts_for,
     mean_bound,
-    mean_of_kinds,
-    share_interval,
-    share_shown,
-    step_confidence,
-    texts_for,
 )
-from calibrate.proof.layers import ProofItem, compare
-from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, lengths_of
-from calibrate.proof.verify import LayerProof, LengthProof, Progress, Prover, prove
+from calibrate.proof.layers import ProofItem, compare_variants
+from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, select_lengths
+from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
 from calibrate.search.choice import ChosenDense
-from calibrate.work.executor import Executor, WorkerState, measured
+from calibrate.work.executor import WorkerState, measured
 from s2o_runtime.fields import counted
 from s2o_runtime.reference.dense import sdpa_backend
 
-FEWEST = 3  # groups of text below which no mean is bounded: Student's quantile for two is above 6
-HOPELESS = 1.2  # times the limit: a step is passed over if the first bound says that its own would be above that
+MIN_GROUPS = 3  # of text, below which no mean is bounded: Student's quantile for two is above 6
+HOPELESS = 1.2  # times the limit: a fraction is skipped if the first bound predicts that its own would be above that
 KL_ROOM = 2.0  # times the KL of adjust prompts at the limit: more differs between single prompts than among so few
 NOISE_PROMPTS = 2  # prompts that the noise floor is measured on
 
@@ -67,8 +63,8 @@ log = logging.getLogger("calibrate")
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Prompts by what most of their text belongs to: prompts of one novel are no more independent than its chapters.
+class TextGroups:
+    """Prompts grouped by the text that most of them is: prompts of one novel are no more independent than its chapters.
 
     members: of each group the numbers of its prompts. kinds: the kind of text of each group.
     """
@@ -77,8 +73,8 @@ class Groups:
     kinds: tuple[str, ...]
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt]) -> Groups:
-        """The groups of prompts, in the order of their first ones; a prompt whose group is not known is one."""
+    def from_prompts(cls, prompts: Sequence[Prompt]) -> TextGroups:
+        """Group prompts, in the order of the groups' first ones; a prompt whose group is not known is one."""
         members: dict[Hashable, list[int]] = {}
         for number, prompt in enumerate(prompts):
             members.setdefault((prompt.domain, prompt.group or number), []).append(number)
@@ -88,170 +84,176 @@ class Groups:
     def __len__(self) -> int:
         return len(self.members)
 
-    def means(self, values: Sequence[float]) -> list[float]:
-        """The mean of each group, from a value of each prompt."""
+    def mean_per_group(self, values: Sequence[float]) -> list[float]:
+        """Return the mean of each group, from a value of each prompt."""
         return [statistics.fmean(values[number] for number in numbers) for numbers in self.members]
 
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each group, from a value of each prompt."""
+    def max_per_group(self, values: Sequence[float]) -> list[float]:
+        """Return the largest value of each group, from a value of each prompt."""
         return [max(values[number] for number in numbers) for numbers in self.members]
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What makes one number of a prompt's errors and its KL.
+class PromptScorer:
+    """The rule that makes one number of a prompt's errors and its KL.
 
-    recipe: has the unit of errors, and says what is held to limits. limits: the error each layer may have; None of
-    layers that are dense. kl: the KL in nats that counts as much as an error of its limit.
+    recipe: has the unit of errors, and what is held to limits. limits: the error each layer may have; None of layers
+    that are dense. kl_unit: the KL in nats that counts as much as an error of its limit.
     """
 
     recipe: Recipe
     limits: tuple[float | None, ...]
-    kl: float
+    kl_unit: float
 
     @classmethod
-    def of(cls, candidate: Candidate, length: int, proof: LengthProof) -> Scale:
-        """The scale of a length. Its KL is the largest KL over the largest error on the adjust prompts, so that neither
-        of the two decides alone. With single prompts held to limits it has room (`KL_ROOM`).
+    def from_proof(cls, candidate: Candidate, length: int, proof: LengthProof) -> PromptScorer:
+        """Return the scorer of a length from what the adjust prompts showed.
 
-        Args:
-            candidate, length: what is certified.
-            proof: what the adjust prompts showed.
+        Its KL is the largest KL over the largest error on these, so that neither of the two decides alone. With single
+        prompts held to limits it has room (`KL_ROOM`).
         """
-        layers = range(len(proof.layers))
         limits = tuple(
             None if candidate.layer_config(layer, length).is_dense else candidate.limits[length, layer]
-            for layer in layers
+            for layer in range(len(proof.layers))
         )
-        unscaled = cls(candidate.recipe, limits, math.inf)
-        largest = max(unscaled.numbers(proof), default=0.0) or 1.0
+        by_errors = cls(candidate.recipe, limits, math.inf)
+        largest = max(by_errors.scores(proof), default=0.0) or 1.0
         kl = max(proof.kls, default=0.0) / largest * (KL_ROOM if candidate.recipe.per_prompt else 1.0)
-        return replace(unscaled, kl=kl or math.inf)
+        return replace(by_errors, kl_unit=kl or math.inf)
 
-    def errors(self, layers: Sequence[LayerProof]) -> list[float]:
-        """Each prompt's largest error over its limit, over all layers, both of all rows and of those that answer."""
-        budget = self.recipe.budget
+    def scores(self, proof: LengthProof) -> list[float]:
+        """Return each prompt's score: the larger of its largest error over the limit, and its KL over the unit.
+
+        The largest error is over all layers, both over all rows and over those that answer.
+        """
         layer_shares = [
-            [prompt.largest(budget) / limit if limit else 0.0 for prompt in layer.of_prompts]
-            for layer, limit in zip(layers, self.limits, strict=True)
+            [prompt.max_error(self.recipe.budget) / limit if limit else 0.0 for prompt in layer.of_prompts]
+            for layer, limit in zip(proof.layers, self.limits, strict=True)
         ]
-        return [max(prompt_shares, default=0.0) for prompt_shares in zip(*layer_shares, strict=True)]
+        errors = [max(prompt_shares, default=0.0) for prompt_shares in zip(*layer_shares, strict=True)]
+        kls = [math.inf if math.isnan(kl) else kl / self.kl_unit for kl in proof.kls]
+        return [max(pair) for pair in zip(errors, kls, strict=True)]
 
-    def numbers(self, seen: LengthProof) -> list[float]:
-        """Each prompt's number: the larger of its largest error over the limit, and its KL over the scale's."""
-        kls = [math.inf if math.isnan(kl) else kl / self.kl for kl in seen.kls]
-        return [max(pair) for pair in zip(self.errors(seen.layers), kls, strict=True)]
-
-    def means(self, seen: LengthProof) -> list[float]:
-        """Each layer's mean error over its limit, kinds of text in equal parts; 0 of layers that are dense."""
-        groups = Groups.of(seen.prompts)
+    def layer_means(self, proof: LengthProof) -> list[float]:
+        """Return each layer's mean error over its limit, kinds of text in equal parts; 0 of layers that are dense."""
+        groups = TextGroups.from_prompts(proof.prompts)
         return [
-            mean_of_kinds(groups.means(layer.errors(self.recipe.budget)), groups.kinds) / limit if limit else 0.0
-            for layer, limit in zip(seen.layers, self.limits, strict=True)
+            compute_mean_of_kinds(groups.mean_per_group(layer.errors(self.recipe.budget)), groups.kinds) / limit
+            if limit
+            else 0.0
+            for layer, limit in zip(proof.layers, self.limits, strict=True)
         ]
 
-    def above(self, seen: LengthProof, limit: float = 1.0) -> int:
-        """How many groups of text have a prompt whose number is above a limit."""
-        return sum(number > limit for number in Groups.of(seen.prompts).largest(self.numbers(seen)))
+    def groups_over(self, proof: LengthProof, threshold: float = 1.0) -> int:
+        """Count the groups of text that have a prompt with a score above a threshold."""
+        groups = TextGroups.from_prompts(proof.prompts)
+        return sum(score > threshold for score in groups.max_per_group(self.scores(proof)))
 
 
-def certify(prover: Prover, prompts: Mapping[int, Sequence[Prompt]], proven: Proven) -> Proven:
+def certify(prover: Prover, prompts: Prompts, proven: Proven) -> Proven:
     """Certify what was proven, with less of what layers spend where it does not hold as it is.
 
     Args:
-        prover: what measures it.
+        prover: measures it.
         prompts: the certify prompts, by length in tokens.
         proven: a proof that holds.
 
     Returns:
-        What is left of the candidate, with the certificate, and with a problem for each length where nothing can be
-        stated, retrieval does not hold, or a budget is shown to be broken.
+        The proof with its certificate, the candidate as reduced for it, and a problem for each length where nothing can
+        be stated, retrieval does not hold, or a budget is shown to be broken.
 
     Raises:
         ModelError: inf or NaN came up in the model.
         ResourceError: The GPU's memory ran out.
     """
     candidate, certificates = proven.candidate, dict[int, CertifiedLength]()
-    recipe, problems = candidate.recipe, list[Problem | None]()
-    with prover.bar("certifying", len(candidate.lengths)) as step:
+    recipe, problems = candidate.recipe, list[Problem | None](proven.problems)
+    with prover.show_progress("certifying", len(candidate.lengths)) as shown:
         for length in candidate.lengths:  # one after another: the hidden states of all prompts are in memory
-            groups = Groups.of(prompts.get(length, ()))
-            if problem := too_few(length, prompts.get(length, ())):
+            length_prompts = prompts.get(length, ())
+            if problem := check_groups(length, length_prompts):
                 problems.append(problem)
                 continue
-            scale = Scale.of(candidate, length, proven.proofs[length])
-            measure = partial(_measured, prover, length, prompts[length], step)
-            means, seen = along_path(candidate, length, scale, measure) if recipe.per_prompt else measure(candidate)
-            candidate = means.left()
-            floor = _noise_floor(prover.executor, length, prompts[length][:NOISE_PROMPTS], prover.journal)
-            certificates[length] = certificate_of(length, seen, means, scale, floor)
-            problems += [
-                _not_shown(length, scale.above(seen), groups) if recipe.per_prompt else None,
-                retrieval_lost(length, certificates[length].retrieval, recipe),
-            ]
+            scorer = PromptScorer.from_proof(candidate, length, proven.proofs[length])
+            means, proof = (
+                run_fixed_sequence_test(shown, candidate, length, length_prompts, scorer)
+                if recipe.per_prompt
+                else _certify_means(shown, candidate, length, length_prompts)
+            )
+            items = [NoiseFloor(length, prompt.sha256) for prompt in length_prompts[:NOISE_PROMPTS]]
+            kls = [result["kl"] for result in measured(items, prover.executor, prover.journal)]
+            noise_floor = None if None in kls else max(0.0, statistics.fmean(kls))
+            candidate = means.result()
+            certificates[length] = build_certificate(length, proof, means, scorer, noise_floor)
+            above, groups = scorer.groups_over(proof), len(TextGroups.from_prompts(length_prompts))
+            if recipe.per_prompt and above > count_allowed_above(groups, 1 - CONFIDENCE):
+                text = (
+                    f"at {length} tokens {above} of {groups} groups of text have a prompt that is over a layer's "
+                    f"limit, also with {BUDGET_SEQUENCE[0]:.0%} of what layers were adjusted to spend"
+                )
+                problems.append(Problem(ProblemKind.NOT_SHOWN, length, text))
+            problems.append(find_lost_retrieval(length, certificates[length].retrieval, recipe))
     return replace(
         proven,
         candidate=candidate,
         certificates=dict(sorted(certificates.items())),
-        problems=(*proven.problems, *(problem for problem in problems if problem)),
+        problems=tuple(problem for problem in problems if problem),
     )
 
 
-def _measured(
-    prover: Prover, length: int, prompts: Sequence[Prompt], on_step: Callable[[], object], candidate: Candidate
-) -> tuple[Means, LengthProof]:
-    """What each layer is left with, and what was seen of layers as they are in a candidate."""
-    means, recipe = Means(candidate, length, Groups.of(prompts)), candidate.recipe
-    progress = Progress(on_step, "certifying")
-    run = partial(prove, prover.executor, {length: prompts}, candidate, means.revise, progress, timed=False)
-    _, seen = run(chunk=recipe.chunk, journal=prover.journal)
-    return means, seen[length]
+def _certify_means(
+    prover: Prover, candidate: Candidate, length: int, prompts: Sequence[Prompt]
+) -> tuple[MeanCertifier, LengthProof]:
+    """Return the certified spending of each layer, and the measurements of layers as they are in a candidate."""
+    means = MeanCertifier(candidate, length, TextGroups.from_prompts(prompts))
+    _, proofs = prover.prove(candidate, {length: prompts}, means.revise, timed=False, stage="certifying")
+    return means, proofs[length]
 
 
-def along_path(
-    candidate: Candidate, length: int, scale: Scale, measure: Callable[[Candidate], tuple[Means, LengthProof]]
-) -> tuple[Means, LengthProof]:
+def run_fixed_sequence_test(
+    prover: Prover, candidate: Candidate, length: int, prompts: Sequence[Prompt], scorer: PromptScorer
+) -> tuple[MeanCertifier, LengthProof]:
     """Spend more and more at a length, from the safest on, as long as enough groups of text are within all limits.
 
     Args:
-        candidate: what was proven.
+        prover: measures it.
+        candidate: the configurations that were proven.
         length: in tokens.
-        scale: of the length.
-        measure: what the certify prompts show of a candidate.
+        prompts: the certify prompts of this length.
+        scorer: of the length.
 
     Returns:
-        What was measured last before one failed, or of the safest if that one failed.
+        The measurements of the last of `BUDGET_SEQUENCE` before one failed, or of the safest if that one failed.
     """
-    taken = None
-    for share in PATH:
-        at = candidate
+    accepted = None
+    for share in BUDGET_SEQUENCE:
+        reduced = candidate
         for layer in range(candidate.geometry.layers):
             if share < 1 and not candidate.layer_config(layer, length).is_dense:
-                at = at.with_layer(layer, length, *scaled(candidate, length, layer, share))
-        means, seen = measure(at)
-        above, groups = scale.above(seen), len(Groups.of(seen.prompts))
+                reduced = reduced.with_share(layer, length, share)
+        means, proof = _certify_means(prover, reduced, length, prompts)
+        above, groups = scorer.groups_over(proof), len(TextGroups.from_prompts(prompts))
         log.info("%d tokens at %.0f%% of what layers spend: %d of %d over", length, 100 * share, above, groups)
-        if above > may_exceed(groups, 1 - CONFIDENCE):
-            return taken or (means, seen)
-        taken = means, seen
-    assert taken is not None
-    return taken
+        if above > count_allowed_above(groups, 1 - CONFIDENCE):
+            return accepted or (means, proof)
+        accepted = means, proof
+    assert accepted is not None
+    return accepted
 
 
 @dataclass(frozen=True)
-class Left:
-    """The share of its spending that a layer keeps, 0 if it becomes dense, and what was measured with that share.
+class CertifiedSpending:
+    """The share of its spending that a layer keeps, 0 if it becomes dense, and the measurements with that share.
 
-    bound: for its mean error, in the budget's unit.
+    bound: of its mean error, in the budget's unit.
     """
 
     share: float
-    candidate: Candidate
     bound: float = 0.0
     proof: LayerProof | None = None
 
 
-class Means:
+class MeanCertifier:
     """Finds for each layer at a length how much it may spend so that its mean error is shown to be within its limit.
 
     Args:
@@ -260,186 +262,176 @@ class Means:
         groups: of the certify prompts.
     """
 
-    def __init__(self, candidate: Candidate, length: int, groups: Groups) -> None:
+    def __init__(self, candidate: Candidate, length: int, groups: TextGroups) -> None:
         self.candidate, self._length, self._groups = candidate, length, groups
-        self.layers: dict[int, Left] = {}  # decided
-        self._step, self._first = 0, 0.0  # of the layer that is looked at
+        self.layers: dict[int, CertifiedSpending] = {}
+        self._fraction, self._first_bound = 0, 0.0  # of the layer that is being tried
 
     def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
-        """What `prove` revises by: less where a bound is over its limit, and then the layer as it was again."""
+        """Return the candidate with less for a layer whose bound is over its limit, and then the one as adjusted again.
+
+        `Prover.prove` revises by it.
+        """
         if layer in self.layers:
             return None
         recipe, limit = candidate.recipe, candidate.limits[length, layer]
-        config, again = candidate.layer_config(layer, length), None if candidate is self.candidate else self.candidate
-        confidence = step_confidence(STEPS[self._step], recipe, candidate.geometry.layers)
-        bound = mean_bound(self._groups.means(proof.errors(recipe.budget)), self._groups.kinds, confidence)
-        self._first = bound if again is None else self._first
-        if bound <= limit or config.is_dense:
-            return self._decide(layer, Left(STEPS[self._step], candidate, bound, proof), again)
-        log.info("layer %d at %d tokens: the bound of its error is %.2e, limit %.2e", layer, length, bound, limit)
-        for step in range(self._step + 1, len(STEPS)):
-            lower = self._with(layer, STEPS[step])
-            hopeless = STEPS[step] * self._first > HOPELESS * limit and step < len(STEPS) - 1
-            if lower.layer_config(layer, length) != config and not hopeless:
-                self._step = step
-                return lower
-        return self._decide(layer, Left(0.0, self._with(layer, 0.0)), again)
+        config, fraction = candidate.layer_config(layer, length), SPEND_FRACTIONS[self._fraction]
+        confidence = compute_attempt_confidence(fraction, recipe, candidate.geometry.layers)
+        bound = mean_bound(self._groups.mean_per_group(proof.errors(recipe.budget)), self._groups.kinds, confidence)
+        is_first = candidate is self.candidate
+        self._first_bound = bound if is_first else self._first_bound
+        spending = CertifiedSpending(fraction, bound, proof)
+        if not (bound <= limit or config.is_dense):
+            log.info("layer %d at %d tokens: the bound of its error is %.2e, limit %.2e", layer, length, bound, limit)
+            for step in range(self._fraction + 1, len(SPEND_FRACTIONS)):
+                lower = self._reduce(self.candidate, layer, SPEND_FRACTIONS[step])
+                is_hopeless = SPEND_FRACTIONS[step] * self._first_bound > HOPELESS * limit
+                # the last fraction is always tried: bounds need not shrink in proportion
+                if lower.layer_config(layer, length) != config and (
+                    not is_hopeless or step == len(SPEND_FRACTIONS) - 1
+                ):
+                    self._fraction = step
+                    return lower
+            spending = CertifiedSpending(0.0)
+        self.layers[layer], self._fraction = spending, 0
+        return None if is_first else self.candidate  # later layers see this one as adjusted
 
-    def left(self) -> Candidate:
-        """The candidate whose layers at this length spend what they are left with."""
+    def result(self) -> Candidate:
+        """Return the candidate whose layers at this length spend what is certified."""
         candidate = self.candidate
-        for layer, left in self.layers.items():
-            if left.share < 1:
-                change = left.candidate.changes[self._length, layer]
-                candidate = candidate.with_layer(layer, self._length, change.config, change.choice)
+        for layer, spending in self.layers.items():
+            if spending.share < 1:
+                candidate = self._reduce(candidate, layer, spending.share)
         return candidate
 
-    def _with(self, layer: int, share: float) -> Candidate:
-        changed = scaled(self.candidate, self._length, layer, share, ChosenDense.OVER_BOUND)
-        return self.candidate.with_layer(layer, self._length, *changed)
-
-    def _decide(self, layer: int, left: Left, again: Candidate | None) -> Candidate | None:
-        self.layers[layer], self._step = left, 0
-        return again
+    def _reduce(self, candidate: Candidate, layer: int, share: float) -> Candidate:
+        return candidate.with_share(layer, self._length, share, ChosenDense.OVER_BOUND)
 
 
-def too_few(length: int, prompts: Sequence[Prompt]) -> Problem | None:
-    """That the certify prompts of a length are of too few groups of text to state anything; None if they are not."""
-    if (groups := len(Groups.of(prompts))) >= FEWEST:
+def check_groups(length: int, prompts: Sequence[Prompt]) -> Problem | None:
+    """Return the problem of certify prompts of too few groups of text to state anything; None if they are enough."""
+    if (groups := len(TextGroups.from_prompts(prompts))) >= MIN_GROUPS:
         return None
     text = (
-        f"at {length} tokens not proven: {counted(groups, 'group')} of text to certify on allow no statement, {FEWEST} "
-        f"are the fewest, and {texts_for(SHARE, 1 - CONFIDENCE)} show one about {SHARE:.0%} of prompts"
+        f"at {length} tokens not proven: {counted(groups, 'group')} of text to certify on allow no statement, "
+        f"{MIN_GROUPS} are the fewest, and {count_texts_for(SHARE, 1 - CONFIDENCE)} show one about {SHARE:.0%} of "
+        "prompts"
     )
     return Problem(ProblemKind.TOO_FEW, length, text)
 
 
-def _not_shown(length: int, above: int, groups: Groups) -> Problem | None:
-    if above <= may_exceed(len(groups), 1 - CONFIDENCE):
-        return None
-    text = (
-        f"at {length} tokens {above} of {len(groups)} groups of text have a prompt that is over a layer's limit, also "
-        f"with {PATH[0]:.0%} of what layers were adjusted to spend"
-    )
-    return Problem(ProblemKind.NOT_SHOWN, length, text)
+def remeasure(prover: Prover, prompts: Prompts, proven: Proven, certified: Proven) -> Proven:
+    """Measure the lengths again that changed since the proof; layers, then lengths, that are slower become dense.
 
-
-def proven_again(prover: Prover, proven: Proven, certified: Proven) -> Proven:
-    """Measure the lengths again that changed since the proof; layers, and then lengths, that became slower than dense
-    become dense.
-
-    The prompts are those that layers were adjusted on, and no layer is tightened: densities, times and predictions in
-    the record are to be of what is written. What is certified of a layer holds all the more if it becomes dense.
-    Needles that are lost now, or a KL over its budget, although layers became more careful, are problems:
-    `s2o-profile verify` would find them.
+    No layer is tightened: densities, times and predictions in the record are to be of what is written. The certificate
+    of a layer holds all the more if it becomes dense. Needles that are lost now, although layers became more careful,
+    are problems: `s2o-profile verify` would find them.
 
     Args:
-        prover: what measures them.
+        prover: measures them.
+        prompts: the adjust prompts, by length in tokens.
         proven, certified: as the proof left it, and as it is after the certificate and `without_slower_layers`.
     """
     lengths = frozenset(
         length for (length, layer), config in certified.configs.items() if config != proven.configs[length, layer]
     )
     candidate, proofs = certified.candidate, dict(certified.proofs)
-    looked = False
+    is_first = True
     while lengths:
-        _, measured = prover.prove("measuring what changed since", lengths, candidate)
-        proofs |= measured
-        layers = frozenset() if looked else slower_layers(candidate, measured)  # once: times that tie vary
-        looked = True
-        candidate, lengths = _without_slower(candidate, layers, lengths_of(slower_than_dense(candidate, measured)))
-    recipe = candidate.recipe
-    problems = lost_needles(proofs, recipe)
+        with prover.show_progress("measuring what changed since", len(lengths)) as shown:
+            changed = {length: prompts[length] for length in prompts if length in lengths}
+            _, measurements = shown.prove(candidate, changed)
+        proofs |= measurements
+        layers = find_slower_layers(candidate, measurements) if is_first else frozenset()  # once: times that tie vary
+        is_first = False
+        slower = select_lengths(find_slower_lengths(candidate, measurements))
+        candidate, lengths = make_slower_dense(candidate, layers, slower)
+    problems = find_lost_needles(proofs, candidate.recipe)
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
 
 
-def without_slower_lengths(prover: Prover, proven: Proven) -> Proven:
-    """Time is no reason to fail: what the last attempt at the proof left slower than dense becomes dense.
+def without_slower_lengths(prover: Prover, prompts: Prompts, proven: Proven) -> Proven:
+    """Return the proof with lengths dense that its last attempt left slower than dense: time is no reason to fail.
 
     Of a length whose prefill is slower those layers become dense whose attention is; all, if no layer alone is slower.
     """
-    slower = lengths_of(slower_than_dense(proven.candidate, proven.proofs))
+    slower = select_lengths(find_slower_lengths(proven.candidate, proven.proofs))
     if not slower:
         return proven
-    candidate, _ = _without_slower(proven.candidate, slower_layers(proven.candidate, proven.proofs), slower)
-    left = replace(proven, candidate=candidate, problems=layers_over_limit(proven.candidate, proven.proofs))
-    return proven_again(prover, proven, left)
+    candidate, _ = make_slower_dense(proven.candidate, find_slower_layers(proven.candidate, proven.proofs), slower)
+    changed = replace(proven, candidate=candidate, problems=find_layers_over_limit(proven.candidate, proven.proofs))
+    return remeasure(prover, prompts, proven, changed)
 
 
 def without_slower_layers(proven: Proven) -> Proven:
-    """With dense layers where attention was measured slower than dense; what was measured stays that of before."""
-    candidate, _ = _without_slower(proven.candidate, slower_layers(proven.candidate, proven.proofs), frozenset())
+    """Return the proof with layers dense whose attention was measured slower; the measurements stay those of before."""
+    candidate, _ = make_slower_dense(proven.candidate, find_slower_layers(proven.candidate, proven.proofs), frozenset())
     return replace(proven, candidate=candidate)
 
 
-def _without_slower(
+def make_slower_dense(
     candidate: Candidate, layers: Collection[LengthAndLayer], lengths: frozenset[int]
 ) -> tuple[Candidate, frozenset[int]]:
-    """The candidate with these slower layers dense, and of these slower lengths all layers where none of those is; and
-    the lengths at which it changed."""
-    for length, layer in sorted(layers):
-        log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
-    measured_lengths = frozenset(length for length, _ in layers)
-    candidate = with_dense_layers(candidate, layers, ChosenDense.SLOWER_ATTENTION)
-    whole = {(length, layer) for length, layer in candidate.configs if length in lengths - measured_lengths}
-    return with_dense_layers(candidate, whole, ChosenDense.SLOWER_PREFILL), measured_lengths | lengths
+    """Make slower layers dense, and all layers of slower lengths that have none; return also the changed lengths.
+
+    Every other layer keeps its configuration. Checked lengths are fixed first, or what is interpolated there would
+    follow the buckets that become dense.
+    """
+    lengths_of_layers = frozenset(length for length, _ in layers)
+    dense = {key for key in candidate.configs if key in layers or key[0] in lengths - lengths_of_layers}
+    if dense:
+        fixed = {key: config for key, config in candidate.configs.items() if key[0] not in candidate.chosen}
+        candidate = replace(candidate, overrides={**candidate.overrides, **fixed})
+    for length, layer in sorted(dense):
+        if (length, layer) in layers:
+            log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
+        reason = ChosenDense.SLOWER_ATTENTION if (length, layer) in layers else ChosenDense.SLOWER_PREFILL
+        candidate = candidate.with_share(layer, length, 0.0, reason)
+    return candidate, lengths_of_layers | lengths
 
 
-def with_dense_layers(candidate: Candidate, places: Collection[LengthAndLayer], why_dense: ChosenDense) -> Candidate:
-    """The candidate with these layers dense at these lengths; at all others every layer keeps what it has."""
-    if not places:
-        return candidate
-    changed = candidate
-    for (length, layer), config in candidate.configs.items():
-        if (length, layer) in places:
-            changed = changed.with_layer(layer, length, *scaled(candidate, length, layer, 0.0, why_dense))
-        elif length not in candidate.chosen and (length, layer) not in candidate.changes:
-            changed = changed.with_layer(layer, length, config, None)  # or other buckets would be interpolated now
-    return changed
-
-
-def certificate_of(
-    length: int, seen: LengthProof, means: Means, scale: Scale, noise_floor: float | None
+def build_certificate(
+    length: int, proof: LengthProof, means: MeanCertifier, scorer: PromptScorer, noise_floor: float | None
 ) -> CertifiedLength:
-    """What a length's prompts certify.
+    """Build the certificate of one length.
 
     Args:
         length: in tokens.
-        seen: what the certify prompts showed of layers as they were adjusted.
-        means: what each layer is left with.
-        scale: of the length.
+        proof: the certify prompts' measurements of layers as they were adjusted.
+        means: the certified spending of each layer.
+        scorer: of the length.
         noise_floor: the mean KL between two dense implementations, in nats; None where there is one only.
     """
-    recipe, groups = scale.recipe, Groups.of(seen.prompts)
-    above = scale.above(seen) if recipe.per_prompt else may_exceed(len(groups), 1 - CONFIDENCE)
-    times = 1.0 if recipe.per_prompt else sorted(groups.largest(scale.numbers(seen)), reverse=True)[above]
-    sparse = any(limit is not None for limit in scale.limits)
+    recipe, groups = scorer.recipe, TextGroups.from_prompts(proof.prompts)
+    above = scorer.groups_over(proof) if recipe.per_prompt else count_allowed_above(len(groups), 1 - CONFIDENCE)
+    times = 1.0 if recipe.per_prompt else sorted(groups.max_per_group(scorer.scores(proof)), reverse=True)[above]
+    sparse = any(limit is not None for limit in scorer.limits)
     return CertifiedLength(
         length=length,
-        prompts=len(seen.prompts),
+        prompts=len(proof.prompts),
         groups=len(groups),
-        tokens=len(seen.prompts) * length,
-        share=share_shown(len(groups), above, 1 - CONFIDENCE) if sparse else None,
-        error_over_limit=_finite(times) if sparse else None,
-        kl=_finite(times * scale.kl) if sparse else None,
-        mean_kl=seen.kl,
-        top1=min(agreement.top1 for agreement in seen.agreements),
-        retrieval=retrieval_of(seen),
+        tokens=len(proof.prompts) * length,
+        share=bound_share(len(groups), above, 1 - CONFIDENCE) if sparse else None,
+        error_over_limit=_keep_finite(times) if sparse else None,
+        kl=_keep_finite(times * scorer.kl_unit) if sparse else None,
+        mean_kl=proof.kl,
+        top1=min(agreement.top1 for agreement in proof.agreements),
+        retrieval=count_retrieval(proof),
         noise_floor=noise_floor,
-        domains=_domains(seen, means, scale),
+        domains=_summarise_domains(proof, means, scorer),
         layers=tuple(
-            _certified_layer(means.layers[layer], recipe, means.candidate.limits[length, layer])
-            for layer in range(len(seen.layers))
+            _build_layer(means.layers[layer], recipe, means.candidate.limits[length, layer])
+            for layer in range(len(proof.layers))
         ),
     )
 
 
-def _certified_layer(left: Left, recipe: Recipe, limit: float) -> CertifiedLayer:
-    proof = left.proof
+def _build_layer(spending: CertifiedSpending, recipe: Recipe, limit: float) -> CertifiedLayer:
+    proof = spending.proof
     return CertifiedLayer(
         mean=statistics.fmean(proof.errors(recipe.budget)) if proof else 0.0,
-        bound=_finite(left.bound),
-        spent=left.share if left.share < 1 else None,
+        bound=_keep_finite(spending.bound),
+        spent=spending.share if spending.share < 1 else None,
         density=proof.density if proof else 1.0,
         limit=limit,
         rel_mse=proof.rel_mse if proof and recipe.budget.kind == "mse" else None,
@@ -447,25 +439,26 @@ def _certified_layer(left: Left, recipe: Recipe, limit: float) -> CertifiedLayer
     )
 
 
-def _finite(value: float) -> float | None:
+def _keep_finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _domains(seen: LengthProof, means: Means, scale: Scale) -> tuple[CertifiedDomain, ...]:
-    """Each kind of text by itself, in alphabetical order; errors are of what layers are left with."""
+def _summarise_domains(proof: LengthProof, means: MeanCertifier, scorer: PromptScorer) -> tuple[CertifiedDomain, ...]:
+    """Summarise each kind of text by itself, in alphabetical order; errors are of layers with their certified share."""
     by_domain: dict[str, list[int]] = {}
-    for number, prompt in enumerate(seen.prompts):
+    for number, prompt in enumerate(proof.prompts):
         by_domain.setdefault(prompt.domain, []).append(number)
-    proofs = {layer: left.proof for layer, left in means.layers.items() if left.proof and scale.limits[layer]}
+    layers = [
+        (spending.proof.of_prompts, limit)
+        for layer, spending in means.layers.items()
+        if spending.proof and (limit := scorer.limits[layer])
+    ]
 
-    def largest(numbers: Sequence[int], rows: str) -> float:
-        """The largest mean error of a layer over its limit."""
+    def find_largest(numbers: Sequence[int], rows: str) -> float:
+        """Return the largest mean error of a layer over its limit."""
+        error = scorer.recipe.budget.error
         return max(
-            (
-                statistics.fmean(scale.recipe.budget.error(*getattr(proof.of_prompts[n], rows)) for n in numbers)
-                / (scale.limits[layer] or 1.0)
-                for layer, proof in proofs.items()
-            ),
+            (statistics.fmean(error(*getattr(errors[n], rows)) for n in numbers) / limit for errors, limit in layers),
             default=0.0,
         )
 
@@ -473,40 +466,30 @@ def _domains(seen: LengthProof, means: Means, scale: Scale) -> tuple[CertifiedDo
         CertifiedDomain(
             domain=domain,
             prompts=len(numbers),
-            groups=len(Groups.of([seen.prompts[number] for number in numbers])),
-            kl=statistics.fmean(seen.kls[number] for number in numbers),
-            error_over_limit=largest(numbers, "all_rows"),
-            answer_over_limit=largest(numbers, "last_rows"),
+            groups=len(TextGroups.from_prompts([proof.prompts[number] for number in numbers])),
+            kl=statistics.fmean(proof.kls[number] for number in numbers),
+            error_over_limit=find_largest(numbers, "all_rows"),
+            answer_over_limit=find_largest(numbers, "last_rows"),
         )
         for domain, numbers in sorted(by_domain.items())
     )
 
 
-def retrieval_of(seen: LengthProof) -> CertifiedRetrieval | None:
-    """What became of the needles of a length's prompts; None if no prompt asks for any."""
-    if not any(prompt.answers for prompt in seen.prompts):
+def count_retrieval(proof: LengthProof) -> CertifiedRetrieval | None:
+    """Count the needles that a length's prompts keep; None if no prompt asks for any."""
+    if not any(prompt.answers for prompt in proof.prompts):
         return None
-    found, kept = (sum(getattr(agreement, name) for agreement in seen.agreements) for name in ("found", "kept"))
-    low, high = share_interval(kept, found, CONFIDENCE)
+    found, kept = (sum(getattr(agreement, name) for agreement in proof.agreements) for name in ("found", "kept"))
+    low, high = compute_share_interval(kept, found, CONFIDENCE)
     return CertifiedRetrieval(found=found, kept=kept, low=low, high=high)
-
-
-def _noise_floor(
-    executor: Executor, length: int, prompts: Sequence[Prompt], journal: Journal | None
-) -> float | None:  # fmt: skip
-    """The mean KL between two dense implementations; None where rounding is too small to say anything."""
-    items = [NoiseFloor(length, prompt.sha256) for prompt in prompts]
-    kls = [result["kl"] for result in measured(items, executor, journal)]
-    return None if None in kls else max(0.0, statistics.fmean(kls))
 
 
 @dataclass(frozen=True)
 class NoiseFloor(ProofItem):
     """The KL of one prompt between the dense model and the same with another implementation of dense attention.
 
-    What two exact implementations differ by is what rounding does to a model's predictions: a KL of that size says
-    nothing about sparse attention. Its result has it as `kl`: None in float32 and on a CPU, where rounding is too
-    small to say anything.
+    Two exact implementations differ by rounding alone: a KL of that size says nothing about sparse attention. Its
+    result has it as `kl`: None in float32 and on a CPU, where rounding is too small to say anything.
     """
 
     prompt: str
@@ -527,22 +510,20 @@ class NoiseFloor(ProofItem):
         loaded = worker.loaded
         if loaded.weights.device.type != "cuda" or loaded.model.dtype == torch.float32:
             return {"kl": None}
-        self.patching(worker)
+        self.use_s2o(worker)
         with self.within_memory(worker, "measuring what rounding does"):
-            return {"kl": noise(loaded, worker.prompts[self.prompt], SDPBackend.FLASH_ATTENTION)}
+            return {"kl": measure_noise(loaded, worker.prompts[self.prompt], SDPBackend.FLASH_ATTENTION)}
 
 
-@torch.no_grad()
-def noise(loaded: LoadedModel, prompt: Prompt, backend: SDPBackend) -> float:
-    """The KL between the dense model and the same, whose full attention another backend computes."""
+def measure_noise(loaded: LoadedModel, prompt: Prompt, backend: SDPBackend) -> float:
+    """Return the KL between the dense model and the same, whose full attention another backend computes."""
 
-    def through_backend(layer: DecoderLayer, stream: Stream) -> Stream:
+    def run_through_backend(layer: DecoderLayer, stream: Stream) -> Stream:
         with sdpa_backend(backend):
             return layer.dense(stream)
 
-    forward = LayerwiseForward(loaded, begin(loaded, [prompt.ids]) * 2)
-    for layer in forward.layers:  # those of other kinds are as they are in the dense model
-        forward.move([None, None if layer.attention is None else through_backend])
-    dense, other = forward.streams
-    with logits_on_device(loaded) as logits:
-        return compare(prompt, dense.hidden, other.hidden, logits).kl
+    def variant(layer: DecoderLayer) -> Callable[[DecoderLayer, Stream], Stream] | None:
+        return None if layer.attention is None else run_through_backend
+
+    ((agreement,),) = compare_variants(loaded, [prompt], [variant])
+    return agreement.kl

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from calibrate.curves.curves import relative_errors, tile_worst
 from calibrate.model.estimate import plenty_is_free, within_memory
-from calibrate.model.layers import DecoderLayer, LayerwiseForward, Stream, begin, layer_on_device
+from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, Through, begin, layer_on_device
 from calibrate.model.logits import agreement, logits_on_device, rows_at_once
+from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.work.executor import WorkerState, WorkItem
 from s2o_runtime.attention.dense import fastest_dense_attention
@@ -33,77 +34,63 @@ from s2o_runtime.call import Scoring
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.huggingface import hf
 
-PREFIXES = 16  # that a process keeps unpacked
+UNPACKED_HISTORIES = 16  # that a process keeps
 ANSWER_ROWS, ANSWER_PART = 256, 8  # the rows that answer: so many last ones, and one in so many at most
 TILE_ROWS = 64  # rows of which the worst counts
-KEPT_WITHIN = 1.0  # nats
+KEPT_WITHIN = 1.0  # nats that an answer's log-probability may fall by
 
 
-class Configured(Protocol):
-    """What says what layers run, and can be proven: a profile, or a candidate for one."""
+class ConfigSource(Protocol):
+    """A profile, or a candidate for one: it has a configuration for every layer at every length."""
 
     @property
     def min_length(self) -> int:
         """The shortest calibrated length."""
 
-    def layer_config(self, layer: int, length: int) -> LayerConfig:
-        """What a layer runs for a prompt of `length` tokens."""
-
     @property
     def kv_cache_dtype(self) -> KvCacheDtype:
         """The type of the server's cache that keys and values are read from."""
 
+    def layer_config(self, layer: int, length: int) -> LayerConfig:
+        """Return a layer's configuration for a prompt of `length` tokens."""
 
-C = TypeVar("C", bound=Configured)
 
-
-def answer_rows(length: int) -> int:
-    """How many of a prompt's last rows count as those that answer."""
+def count_answer_rows(length: int) -> int:
+    """Return how many of a prompt's last rows count as those that answer."""
     return min(ANSWER_ROWS, max(1, length // ANSWER_PART))
 
 
-@dataclass(frozen=True)
-class RowErrors:
-    """What every row of one output is off by.
-
-    squares, powers: means over heads and Dv of the squared error and of the dense output's squares, float64 [Lq]. off:
-    Each row's relative error (`row_errors.row_errors`), float32 [Hq, Lq].
-    """
-
-    squares: Tensor
-    powers: Tensor
-    off: Tensor
-
-    def mse_and_power(self, first: int = 0) -> tuple[float, float]:
-        """The mean squared error and the mean square of the dense output, over the rows from `first`."""
-        mse, power = torch.stack([self.squares[first:], self.powers[first:]]).mean(1).tolist()
-        return mse, power
-
-
-def errors_of_rows(out: Tensor, dense: Tensor) -> RowErrors:
-    """The errors of all rows.
+def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the errors of all rows of an attention output.
 
     Args:
         out, dense: [1, Hq, Lq, Dv] of one prompt, any floating type: an attention output, and dense attention's.
+
+    Returns:
+        The squared error and the dense output's square of each row, means over heads and Dv, float64 [2, Lq]; and each
+        row's relative error (`curves.row_errors`), float32 [Hq, Lq].
     """
     heads, rows, value_dim = out.shape[1:]
-    squares, powers = torch.zeros(2, rows, dtype=torch.float64, device=out.device)
-    off = torch.empty(heads, rows, dtype=torch.float32, device=out.device)
+    squares = torch.zeros(2, rows, dtype=torch.float64, device=out.device)
+    relative = torch.empty(heads, rows, dtype=torch.float32, device=out.device)
     for head in range(heads):  # one at a time: a long output in float32 is large
         ours, truth = out[:, head : head + 1].float(), dense[:, head : head + 1].float()
         squared, power = (ours - truth).square().sum(-1)[0, 0], truth.square().sum(-1)[0, 0]
-        squares += squared
-        powers += power
-        off[head] = relative_errors(squared, power)
-    return RowErrors(squares / (heads * value_dim), powers / (heads * value_dim), off)
+        squares[0] += squared
+        squares[1] += power
+        relative[head] = relative_errors(squared, power)
+    return squares / (heads * value_dim), relative
 
 
 @dataclass(frozen=True)
-class LayerSetting:
-    """What one layer runs for prompts of one length.
+class LayerConfigAt:
+    """The configuration of one layer for prompts of one length.
 
-    chunk: tokens that it is fed at once; None for whole prompts. by_keys: of a layer that is fed in chunks, what it
-    runs behind each number of keys. kv_cache_dtype: "fp8" if S2O reads keys and values as such a cache has them.
+    Attributes:
+        config: of a call with the whole prompt.
+        chunk: tokens that the layer is fed at once; None for whole prompts.
+        by_keys: the number of keys behind each chunk, and the configuration there; empty for whole prompts.
+        kv_cache_dtype: "fp8" if S2O reads keys and values as such a cache has them.
     """
 
     config: LayerConfig
@@ -112,118 +99,150 @@ class LayerSetting:
     kv_cache_dtype: KvCacheDtype = "auto"
 
     @classmethod
-    def of(cls, configured: Configured, chunk: int | None, layer: int, length: int) -> LayerSetting:
-        """What a layer runs in a configuration.
+    def from_source(cls, source: ConfigSource, chunk: int | None, layer: int, length: int) -> LayerConfigAt:
+        """Return a layer's configuration, and of a prompt that is fed in chunks that of each chunk.
 
         A server feeds prompts in chunks, each a call behind those before it. Every chunk follows the configuration of
         the keys that there are by then, as the runtime would choose it, and is dense while these are fewer than the
         shortest calibrated length. Only those of the last chunk can be last rows.
         """
-        config, cache = configured.layer_config(layer, length), configured.kv_cache_dtype
+        config, cache = source.layer_config(layer, length), source.kv_cache_dtype
         if chunk is None or length <= chunk:
             return cls(config, kv_cache_dtype=cache)
         by_keys = []
         for keys in (*range(chunk, length, chunk), length):
-            chunk_config = configured.layer_config(layer, keys)
+            chunk_config = source.layer_config(layer, keys)
             chunk_config = chunk_config if keys == length else replace(chunk_config, last_rows=0)
-            by_keys.append((keys, chunk_config.as_dense() if keys < configured.min_length else chunk_config))
+            by_keys.append((keys, chunk_config.as_dense() if keys < source.min_length else chunk_config))
         return cls(config, chunk, tuple(by_keys), cache)
 
     @cached_property
     def digest(self) -> str:
+        """A hash of the fields. Keys of journals contain it, so it is of a text that does not change with the class."""
         cache = () if self.kv_cache_dtype == "auto" else (self.kv_cache_dtype,)
         return hashlib.sha256(repr((self.config, self.chunk, self.by_keys, *cache)).encode()).hexdigest()
 
 
-class ConfigPrefix:
-    """What the layers before one ran. It is unpacked once in a process, however many items bring it."""
+class LayerHistory:
+    """The configurations of the layers before one. A process unpickles it once, however many items bring it."""
 
-    def __init__(self, runs: tuple[LayerSetting, ...] = (), digest: str = "") -> None:
-        self.runs, self.digest = runs, digest
+    def __init__(self, configs: tuple[LayerConfigAt, ...] = (), digest: str = "") -> None:
+        self.configs, self.digest = configs, digest
         self._packed: bytes | None = None
 
-    def then(self, run: LayerSetting) -> ConfigPrefix:
-        """With one more layer."""
-        digest = hashlib.sha256(f"{self.digest}/{run.digest}".encode()).hexdigest()
-        return ConfigPrefix((*self.runs, run), digest)
+    def append(self, config: LayerConfigAt) -> LayerHistory:
+        """Return the history with one more layer."""
+        digest = hashlib.sha256(f"{self.digest}/{config.digest}".encode()).hexdigest()
+        return LayerHistory((*self.configs, config), digest)
 
-    def __reduce__(self) -> tuple[Callable[[str, bytes], ConfigPrefix], tuple[str, bytes]]:
+    def __reduce__(self) -> tuple[Callable[[str, bytes], LayerHistory], tuple[str, bytes]]:
         if self._packed is None:
-            self._packed = pickle.dumps(self.runs)
-        return _unpack, (self.digest, self._packed)
+            self._packed = pickle.dumps(self.configs)
+        return _unpack_history, (self.digest, self._packed)
 
 
-@lru_cache(maxsize=PREFIXES)
-def _unpack(digest: str, packed: bytes) -> ConfigPrefix:
-    return ConfigPrefix(pickle.loads(packed), digest)
+@lru_cache(maxsize=UNPACKED_HISTORIES)
+def _unpack_history(digest: str, packed: bytes) -> LayerHistory:
+    return LayerHistory(pickle.loads(packed), digest)
 
 
-def layer_state(
-    layer: DecoderLayer, runs: LayerSetting, observer: hf.Observer | None = None, chunks: bool = True
+def make_layer_state(
+    layer: DecoderLayer, config: LayerConfigAt, observer: hf.Observer | None = None, chunks: bool = True
 ) -> hf.LayerState:
-    """What patches a layer of full attention.
+    """Make the state that patches a layer of full attention.
 
     Args:
         layer: the layer.
-        runs: what it runs.
+        config: its configuration.
         observer: sees its attention's inputs and output.
-        chunks: whether it is fed in the chunks that `runs` has; else whole.
+        chunks: whether it is fed in the chunks that `config` has; else whole.
     """
     assert layer.row is not None
-    chunk = runs.chunk if chunks else None
-    config_at = (lambda keys: runs.config) if chunk is None else dict(runs.by_keys).__getitem__
-    # a state's first calls are all metered, which would be timed too
+    chunk = config.chunk if chunks else None
+    # no meter: a state's first calls are all metered, which would be timed too
     return hf.ServerLikeState(
-        layer.row, config_at, min_length=0, observer=observer, meter=None, chunk=chunk,
-        kv_cache_dtype=runs.kv_cache_dtype,
-    )  # fmt: skip
+        layer.row,
+        (lambda keys: config.config) if chunk is None else dict(config.by_keys).__getitem__,
+        min_length=0,
+        observer=observer,
+        meter=None,
+        chunk=chunk,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )
 
 
-class PairForward:
-    """One prompt in the patched and in the dense model, before some layer of full attention.
+class PromptForward:
+    """One prompt in the patched model, before some decoder layer, and beside it in the dense model if that is asked.
 
     Args:
-        worker: what the process keeps.
+        worker: the process's model, prompts and cache.
         prompt: the prompt's hash.
-        index: which of its length's prompts it is.
+        index: the prompt's number among those of its length.
+        with_dense: whether the dense model moves along.
     """
 
-    def __init__(self, worker: WorkerState, prompt: str, index: int) -> None:
+    def __init__(self, worker: WorkerState, prompt: str, index: int = 0, with_dense: bool = True) -> None:
         self._worker, self._prompt, self._index = worker, worker.prompts[prompt], index
-        self._runs: tuple[LayerSetting, ...]
-        self._tried: tuple[LayerSetting, Stream] | None
-        self._dense: Tensor | None
-        self._begin()
-
-    def move_to(self, prefix: ConfigPrefix) -> None:
-        """Move to where these layers have run: on from here, or from the model's beginning."""
-        if prefix.runs[: len(self._runs)] != self._runs:
-            self._begin()
-        for run in prefix.runs[len(self._runs) :]:
-            self._pass()
-            self._forward.move([partial(self._accepted, run), None])
-            self._runs, self._tried, self._dense = (*self._runs, run), None, None
+        self._with_dense = with_dense
+        self._start_over()
 
     @torch.no_grad()
-    def measure(self, run: LayerSetting, observer: hf.Observer) -> float:
-        """Let the next layer run; it is not moved through yet.
+    def _start_over(self) -> None:
+        calls: dict[int, Calls] = self._worker.cached("calls of patched layers", dict)
+        (stream,) = begin(self._worker.loaded, [self._prompt.ids], calls)
+        streams = [replace(stream, prompt=self._index)] * (1 + self._with_dense)
+        self._forward = LayerwiseForward(self._worker.loaded, streams)
+        self._configs: tuple[LayerConfigAt, ...] = ()
+        self.tried: tuple[LayerConfigAt, Stream] | None = None  # the next layer's output, in case it is accepted
+        self._dense: Tensor | None = None
+
+    def move_to(self, number: int, history: LayerHistory) -> None:
+        """Move to before a decoder layer, or the end: on from here, or from the model's beginning.
 
         Args:
-            run: what it runs.
-            observer: sees its attention's inputs and output.
-
-        Returns:
-            The density.
+            number: the layer's number in the decoder.
+            history: the configurations of at least the layers of full attention before it.
         """
-        self._pass()
+        if self._forward.number > number or history.configs[: len(self._configs)] != self._configs:
+            self._start_over()
+        while self._forward.number < number:
+            row = self._forward.next_layer.row
+            if row is None:
+                self._forward.move()
+                continue
+            config = history.configs[row]
+            self._forward.move([partial(self._patch_or_reuse, config), None][: len(self._forward.streams)])
+            self._configs, self.tried, self._dense = (*self._configs, config), None, None
+
+    def _patch_or_reuse(self, config: LayerConfigAt, layer: DecoderLayer, stream: Stream) -> Stream:
+        if self.tried is not None and self.tried[0] == config:
+            return self.tried[1]
+        return layer.patched(stream, make_layer_state(layer, config))
+
+    @contextmanager
+    def enter_next_layer(self) -> Iterator[tuple[DecoderLayer, Stream]]:
+        """Yield the next layer, its parameters on the device, and the patched prompt before it."""
         layer = self._forward.next_layer
-        with layer_on_device(self._worker.loaded, layer):
-            state = layer_state(layer, run, observer)
-            self._tried = run, layer.patched(self._forward.streams[0], state)
+        with torch.no_grad(), layer_on_device(self._worker.loaded, layer):
+            yield layer, self._forward.streams[0]
+
+    def measure(self, config: LayerConfigAt, observer: hf.Observer) -> float:
+        """Run the next layer on the patched prompt, without moving on, and return the density.
+
+        Args:
+            config: the layer's configuration.
+            observer: sees its attention's inputs and output.
+        """
+        with self.enter_next_layer() as (layer, stream):
+            state = make_layer_state(layer, config, observer)
+            self.tried = config, layer.patched(stream, state)
         return state.density
 
-    def dense(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The next layer's dense attention, [1, Hq, L, Dv], the same whatever it runs: kept while memory is plenty."""
+    def compute_dense(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the next layer's dense attention, [1, Hq, L, Dv], computed at most once while memory is plenty.
+
+        It is the same whatever configuration the layer is tried with.
+        """
         if self._dense is not None:
             return self._dense
         out = compute()
@@ -231,36 +250,48 @@ class PairForward:
         return out
 
     @torch.no_grad()
-    def agreement(self) -> PromptAgreement:
-        """What both models predict in the end, after all layers."""
-        self._forward.move_to(len(self._forward.layers))
+    def compare(self) -> PromptAgreement:
+        """Compare what both models predict, after all layers."""
         patched, dense = self._forward.streams
         with logits_on_device(self._worker.loaded) as logits:
             return compare(self._prompt, dense.hidden, patched.hidden, logits)
 
-    @torch.no_grad()
-    def _begin(self) -> None:
-        (stream,) = begin(self._worker.loaded, [self._prompt.ids], self._worker.cached("calls of patched layers", dict))
-        self._forward = LayerwiseForward(self._worker.loaded, [replace(stream, prompt=self._index)] * 2)
-        self._runs, self._tried, self._dense = (), None, None
 
-    def _pass(self) -> None:
-        """Move to the next layer of full attention."""
-        while self._forward.next_layer.row is None:
-            self._forward.move()
+@torch.no_grad()
+def compare_variants(
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    variants: Sequence[Callable[[DecoderLayer], Through | None]],
+    guard: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext(),
+) -> list[list[PromptAgreement]]:
+    """Move prompts through the dense model and variants of it in lockstep, and compare their predictions.
 
-    def _accepted(self, run: LayerSetting, layer: DecoderLayer, stream: Stream) -> Stream:
-        if self._tried is not None and self._tried[0] == run:
-            return self._tried[1]
-        return layer.patched(stream, layer_state(layer, run))
+    Args:
+        loaded: the model.
+        prompts: of one length.
+        variants: how each runs a layer, given the layer; None where it is as the model has it.
+        guard: a context for each layer, given the layer's number in words.
+
+    Returns:
+        For each prompt, each variant's agreement with the dense model.
+    """
+    streams = [stream for stream in begin(loaded, [prompt.ids for prompt in prompts]) for _ in (None, *variants)]
+    forward = LayerwiseForward(loaded, streams)
+    for layer in forward.layers:
+        with guard(f"layer {layer.number}"):
+            forward.move([None, *(variant(layer) for variant in variants)] * len(prompts))
+    agreements = []
+    with logits_on_device(loaded) as logits:
+        for index, prompt in enumerate(prompts):
+            first = index * (len(variants) + 1)
+            dense, *others = forward.streams[first : first + len(variants) + 1]
+            agreements.append([compare(prompt, dense.hidden, other.hidden, logits) for other in others])
+    return agreements
 
 
 @dataclass(frozen=True)
 class ProofItem(WorkItem):
-    """What is measured of prompts of one length in the proof.
-
-    length: in tokens. stage: what it is done for, in a word.
-    """
+    """A measurement of prompts of one length in tokens; `stage` is the purpose, a word in the keys of journals."""
 
     length: int
     stage: str = field(kw_only=True)
@@ -268,39 +299,44 @@ class ProofItem(WorkItem):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What its result depends on beside its length and what it is done for; for a journal."""
+        """Everything beside length and stage that the result depends on, as JSON for a journal's key."""
         raise NotImplementedError
 
     @property
     def key(self) -> dict[str, Any]:
         return {"stage": self.stage, "length": self.length, **self.inputs}
 
-    def patching(self, worker: WorkerState) -> None:
-        """Let the model compute attention by S2O's function, which is dense where a layer runs nothing else."""
+    def use_s2o(self, worker: WorkerState) -> None:
+        """Let the model compute attention by S2O's function, which is dense in layers that are not patched."""
         hf.register()
         worker.attend_with(hf.NAME)
 
-    def within_memory(self, worker: WorkerState, what: str) -> AbstractContextManager[None]:
-        """Say what did not fit, and how long the prompt is, if the GPU's memory runs out inside the block."""
-        return within_memory(worker.loaded.weights.device, self.length, worker.loaded.weights.held, what)
+    def within_memory(self, worker: WorkerState, activity: str) -> AbstractContextManager[None]:
+        """Name the activity and the prompt's length if the GPU's memory runs out inside the block."""
+        return within_memory(worker.loaded.weights.device, self.length, worker.loaded.weights.held, activity)
 
 
 @dataclass(frozen=True)
 class LayerProofItem(ProofItem):
     """One prompt at one layer, as an item of work.
 
-    index: which of its length's prompts it is. before: what the layers before ran. runs: what this one runs.
-
     Its result has the mean squared error and the mean square of the dense output over all rows as `all_rows`, the same
     over the rows that answer as `last_rows`, the largest relative error of a row in each tile of rows as `tiles`,
     float32 [tiles], and the mean density over heads as `density`.
+
+    Attributes:
+        prompt: the prompt's hash.
+        index: the prompt's number among those of its length.
+        layer: the layer's row in the profile.
+        before: the configurations of the layers before it.
+        config: its own.
     """
 
     prompt: str
     index: int
     layer: int
-    before: ConfigPrefix
-    runs: LayerSetting
+    before: LayerHistory
+    config: LayerConfigAt
 
     @property
     def affinity(self) -> Hashable:
@@ -313,8 +349,8 @@ class LayerProofItem(ProofItem):
             "index": self.index,
             "layer": self.layer,
             "before": self.before.digest,
-            "runs": self.runs.digest,
-            "last": answer_rows(self.length),
+            "runs": self.config.digest,
+            "last": count_answer_rows(self.length),
         }
 
     def __str__(self) -> str:
@@ -324,32 +360,32 @@ class LayerProofItem(ProofItem):
         result: dict[str, Any] = {}
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-            whole = self.runs.config.is_dense and self.runs.chunk is None  # what ran is dense attention itself
-            dense = out if whole else forward.dense(lambda: fastest_dense_attention(q, k, v, scoring))
-            errors = errors_of_rows(out, dense)
-            result["all_rows"] = errors.mse_and_power()
-            result["last_rows"] = errors.mse_and_power(self.length - answer_rows(self.length))
-            result["tiles"] = tile_worst(errors.off, TILE_ROWS).flatten().cpu()
+            is_dense = self.config.config.is_dense and self.config.chunk is None  # what ran is dense attention itself
+            dense = out if is_dense else forward.compute_dense(lambda: fastest_dense_attention(q, k, v, scoring))
+            squares, relative = measure_row_errors(out, dense)
+            answers = squares[:, self.length - count_answer_rows(self.length) :].contiguous()
+            result["all_rows"] = tuple(squares.mean(1).tolist())
+            result["last_rows"] = tuple(answers.mean(1).tolist())
+            result["tiles"] = tile_worst(relative, TILE_ROWS).flatten().cpu()
 
-        with self._measuring(worker):
-            forward = self._forward_here(worker)
-            density = forward.measure(self.runs, observe)
+        number = worker.loaded.geometry.layer_number(self.layer)
+        with self._forward_before(worker, number) as forward:
+            density = forward.measure(self.config, observe)
         return {**result, "density": density}
 
-    def _forward_here(self, worker: WorkerState) -> PairForward:
-        """The prompt before this layer."""
-        self.patching(worker)
-        forward = worker.cached(self.affinity, lambda: PairForward(worker, self.prompt, self.index))
-        forward.move_to(self.before)
-        return forward
-
-    def _measuring(self, worker: WorkerState) -> AbstractContextManager[None]:
-        return self.within_memory(worker, f"{self.stage} layer {worker.loaded.geometry.layer_number(self.layer)}")
+    @contextmanager
+    def _forward_before(self, worker: WorkerState, number: int) -> Iterator[PromptForward]:
+        """Yield the prompt before a decoder layer."""
+        with self.within_memory(worker, f"{self.stage} layer {worker.loaded.geometry.layer_number(self.layer)}"):
+            self.use_s2o(worker)
+            forward = worker.cached(self.affinity, lambda: PromptForward(worker, self.prompt, self.index))
+            forward.move_to(number, self.before)
+            yield forward
 
 
 @dataclass(frozen=True)
 class AgreementItem(LayerProofItem):
-    """What both models predict of a prompt after all layers, which `before` has; `layer` and `runs` are not read."""
+    """The predictions of both models for a prompt, after the layers of `before`; `layer` and `config` are not read."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -359,23 +395,26 @@ class AgreementItem(LayerProofItem):
         return f"{self.stage}: predictions of prompt {self.index} of {self.length} tokens"
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
-        with self._measuring(worker):
-            agreement = self._forward_here(worker).agreement()
+        with self._forward_before(worker, worker.loaded.geometry.decoder_layers) as forward:
+            agreement = forward.compare()
         worker.kept.pop(self.affinity)
         return vars(agreement)
 
 
 @dataclass(frozen=True)
 class PromptAgreement:
-    """How alike the dense and the patched model predict one prompt.
-
-    kl: the mean over positions of KL(dense || patched) of the next token, in nats; rounding can leave a little less
-    than nothing. top1: the share of positions where both find the same token most likely. found: how many of the
-    prompt's answers the dense model finds. kept: how many of these the patched model keeps.
+    """Agreement between the dense and the patched model's predictions for one prompt.
 
     An answer is found if each of its tokens is the most likely one after those before it. It is kept if the patched
     model finds it too, or if its log-probability fell by less than `KEPT_WITHIN`: where a model is undecided, any
     change of rounding flips what it finds, which says nothing about what it can see.
+
+    Attributes:
+        kl: the mean over positions of KL(dense || patched) of the next token, in nats; rounding can leave it a little
+            below 0.
+        top1: the share of positions where both find the same token most likely.
+        found: how many of the prompt's answers the dense model finds.
+        kept: how many of these the patched model keeps.
     """
 
     kl: float
@@ -397,46 +436,26 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
     kls: list[Tensor] = []
     tokens: list[list[Tensor]] = [[], []]
     log_probabilities: list[list[Tensor]] = [[], []]
-    pieces = zip(
-        *(torch.split(tensor, rows, 1) for tensor in (dense, patched)), torch.split(following, rows), strict=True
-    )
-    for *hidden, next_tokens in pieces:
-        both = [logits(piece)[0].float().log_softmax(-1) for piece in hidden]
-        compared = agreement(*both)
-        kls.append(compared.kl)
-        for model, best in enumerate((compared.dense_tokens, compared.tokens)):
-            tokens[model].append(best)
-            log_probabilities[model].append(both[model].gather(1, next_tokens[:, None])[:, 0].double())
-    by_dense, by_patched = (
-        _Predicted(prompt, torch.cat(best).cpu(), torch.cat(next_log_prob).cpu())
-        for best, next_log_prob in zip(tokens, log_probabilities, strict=True)
-    )
-    answers = [span for span in prompt.answers if by_dense.finds(span)]
+    for first in range(0, len(following), rows):
+        piece = slice(first, first + rows)
+        both = [logits(hidden[:, piece])[0].float().log_softmax(-1) for hidden in (dense, patched)]
+        piece_agreement = agreement(*both)
+        kls.append(piece_agreement.kl)
+        for model, most_likely in enumerate((piece_agreement.dense_tokens, piece_agreement.tokens)):
+            tokens[model].append(most_likely)
+            log_probabilities[model].append(both[model].gather(1, following[piece, None])[:, 0].double())
+    by_dense, by_patched = (torch.cat(model_tokens).cpu() for model_tokens in tokens)
+    log_dense, log_patched = (torch.cat(values).cpu() for values in log_probabilities)  # of the token that follows
+    finds_dense, finds_patched = by_dense.eq(following.cpu()), by_patched.eq(following.cpu())
+    # position i predicts token i + 1
+    answers = [slice(first - 1, end - 1) for first, end in prompt.answers if finds_dense[first - 1 : end - 1].all()]
     kept = [
-        by_patched.finds(span) or by_dense.log_probability(span) - by_patched.log_probability(span) < KEPT_WITHIN
+        bool(finds_patched[span].all()) or float(log_dense[span].sum()) - float(log_patched[span].sum()) < KEPT_WITHIN
         for span in answers
     ]
     return PromptAgreement(
         kl=float(torch.cat(kls).mean()),
-        top1=float((by_dense.best == by_patched.best).double().mean()),
+        top1=float((by_dense == by_patched).double().mean()),
         found=len(answers),
         kept=sum(kept),
     )
-
-
-@dataclass(frozen=True)
-class _Predicted:
-    """What one model says of a prompt: the most likely token after each, int64 [L], and the log-probability of the one
-    that follows, float64 [L]."""
-
-    prompt: Prompt
-    best: Tensor
-    next_log_prob: Tensor
-
-    def finds(self, span: tuple[int, int]) -> bool:
-        first, end = span
-        return bool((self.best[first - 1 : end - 1] == self.prompt.ids[first:end]).all())
-
-    def log_probability(self, span: tuple[int, int]) -> float:
-        first, end = span
-        return float(self.next_log_prob[first - 1 : end - 1].sum())

@@ -1,4 +1,4 @@
-"""What a proof runs, judges and tightens: one state of the whole choice. And what it can find wrong."""
+"""The candidate under proof, and the problems a proof reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 
 from calibrate.recipe import Recipe
-from calibrate.search.choice import Choice
+from calibrate.search.choice import ChosenDense, search_constraints
 from calibrate.search.choose import Chosen
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -17,30 +17,21 @@ from s2o_runtime.profile import Profile
 
 LengthAndLayer = tuple[int, int]
 
-
-@dataclass(frozen=True)
-class Change:
-    """What replaces a layer's choice at one length.
-
-    config: what it runs now. choice: the search's choice with another budget; None at a length that is not calibrated,
-    where there is no choice. tightened: how often it was given less because its error was over its limit. first_error:
-    The error before that, in the budget's unit; None if it was not.
-    """
-
-    config: LayerConfig
-    choice: Choice | None
-    tightened: int = 0
-    first_error: float | None = None
+TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """What every layer shall do at every length. It never changes: `adjust` and `certify` return new ones.
+    """A profile in the making: each layer's configuration at each length. It never changes: methods return new ones.
 
-    recipe: the lengths, the budget and what heads may be given. model_name, geometry, fingerprint, device: what the
-    profile will be of. chosen: what was chosen at each calibrated length (bucket); an attempt at the proof that failed
-    gives a bucket half its budget, or makes it dense. changes: what a layer runs instead of its choice. dense_lengths:
-    Checked lengths that are dense as a whole.
+    Attributes:
+        recipe: the lengths, the budget and the settings that heads may have.
+        model_name, geometry, fingerprint, device: those of the profile.
+        chosen: the search's result at each calibrated length (bucket), its layers' choices as changed since.
+        overrides: configurations of layers that were made dense, or that were changed at a length without curves.
+        dense_lengths: checked lengths that are dense as a whole.
+        tightened: how often a layer was given less because its error was over its limit.
+        first_errors: the error of such a layer before the first time, in the budget's unit.
     """
 
     recipe: Recipe
@@ -49,8 +40,10 @@ class Candidate:
     fingerprint: str
     device: DeviceIdentity
     chosen: Mapping[int, Chosen]
-    changes: Mapping[LengthAndLayer, Change] = field(default_factory=dict)
+    overrides: Mapping[LengthAndLayer, LayerConfig] = field(default_factory=dict)
     dense_lengths: frozenset[int] = frozenset()
+    tightened: Mapping[LengthAndLayer, int] = field(default_factory=dict)
+    first_errors: Mapping[LengthAndLayer, float] = field(default_factory=dict)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -68,42 +61,54 @@ class Candidate:
         return self.recipe.kv_cache_dtype
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
-        """What a layer runs at a length that is proven.
+        """Return a layer's configuration at a length.
 
-        A checked length follows the buckets around it as the runtime would interpolate them, unless the layer was
-        changed at this very length or the length is dense as a whole.
+        A length that is not calibrated follows the buckets around it as the runtime would interpolate them, unless the
+        layer was changed at this very length or the length is dense as a whole.
         """
-        if (length, layer) in self.changes:
-            return self.changes[length, layer].config
+        if (length, layer) in self.overrides:
+            return self.overrides[length, layer]
         if length in self.chosen:
             return self.chosen[length].choices[layer].config
         config = self._buckets.layer_config(layer, length)
         return config.as_dense() if length in self.dense_lengths else config
 
-    def choice(self, layer: int, length: int) -> Choice | None:
-        """A layer's choice, as changed; None at a length that is not calibrated."""
-        if (length, layer) in self.changes:
-            return self.changes[length, layer].choice
-        return self.chosen[length].choices[layer] if length in self.chosen else None
-
-    def with_layer(
-        self, layer: int, length: int, config: LayerConfig, choice: Choice | None, error: float | None = None
+    def with_share(
+        self, layer: int, length: int, share: float, why_dense: ChosenDense = ChosenDense.OVER_LIMIT
     ) -> Candidate:
-        """The candidate in which a layer runs something else at one length.
+        """Return the candidate in which a layer at one length may have a share of the error that is predicted of it.
+
+        A calibrated length spends so much less of its budget, or more. A checked length has no curves: there the
+        thresholds are scaled.
 
         Args:
-            layer, length: which layer, and at how many tokens.
-            config, choice: what it runs instead, and the choice behind it.
-            error: what it had been over its limit with, if that is why: it counts as one more tightening.
+            layer: the layer's row in the profile.
+            length: the prompts' length in tokens.
+            share: of the error; 0 makes the layer dense.
+            why_dense: the reason for that.
         """
-        before = self.changes.get((length, layer), Change(config, choice))
-        first_error = error if before.first_error is None else before.first_error
-        change = Change(config, choice, before.tightened + (error is not None), first_error)
-        return replace(self, changes={**self.changes, (length, layer): change})
+        config, overrides, chosen = self.layer_config(layer, length), dict(self.overrides), dict(self.chosen)
+        if share and config.is_dense:  # dense is final
+            return self
+        if not share:
+            overrides[length, layer] = config.as_dense()  # keeps the thresholds, which the profile's file shows
+        elif length not in chosen:
+            factor = share ** (1 / TAU_FOR_ERROR)
+            heads = tuple(replace(head, tau=head.tau * factor) for head in config.heads)
+            overrides[length, layer] = replace(config, heads=heads)
+        if length in chosen:
+            choices = list(chosen[length].choices)
+            choices[layer] = (
+                choices[layer].spending(choices[layer].spent * share, search_constraints(self.recipe))
+                if share
+                else choices[layer].as_dense(why_dense)
+            )
+            chosen[length] = replace(chosen[length], choices=choices)
+        return replace(self, chosen=chosen, overrides=overrides)
 
     @cached_property
     def configs(self) -> dict[LengthAndLayer, LayerConfig]:
-        """What every layer runs at every length that is proven."""
+        """Every layer's configuration at every length that is proven."""
         return {(length, layer): self.layer_config(layer, length) for length, layer in self._lengths_and_layers}
 
     @cached_property
@@ -118,37 +123,26 @@ class Candidate:
             for length, layer in self._lengths_and_layers
         }
 
-    @cached_property
-    def choices(self) -> dict[int, Chosen]:
-        """What was chosen at each bucket, with the choices of its layers as they were changed."""
-        return {
-            length: replace(
-                chosen, choices=[self.choice(layer, length) or choice for layer, choice in enumerate(chosen.choices)]
-            )
-            for length, chosen in self.chosen.items()
-        }
-
-    def profile(self) -> Profile:
-        """The profile of this candidate, without a record.
+    def build_profile(self) -> Profile:
+        """Return the profile of this candidate, without a record.
 
         It has the calibrated lengths. If a layer was changed at a checked length, or a checked length is dense, it
         has every length, each as it was proven: one new bucket changes what is interpolated at the other lengths.
         """
-        interpolated = not self.dense_lengths and all(length in self.chosen for length, _ in self.changes)
-        return self._profile(self.recipe.lengths if interpolated else sorted(self.lengths))
+        interpolated = not self.dense_lengths and all(length in self.chosen for length, _ in self.overrides)
+        return self._build_profile_at(self.recipe.lengths if interpolated else sorted(self.lengths))
 
     @cached_property
     def _buckets(self) -> Profile:
         """The calibrated lengths alone, from which the runtime interpolates the others."""
-        return self._profile(self.recipe.lengths)
+        return self._build_profile_at(self.recipe.lengths)
 
-    def _profile(self, lengths: Sequence[int]) -> Profile:
+    def _build_profile_at(self, lengths: Sequence[int]) -> Profile:
         layers = range(self.geometry.layers)
         configs = tuple(tuple(self.layer_config(layer, length) for layer in layers) for length in lengths)
-        profile = Profile(
+        return Profile(
             self.model_name, self.geometry, self.fingerprint, self.device, lengths=tuple(lengths), layers=configs
-        )
-        return profile.validate()
+        ).validate()
 
     @property
     def _lengths_and_layers(self) -> list[LengthAndLayer]:
@@ -156,7 +150,7 @@ class Candidate:
 
 
 class ProblemKind(Enum):
-    """What did not hold, each with what to change, by the command's flags."""
+    """Kinds of problems, each with the advice that names the command's flags."""
 
     OVER_LIMIT = "allow more error or calibrate on more prompts (--num-prompts)"
     LOST_NEEDLES = "allow less error, a smaller --worst-rows, or ask for fewer needles (--keep-needles)"
@@ -167,7 +161,7 @@ class ProblemKind(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that a proof found wrong at a length in tokens; as text it is the sentence that says so."""
+    """One failure of a proof at a length in tokens; its text is one sentence."""
 
     kind: ProblemKind
     length: int
@@ -177,6 +171,6 @@ class Problem:
         return self.text
 
 
-def lengths_of(problems: Iterable[Problem], kind: ProblemKind | None = None) -> frozenset[int]:
-    """The lengths that problems are at, of one kind or of all."""
+def select_lengths(problems: Iterable[Problem], kind: ProblemKind | None = None) -> frozenset[int]:
+    """Return the lengths of problems, of one kind or of all."""
     return frozenset(problem.length for problem in problems if kind in (None, problem.kind))

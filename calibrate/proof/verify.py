@@ -1,7 +1,7 @@
 """The patched model, as it will run, beside the dense one, on prompts that it was not calibrated on.
 
-The prompts move through both together, one layer at a time; times are taken afterwards. This module says what comes out
-of that; `adjust` and `certify` say whether it is good enough, and what to do if it is not.
+The prompts move through both together, one layer at a time; times are taken afterwards. `adjust` and `certify` judge
+the results, and change what is not good enough.
 """
 
 from __future__ import annotations
@@ -9,40 +9,37 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from calibrate.curves.curves import worst_of
 from calibrate.journal import Journal
-from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, begin, layer_on_device
-from calibrate.model.models import LoadedModel
+from calibrate.model.layers import DecoderLayer, Stream
 from calibrate.progress import progress_bar
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (
     AgreementItem,
-    C,
-    ConfigPrefix,
-    Configured,
+    ConfigSource,
+    LayerConfigAt,
+    LayerHistory,
     LayerProofItem,
-    LayerSetting,
     PromptAgreement,
+    PromptForward,
     ProofItem,
-    layer_state,
+    make_layer_state,
 )
-from calibrate.proof.state import Candidate
 from calibrate.recipe import Budget, Recipe
 from calibrate.timing import medians
-from calibrate.work.executor import Executor, Measuring, WorkerState, executor_of, measured
+from calibrate.work.executor import Executor, Measuring, WorkerState, measured
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.call import Scoring
-from s2o_runtime.identity import Geometry
 
 GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
@@ -51,21 +48,21 @@ LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is sm
 
 @dataclass(frozen=True)
 class PromptErrors:
-    """What one layer is off by on one prompt.
+    """The errors of one layer on one prompt.
 
     all_rows, last_rows: mean squared error and mean square of the dense output, over all rows and over the last ones,
-    those that answer (`layers.answer_rows`).
+    those that answer (`layers.count_answer_rows`).
     """
 
     all_rows: tuple[float, float]
     last_rows: tuple[float, float]
 
     def error(self, budget: Budget) -> float:
-        """The error over all rows, in the budget's unit."""
+        """Return the error over all rows, in the budget's unit."""
         return budget.error(*self.all_rows)
 
-    def largest(self, budget: Budget) -> float:
-        """The larger of the errors over all rows and over those that answer; infinity where one is no number."""
+    def max_error(self, budget: Budget) -> float:
+        """Return the larger of the errors over all rows and over those that answer; infinity where one is NaN."""
         errors = self.error(budget), budget.error(*self.last_rows)
         return math.inf if any(map(math.isnan, errors)) else max(errors)
 
@@ -74,10 +71,12 @@ class PromptErrors:
 class LayerProof:
     """One layer's attention at one length against dense attention on the same q, k, v.
 
-    mse, dense_power, density: means over the prompts; dense_power is the mean square of the dense output.
-    worst: `row_errors.worst_of`, over tiles of 64 rows of all heads and prompts, of the largest relative error of a row
-    (`row_errors`). seconds, dense_seconds: attention alone, on the first prompt; None on a CPU. of_prompts: what each
-    prompt showed. kinds: the kind of text of each prompt.
+    Attributes:
+        mse, dense_power, density: means over the prompts; dense_power is the mean square of the dense output.
+        worst: `curves.worst_of`, over tiles of 64 rows of all heads and prompts, of a row's largest relative error.
+        seconds, dense_seconds: attention alone, on the first prompt; None on a CPU.
+        of_prompts: the errors of each prompt.
+        kinds: the kind of text of each prompt.
     """
 
     mse: float
@@ -90,8 +89,8 @@ class LayerProof:
     kinds: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], results: Sequence[Mapping[str, Any]]) -> LayerProof:
-        """From the results of a layer's steps on these prompts, without times."""
+    def from_results(cls, prompts: Sequence[Prompt], results: Sequence[Mapping[str, Any]]) -> LayerProof:
+        """Summarise the results of a layer's items (`LayerProofItem`) on these prompts, without times."""
         return cls(
             mse=statistics.fmean(result["all_rows"][0] for result in results),
             dense_power=statistics.fmean(result["all_rows"][1] for result in results),
@@ -103,32 +102,36 @@ class LayerProof:
 
     @property
     def rel_mse(self) -> float:
+        """The mean squared error over the mean square of the dense output."""
         return self.mse / max(self.dense_power, 1e-30)
 
     def error(self, budget: Budget) -> float:
-        """The mean error in the budget's unit."""
+        """Return the mean error in the budget's unit."""
         return budget.error(self.mse, self.dense_power)
 
     def errors(self, budget: Budget) -> list[float]:
-        """The error of each prompt over all rows, in the budget's unit."""
+        """Return the error of each prompt over all rows, in the budget's unit."""
         return [prompt.error(budget) for prompt in self.of_prompts]
 
-    def held(self, recipe: Recipe) -> float:
-        """What a recipe holds to the layer's limit: the mean error, or the largest of any prompt."""
+    def limited_error(self, recipe: Recipe) -> float:
+        """Return the error that a recipe holds to the layer's limit: the mean, or the largest of any prompt."""
         if not recipe.per_prompt:
             return self.error(recipe.budget)
-        return max(prompt.largest(recipe.budget) for prompt in self.of_prompts)
+        return max(prompt.max_error(recipe.budget) for prompt in self.of_prompts)
 
 
 @dataclass(frozen=True)
 class LengthProof:
     """The whole model at one length, patched against dense.
 
-    kl: the mean over all positions of KL(dense || patched) of the next token, in nats. top1: the share of positions
-    where both find the same token most likely. needles: of the codes that the prompts ask for, how many the patched
-    model keeps of those the dense one finds (`PromptAgreement`), and how many the dense one finds; None if they ask
-    for none. prefill_seconds, dense_prefill_seconds: all decoder layers on the first prompt, without embedding and
-    head. prompts, agreements: on what, and what both models predict of each.
+    Attributes:
+        layers: of every layer of full attention.
+        kl: the mean over all positions of KL(dense || patched) of the next token, in nats.
+        top1: the share of positions where both find the same token most likely.
+        needles: of the codes that the prompts ask for, how many the patched model keeps of those the dense one finds
+            (`PromptAgreement`), and how many the dense one finds; None if they ask for none.
+        prefill_seconds, dense_prefill_seconds: all decoder layers on the first prompt, without embedding and head.
+        prompts, agreements: the prompts, and the agreement of both models on each.
     """
 
     layers: tuple[LayerProof, ...]
@@ -141,10 +144,10 @@ class LengthProof:
     agreements: tuple[PromptAgreement, ...] = ()
 
     @classmethod
-    def of(
+    def from_agreements(
         cls, layers: Sequence[LayerProof], agreements: Sequence[PromptAgreement], prompts: Sequence[Prompt]
     ) -> LengthProof:
-        """From what prompts showed on their way, without times."""
+        """Summarise the layers and the predictions of all prompts, without times."""
         needles = sum(prompt.kept for prompt in agreements), sum(prompt.found for prompt in agreements)
         return cls(
             layers=tuple(layers),
@@ -161,180 +164,151 @@ class LengthProof:
         return [max(agreement.kl, 0.0) for agreement in self.agreements]  # NaN stays
 
 
-def accept(configured: Configured, length: int, layer: int, proof: LayerProof) -> None:
-    """Accept what was measured, whatever came out."""
-
-
-class Progress(NamedTuple):
-    """How a proof is followed: `on_step` is called after each length of each layer, `stage` says what it is for."""
-
-    on_step: Callable[[], object] = lambda: None
-    stage: str = "proving"
-
-
-def prove(
-    model: LoadedModel | Executor,
-    prompts: Mapping[int, Sequence[Prompt]],
-    configured: C,
-    revise: Callable[[C, int, int, LayerProof], C | None] = accept,
-    progress: Progress = Progress(),  # noqa: B008, it is immutable
-    timed: bool = True,
-    chunk: int | None = None,
-    journal: Journal | None = None,
-) -> tuple[C, dict[int, LengthProof]]:
-    """Measure what a configuration does to every layer at every length, and to the model's predictions.
-
-    Each prompt moves through each layer once for each configuration that the layer is tried with. The layers that
-    follow see what the accepted configuration gave.
-
-    Args:
-        model: who runs it, or a loaded model, which then runs in this process.
-        prompts: by length in tokens, at least one of each. At each layer the lengths take their turns in this order.
-        configured: what each layer runs at each length.
-        revise: given the configuration, the length, the layer's index and its proof, without times: what to measure
-            instead on the same inputs, or None to accept this one.
-        progress: who is told of it, and what it is done for.
-        timed: whether to take times too, of whole prompts; without, those of the proofs are 0 or None.
-        chunk: tokens that a layer is fed at once, as a server does; None for whole prompts.
-        journal: where steps are kept, and found again; None if nowhere.
-
-    Returns:
-        What was accepted in the end, and what was measured of it by length in tokens.
-
-    Raises:
-        ModelError: inf or NaN came up.
-        ResourceError: The GPU's memory ran out.
-    """
-    with executor_of(model) as executor:
-        evaluations = [
-            _Evaluation(executor, journal, progress.stage, length, length_prompts)
-            for length, length_prompts in prompts.items()
-        ]
-        layers: dict[int, list[LayerProof]] = {length: [] for length in prompts}
-        for index in range(executor.geometry.layers):
-            for evaluation in evaluations:  # so that the lengths are measured beside one another if there are workers
-                evaluation.begin(LayerSetting.of(configured, chunk, index, evaluation.length))
-            for evaluation in evaluations:
-                length = evaluation.length
-                revised: C | None = configured
-                while revised is not None:
-                    configured = revised
-                    runs = LayerSetting.of(configured, chunk, index, length)
-                    proof = LayerProof.of(prompts[length], evaluation.measured(runs))
-                    revised = revise(configured, length, index, proof)
-                layers[length].append(proof)
-                evaluation.accept(runs)
-                progress.on_step()
-        proofs = {
-            evaluation.length: LengthProof.of(
-                layers[evaluation.length], evaluation.agreements(), prompts[evaluation.length]
-            )
-            for evaluation in evaluations
-        }
-        if timed:
-            first = {length: length_prompts[0] for length, length_prompts in prompts.items()}
-            ran = {evaluation.length: evaluation.prefix for evaluation in evaluations}
-            proofs = _with_times(executor, first, ran, proofs, journal)
-    return configured, proofs
-
-
-class _Evaluation:
-    """All prompts of one length, evaluated layer by layer, so that the caller can choose each layer's configuration
-    from the results so far."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        journal: Journal | None,
-        stage: str,
-        length: int,
-        prompts: Sequence[Prompt],
-    ) -> None:
-        self.length, self.prefix = length, ConfigPrefix()
-        self._executor, self._journal, self._stage = executor, journal, stage
-        self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
-        self._begun: tuple[LayerSetting, Measuring] | None = None
-        executor.register_prompts(prompts)
-
-    def begin(self, runs: LayerSetting) -> None:
-        """Let the next layer run this on all prompts; the results come by `measured`."""
-        self._begun = runs, self._measuring(LayerProofItem, len(self.prefix.runs), runs)
-
-    def measured(self, runs: LayerSetting) -> list[Any]:
-        """Every prompt's result of the next layer; what was begun with another configuration is not waited for."""
-        if self._begun is None or self._begun[0] != runs:
-            self.begin(runs)
-        assert self._begun is not None
-        return self._begun[1].results()
-
-    def accept(self, runs: LayerSetting) -> None:
-        """Move on, with what was measured last."""
-        self.prefix, self._begun = self.prefix.then(runs), None
-
-    def agreements(self) -> tuple[PromptAgreement, ...]:
-        """What both models predict of each prompt, after all layers."""
-        last = self._measuring(AgreementItem, len(self.prefix.runs) - 1, self.prefix.runs[-1])
-        return tuple(PromptAgreement(**result) for result in last.results())
-
-    def _measuring(self, make: type[LayerProofItem], layer: int, runs: LayerSetting) -> Measuring:
-        steps = [
-            make(self.length, sha256, index, layer, self.prefix, runs, stage=self._stage)
-            for sha256, index in self._prompts
-        ]
-        return Measuring(steps, self._executor, self._journal)
+S = TypeVar("S", bound=ConfigSource)
+Revise = Callable[[S, int, int, LayerProof], S | None]  # configurations, length, layer, proof -> to prove instead
+Prompts = Mapping[int, Sequence[Prompt]]  # by length in tokens
 
 
 @dataclass(frozen=True)
 class Prover:
-    """What measures candidates on the prompts that layers are adjusted on.
+    """Proofs of candidates and profiles, run by an executor.
 
-    executor: who runs it. held_out: the prompts, by length in tokens; every length of the candidates. journal: where
-    measurements are kept; None if nowhere. progress: whether to show progress bars.
+    Attributes:
+        executor: runs the items of work.
+        journal: keeps results, and has those of earlier runs; None to keep none.
+        chunk: tokens that a layer is fed at once, as a server does; None for whole prompts.
+        progress: whether to show progress bars.
+        on_step: called after each length of each layer.
     """
 
     executor: Executor
-    held_out: Mapping[int, Sequence[Prompt]]
     journal: Journal | None = None
+    chunk: int | None = None
     progress: bool = False
+    on_step: Callable[[], object] = lambda: None
 
-    @property
-    def geometry(self) -> Geometry:
-        """The model's sizes."""
-        return self.executor.geometry
-
-    def bar(self, title: str, lengths: int) -> AbstractContextManager[Callable[[], object]]:
-        """A progress bar of every layer at so many lengths; what it gives is called after each."""
-        return progress_bar(title, self.geometry.layers * lengths, "layer", shown=self.progress)
+    @contextmanager
+    def show_progress(self, title: str, lengths: int) -> Iterator[Prover]:
+        """Yield the prover with a progress bar over every layer at so many lengths."""
+        steps = self.executor.geometry.layers * lengths
+        with progress_bar(title, steps, "layer", shown=self.progress) as step:
+            yield replace(self, on_step=step)
 
     def prove(
         self,
-        title: str,
-        lengths: Container[int],
-        candidate: Candidate,
-        revise: Callable[[Candidate, int, int, LayerProof], Candidate | None] = accept,
+        source: S,
+        prompts: Prompts,
+        revise: Revise[S] | None = None,
+        *,
         timed: bool = True,
-    ) -> tuple[Candidate, dict[int, LengthProof]]:
-        """`prove` a candidate at some lengths, fed in its recipe's chunks, under a progress bar with this title."""
-        prompts = {length: prompts for length, prompts in self.held_out.items() if length in lengths}
-        with self.bar(title, len(prompts)) as step:
-            chunk = candidate.recipe.chunk
-            return prove(self.executor, prompts, candidate, revise, Progress(step), timed, chunk, self.journal)
+        stage: str = "proving",
+    ) -> tuple[S, dict[int, LengthProof]]:
+        """Measure the errors that configurations cause in every layer at every length, and in the predictions.
+
+        Each prompt moves through each layer once for each configuration that the layer is tried with. The layers that
+        follow see what the accepted configuration gave.
+
+        Args:
+            source: the configurations.
+            prompts: by length in tokens, at least one of each. At each layer the lengths take turns in this order.
+            revise: given the configurations, the length, the layer's row and its proof, without times: returns what to
+                measure instead on the same inputs, or None to accept. By default all is accepted.
+            timed: whether to time whole prompts too; without, the times of the proofs are 0 or None.
+            stage: the purpose, a word in the journal's keys.
+
+        Returns:
+            The configurations that were accepted in the end, and the measurements of these by length in tokens.
+
+        Raises:
+            ModelError: inf or NaN came up.
+            ResourceError: The GPU's memory ran out.
+        """
+        runs = {
+            length: _LengthRun(self.executor, self.journal, stage, length, length_prompts)
+            for length, length_prompts in prompts.items()
+        }
+        layers: dict[int, list[LayerProof]] = {length: [] for length in prompts}
+        for layer in range(self.executor.geometry.layers):
+            for length, run in runs.items():  # all begin before one is waited for: workers run them side by side
+                run.begin(LayerConfigAt.from_source(source, self.chunk, layer, length))
+            for length, run in runs.items():
+                while True:
+                    config = LayerConfigAt.from_source(source, self.chunk, layer, length)
+                    proof = LayerProof.from_results(prompts[length], run.measure(config))
+                    revised = revise(source, length, layer, proof) if revise else None
+                    if revised is None:
+                        break
+                    source = revised
+                layers[length].append(proof)
+                run.accept(config)
+                self.on_step()
+        proofs = {
+            length: LengthProof.from_agreements(layers[length], run.compare(), prompts[length])
+            for length, run in runs.items()
+        }
+        if timed:
+            first = {length: length_prompts[0] for length, length_prompts in prompts.items()}
+            histories = {length: run.history for length, run in runs.items()}
+            proofs = _add_times(self.executor, first, histories, proofs, self.journal)
+        return source, proofs
 
 
-def _with_times(
+class _LengthRun:
+    """All prompts of one length on their way through the layers."""
+
+    def __init__(
+        self, executor: Executor, journal: Journal | None, stage: str, length: int, prompts: Sequence[Prompt]
+    ) -> None:
+        self.history = LayerHistory()
+        self._executor, self._journal, self._stage, self._length = executor, journal, stage, length
+        self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
+        self._begun: tuple[LayerConfigAt, Measuring] | None = None
+        executor.register_prompts(prompts)
+
+    def begin(self, config: LayerConfigAt) -> None:
+        """Start the next layer with this configuration on all prompts; `measure` waits for the results."""
+        self._begun = config, self._start(LayerProofItem, len(self.history.configs), config)
+
+    def measure(self, config: LayerConfigAt) -> list[Any]:
+        """Return every prompt's result of the next layer; another configuration that was begun is not waited for."""
+        if self._begun is None or self._begun[0] != config:
+            self.begin(config)
+        assert self._begun is not None
+        return self._begun[1].results()
+
+    def accept(self, config: LayerConfigAt) -> None:
+        """Move on to the next layer."""
+        self.history, self._begun = self.history.append(config), None
+
+    def compare(self) -> tuple[PromptAgreement, ...]:
+        """Compare what both models predict of each prompt, after all layers."""
+        last = self._start(AgreementItem, len(self.history.configs) - 1, self.history.configs[-1])
+        return tuple(PromptAgreement(**result) for result in last.results())
+
+    def _start(self, item_type: type[LayerProofItem], layer: int, config: LayerConfigAt) -> Measuring:
+        items = [
+            item_type(self._length, sha256, index, layer, self.history, config, stage=self._stage)
+            for sha256, index in self._prompts
+        ]
+        return Measuring(items, self._executor, self._journal)
+
+
+def _add_times(
     executor: Executor,
     prompts: Mapping[int, Prompt],
-    ran: Mapping[int, ConfigPrefix],
+    histories: Mapping[int, LayerHistory],
     proofs: Mapping[int, LengthProof],
     journal: Journal | None,
 ) -> dict[int, LengthProof]:
-    """The proofs with the times of every decoder layer on one prompt of each length; ran: what all layers run."""
+    """Return the proofs with the times of every decoder layer on one prompt of each length."""
     geometry = executor.geometry
     if executor.device.kind != "cuda":  # there they are no objective, and no run takes them from another
         journal = None
     numbers = range(geometry.decoder_layers)
     items = {
-        (length, number): LayerTime(length, prompt.sha256, number, ran[length], number * executor.size // len(numbers))
+        (length, number): LayerTime(
+            length, prompt.sha256, number, histories[length], number * executor.size // len(numbers)
+        )
         for number in numbers  # a layer's weights are on the device for all lengths
         for length, prompt in prompts.items()
     }
@@ -358,15 +332,19 @@ def _with_times(
 class LayerTime(ProofItem):
     """The times of one decoder layer on one prompt, as an item of work.
 
-    number: which decoder layer. ran: what all layers of full attention run. part: which of the parts of the model, one
-    for each worker, it is in; the parts are timed beside one another. Its result has the seconds of the whole
-    layer as `patched` and `dense`, and on a GPU, for a layer of full attention, those of attention alone, S2O and
-    dense, as `attention`.
+    Its result has the seconds of the whole layer as `patched` and `dense`, and on a GPU, for a layer of full attention,
+    those of attention alone, S2O and dense, as `attention`.
+
+    Attributes:
+        prompt: the prompt's hash.
+        number: the layer's number in the decoder.
+        history: the configurations of all layers of full attention.
+        part: the part of the model, one for each worker, that the layer is in; parts are timed side by side.
     """
 
     prompt: str
     number: int
-    ran: ConfigPrefix
+    history: LayerHistory
     part: int
     stage: str = field(default="timing", kw_only=True)
     kind: ClassVar[str] = "prefill"
@@ -378,91 +356,60 @@ class LayerTime(ProofItem):
 
     @property
     def key(self) -> dict[str, Any]:
-        return {"length": self.length, "prompt": self.prompt, "layer": self.number, "ran": self.ran.digest}
+        return {"length": self.length, "prompt": self.prompt, "layer": self.number, "ran": self.history.digest}
 
     def __str__(self) -> str:
         return f"times of layer {self.number} at {self.length} tokens"
 
     def run(self, worker: WorkerState) -> dict[str, Any]:
-        self.patching(worker)
+        self.use_s2o(worker)
         with self.within_memory(worker, f"timing layer {self.number}"):
-            forward = worker.cached(
-                (self.length, self.ran.digest), lambda: _TimedForward(worker, self.prompt, self.ran)
-            )
-            return forward.timed(self.number)
-
-
-class _TimedForward:
-    """The patched model's forward pass over one prompt, which times each layer with the prompt's hidden states."""
-
-    def __init__(self, worker: WorkerState, prompt: str, ran: ConfigPrefix) -> None:
-        self._worker, self._ids, self._runs = worker, worker.prompts[prompt].ids, ran.runs
-        self._begin()
-
-    @torch.no_grad()
-    def timed(self, number: int) -> dict[str, Any]:
-        """Time a decoder layer, and move through it."""
-        if number < self._forward.number:
-            self._begin()
-        while self._forward.number < number:
-            self._forward.move(None if self._forward.next_layer.row is None else self._patched)
-        layer, (stream,) = self._forward.next_layer, self._forward.streams
-        runs = None if layer.row is None else self._runs[layer.row]
-        after: list[Stream] = []
-        with layer_on_device(self._worker.loaded, layer):
-            if runs is None:  # both prefills have it
-                seconds = _seconds({"layer": lambda: layer.dense(stream)}, layer.device)["layer"]
-                times: dict[str, Any] = {"patched": seconds, "dense": seconds}
-            else:
-                state = layer_state(layer, runs, chunks=False)
+            cached_as = self.length, self.history.digest
+            forward = worker.cached(cached_as, lambda: PromptForward(worker, self.prompt, with_dense=False))
+            forward.move_to(self.number, self.history)
+            with forward.enter_next_layer() as (layer, stream):
+                if layer.row is None:  # both prefills have it
+                    seconds = _time_calls({"layer": lambda: layer.dense(stream)}, layer.device)["layer"]
+                    return {"patched": seconds, "dense": seconds}
+                config, outputs = self.history.configs[layer.row], list[Stream]()
+                state = make_layer_state(layer, config, chunks=False)
 
                 def patched() -> None:
-                    after[:] = [layer.patched(stream, state)]
+                    outputs[:] = [layer.patched(stream, state)]
 
-                times = {**_seconds({"patched": patched, "dense": lambda: layer.dense(stream)}, layer.device)}
+                calls = {"patched": patched, "dense": lambda: layer.dense(stream)}
+                times: dict[str, Any] = {**_time_calls(calls, layer.device)}
                 if layer.device.type == "cuda":
-                    times["attention"] = _attention_seconds(layer, stream, runs)
-        if runs is not None and runs.chunk is None:
-            self._forward.move(lambda layer, stream: after[0])
-        else:
-            self._forward.move(None if runs is None else self._patched)
+                    times["attention"] = _time_attention(layer, stream, config)
+                if config.chunk is None:  # in chunks the output is another one
+                    forward.tried = config, outputs[0]
         return times
 
-    def _patched(self, layer: DecoderLayer, stream: Stream) -> Stream:
-        assert layer.row is not None
-        return layer.patched(stream, layer_state(layer, self._runs[layer.row]))
 
-    @torch.no_grad()
-    def _begin(self) -> None:
-        calls: dict[int, Calls] = self._worker.cached("calls of patched layers", dict)
-        self._forward = LayerwiseForward(self._worker.loaded, begin(self._worker.loaded, [self._ids], calls))
-
-
-def _seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Seconds of decoder layers: medians on a GPU, of one run if they are long; one run by the clock on a CPU."""
+def _time_calls(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    """Time decoder layers, in seconds: medians on a GPU, of one run if they are long; one run by the clock on a CPU."""
     if device.type == "cuda":
         once = medians(calls, device, 1, LAYER_FLUSHES)
         if min(once.values()) > LONG_SECONDS:
             return once
         return medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
-    return {name: _clocked(call) for name, call in calls.items()}
+    seconds = {}
+    for name, call in calls.items():
+        start = time.perf_counter()
+        call()
+        seconds[name] = time.perf_counter() - start
+    return seconds
 
 
-def _clocked(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _attention_seconds(layer: DecoderLayer, stream: Stream, runs: LayerSetting) -> tuple[float, float]:
-    """Median seconds of attention alone, S2O and dense, on the q, k, v that a prompt brings to the layer."""
+def _time_attention(layer: DecoderLayer, stream: Stream, config: LayerConfigAt) -> tuple[float, float]:
+    """Return median seconds of attention alone, S2O and dense, on the q, k, v that a prompt brings to the layer."""
     calls: dict[str, Callable[[], Any]] = {}
 
     def keep(index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, out: Tensor) -> None:
-        calls["s2o"] = partial(s2o_attention, q, k, v, runs.config, **scoring.arguments())
+        calls["s2o"] = partial(s2o_attention, q, k, v, config.config, **scoring.arguments())
         calls["dense"] = partial(fastest_dense_attention, q, k, v, scoring)
 
-    layer.patched(stream, layer_state(layer, runs, keep, chunks=False))
+    layer.patched(stream, make_layer_state(layer, config, keep, chunks=False))
     times = medians(calls, layer.device, GPU_ROUNDS)
     if times["s2o"] > times["dense"]:  # that would make the layer dense, so it must be no hiccup
         again = medians(calls, layer.device, GPU_ROUNDS)

@@ -11,7 +11,7 @@ from typing import Any
 
 from calibrate.model.preflight import Preflight
 from calibrate.progress import duration
-from calibrate.proof.again import Recertified, Verified
+from calibrate.proof.recheck import Recertified, Verified
 from calibrate.recipe import Recipe
 from calibrate.record import (
     Certificate,

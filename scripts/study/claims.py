@@ -18,7 +18,7 @@ from pathlib import Path
 
 from calibrate import calibrate
 from calibrate.machine import named_device
-from calibrate.proof.again import opened, recertified
+from calibrate.proof.recheck import opened, recertified
 from calibrate.record import read_record
 from calibrate.report.sections import certificate_parts, gain, sentences, statement
 from calibrate.tables import Table, print_lines, print_table, terminal

@@ -21,8 +21,15 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from calibrate.proof.adjust import allowed_growth
-from calibrate.proof.bounds import CONFIDENCE, STEPS, may_exceed, mean_bound, share_shown, step_confidence
+from calibrate.proof.adjust import compute_allowed_growth
+from calibrate.proof.bounds import (
+    CONFIDENCE,
+    SPEND_FRACTIONS,
+    bound_share,
+    compute_attempt_confidence,
+    count_allowed_above,
+    mean_bound,
+)
 from calibrate.proof.verify import LayerProof, PromptErrors
 from calibrate.recipe import Budget, Recipe
 
@@ -85,22 +92,22 @@ def covered(
     """How often both claims hold with so many texts of each length: of means, and of the share of texts."""
     rng, names, cells = np.random.default_rng(seed), [*map(str, range(kinds))] * (texts // kinds), layers * len(LENGTHS)
     means_of_kinds = np.resize(KINDS, kinds) / np.resize(KINDS, kinds).mean()
-    confidence = step_confidence(STEPS[0], RECIPE, layers)
+    confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], RECIPE, layers)
     many = draw(rng, (200_000 // kinds, kinds, layers)).max(-1) * means_of_kinds  # one length's joint numbers
     means = shares = 0
     for _ in range(rounds):
         losses = draw(rng, (texts // kinds, kinds, cells)) * means_of_kinds[:, None]
         losses = losses.reshape(texts, cells)
         means += all(mean_bound(losses[:, cell].tolist(), names, confidence) >= 1 for cell in range(cells))
-        numbers, above = np.sort(losses[:, :layers].max(1))[::-1], may_exceed(texts, 1 - CONFIDENCE)
-        shares += (many <= numbers[above]).mean() >= share_shown(texts, above, 1 - CONFIDENCE)
+        numbers, above = np.sort(losses[:, :layers].max(1))[::-1], count_allowed_above(texts, 1 - CONFIDENCE)
+        shares += (many <= numbers[above]).mean() >= bound_share(texts, above, 1 - CONFIDENCE)
     return means / rounds, shares / rounds
 
 
 def grouped(rounds: int, seed: int = 0) -> tuple[float, float]:
     """How often means hold where eight prompts are of two novels a kind: counted by prompt, and by group."""
     rng, kinds = np.random.default_rng(seed), [*"abcd"] * 8
-    confidence = step_confidence(STEPS[0], RECIPE, LAYERS)
+    confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], RECIPE, LAYERS)
     by_prompt = by_group = 0
     for _ in range(rounds):
         groups = rng.lognormal(-0.08, 0.4, (2, 4))
@@ -124,9 +131,9 @@ def price(draw: Draw, texts: int, kinds: int, rounds: int, seed: int = 0) -> flo
             prompts = tuple(PromptErrors((error, 1.0), (error, 1.0)) for error in adjusted[:, layer].tolist())
             mean = float(adjusted[:, layer].mean())
             proof = LayerProof(mean, 1.0, 0.2, 0.0, of_prompts=prompts, kinds=tuple(names[:4]))
-            growth = allowed_growth(proof, 1.0, RECIPE, LAYERS, texts)
+            growth = compute_allowed_growth(proof, 1.0, RECIPE, LAYERS, texts)
             spent = losses[:, layer] * growth
-            confidences = ((step, step_confidence(step, RECIPE, LAYERS)) for step in STEPS)
+            confidences = ((step, compute_attempt_confidence(step, RECIPE, LAYERS)) for step in SPEND_FRACTIONS)
             held = (step for step, level in confidences if mean_bound((step * spent).tolist(), names, level) <= 1)
             share = growth * next(held, 0.0) / RECIPE.margin
             times.append(share**-SLOPE if share else 8.0)

@@ -18,8 +18,7 @@ from calibrate import pipeline
 from calibrate.commands import calibrate as commands
 from calibrate.commands.calibrate import main
 from calibrate.model.models import ALIASES
-from calibrate.proof import verify
-from calibrate.proof.verify import prove
+from calibrate.proof.verify import Prover
 from calibrate.report import page, sections
 from s2o_runtime import load_profile
 from support.models import SIZES
@@ -75,11 +74,13 @@ def unfit(tmp_path_factory):
 def test_a_proof_that_fails_writes_nothing_unless_that_is_allowed(allow, tiny_folder, command, tmp_path, monkeypatch):
     """The patched model finds none of the needles, whatever is tried."""
 
+    prove = Prover.prove
+
     def loses(*arguments, **named):
         candidate, proofs = prove(*arguments, **named)
         return candidate, {length: replace(proof, needles=(0, 3)) for length, proof in proofs.items()}
 
-    monkeypatch.setattr(verify, "prove", loses)
+    monkeypatch.setattr(Prover, "prove", loses)
     flags = "--lengths 512 --budget-rel-mse 1e-2 --segments 64,128 --trials 1 --num-prompts 1 --num-held-out 1"
     flags += " --num-certify 0 --device cpu --quiet --out no.safetensors" + " --allow-regression" * allow
     outcome = command("--model", tiny_folder, *flags.split())

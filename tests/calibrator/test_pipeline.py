@@ -263,9 +263,9 @@ def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():
 def test_how_many_needles_may_be_lost(needles, lost, tiny_folder, tmp_path):
     recipe = of(tiny_folder, tmp_path / "p")  # 95% are to be kept
     proofs = {512: LengthProof((), 0.0, 1.0, needles, 0.1, 0.1)}
-    assert bool(adjust.lost_needles(proofs, recipe)) is lost
+    assert bool(adjust.find_lost_needles(proofs, recipe)) is lost
     all_of_them = replace(recipe, needles=1.0)
-    assert bool(adjust.lost_needles(proofs, all_of_them)) is (needles is not None and needles[0] < needles[1])
+    assert bool(adjust.find_lost_needles(proofs, all_of_them)) is (needles is not None and needles[0] < needles[1])
 
 
 def test_the_report_says_what_the_result_is(certified):

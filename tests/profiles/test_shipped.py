@@ -12,13 +12,13 @@ import s2o_runtime
 from calibrate.model.models import load_tokenizer
 from calibrate.profiles.stored import recipe_of
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.verify import prove
 from calibrate.recipe import Budget, default_out
 from calibrate.record import read_record
 from s2o_runtime.identity import RANDOM, fingerprint, fingerprint_mismatch
 from s2o_runtime.profile import load_profile, save_profile
 from s2o_runtime.profile.record import read_budget
 from scripts.docs import catalogue
+from support import streamed
 from support.golden_profiles import minimal
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="proves every shipped profile again")
@@ -102,7 +102,7 @@ def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
     if shortest <= AFFORDABLE:
         recipe = recipe_of(profile, path)
         held_out = load_prompts(recipe, load_tokenizer("demo")).held_out[shortest]
-        _, proofs = prove(demo, {shortest: held_out}, profile)
+        _, proofs = streamed.prove(demo, {shortest: held_out}, profile)
         recorded = read_record(profile).find_proven(shortest)
         named = [prompt.sha256 for prompt in read_record(profile).data.held_out if prompt.length == shortest]
         same = [prompt.sha256 for prompt in held_out] == named  # they are sources of Python, and those change

@@ -9,15 +9,15 @@ from scipy import stats
 from calibrate.proof.bounds import (
     CONFIDENCE,
     SHARE,
-    STEPS,
-    excess_probability,
-    may_exceed,
+    SPEND_FRACTIONS,
+    bound_mean_below,
+    bound_share,
+    compute_attempt_confidence,
+    compute_excess_probability,
+    compute_share_interval,
+    count_allowed_above,
+    count_texts_for,
     mean_bound,
-    mean_lower_bound,
-    share_interval,
-    share_shown,
-    step_confidence,
-    texts_for,
 )
 from calibrate.recipe import Budget, Recipe
 from scripts.study.coverage import SHAPES, covered, grouped
@@ -52,7 +52,7 @@ def test_the_bound_is_students():
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)  # two-sided
     one_kind = ["text"] * 6
     assert mean_bound(values, one_kind, 0.975) == pytest.approx(expected.high)
-    assert mean_lower_bound(values, one_kind, 0.975) == pytest.approx(expected.low)
+    assert bound_mean_below(values, one_kind, 0.975) == pytest.approx(expected.low)
     # two kinds: half the difference of one kind and the other's negative, by Welch's test
     more = [*values, 2.0, 5.0, 6.0, 7.0, 1.5, 2.5, 6.5, 8.0, 3.0, 4.5]
     two_kinds = ["code"] * 8 + ["prose"] * 8
@@ -64,15 +64,16 @@ def test_the_bound_is_students():
 def test_kinds_count_alike_and_what_differs_between_them_is_no_doubt():
     values, kinds = [1.0, 1.1, 0.9, 9.0, 9.9], ["code"] * 3 + ["chat"] * 2
     assert 5.2 < mean_bound(values, kinds, 0.9) < mean_bound(values, ["text"] * 5, 0.9)
-    assert mean_lower_bound(values, kinds, 0.9) > mean_lower_bound(values, ["text"] * 5, 0.9)
+    assert bound_mean_below(values, kinds, 0.9) > bound_mean_below(values, ["text"] * 5, 0.9)
     assert mean_bound([1.0, 1.0, 5.0, 5.0], ["code", "code", "chat", "chat"], 0.975) == 3.0
 
 
 def test_one_value_bounds_nothing():
     assert mean_bound([0.0], ["code"], 0.95) == mean_bound([], [], 0.95) == mean_bound([0.0] * 3, [*"aab"], 0.95) == 0.0
     assert mean_bound([3.0], ["code"], 0.95) == math.inf
-    assert mean_lower_bound([3.0], ["code"], 0.95) == mean_lower_bound([], [], 0.95) == 0.0
-    assert mean_lower_bound([0.0, 0.0, 9.0], ["code"] * 3, 0.95) == 0.0  # no mean error is negative
+    assert 0.0 < mean_bound([1e-300, 2e-300, 3e-300], ["code"] * 3, 0.95) < 1e-299  # the squares are 0
+    assert bound_mean_below([3.0], ["code"], 0.95) == bound_mean_below([], [], 0.95) == 0.0
+    assert bound_mean_below([0.0, 0.0, 9.0], ["code"] * 3, 0.95) == 0.0  # no mean error is negative
 
 
 def test_kinds_of_few_texts_share_their_relative_variance():
@@ -93,7 +94,7 @@ def test_what_is_no_number_is_over_every_limit():
 
 def test_the_looks_at_all_layers_and_lengths_share_the_error_probability():
     recipe = Recipe("m", Budget("rel_mse", 1e-3), (1024, 2048), Path("p"), check_lengths=(1536,))
-    risks = [1 - step_confidence(step, recipe, 6) for step in STEPS]
+    risks = [1 - compute_attempt_confidence(step, recipe, 6) for step in SPEND_FRACTIONS]
     assert 3 * 6 * sum(risks) == pytest.approx(1 - CONFIDENCE)
     assert risks[0] == pytest.approx(sum(risks[1:]))
 
@@ -101,21 +102,21 @@ def test_the_looks_at_all_layers_and_lengths_share_the_error_probability():
 @pytest.mark.parametrize(("count", "above"), [(29, 0), (32, 0), (46, 1), (60, 1), (61, 2)])
 def test_how_many_texts_may_be_outside(count, above):
     """By the exact binomial test that fewer than nine of ten texts keep within."""
-    assert may_exceed(count, 0.05) == above
+    assert count_allowed_above(count, 0.05) == above
     assert stats.binom.cdf(above, count, 1 - SHARE) <= 0.05 < stats.binom.cdf(above + 1, count, 1 - SHARE)
-    assert share_shown(count, above, 0.05) >= SHARE
-    assert stats.binom.cdf(above, count, 1 - share_shown(count, above, 0.05)) == pytest.approx(0.05)
+    assert bound_share(count, above, 0.05) >= SHARE
+    assert stats.binom.cdf(above, count, 1 - bound_share(count, above, 0.05)) == pytest.approx(0.05)
 
 
 def test_fewer_texts_show_less_and_chance_explains_some_excess():
-    assert may_exceed(12, 0.05) == 0
-    assert share_shown(12, 0, 0.05) == pytest.approx(0.05 ** (1 / 12))
-    assert share_shown(3, 3, 0.05) == 0.0
-    assert texts_for(SHARE, 0.05) == 29
-    assert excess_probability(3, 8, 0.9) == pytest.approx(stats.binom.sf(2, 8, 0.1))
+    assert count_allowed_above(12, 0.05) == 0
+    assert bound_share(12, 0, 0.05) == pytest.approx(0.05 ** (1 / 12))
+    assert bound_share(3, 3, 0.05) == 0.0
+    assert count_texts_for(SHARE, 0.05) == 29
+    assert compute_excess_probability(3, 8, 0.9) == pytest.approx(stats.binom.sf(2, 8, 0.1))
 
 
 @pytest.mark.parametrize(("kept", "found"), [(0, 4), (4, 4), (7, 8), (60, 64)])
 def test_the_interval_of_a_share(kept, found):
     exact = stats.binomtest(kept, found).proportion_ci(0.95, method="exact")
-    assert share_interval(kept, found, 0.95) == pytest.approx((exact.low, exact.high))
+    assert compute_share_interval(kept, found, 0.95) == pytest.approx((exact.low, exact.high))

@@ -1,4 +1,4 @@
-"""The certificate without a model: what looks at layers lead to, what prompts certify, and what fresh ones say."""
+"""The certificate without a model: certified shares, what prompts certify, and what fresh ones refute."""
 
 import math
 from contextlib import nullcontext
@@ -7,122 +7,126 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
-from calibrate.proof.adjust import (
-    TAU_FOR_ERROR,
-    Proven,
-    judge,
-    retrieval_lost,
-    slower_layers,
-)
-from calibrate.proof.again import compared
-from calibrate.proof.bounds import PATH, STEPS, mean_bound, step_confidence
+from calibrate.proof.adjust import Proven, find_lost_retrieval, find_slower_layers, judge
+from calibrate.proof.bounds import BUDGET_SEQUENCE, SPEND_FRACTIONS, compute_attempt_confidence, mean_bound
 from calibrate.proof.certify import (
-    Groups,
-    Means,
-    Scale,
-    along_path,
-    certificate_of,
-    proven_again,
+    HOPELESS,
+    MeanCertifier,
+    PromptScorer,
+    TextGroups,
+    build_certificate,
+    make_slower_dense,
+    remeasure,
+    run_fixed_sequence_test,
     without_slower_layers,
     without_slower_lengths,
 )
 from calibrate.proof.layers import PromptAgreement
-from calibrate.proof.state import ProblemKind
+from calibrate.proof.recheck import compare_certificate
+from calibrate.proof.state import TAU_FOR_ERROR, ProblemKind
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Budget
 from calibrate.record import Certificate, CertifiedLength
 from calibrate.report.sections import sentences, statement, tables
 from calibrate.search.choice import ChosenDense
-from support.candidates import LENGTHS, RECIPE, candidate, proof_of, proofs_of
+from support.candidates import CHECKS, LENGTHS, RECIPE, candidate, proof_of, proofs_of
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
 DOMAINS = ("code", "prose", "code", "prose", "code")
 BUDGET = Budget("mse", 1e-4)
-GROUPS = Groups(((0,), (1,), (2,), (3,), (4,)), ("text",) * 5)
+GROUPS = TextGroups(((0,), (1,), (2,), (3,), (4,)), ("text",) * 5)
+PROMPTS = dict.fromkeys((*LENGTHS, *CHECKS), ())
+BEGUN = candidate()
+PER_PROMPT = replace(BEGUN, recipe=replace(RECIPE, per_prompt=True))
+TIMES = st.floats(0, 3) | st.just(math.nan)
 
 
-def down(begun, length, layer, means):
-    """What a layer is left with if its looks find these mean errors, and how many were taken."""
-    looked, at = Means(begun, length, GROUPS), begun
-    for number, mean in enumerate(means, 1):
-        revised = looked.revise(at, length, layer, proof_of(mean, FACTORS))
-        if layer in looked.layers:
-            assert revised is (None if number == 1 else begun)  # prompts go on with the layer as it was
-            assert looked.revise(begun, length, layer, proof_of(mean, FACTORS)) is None
-            return looked, number
-        at = revised
-    raise AssertionError(f"more looks than {len(means)}")
+def pretended(prove):
+    """A prover of which only `prove` is called."""
+    prover = SimpleNamespace(prove=prove, executor=None, journal=None)
+    prover.show_progress = lambda *_: nullcontext(prover)
+    return prover
 
 
-def test_a_bound_within_the_limit_is_accepted_at_the_first_look():
-    begun = candidate()
-    mean = 0.5 * begun.limits[1024, 0]
-    looked, looks = down(begun, 1024, 0, [mean])
-    assert (looks, looked.layers[0].share) == (1, 1.0)
-    assert looked.left() is begun
-    expected = mean_bound([mean * one for one in FACTORS], GROUPS.kinds, step_confidence(1.0, RECIPE, 2))
-    assert looked.layers[0].bound == expected
+def expected_ladder(errors, limit):
+    """The shares that are tried of a layer with these mean errors, the share that it keeps, and the bound for that."""
+    tried, share, first = [], 1.0, None
+    for mean in errors:
+        tried.append(share)
+        confidence = compute_attempt_confidence(share, RECIPE, 2)
+        bound = mean_bound([mean * factor for factor in FACTORS], GROUPS.kinds, confidence)
+        first = bound if first is None else first
+        if bound <= limit:
+            return tried, share, bound
+        hopeful = [step for step in SPEND_FRACTIONS[:-1] if step < share and step * first <= HOPELESS * limit]
+        if share == SPEND_FRACTIONS[-1]:
+            return tried, 0.0, 0.0
+        share = [*hopeful, SPEND_FRACTIONS[-1]][0]
+    raise AssertionError("more attempts than there are fractions")
 
 
-@pytest.mark.parametrize(
-    ("times", "left"),
-    [
-        *(([0.75] * step + [0.1], STEPS[step]) for step in range(1, len(STEPS))),  # the bound alone is over the limit
-        ([1.0, 0.1], STEPS[2]),  # what the first bound makes hopeless is passed over
-        ([9.0, 0.05], STEPS[-1]),  # but for the last
-        ([9.0, 9.0], 0.0),
-        ([math.nan, 0.05], STEPS[-1]),
-    ],
-)
-def test_a_layer_gets_less_in_steps_and_is_dense_only_if_the_last_does_not_hold(times, left):
-    """Looks find mean errors of `times` the limit; their bounds are about 1.5 times as much."""
-    begun = candidate()
-    limit, spent = begun.limits[1024, 1], begun.choice(1, 1024).spent
-    looked, looks = down(begun, 1024, 1, [each * limit for each in times])
-    assert looks == len(times)
-    assert looked.layers[1].share == left
-    choice, config = looked.left().choice(1, 1024), looked.left().layer_config(1, 1024)
-    assert config == choice.config or config.is_dense
-    assert config.is_dense == choice.config.is_dense == (left == 0.0)
-    assert choice.budget_mse == pytest.approx(left * spent) or choice.why_dense == ChosenDense.OVER_BOUND
-    assert looked.left().changes[1024, 1].tightened == 0  # the certificate's doing, not the adjustment's
-    changed = {place for place in begun.configs if looked.left().configs[place] != begun.configs[place]}
-    assert (1024, 1) in changed
-    assert all(layer == 1 for _, layer in changed)
-
-
-def test_at_a_checked_length_thresholds_are_lowered_from_what_they_were():
-    begun = candidate()
-    limit = begun.limits[768, 0]
-    left = down(begun, 768, 0, [0.75 * limit, 0.75 * limit, 0.1 * limit])[0].left()
-    pairs = zip(begun.layer_config(0, 768).heads, left.layer_config(0, 768).heads, strict=True)
-    for before, after in pairs:
-        assert after.tau == pytest.approx(before.tau * STEPS[2] ** (1 / TAU_FOR_ERROR))
-    assert left.profile().lengths == tuple(sorted(begun.lengths))
-    assert left.profile().layer_config(0, 768) == left.layer_config(0, 768)
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from((1024, 768)), st.integers(0, 1), st.lists(TIMES, min_size=5, max_size=5))
+@example(1024, 0, [0.5] * 5)
+@example(1024, 1, [0.75, 0.75, 0.75, 0.75, 0.1])
+@example(1024, 1, [1.0, 0.1, 9.0, 9.0, 9.0])  # what the first bound makes hopeless is passed over
+@example(1024, 1, [9.0, 0.05, 9.0, 9.0, 9.0])  # but for the last
+@example(768, 1, [9.0] * 5)
+@example(1024, 1, [math.nan, 0.05, 9.0, 9.0, 9.0])
+def test_a_layer_keeps_the_largest_fraction_whose_bound_holds(length, layer, times):
+    """Attempts find mean errors of `times` the limit. Later layers see the layer as it was, whatever is decided."""
+    key, limit = (length, layer), BEGUN.limits[length, layer]
+    tried, share, bound = expected_ladder([ratio * limit for ratio in times], limit)
+    certifier, current = MeanCertifier(BEGUN, length, GROUPS), BEGUN
+    for expected, ratio in zip(tried, times, strict=False):
+        at = BEGUN.with_share(layer, length, expected) if expected < 1 else BEGUN
+        assert current.configs == at.configs
+        assert layer not in certifier.layers
+        current = certifier.revise(current, length, layer, proof_of(ratio * limit, FACTORS))
+    assert current is (None if len(tried) == 1 else BEGUN)
+    assert certifier.revise(BEGUN, length, layer, proof_of(1.0, FACTORS)) is None
+    assert (certifier.layers[layer].share, certifier.layers[layer].bound) == (share, bound)
+    result = certifier.result()
+    assert (result is BEGUN) == (share == 1)
+    assert result.tightened == {}  # the certificate's doing, not the adjustment's
+    changed = {place for place in BEGUN.configs if result.configs[place] != BEGUN.configs[place]}
+    assert all(place[1] == layer for place in changed)
+    assert (key in changed) == (share < 1)
+    assert result.configs[key].is_dense == (share == 0)
+    if length in LENGTHS:
+        choice, spent = result.chosen[length].choices[layer], BEGUN.chosen[length].choices[layer].spent
+        assert share or choice.why_dense == ChosenDense.OVER_BOUND
+        assert share in (0, 1) or choice.budget_mse == pytest.approx(share * spent)
+    elif 0 < share < 1:
+        pairs = zip(BEGUN.configs[key].heads, result.configs[key].heads, strict=True)
+        assert all(new.tau == pytest.approx(old.tau * share ** (1 / TAU_FOR_ERROR)) for old, new in pairs)
+        assert result.build_profile().lengths == tuple(sorted(BEGUN.lengths))
 
 
 @pytest.mark.parametrize(("over", "taken"), [({}, 1.0), ({1.0: 1}, 0.85), ({0.85: 2, 1.0: 0}, 0.7), ({0.5: 1}, 0.5)])
-def test_a_path_is_taken_from_the_safest_on_until_one_look_fails(over, taken):
+def test_more_and_more_is_spent_from_the_safest_on_until_one_attempt_fails(over, taken, monkeypatch):
     """Of five groups of text none may be over its limits; `over` are so many at a share of what layers spend."""
-    begun, seen, shares = candidate(), [], []
+    begun, seen, shares = BEGUN, [], []
 
-    def measure(at):
-        share = PATH[len(shares)]
+    def measure(prover, at, length, prompts):
+        share = BUDGET_SEQUENCE[len(shares)]
         shares.append(share)
-        ratios = at.choice(0, 512).budget_mse / begun.choice(0, 512).spent
+        ratios = at.chosen[512].choices[0].budget_mse / begun.chosen[512].choices[0].spent
         assert share == 1.0 or ratios == pytest.approx(share)
         seen.append(length_proof(errors=[2.0 if number < over.get(share, 0) else 0.5 for number in range(5)]))
         return share, seen[-1]
 
-    scale = Scale(begun.recipe, (1e-4, None), math.inf)
-    share, proof = along_path(begun, 512, scale, measure)
+    scale = PromptScorer(begun.recipe, (1e-4, None), math.inf)
+    monkeypatch.setattr(certify, "_certify_means", measure)
+    share, proof = run_fixed_sequence_test(None, begun, 512, length_proof().prompts, scale)
     assert share == taken
     assert proof is seen[shares.index(taken)]
-    assert shares == [one for one in PATH if one <= min((s for s, n in over.items() if n), default=1.0)]
+    assert shares == [one for one in BUDGET_SEQUENCE if one <= min((s for s, n in over.items() if n), default=1.0)]
 
 
 def timed(begun, slower=()):
@@ -142,12 +146,12 @@ def timed(begun, slower=()):
 def test_layers_that_adjusting_left_slower_than_dense_become_dense():
     begun = candidate("cuda")
     proofs = timed(begun, {(1024, 1): 2.1e-3, (512, 0): 2.02e-3})  # the latter is a tie
-    assert slower_layers(begun, proofs) == {(1024, 1)}
+    assert find_slower_layers(begun, proofs) == {(1024, 1)}
     left = without_slower_layers(Proven(begun, proofs, ())).candidate
     for (length, layer), config in begun.configs.items():
         assert left.configs[length, layer] == (config.as_dense() if (length, layer) == (1024, 1) else config)
-    assert left.choice(1, 1024).why_dense == ChosenDense.SLOWER_ATTENTION
-    assert slower_layers(left, proofs) == frozenset()
+    assert left.chosen[1024].choices[1].why_dense == ChosenDense.SLOWER_ATTENTION
+    assert find_slower_layers(left, proofs) == frozenset()
     untimed = Proven(begun, proofs_of(begun), ())
     assert without_slower_layers(untimed) == untimed
 
@@ -160,28 +164,28 @@ def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
     proofs[1024] = replace(proofs[1024], prefill_seconds=3.0, dense_prefill_seconds=2.0)
     quick = replace(proofs[1024], prefill_seconds=2.0)
     again = []
-    prover = SimpleNamespace(prove=lambda _, lengths, *__: again.append(set(lengths)) or (begun, {1024: quick}))
+    prover = pretended(lambda _, prompts: again.append(set(prompts)) or (begun, {1024: quick}))
     proven = Proven(begun, proofs, judge(begun, proofs))
     assert not proven.met
-    left = without_slower_lengths(prover, proven)
+    left = without_slower_lengths(prover, PROMPTS, proven)
     assert left.met
     assert again == [{1024}]
     became_dense = {(1024, layer) for layer in slow_layers or {0, 1}}
     for place, config in begun.configs.items():
         assert left.configs[place] == (config.as_dense() if place in became_dense else config)
-    assert without_slower_lengths(prover, left) is left
+    assert without_slower_lengths(prover, PROMPTS, left) is left
 
 
 def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too():
     begun = candidate("cuda")
     proofs = timed(begun)
     measured = iter([{512: timed(begun, {(512, 1): 3e-3})[512]}, {512: proofs[512]}])
-    prover = SimpleNamespace(prove=lambda *_: (begun, next(measured)))
-    changed = certify.with_dense_layers(begun, {(512, 0)}, ChosenDense.OVER_BOUND)
+    prover = pretended(lambda *_: (begun, next(measured)))
+    changed, _ = make_slower_dense(begun, {(512, 0)}, frozenset())
     proven = Proven(begun, proofs, ())
-    left = proven_again(prover, proven, replace(proven, candidate=changed))
+    left = remeasure(prover, PROMPTS, proven, replace(proven, candidate=changed))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
-    assert left.candidate.choice(1, 512).why_dense == ChosenDense.SLOWER_ATTENTION
+    assert left.candidate.chosen[512].choices[1].why_dense == ChosenDense.SLOWER_ATTENTION
     assert left.proofs[512] == proofs[512]  # as it is at the end
     assert next(measured, None) is None
 
@@ -189,14 +193,13 @@ def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too()
 @pytest.mark.parametrize(("needles", "problems"), [((2, 2), 0), ((1, 2), 0), ((0, 2), 1)])
 def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, problems):
     """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
-    begun = candidate()
-    proven = Proven(begun, {}, ())
-    dense = certify.with_dense_layers(begun, {(LENGTHS[0], 0), (LENGTHS[0], 1)}, ChosenDense.SLOWER_PREFILL)
+    begun, proven = BEGUN, Proven(BEGUN, {}, ())
+    dense, _ = make_slower_dense(begun, set(), frozenset({LENGTHS[0]}))
     changed = replace(proven, candidate=dense)
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
-    monkeypatch.setattr(certify, "slower_than_dense", lambda *_: ())
-    monkeypatch.setattr(certify, "slower_layers", lambda *_: frozenset())
-    again = proven_again(SimpleNamespace(prove=lambda *_: (None, measured)), proven, changed)
+    monkeypatch.setattr(certify, "find_slower_lengths", lambda *_: ())
+    monkeypatch.setattr(certify, "find_slower_layers", lambda *_: frozenset())
+    again = remeasure(pretended(lambda *_: (None, measured)), PROMPTS, proven, changed)
     assert len(again.problems) == problems
     assert all("keeps 0 of the 2 needles" in str(problem) for problem in again.problems)
 
@@ -214,18 +217,17 @@ def length_proof(means=(5e-5, 2e-5), found=4, kept=4, kls=(1e-3, 2e-3, 3e-3, 4e-
     layers = [proof_of(mean, FACTORS, last=3.0, kinds=DOMAINS) for mean in means]
     if errors is not None:
         layers[0] = proof_of(1e-4, errors, kinds=DOMAINS)
-    return LengthProof.of(layers, agreements, prompts)
+    return LengthProof.from_agreements(layers, agreements, prompts)
 
 
 def certified(seen, begun=None, scale=None, change=lambda layers: layers):
-    begun = begun or candidate()
-    length = LENGTHS[0]
-    means = Means(begun, length, Groups.of(seen.prompts))
+    begun, length = begun or BEGUN, LENGTHS[0]
+    means = MeanCertifier(begun, length, TextGroups.from_prompts(seen.prompts))
     for layer, proof in enumerate(seen.layers):
         assert means.revise(begun, length, layer, proof) is None or layer in means.layers
     means.layers = change(means.layers)
     limits = tuple(begun.limits[length, layer] for layer in range(2))
-    return certificate_of(length, seen, means, scale or Scale(begun.recipe, limits, 4e-3), 1e-4)
+    return build_certificate(length, seen, means, scale or PromptScorer(begun.recipe, limits, 4e-3), 1e-4)
 
 
 def test_what_prompts_certify():
@@ -272,42 +274,49 @@ def test_the_claims_in_words():
 
 
 def test_single_prompts_within_their_limits_are_said_to_be():
-    begun = replace(candidate(), recipe=replace(RECIPE, per_prompt=True))
-    outcome = certified(length_proof(means=(2e-5, 2e-5)), begun)
-    assert (outcome.error_over_limit, outcome.kl, outcome.share) == (
-        1.0,
-        pytest.approx(4e-3),
-        pytest.approx(1 - 0.657, abs=1e-3),
-    )
+    outcome = certified(length_proof(means=(2e-5, 2e-5)), PER_PROMPT)
+    assert (outcome.error_over_limit, outcome.kl) == (1.0, pytest.approx(4e-3))
+    assert outcome.share == pytest.approx(1 - 0.657, abs=1e-3)
     assert "keep every layer within its limit, over" in sentences(Certificate(confidence=0.95, lengths=(outcome,)))[0]
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_single_prompts_over_their_limits_at_the_safest_are_a_problem(over, monkeypatch):
+    prompts, proof = length_proof().prompts, length_proof(errors=[2.0] * over + [0.5] * (5 - over))
+    means = MeanCertifier(PER_PROMPT, 512, TextGroups.from_prompts(prompts))
+    for layer, layer_proof in enumerate(length_proof(means=(2e-5, 2e-5)).layers):
+        means.revise(PER_PROMPT, 512, layer, layer_proof)
+    monkeypatch.setattr(certify, "_certify_means", lambda *_: (means, proof))
+    monkeypatch.setattr(certify, "measured", lambda *_: [{"kl": None}])
+    monkeypatch.setattr(certify, "MIN_GROUPS", 5)
+    proven = Proven(PER_PROMPT, dict.fromkeys(PROMPTS, length_proof()), ())
+    problems = certify.certify(pretended(None), {512: prompts}, proven).problems
+    at_512 = [problem for problem in problems if problem.length == 512]
+    assert [problem.kind for problem in at_512] == [ProblemKind.NOT_SHOWN] * over
+    assert all("at 512 tokens 1 of 5 groups" in str(problem) and "with 50% of" in str(problem) for problem in at_512)
 
 
 def test_a_group_counts_once_by_its_largest_prompt():
     seen = length_proof(groups=("a", "b", "a", "c", "d"))
-    groups = Groups.of(seen.prompts)
+    groups = TextGroups.from_prompts(seen.prompts)
     assert (groups.members, groups.kinds) == (((0, 2), (1,), (3,), (4,)), ("code", "prose", "prose", "code"))
-    assert groups.means([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 2.0, 4.0, 5.0]
-    assert groups.largest([1.0, 2.0, 3.0, 4.0, 5.0]) == [3.0, 2.0, 4.0, 5.0]
+    assert groups.mean_per_group([1.0, 2.0, 3.0, 4.0, 5.0]) == [2.0, 2.0, 4.0, 5.0]
+    assert groups.max_per_group([1.0, 2.0, 3.0, 4.0, 5.0]) == [3.0, 2.0, 4.0, 5.0]
     assert (certified(seen).groups, certified(seen).share) == (4, pytest.approx(0.05**0.25))
     assert [one.groups for one in certified(seen).domains] == [2, 2]
 
 
 def test_the_scale_is_that_of_the_adjust_prompts():
-    begun = candidate()
-    scale = Scale.of(begun, 512, length_proof())
-    assert scale.limits == (begun.limits[512, 0], begun.limits[512, 1])
-    assert scale.kl == pytest.approx(5e-3 / (3 * 1.25 * 5e-5 / 1e-4))
-    single = replace(begun, recipe=replace(begun.recipe, per_prompt=True))
-    assert Scale.of(single, 512, length_proof()).kl == pytest.approx(2 * scale.kl)
+    scale = PromptScorer.from_proof(BEGUN, 512, length_proof())
+    assert scale.limits == (BEGUN.limits[512, 0], BEGUN.limits[512, 1])
+    assert scale.kl_unit == pytest.approx(5e-3 / (3 * 1.25 * 5e-5 / 1e-4))
+    assert PromptScorer.from_proof(PER_PROMPT, 512, length_proof()).kl_unit == pytest.approx(2 * scale.kl_unit)
     undefined = length_proof(errors=[math.nan, 1.0, 1.0, 1.0, 1.0], kls=(1e-3, math.nan, 1e-3, 1e-3, 1e-3))
-    assert scale.numbers(undefined)[:2] == [math.inf, math.inf]
+    assert scale.scores(undefined)[:2] == [math.inf, math.inf]
 
 
 def test_certificates_of_too_few_groups_are_a_problem_that_says_how_many_would_do():
-    begun = candidate()
-    prompts = length_proof().prompts
-    prover = SimpleNamespace(bar=lambda *_: nullcontext(), executor=None, journal=None)
-    proven = certify.certify(prover, {512: prompts[:2]}, Proven(begun, proofs_of(begun), ()))
+    proven = certify.certify(pretended(None), {512: length_proof().prompts[:2]}, Proven(BEGUN, proofs_of(BEGUN), ()))
     assert proven.certificates == {}
     assert {problem.kind for problem in proven.problems} == {ProblemKind.TOO_FEW}
     assert str(proven.problems[0]) == (
@@ -332,8 +341,7 @@ def test_a_certificate_states_both_units_of_an_mse_and_which_limit_binds():
 
 
 def test_a_layer_that_became_dense_has_no_error():
-    begun = candidate()
-    outcome = certified(length_proof(), begun, change=lambda layers: {**layers, 0: certify.Left(0.0, begun)})
+    outcome = certified(length_proof(), BEGUN, change=lambda layers: {**layers, 0: certify.CertifiedSpending(0.0)})
     first = outcome.layers[0]
     assert (first.mean, first.bound, first.density, first.spent) == (0.0, 0.0, 1.0, 0.0)
     assert outcome.error_over_limit == pytest.approx(1.875)  # the claim about prompts is of layers as adjusted
@@ -345,18 +353,19 @@ def test_a_layer_that_became_dense_has_no_error():
 
 def test_retrieval_fails_only_where_chance_does_not_explain_it():
     few, many = (certified(length_proof(found=found, kept=kept)).retrieval for found, kept in ((4, 3), (40, 30)))
-    assert retrieval_lost(512, few, RECIPE) is None
-    assert str(retrieval_lost(512, many, RECIPE)) == (
+    assert find_lost_retrieval(512, few, RECIPE) is None
+    assert str(find_lost_retrieval(512, many, RECIPE)) == (
         "at 512 tokens the patched model keeps 30 of the 40 needles that dense finds, so with 95% confidence no more "
         "than 87%; 95% are asked for"
     )
     nothing_found = certified(length_proof(found=4, kept=4)).retrieval
-    assert retrieval_lost(512, replace(nothing_found, found=0), RECIPE) is None
+    assert find_lost_retrieval(512, replace(nothing_found, found=0), RECIPE) is None
     assert certified(length_proof(found=0)).retrieval is None
 
 
 def checked(fresh, stated=None):
-    return compared(candidate().profile(), RECIPE, {512: certified(stated or length_proof())}, {512: fresh})
+    profile = BEGUN.build_profile()
+    return compare_certificate(profile, RECIPE, {512: certified(stated or length_proof())}, {512: fresh})
 
 
 def test_fresh_prompts_break_a_mean_only_beyond_chance():

@@ -8,17 +8,16 @@ import torch
 from calibrate.commands.profile import main as profile_command
 from calibrate.model.layers import DecoderLayer
 from calibrate.pipeline import calibrate
-from calibrate.proof import again, certify, verify
-from calibrate.proof.layers import LayerSetting, layer_state
-from calibrate.proof.verify import prove
+from calibrate.proof.layers import LayerConfigAt, make_layer_state
+from calibrate.proof.verify import Prover
 from s2o_runtime import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.huggingface.hf import s2o_attention_forward, s2o_mask
 from s2o_runtime.huggingface.layers import attach
 from s2o_runtime.reference.dense import dense_attention
 from support.models import stream
-from support.streamed import random_prompts, uniform
-from support.tiny import recipe, save_tiny
+from support.streamed import prove, random_prompts, uniform
+from support.tiny import recipe
 
 SLOW = pytest.mark.slow(reason="calibrates a tiny model")
 
@@ -43,28 +42,26 @@ class Layers:
 
 def test_what_each_chunk_runs():
     layers = Layers(SPARSE, SPARSER)
-    in_chunks = LayerSetting.of(layers, CHUNK, 0, LENGTH)
+    in_chunks = LayerConfigAt.from_source(layers, CHUNK, 0, LENGTH)
     assert (in_chunks.chunk, in_chunks.by_keys) == (CHUNK, ((128, SPARSE), (256, SPARSER), (300, SPARSER)))
-    short = LayerSetting.of(layers, 64, 0, 150)  # below the shortest calibrated length a chunk is dense
+    short = LayerConfigAt.from_source(layers, 64, 0, 150)  # below the shortest calibrated length a chunk is dense
     assert [(keys, config.is_dense) for keys, config in short.by_keys] == [(64, True), (128, False), (150, False)]
-    assert LayerSetting.of(layers, CHUNK, 0, CHUNK) == LayerSetting(SPARSE)
-    assert LayerSetting.of(layers, None, 0, LENGTH) == LayerSetting(SPARSER)
-
-
-def test_a_prompts_last_chunk_alone_has_dense_last_rows():
-    short, long = (replace(config, last_rows=128) for config in (SPARSE, SPARSER))
+    assert LayerConfigAt.from_source(layers, CHUNK, 0, CHUNK) == LayerConfigAt(SPARSE)
+    assert LayerConfigAt.from_source(layers, None, 0, LENGTH) == LayerConfigAt(SPARSER)
+    short, long = (replace(config, last_rows=128) for config in (SPARSE, SPARSER))  # of a prompt's last chunk alone
     layers = Layers(short, long)
-    assert [config for _, config in LayerSetting.of(layers, CHUNK, 0, LENGTH).by_keys] == [SPARSE, SPARSER, long]
-    assert LayerSetting.of(layers, CHUNK, 0, CHUNK).config == short
-    assert LayerSetting.of(layers, None, 0, LENGTH).config == long
+    in_chunks = LayerConfigAt.from_source(layers, CHUNK, 0, LENGTH)
+    assert [config for _, config in in_chunks.by_keys] == [SPARSE, SPARSER, long]
+    assert LayerConfigAt.from_source(layers, CHUNK, 0, CHUNK).config == short
+    assert LayerConfigAt.from_source(layers, None, 0, LENGTH).config == long
 
 
 def test_a_prefill_in_chunks_is_the_calls_that_a_server_makes():
     module = torch.nn.Module().eval()  # in training mode it would be dense
     observed = []
     layers = Layers(SPARSE, SPARSER)
-    runs = LayerSetting.of(layers, CHUNK, 3, LENGTH)
-    state = layer_state(DecoderLayer(5, 3, module, module), runs, lambda *call: observed.append(call))
+    runs = LayerConfigAt.from_source(layers, CHUNK, 3, LENGTH)
+    state = make_layer_state(DecoderLayer(5, 3, module, module), runs, lambda *call: observed.append(call))
     attach(module, state)
     q, k, v = (torch.randn(1, heads, LENGTH, 64) for heads in (4, 2, 2))
     mask = s2o_mask(batch_size=1, q_length=LENGTH, q_offset=0, kv_length=LENGTH)
@@ -106,50 +103,26 @@ def test_a_proof_in_chunks(tiny_folder):
     assert chunked != whole
 
 
-class Chunks(dict):
-    """The chunks that each module's proofs were called with, by the module's name."""
+@pytest.fixture
+def chunks(monkeypatch):
+    """The chunks that proofs are made with meanwhile."""
+    used, prove_really = set(), Prover.prove
 
-    def watch(self, monkeypatch, module, name, function):
-        """Keep those of a function that a module calls."""
-        place = f"{module.__name__.rpartition('.')[2]}.{name}"
+    def watched(prover, *arguments, **named):
+        used.add(prover.chunk)
+        return prove_really(prover, *arguments, **named)
 
-        def watched(*arguments, **named):
-            given = named["chunk"] if "chunk" in named else arguments[6]  # of `prove`, as `Prover` calls it
-            self.setdefault(place, set()).add(given)
-            return function(*arguments, **named)
-
-        monkeypatch.setattr(module, name, watched)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A calibration with chunks: the profile, the model's folder and what proved with which chunks."""
-    folder = save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-    asked = recipe(folder, tmp_path_factory.mktemp("calibrated") / "p.safetensors", **SETTINGS, chunk=RECIPE_CHUNK)
-    chunks = Chunks()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        chunks.watch(monkeypatch, verify, "prove", prove)
-        chunks.watch(monkeypatch, certify, "prove", prove)
-        calibrate(asked, progress=False)
-    return asked.out, folder, chunks
+    monkeypatch.setattr(Prover, "prove", watched)
+    return used
 
 
 @SLOW
-def test_a_calibration_proves_in_the_recipes_chunks(finished):
-    _, _, chunks = finished
-    assert chunks == {
-        "verify.prove": {RECIPE_CHUNK},
-        "certify.prove": {RECIPE_CHUNK},
-    }  # the passes in KL and the proof
-
-
-@SLOW
-@pytest.mark.parametrize(("fresh", "given"), [((), None), (("--seed", "5"), OTHER)])
-def test_verify_proves_in_chunks(finished, fresh, given, monkeypatch, capsys):
-    path, folder, _ = finished
-    chunks = Chunks()
-    chunks.watch(monkeypatch, again, "prove", prove)
-    option = () if given is None else ("--chunk", str(given))
-    code = profile_command(["verify", str(path), "--model", str(folder), "--device", "cpu", *fresh, *option])
-    assert code in (0, 3), capsys.readouterr().err  # in other chunks than those of the proof it may fail
-    assert chunks == {"again.prove": {given or RECIPE_CHUNK}}
+def test_a_calibration_and_what_verifies_it_prove_in_chunks(chunks, tiny_folder, tmp_path, capsys):
+    asked = recipe(tiny_folder, tmp_path / "p.safetensors", **SETTINGS, chunk=RECIPE_CHUNK)
+    calibrate(asked, progress=False)
+    assert chunks == {RECIPE_CHUNK}
+    for options, expected in (((), RECIPE_CHUNK), (("--seed", "5", "--chunk", str(OTHER)), OTHER)):
+        chunks.clear()
+        code = profile_command(["verify", str(asked.out), "--model", str(tiny_folder), "--device", "cpu", *options])
+        assert code in (0, 3), capsys.readouterr().err  # in other chunks than those of the proof it may fail
+        assert chunks == {expected}

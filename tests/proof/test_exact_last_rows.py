@@ -6,11 +6,10 @@ import pytest
 
 from calibrate.pipeline import calibrate
 from calibrate.profiles.rebudget import rebudget
-from calibrate.proof.verify import prove
 from calibrate.recipe import Budget
 from s2o_runtime.profile import load_profile
 from support.models import stream
-from support.streamed import Layers, random_prompts, uniform
+from support.streamed import Layers, prove, random_prompts, uniform
 from support.tiny import QUICKEST, recipe
 
 LENGTH = 600  # of which 75 rows answer

@@ -9,15 +9,14 @@ import torch
 from calibrate.curves.curves import TAUS, RankingConfig, Shape
 from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
-from calibrate.proof.layers import LayerSetting
-from calibrate.proof.verify import prove
+from calibrate.proof.layers import LayerConfigAt
 from calibrate.recipe import Recipe
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.quantisation import as_cached
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.models import stream
-from support.streamed import Layers, random_prompts
+from support.streamed import Layers, prove, random_prompts
 
 LENGTH = 700
 OPTIONS = {"model": "demo", "lengths": (1024,), "out": Path("p.safetensors"), "kv_cache_dtype": "fp8"}
@@ -60,7 +59,7 @@ def of_all(config):
 
 def test_what_was_measured_without_such_a_cache_is_found_again():
     config = LayerConfig.uniform(4, tau=0.5, segment=512)
-    assert LayerSetting(config).digest != LayerSetting(config, kv_cache_dtype="fp8").digest
+    assert LayerConfigAt(config).digest != LayerConfigAt(config, kv_cache_dtype="fp8").digest
     recipe = Recipe.of(OPTIONS)
     assert recipe.record()["kv_cache_dtype"] == "fp8"
     assert Recipe.from_record(recipe.record(), recipe.out).kv_cache_dtype == "fp8"

@@ -12,9 +12,9 @@ from calibrate.curves.curves import row_errors, tile_worst
 from calibrate.model.logits import rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
-from calibrate.proof.layers import ConfigPrefix, answer_rows
-from calibrate.proof.verify import LayerProof, LengthProof, Progress, prove
-from calibrate.work.executor import executor_of
+from calibrate.proof.layers import LayerHistory, count_answer_rows
+from calibrate.proof.verify import LayerProof, LengthProof
+from calibrate.work.executor import executor_of, measured
 from s2o_runtime import patch, unpatch
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.errors import ModelError
@@ -22,7 +22,7 @@ from s2o_runtime.huggingface.hf import layer_states
 from s2o_runtime.reference.dense import exact_attention
 from support.executors import CPU
 from support.models import make_profile, save, stream
-from support.streamed import Layers, random_prompts, uniform
+from support.streamed import Layers, prove, random_prompts, uniform
 
 LENGTHS = (130, 200)
 EXACT, SPARSE = uniform(0.0), uniform(100.0)
@@ -148,7 +148,7 @@ def test_what_was_revised_is_what_is_proven(tiny_folder, plenty, monkeypatch):
     steps = []
     loaded = stream(tiny_folder, False)
     begun, revised = Layers((SPARSE, SPARSE)), Layers((EXACT, SPARSE))
-    proven, proofs = prove(loaded, random_prompts(*LENGTHS), begun, revise, Progress(lambda: steps.append(1)))
+    proven, proofs = prove(loaded, random_prompts(*LENGTHS), begun, revise, on_step=lambda: steps.append(1))
     assert proven == revised
     assert [(length, layer, configs) for length, layer, configs, _ in asked] == [
         (130, 0, begun.configs), (130, 0, revised.configs), (200, 0, revised.configs),
@@ -201,13 +201,13 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folde
 
 def test_the_rows_that_answer_are_the_last_ones(tiny_folder, monkeypatch):
     """Of the first layer, whose inputs are those of any model."""
-    seen, real = [], layers.errors_of_rows
+    seen, real = [], layers.measure_row_errors
 
     def watch(out, dense):
         seen.append((out, dense))
         return real(out, dense)
 
-    monkeypatch.setattr(layers, "errors_of_rows", watch)
+    monkeypatch.setattr(layers, "measure_row_errors", watch)
     prompts = {200: random_prompts(200)[200][:1]}
     (errors,) = prove_all(stream(tiny_folder, False), SPARSE, prompts)[200].layers[0].of_prompts
     out, truth = seen[0]
@@ -215,20 +215,21 @@ def test_the_rows_that_answer_are_the_last_ones(tiny_folder, monkeypatch):
         assert mse == pytest.approx(float((out - truth)[:, :, first:].square().mean()), rel=1e-3)
         assert power == pytest.approx(float(truth[:, :, first:].square().mean()), rel=1e-3)
     assert errors.last_rows[0] > 1e-6
-    assert [answer_rows(length) for length in (4, 200, 2048, 131072)] == [1, 25, 256, 256]
+    assert [count_answer_rows(length) for length in (4, 200, 2048, 131072)] == [1, 25, 256, 256]
 
 
-def test_the_noise_floor_is_what_two_dense_implementations_differ_by(tiny_folder, monkeypatch):
-    def on_cpu(item, worker):
-        item.patching(worker)
-        return {"kl": certify.noise(worker.loaded, worker.prompts[item.prompt], certify.SDPBackend.MATH)}
+def test_the_noise_floor_is_what_two_dense_implementations_differ_by(tiny_folder):
+    class OnCpu(certify.NoiseFloor):
+        def run(self, worker):
+            self.use_s2o(worker)
+            return certify.measure_noise(worker.loaded, worker.prompts[self.prompt], certify.SDPBackend.MATH)
 
-    monkeypatch.setattr(certify.NoiseFloor, "run", on_cpu)
     prompts, floors = random_prompts(200)[200], []
     for dtype in (torch.float32, torch.bfloat16):
         with executor_of(stream(tiny_folder, False, dtype)) as executor:
             proof = prove(executor, {200: prompts}, Layers((SPARSE, SPARSE)))[1][200]
-            floors.append(certify._noise_floor(executor, 200, prompts, None))
+            items = [OnCpu(200, prompt.sha256) for prompt in prompts]
+            floors.append(max(0.0, sum(measured(items, executor, None)) / 2))
         assert proof.kl > 10 * floors[-1]
     assert 0 <= floors[0] < 1e-7
     assert floors[0] < floors[1]
@@ -274,7 +275,7 @@ def test_layers_are_timed_in_as_many_parts_as_there_are_workers(monkeypatch):
     geometry = SimpleNamespace(decoder_layers=5, layers=0)
     executor = SimpleNamespace(size=2, device=CPU, geometry=geometry)
     proof = LengthProof((), 0.0, 1.0, None)
-    prompts, ran = {512: SimpleNamespace(sha256="a")}, {512: ConfigPrefix()}
-    times = verify._with_times(executor, prompts, ran, {512: proof}, None)[512]
+    prompts, ran = {512: SimpleNamespace(sha256="a")}, {512: LayerHistory()}
+    times = verify._add_times(executor, prompts, ran, {512: proof}, None)[512]
     assert (times.prefill_seconds, times.dense_prefill_seconds) == (5.0, 10.0)
     assert [item.affinity for item in timed] == [(512, 0), (512, 0), (512, 0), (512, 1), (512, 1)]

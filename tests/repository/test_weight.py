@@ -16,14 +16,14 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 # Room -> the most lines of code, and the most tokens a line (so that nothing is gained by longer lines). A file counts
 # in the longest room that its path begins with. A cap rises only where another falls by as much, or with UNALLOCATED.
 CAPS: dict[str, tuple[int, float]] = {
-    "calibrate": (1770, 9.9),
+    "calibrate": (1771, 9.9),
     "calibrate/commands": (546, 9.1),
     "calibrate/curves": (692, 12.3),
     "calibrate/evaluation": (959, 11.7),
     "calibrate/model": (1492, 9.6),
     "calibrate/profiles": (366, 9.9),
     "calibrate/prompts": (1021, 11.9),
-    "calibrate/proof": (1726, 10.5),
+    "calibrate/proof": (1652, 10.4),
     "calibrate/report": (1293, 10.4),
     "calibrate/search": (1009, 10.3),
     "calibrate/work": (499, 9.6),
@@ -43,9 +43,9 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/bench/baselines": (1231, 12.6),
     "scripts/demo_model": (398, 10.9),
     "scripts/docs": (677, 10.4),
-    "scripts/study": (161, 13.4),
-    "tests": (20532, 12.2),
-    "tests/support": (1919, 12.3),
+    "scripts/study": (168, 12.9),
+    "tests": (20500, 12.2),
+    "tests/support": (1927, 12.2),
     UNALLOCATED: (0, 0.0),
 }
 

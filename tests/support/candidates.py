@@ -1,13 +1,14 @@
 """Candidates for a proof, made without a model."""
 
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from calibrate.curves.curves import TAUS, Curve, RankingConfig
 from calibrate.proof.state import Candidate
-from calibrate.proof.verify import LayerProof, LengthProof, PromptErrors, accept
+from calibrate.proof.verify import LayerProof, LengthProof, PromptErrors
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import allocate
 from calibrate.search.choice import Choice, SearchPoint
@@ -71,7 +72,6 @@ class PretendedProver:
     """Proves as `verify.Prover` does, without a model: layers have the errors that curves predict, or other ones.
 
     Args:
-        lengths: Of the prompts.
         error: Of a layer, from (candidate, length, layer).
         needles: Kept and found, from (candidate, length); None where no prompt asks for one.
         seconds: Of the prefill, from (candidate, length); the dense one takes 0.1.
@@ -82,23 +82,26 @@ class PretendedProver:
 
     def __init__(
         self,
-        lengths=(*LENGTHS, *CHECKS),
         error=lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)),
         needles=lambda candidate, length: None,
         seconds=lambda candidate, length: 0.1,
     ):
         self._error, self._needles, self._seconds = error, needles, seconds
-        self.held_out, self.attempts = dict.fromkeys(lengths, ()), []
+        self.attempts = []
 
-    def prove(self, title, lengths, candidate, revise=accept):
-        self.attempts.append((sorted(lengths), candidate))
-        layers = {length: [] for length in self.held_out if length in lengths}
+    @contextmanager
+    def show_progress(self, title, lengths):
+        yield self
+
+    def prove(self, candidate, prompts, revise=None):
+        self.attempts.append((sorted(prompts), candidate))
+        layers = {length: [] for length in prompts}
         for layer in range(candidate.geometry.layers):
             for length, proofs in layers.items():
                 revised = candidate
                 while revised is not None:
                     candidate, proof = revised, self._layer(revised, length, layer)
-                    revised = revise(candidate, length, layer, proof)
+                    revised = revise and revise(candidate, length, layer, proof)
                 proofs.append(proof)
         return candidate, {
             length: LengthProof(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from calibrate.prompts.prompt import Prompt
+from calibrate.proof.verify import Prover
+from calibrate.work.executor import executor_of
 from s2o_runtime.config import LayerConfig, TileConfig
 
 TILE = TileConfig(64, 32, 1, 4, 1)
@@ -24,6 +26,12 @@ class Layers:
 
     def layer_config(self, layer, length):
         return self.configs[layer]
+
+
+def prove(model, prompts, layers, revise=None, *, chunk=None, on_step=lambda: None):
+    """The layers as revised, and their proofs by length; model: loaded, or an executor."""
+    with executor_of(model) as executor:
+        return Prover(executor, chunk=chunk, on_step=on_step).prove(layers, prompts, revise)
 
 
 def random_prompts(*lengths, count=2):
