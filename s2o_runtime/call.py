@@ -13,7 +13,17 @@ from torch import Tensor
 
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import CallShape, Packed, PageTable, call_shape, check_heads, check_tensor, packed_shape
+from s2o_runtime.sequences import (
+    CallShape,
+    Packed,
+    PageTable,
+    Sequence,
+    Starts,
+    call_shape,
+    check_heads,
+    check_tensor,
+    packed_shape,
+)
 
 
 class ScoringOptions(TypedDict, total=False):
@@ -147,17 +157,9 @@ class HeadTables(NamedTuple):
         return self.counts[-1:] > (1,)
 
 
-class Starts(NamedTuple):
-    """Where the sequences of a call begin: the fields of `Call` that kernels take together."""
-
-    kv_start: Tensor | None
-    cu_q: Tensor | None
-    cu_k: Tensor | None
-
-
 @dataclass(frozen=True)
 class Call:
-    """The tensors and settings of one call; `of` and `of_packed` make one.
+    """The tensors and settings of one call; `of` makes one.
 
     Attributes:
         q, k, v: [B, Hq, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]. Packed sequences lie one behind another along
@@ -186,45 +188,25 @@ class Call:
 
     @classmethod
     def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        config: LayerConfig,
-        *,
-        scoring: Scoring = PLAIN,
-        kv_start: Tensor | None = None,
-        with_lse: bool = False,
-    ) -> Call:
-        """A call of `s2o_attention`. Raises InputError and ConfigError as the op does."""
-        shape = call_shape(q, k, v, kv_start)
-        check_heads(config.validate(), shape)
-        return cls(q, k, v, config, shape, scoring.checked(shape, q), kv_start, with_lse=with_lse)
+        cls, q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, packed: Packed | None = None,
+        *, scoring: Scoring = PLAIN, kv_start: Tensor | None = None, with_lse: bool = False,
+    ) -> Call:  # fmt: skip
+        """Make a call from the tensors of `s2o_attention`, or with `packed` from those of `s2o_attention_varlen`.
 
-    @classmethod
-    def of_packed(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        config: LayerConfig,
-        packed: Packed,
-        *,
-        scoring: Scoring = PLAIN,
-        with_lse: bool = False,
-    ) -> Call:
-        """A call of `s2o_attention_varlen`. Raises InputError and ConfigError as the op does."""
-        shape = packed_shape(q, k, v, packed)
+        Raises InputError and ConfigError as the ops do.
+        """
+        shape = call_shape(q, k, v, kv_start) if packed is None else packed_shape(q, k, v, packed)
         check_heads(config.validate(), shape)
         scoring = scoring.checked(shape, q)
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        return cls(q, k, v, config, shape, scoring, None, packed.cu_q, packed.cu_k, with_lse)
+        if packed is not None:
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        starts = Starts(kv_start) if packed is None else packed.starts
+        return cls(q, k, v, config, shape, scoring, *starts, with_lse)
 
-    def sequence(self, rows: range, keys: range) -> Call:
-        """One of the packed sequences as a call of its own, from its rows and keys."""
-        q = self.q[:, :, rows.start : rows.stop]
-        k, v = (tensor[:, :, keys.start : keys.stop] for tensor in (self.k, self.v))
-        shape = replace(self.shape, batch=1, q_len=len(rows), kv_len=len(keys))
+    def take(self, sequence: Sequence) -> Call:
+        """Return one of the packed sequences as a call of its own."""
+        q, k, v = sequence.take(self.q, sequence.rows), *(sequence.take(t, sequence.keys) for t in (self.k, self.v))
+        shape = replace(self.shape, batch=1, q_len=len(sequence.rows), kv_len=len(sequence.keys))
         return replace(self, q=q, k=k, v=v, shape=shape, cu_q=None, cu_k=None)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -122,6 +123,19 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
     return CallShape(batch, query_heads, kv_heads, q_len, kv_len, head_dim, v.shape[3])
 
 
+class Starts(NamedTuple):
+    """Where the sequences of a call begin: what kernels take together, and the head of the table of sequences.
+
+    Attributes:
+        kv_start: int32 or int64 [B], the first key of each sequence of a batch that counts; None for 0.
+        cu_q, cu_k: int32 [N + 1], where the queries and the keys of packed sequences begin; None for a batch.
+    """
+
+    kv_start: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+
 class Packed(NamedTuple):
     """Where packed sequences lie, one behind another, among Tq queries and Tk keys.
 
@@ -133,6 +147,11 @@ class Packed(NamedTuple):
     cu_k: Tensor
     max_q: int
     max_k: int
+
+    @property
+    def starts(self) -> Starts:
+        """Where the sequences begin."""
+        return Starts(None, self.cu_q, self.cu_k)
 
 
 def packed_shape(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> CallShape:
@@ -215,11 +234,46 @@ def laid_out(tensor: Tensor, head_dim: int, packed: bool = False) -> Tensor:
     return (F.pad(tensor, (0, missing)) if missing > 0 else tensor.contiguous()).expand(batch, -1, -1, -1)
 
 
-def packed_sequences(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[range, range]]:
-    """The rows and the keys of each packed sequence, from where they begin [N + 1]; waits for the device."""
-    q_edges, k_edges = cu_q.tolist(), cu_k.tolist()
-    for b in range(len(q_edges) - 1):
-        yield range(q_edges[b], q_edges[b + 1]), range(k_edges[b], k_edges[b + 1])
+class Sequence(NamedTuple):
+    """A row of the table of sequences, the one form of batches, padded batches and packed sequences for host code.
+
+    Attributes:
+        number: of the sequence, or of the first of several that are alike.
+        entries: the batch entries that these sequences lie in.
+        rows: its queries that count, among the rows of q.
+        keys: its keys that count, among the rows of k and v.
+    """
+
+    number: int
+    entries: slice
+    rows: range
+    keys: range
+
+    def take(self, tensor: Tensor, rows: range) -> Tensor:
+        """Return a view of some rows of [B, H, L, D], or [B, H, L], in the entries of the sequence."""
+        return tensor[self.entries, :, rows.start : rows.stop]
+
+
+def list_sequences(starts: Starts, shape: CallShape) -> Iterator[Sequence]:
+    """Yield the table of a call's sequences that have queries; waits for the device, but for a batch without padding.
+
+    Args:
+        starts: where the sequences begin.
+        shape: of the call. A batch without padding is one row of the table.
+    """
+    kv_start, cu_q, cu_k = starts
+    if cu_q is not None and cu_k is not None:
+        edges = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
+        for number, (rows, keys) in enumerate(edges):
+            if rows[0] < rows[1]:
+                yield Sequence(number, slice(0, 1), range(*rows), range(*keys))
+    elif kv_start is None:
+        yield Sequence(0, slice(None), range(shape.q_len), range(shape.kv_len))
+    else:
+        for b, start in enumerate(kv_start.tolist()):  # a left-padded sequence is a shorter sequence
+            row = max(0, start - shape.offset)
+            if row < shape.q_len:
+                yield Sequence(b, slice(b, b + 1), range(row, shape.q_len), range(start, shape.kv_len))
 
 
 def window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: TileConfig) -> Tensor:
@@ -235,33 +289,29 @@ def window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: 
     return first - (first - start) % tile.block_n
 
 
-def density(visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Tensor | None = None) -> Tensor:
-    """Query-key pairs computed over causal pairs, window included; dense is 1.0.
+def density(
+    visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Tensor | None = None,
+    cu_q: Tensor | None = None, cu_k: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Count query-key pairs computed over causal pairs, window included; dense is 1.0.
 
     Args:
         visited: integers [B, Hq, row tiles], the prefix keys that each tile of `block_m` rows computed.
         kv_start: integers [B], the first key of each sequence that counts; None for 0.
+        cu_q, cu_k: int32 [B + 1], where packed sequences begin, for which this waits for the device; None for a batch.
 
     Returns:
         float64 [Hq].
     """
     start = torch.zeros(shape.batch, dtype=torch.int64) if kv_start is None else kv_start
-    computed, causal = pairs(visited, config, shape.q_len, shape.offset, start.to(visited.device))
-    return computed / causal.clamp_min(1.0)
-
-
-def packed_density(visited: Tensor, config: LayerConfig, cu_q: Tensor, cu_k: Tensor) -> Tensor:
-    """`density` over packed sequences; waits for the device.
-
-    Args:
-        visited: integers [N, Hq, row tiles], as many row tiles as the longest sequence has.
-        cu_q: int32 [N + 1], where the queries of each sequence begin; cu_k: where its keys do.
-    """
-    start = torch.zeros(1, dtype=torch.int64, device=visited.device)
+    start = start.to(visited.device)
+    if cu_q is None or cu_k is None:
+        computed, causal = pairs(visited, config, shape.q_len, shape.offset, start)
+        return computed / causal.clamp_min(1.0)
     computed = torch.zeros(config.num_heads, dtype=torch.float64, device=visited.device)
     causal = torch.zeros((), dtype=torch.float64, device=visited.device)
-    for b, (rows, keys) in enumerate(packed_sequences(cu_q, cu_k)):
-        of_sequence = pairs(visited[b : b + 1], config, len(rows), len(keys) - len(rows), start)
+    for b, (queries, keys) in enumerate(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)):
+        of_sequence = pairs(visited[b : b + 1], config, queries, keys - queries, start[:1])
         computed, causal = computed + of_sequence[0], causal + of_sequence[1]
     return computed / causal.clamp_min(1.0)
 

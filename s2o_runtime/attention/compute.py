@@ -16,7 +16,7 @@ from s2o_runtime.devices import launching_on
 from s2o_runtime.errors import InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import dense_attention, log_sum_exp, with_sink_key
-from s2o_runtime.sequences import CallShape, call_shape, density, laid_out, packed_density, packed_sequences
+from s2o_runtime.sequences import CallShape, call_shape, density, laid_out, list_sequences
 from s2o_runtime.tiles import padded_head_dim
 
 
@@ -53,9 +53,7 @@ class AttentionStats:
         """Query-key pairs computed over causal pairs, window included: float64 [Hq]; dense is 1.0."""
         if self.visited is None:
             return torch.ones(self.shape.query_heads, dtype=torch.float64)
-        if self.cu_q is None or self.cu_k is None:
-            return density(self.visited, self.config, self.shape, self.kv_start)
-        return packed_density(self.visited, self.config, self.cu_q, self.cu_k)
+        return density(self.visited, self.config, self.shape, self.kv_start, self.cu_q, self.cu_k)
 
 
 class Attention(NamedTuple):
@@ -239,13 +237,11 @@ def _one_by_one(call: Call, backend: str) -> Outputs:
     ):
         if not all(0 <= begin <= end <= min(total, begin + longest) for begin, end in pairwise(edges)):
             raise InputError(f"{name} is {edges}: expected to ascend from 0 to {total} by at most {longest} at a time")
-    for b, (rows, keys) in enumerate(packed_sequences(call.cu_q, call.cu_k)):
-        if not len(rows):
-            continue
-        sequence = _in_torch(call.sequence(rows, keys), backend)
-        out[:, :, rows.start : rows.stop] = sequence.out
-        if visited is not None and sequence.visited is not None:
-            visited[b, :, : sequence.visited.shape[2]] = sequence.visited[0]
-        if lse is not None and sequence.lse is not None:
-            lse[:, :, rows.start : rows.stop] = sequence.lse
+    for sequence in list_sequences(call.starts, shape):
+        of_sequence = _in_torch(call.take(sequence), backend)
+        sequence.take(out, sequence.rows).copy_(of_sequence.out)
+        if visited is not None and of_sequence.visited is not None:
+            visited[sequence.number, :, : of_sequence.visited.shape[2]] = of_sequence.visited[0]
+        if lse is not None and of_sequence.lse is not None:
+            sequence.take(lse, sequence.rows).copy_(of_sequence.lse)
     return Outputs(out, visited, lse)

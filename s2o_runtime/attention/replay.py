@@ -11,17 +11,20 @@ layer, the number of heads counts for the config, so that the layers of a model 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.backend import BackendChoice
-from s2o_runtime.call import Call
+from s2o_runtime.attention.backend import Backend, BackendChoice
+from s2o_runtime.attention.compute import Attention, AttentionStats, compute
+from s2o_runtime.call import Call, Scoring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.reference.dense import unchecked_attention
-from s2o_runtime.sequences import CallShape, check_config
+from s2o_runtime.sequences import CallShape, Starts, check_config
 
 if TYPE_CHECKING:
     from s2o_runtime.kernels.plan import LaunchPlan, Recorder
@@ -33,6 +36,74 @@ Inputs = tuple[Tensor | None, ...]
 CallKey = tuple[object, ...]
 CallOutputs = tuple[Tensor, Tensor | None, Tensor | None]  # out, visited, lse, as `compute.Outputs`
 Answer = tuple[BackendChoice, CallShape, CallOutputs]
+
+
+class OpOptions(NamedTuple):
+    """The optional arguments that the ops share: as for `s2o_attention`."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    backend: Backend = "auto"
+    return_stats: bool = False
+    return_lse: bool = False
+    out: Tensor | None = None
+
+    @property
+    def scoring(self) -> Scoring:
+        """The factor of the scores, their cap and the sinks."""
+        return Scoring(self.scale, self.softcap, self.sinks)
+
+    @property
+    def keeps_more(self) -> bool:
+        """Whether more than the output is asked for."""
+        return self.return_stats or self.return_lse
+
+
+Prepare = Callable[["Recorder | None"], tuple[Call, BackendChoice]]
+
+
+def run_call(
+    inputs: Inputs, config: LayerConfig, options: OpOptions, prepare: Prepare, starts: Starts,
+    *, lengths: tuple[object, ...] = (), is_decode: bool = False, any_length: int = 0, written: Tensor | None = None,
+) -> Tensor | Attention:  # fmt: skip
+    """Run a call of an op: replay the launches of an equal one, or check, compute and record this one.
+
+    Args:
+        inputs: the tensors of the call, q first; None for those that it does not have.
+        config: of the layer.
+        options: the arguments that the ops share; `out` becomes the output.
+        prepare: checks the call and chooses its backend, with the recorder of the launches that this may take.
+        starts: where the sequences begin, for the statistics.
+        lengths: what else calls must have in common to be equal, hashable.
+        is_decode, any_length: as for `repeated_call`.
+        written: `options.out` where the kernels can write it.
+    """
+    answer, repeated, recorder = None, None, None
+    if not torch.compiler.is_compiling():
+        key = (options.scale, options.softcap, options.backend, options.return_stats, options.return_lse, *lengths)
+        repeated = repeated_call(inputs, config, key, is_decode, any_length)
+    if repeated is not None and (answer := repeated.replay(inputs)) is None:
+        recorder = repeated.recorder(inputs)
+    if answer is None:
+        call, choice = prepare(recorder)
+        if repeated is not None and choice.backend == "dense":
+            repeated.goes_dense(call, choice)
+        if choice.backend != "triton":
+            recorder = None
+        with nullcontext() if recorder is None else recorder:
+            result, visited, lse = compute(call, choice.backend, written)
+        answer = choice, call.shape, (result, visited if options.return_stats else None, lse)
+        if repeated is not None and recorder is not None:
+            repeated.keep(recorder, answer)
+    choice, shape, (result, visited, lse) = answer
+    if options.out is not None:  # a replay returns nothing for an output that was given
+        result = options.out if written is not None else options.out.copy_(result)
+    if not options.keeps_more:
+        return result
+    kv_start, cu_q, cu_k = starts
+    stats = AttentionStats(*choice, config, shape, kv_start, visited, cu_q, cu_k) if options.return_stats else None
+    return Attention(result, lse, stats)
 
 
 class RepeatedCall:

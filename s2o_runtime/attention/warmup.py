@@ -51,7 +51,7 @@ def warmup(
 
     >>> warmup(LayerConfig.uniform(8, mode="dense"), kv_heads=2, head_dim=64)  # no S2O head, nothing to compile
     """
-    refuse(unknown, "warmup")
+    refuse(list(unknown), "warmup")
     segments = [head.segment for head in check_config(config).heads if head.mode == "s2o"]
     if not segments:
         return

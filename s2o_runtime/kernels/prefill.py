@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime import config
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.devices import Resources, resources
 from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Strides
 from s2o_runtime.kernels.keys import Keys, keys_of
@@ -50,7 +50,7 @@ from s2o_runtime.kernels.rank.order import BUCKETS, RANK_BYTES, Ranked, order
 from s2o_runtime.kernels.rank.scores import log_sums, score
 from s2o_runtime.kernels.shares import combine, key_shares, shares_of
 from s2o_runtime.kernels.tail import EDGES, Tail, pooled_values, tail_bytes, tail_sums
-from s2o_runtime.sequences import CallShape
+from s2o_runtime.sequences import CallShape, Starts
 
 CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
 WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and logs of a whole call come on top

@@ -31,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from s2o_runtime import call
-from s2o_runtime.call import Starts
 from s2o_runtime.config import StopRule
 from s2o_runtime.kernels import primitives
 from s2o_runtime.kernels.groups import Heads, Levels, Ranking, ShareOutputs, Strides
+from s2o_runtime.sequences import Starts
 
 # renamed in Triton 3.8, the old name went in 3.9
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

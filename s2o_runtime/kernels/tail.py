@@ -17,11 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime import config
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import launch, stride_groups
 from s2o_runtime.kernels.primitives import GRAIN, TAIL, at_head, cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
+from s2o_runtime.sequences import Starts
 
 EDGES = 16  # of the order's buckets every second one
 TAIL_SEGMENTS = 4, 8  # at once, of few and of many: more read the mean values less often, and are fewer programs

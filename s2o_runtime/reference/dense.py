@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from s2o_runtime.call import Scoring, capped
-from s2o_runtime.sequences import CallShape, call_shape
+from s2o_runtime.sequences import CallShape, Starts, call_shape, list_sequences
 
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -60,13 +60,9 @@ def dense_attention(
     if kv_start is None:
         return _causal(q, k, v, scoring)
     out = q.new_zeros(*q.shape[:3], shape.value_dim)
-    for b, start in enumerate(kv_start.tolist()):  # a left-padded sequence is a shorter sequence
-        row = max(0, start - shape.offset)
-        if row < shape.q_len:
-            sequence = slice(b, b + 1)
-            out[sequence, :, row:] = _causal(
-                q[sequence, :, row:], k[sequence, :, start:], v[sequence, :, start:], scoring
-            )
+    for sequence in list_sequences(Starts(kv_start), shape):
+        keys, values = (sequence.take(tensor, sequence.keys) for tensor in (k, v))
+        sequence.take(out, sequence.rows).copy_(_causal(sequence.take(q, sequence.rows), keys, values, scoring))
     return out
 
 

@@ -447,7 +447,7 @@ def test_a_replayed_paged_call_is_the_call_of_any_length(interpreted_gpu, nan_fi
 def without_plan_of_its_own(call):
     """A call that leaves the plans that are there alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("s2o_runtime.attention.api.repeated_call", lambda *arguments: None)
+        patch.setattr("s2o_runtime.attention.replay.repeated_call", lambda *arguments: None)
         return call()
 
 

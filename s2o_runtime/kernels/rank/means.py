@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, stride_groups
 from s2o_runtime.kernels.primitives import LOG2E, quantised, sequence
+from s2o_runtime.sequences import Starts
 
 REPRESENTATIVE_WARPS = 4
 REPRESENTATIVE_STAGES = 5  # a program's loads are all that it waits for, and few programs run beside it

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import launch, stride_groups
 from s2o_runtime.kernels.primitives import GRAIN, cache_rows, sequence, window_start
 from s2o_runtime.kernels.rank.scores import SCORE_LIMIT
+from s2o_runtime.sequences import Starts
 
 ORDER_WARPS = 4
 SAMPLES = 512  # with 256 or 1024 heads visit about as much; sorting 1024 took up to a third of the kernel's time

@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime import config
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, stride_groups
 from s2o_runtime.kernels.primitives import GRAIN, MAX_REGISTERS, at_head, cache_rows, capped, sequence, window_start
 from s2o_runtime.kernels.rank.means import Representatives
+from s2o_runtime.sequences import Starts
 
 LOG_SUM_KEYS = 64
 # A denominator moves all scores of a representative alike, so it only says what representatives count against one
