@@ -180,7 +180,7 @@ def read_options(function: str, accepted: type, given: dict[str, Any]) -> OpOpti
     Raises:
         InputError: an argument is unknown, or the scale or the cap is no number.
     """
-    if unknown := given.keys() - accepted.__optional_keys__ - RESULTS:  # type: ignore[attr-defined]
+    if unknown := given.keys() - accepted.__annotations__.keys() - RESULTS:
         refuse(sorted(unknown), function)
     scale, softcap = given.get("scale"), given.get("softcap")
     if not torch.compiler.is_compiling():  # graphs hold symbols in place of numbers

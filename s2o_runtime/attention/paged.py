@@ -31,8 +31,13 @@ ROW_BYTES = 16  # that the specialised kernel copies at once
 
 
 class PagedOptions(TypedDict, total=False):
-    """The optional arguments of `s2o_attention_paged` that do not change the type of its result."""
+    """The arguments by name of `s2o_attention_paged` that do not change the type of its result."""
 
+    cu_q: Required[Tensor]
+    seq_lens: Required[Tensor]
+    block_table: Required[Tensor]
+    max_q: Required[int]
+    max_k: Required[int]
     total_k: int | None
     cu_k: Tensor | None
     k_scale: Tensor | None
@@ -42,29 +47,19 @@ class PagedOptions(TypedDict, total=False):
     out: Tensor | None
 
 
-class PagedArguments(PagedOptions, total=False):
-    """All arguments by name of `s2o_attention_paged` that do not change the type of its result."""
-
-    cu_q: Required[Tensor]
-    seq_lens: Required[Tensor]
-    block_table: Required[Tensor]
-    max_q: Required[int]
-    max_k: Required[int]
-
-
 @overload
 def s2o_attention_paged(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig, **options: Unpack[PagedArguments]
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig, **options: Unpack[PagedOptions]
 ) -> Tensor: ...
 @overload
 def s2o_attention_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig,
-    *, return_stats: Literal[True], return_lse: bool = ..., **options: Unpack[PagedArguments],
+    *, return_stats: Literal[True], return_lse: bool = ..., **options: Unpack[PagedOptions],
 ) -> Attention: ...  # fmt: skip
 @overload
 def s2o_attention_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig,
-    *, return_lse: Literal[True], **options: Unpack[PagedArguments],
+    *, return_lse: Literal[True], **options: Unpack[PagedOptions],
 ) -> Attention: ...  # fmt: skip
 def s2o_attention_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig,

@@ -151,7 +151,7 @@ class RepeatedCall:
     def keep(self, recorder: Recorder, answer: Answer) -> None:
         """Keep the plan of the recorded call that had this answer, if it can be repeated."""
         choice, shape, outputs = answer
-        plan = recorder.plan([None if output is None or recorder.was_given(output) else output for output in outputs])
+        plan = recorder.plan([None if output is None or recorder.has_input(output) else output for output in outputs])
         if plan is not None:
             self._known = plan, choice, shape
 

@@ -19,7 +19,7 @@ from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import plan as plan_module
 from s2o_runtime.kernels.groups import Levels
-from s2o_runtime.kernels.launch import hooked, launch, observed
+from s2o_runtime.kernels.launch import is_hooked, launch, observed
 from s2o_runtime.kernels.plan import Recorder
 from support.paging import LAYOUTS, PagedBatch
 
@@ -47,7 +47,7 @@ class Kernel:
 def gpu(monkeypatch):
     """As if the tensors of the test were on the current GPU."""
     monkeypatch.setattr(launch_module, "_compiled", {})
-    monkeypatch.setattr(launch_module, "_direct", lambda version: True)
+    monkeypatch.setattr(launch_module, "_is_tested", lambda version: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -277,7 +277,7 @@ def test_when_a_plan_does_not_fit(gpu, two_launches, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: 1)
         assert plan.replay((x[:64], x[16:])) is None
-    monkeypatch.setattr(plan_module, "hooked", lambda: True)
+    monkeypatch.setattr(plan_module, "is_hooked", lambda: True)
     assert plan.replay((x[:64], x[16:])) is None
 
 
@@ -484,14 +484,14 @@ def test_tools_that_ask_of_compiling_do_not_end_replays(monkeypatch):
     """Such as vLLM's monitor; those that ask of launches do."""
     import triton
 
-    assert not hooked()
+    assert not is_hooked()
     for name in ("jit_cache_hook", "jit_post_compile_hook"):
         monkeypatch.setattr(triton.knobs.runtime, name, lambda **about: None)
-    assert not hooked()
+    assert not is_hooked()
     for hooks in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
         hooks.add(print)
         try:
-            assert hooked()
+            assert is_hooked()
         finally:
             hooks.remove(print)
 
