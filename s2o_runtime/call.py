@@ -127,34 +127,35 @@ TAIL = 4  # `tail` of the head is "mean"
 class HeadTables(NamedTuple):
     """The per-head settings, on the device with one entry per query head, and what the launches need of them.
 
-    tau: float32 [Hq]; segment: int32 [Hq], 0 marks a head without a prefix;
-    flags: int32 [Hq], see above; part: int32 [Hq], queries of a representative; representatives: int32 [Hq], of a
-    segment; launch_order: int32 [Hq], the heads in the order in which their programs start, dense ones first, as they
-    have the most work; None where all are of one mode and no last rows are dense.
-    dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it.
-    counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
-    shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
-    tail: whether `tail` of any head is "mean". These five are of the heads in mode "s2o".
+    Attributes:
+        tau: float32 [Hq].
+        segment: int32 [Hq], 0 marks a head without a prefix.
+        flags: int32 [Hq], see above.
+        rows_per_representative: int32 [Hq], queries that a representative is the mean of.
+        representatives: int32 [Hq], of a segment.
+        launch_order: int32 [Hq], the heads in the order in which their programs start, dense ones first, as they have
+            the most work; None where all are of one mode and no last rows are dense.
+        dense_heads, s2o_heads: how many heads are of each mode; what follows is of the heads in mode "s2o".
+        representative_counts: the different numbers of representatives.
+        shortest_segment: 0 if there is none.
+        min_rows_per_representative: the fewest queries of a representative.
+        row_multiple: a number of rows that every segment divides.
+        tail: whether `tail` of any head is "mean".
     """
 
     tau: Tensor
     segment: Tensor
     flags: Tensor
-    part: Tensor
+    rows_per_representative: Tensor
     representatives: Tensor
     launch_order: Tensor | None
-    dense: int
-    stopping: int
-    counts: tuple[int, ...]
-    shortest: int
-    shortest_part: int
-    unit: int
+    dense_heads: int
+    s2o_heads: int
+    representative_counts: tuple[int, ...]
+    shortest_segment: int
+    min_rows_per_representative: int
+    row_multiple: int
     tail: bool
-
-    @property
-    def several(self) -> bool:
-        """Whether any head has more than one representative."""
-        return self.counts[-1:] > (1,)
 
 
 @dataclass(frozen=True)
@@ -268,14 +269,14 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         tau=table(lambda head: head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
         flags=table(lambda head: int(head.stop_rule) | TAIL * (head.tail == "mean")),
-        part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
+        rows_per_representative=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
         launch_order=torch.tensor(order, dtype=torch.int32).to(device) if len(modes) > 1 or config.last_rows else None,
-        dense=sum(head.mode == "dense" for head in config.heads),
-        stopping=len(ranked),
-        counts=tuple(sorted({head.representatives for head in ranked})),
-        shortest=min((head.segment for head in ranked), default=0),
-        shortest_part=min((head.segment // head.representatives for head in ranked), default=0),
-        unit=math.lcm(*(head.segment for head in ranked)),
+        dense_heads=sum(head.mode == "dense" for head in config.heads),
+        s2o_heads=len(ranked),
+        representative_counts=tuple(sorted({head.representatives for head in ranked})),
+        shortest_segment=min((head.segment for head in ranked), default=0),
+        min_rows_per_representative=min((head.segment // head.representatives for head in ranked), default=0),
+        row_multiple=math.lcm(*(head.segment for head in ranked)),
         tail=config.has_tail,
     )

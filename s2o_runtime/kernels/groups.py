@@ -45,11 +45,16 @@ class Levels(NamedTuple):
     k_middle: Tensor | None
 
 
-class ShareOutputs(NamedTuple):
-    """What the shares of dense heads write, as `shares.Shares` has it."""
+class Splits(NamedTuple):
+    """What the programs of dense heads that are split over keys write; None where no head is split.
 
-    share_out: Tensor | None
-    share_lse: Tensor | None
+    An entry is one split of one head, all heads of one split together, in the order of `HeadTables.launch_order`.
+    split_out: float32 [B, splits * dense heads, rows, D]; split_lse: float32 [B, splits * dense heads, rows], the
+    log-sum-exp of a split's scores, -inf for no key. `rows` are those of whole row tiles.
+    """
+
+    split_out: Tensor | None
+    split_lse: Tensor | None
 
 
 class Sizes(NamedTuple):
@@ -82,7 +87,7 @@ class Mode(NamedTuple):
     CAP: float
     INT8: bool
     HAS_LAUNCH_ORDER: bool
-    HAS_SHARES: bool
+    HAS_SPLITS: bool
     PAGED: bool
     WIDE: bool
 

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from s2o_runtime import call
 from s2o_runtime.config import StopRule
 from s2o_runtime.kernels import primitives
-from s2o_runtime.kernels.groups import Heads, Levels, Ranking, ShareOutputs, Strides
+from s2o_runtime.kernels.groups import Heads, Levels, Ranking, Splits, Strides
 from s2o_runtime.sequences import Starts
 
 # renamed in Triton 3.8, the old name went in 3.9
@@ -50,7 +50,7 @@ SMALLEST = gl.constexpr(primitives.SMALLEST.value)
 RCP_LEVELS = gl.constexpr(primitives.RCP_LEVELS.value)
 ROUNDING = gl.constexpr(primitives.ROUNDING.value)
 ALL_LEFT = gl.constexpr(2)  # in `stop`: a chunk's gain counts for all tiles that are left, not for one
-SPLIT = gl.constexpr(8)  # in `stop`: the program has a share of the keys of a dense head
+SPLIT = gl.constexpr(8)  # in `stop`: the program has a range of the keys of a dense head
 PRODUCER_THREADS = gl.constexpr(128)
 CONSUMER_THREADS = gl.constexpr(128)  # of a row tile
 CONSUMER_REGISTERS = gl.constexpr(216)
@@ -272,10 +272,10 @@ def _consumer(
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
     marks, diagonal, diagonal_tiles, near, total: as for `_producer`. sink: the head's, in base 2 (HAS_SINKS); tau: of
     the head; stop: ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a
-    share of the keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report
+    range of the keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report
     in VISITED. With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that of the output, and `sink` has
     K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
-    With HAS_SHARES, OUT has SHARE_OUT, float32 [rows, D], and SHARE_LSE, float32 [rows], behind it.
+    With HAS_SPLITS, OUT has SPLIT_OUT, float32 [rows, D], and SPLIT_LSE, float32 [rows], behind it.
     """
     D: gl.constexpr = SIZES.D
     BM: gl.constexpr = SIZES.BM
@@ -417,16 +417,16 @@ def _consumer(
 
     if row0 + HALF * BM < q_max:
         gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
-    if MODE.HAS_SHARES:
+    if MODE.HAS_SPLITS:
         if stop >= SPLIT:
-            share_m = m + lost if MODE.INT8 and MODE.HAS_LSE else m
-            share_lse = gl.where(real, (share_m + gl.log2(l)) * LN2, float("-inf"))
-            gl.store(OUT[2] + HALF * BM + gl.arange(0, BM, ROWS), share_lse, mask=row < q_len)
+            split_m = m + lost if MODE.INT8 and MODE.HAS_LSE else m
+            split_lse = gl.where(real, (split_m + gl.log2(l)) * LN2, float("-inf"))
+            gl.store(OUT[2] + HALF * BM + gl.arange(0, BM, ROWS), split_lse, mask=row < q_len)
             of_row = gl.convert_layout(gl.where(real & (l != 0), 1.0 / gl.where(l != 0, l, 1.0), 0.0), O_ROWS)
             o_rows = HALF * BM + gl.arange(0, BM, O_ROWS)
             offs_d = gl.arange(0, D, gl.SliceLayout(0, O))
-            share_out = OUT[1] + o_rows[:, None] * D + offs_d[None, :]
-            gl.store(share_out, acc * of_row[:, None], mask=(row0 + o_rows < q_len)[:, None])
+            split_out = OUT[1] + o_rows[:, None] * D + offs_d[None, :]
+            gl.store(split_out, acc * of_row[:, None], mask=(row0 + o_rows < q_len)[:, None])
         OUT = OUT[0]
         q_len = gl.where(stop >= SPLIT, 0, q_len)  # OUT and LSE get nothing
         inside = (row0 + copy_rows)[:, None] < q_len
@@ -454,7 +454,7 @@ def _dense_from(q_len, last_rows, ROWS: gl.constexpr):
 )  # fmt: skip
 def _prefill_hopper(
     Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads, LEVELS: Levels,
-    SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
+    SPLITS: Splits, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
     stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
@@ -463,7 +463,7 @@ def _prefill_hopper(
     """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has, without MODE.WIDE.
 
     Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; pairs of row tiles of the
-    slice; B), with HAS_SHARES as in `primitives.program_share`. `_prefill` says what each tensor holds.
+    slice; B), with HAS_SPLITS as in `primitives.assign_split`. `_prefill` says what each tensor holds.
 
         Q, OUT                 T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
         K, V                   T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
@@ -481,8 +481,8 @@ def _prefill_hopper(
         HEADS.sinks            any floating type [Hq] (HAS_SINKS)
         LEVELS.k_unit          float32 [B, Hkv, D] (INT8)
         LEVELS.k_middle        float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
-        SHARES.share_out       float32 [B, dense * shares, rows of all pairs of row tiles, D] (HAS_SHARES)
-        SHARES.share_lse       float32 [B, dense * shares, rows of all pairs of row tiles] (HAS_SHARES)
+        SPLITS.split_out       float32 [B, dense * splits, rows of all pairs of row tiles, D] (HAS_SPLITS)
+        SPLITS.split_lse       float32 [B, dense * splits, rows of all pairs of row tiles] (HAS_SPLITS)
 
     With INT8 K is int8. STAGES: of the ring.
     """
@@ -494,7 +494,7 @@ def _prefill_hopper(
     EDGES: gl.constexpr = SIZES.EDGES
     BUCKETS: gl.constexpr = SIZES.BUCKETS
     DTYPE: gl.constexpr = Q.dtype.element_ty
-    if MODE.HAS_SHARES:  # a copy of `primitives.program_share`, which Gluon code cannot call
+    if MODE.HAS_SPLITS:  # a copy of `primitives.assign_split`, which Gluon code cannot call
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
         heads = waves
         b = gl.program_id(2)
@@ -502,8 +502,8 @@ def _prefill_hopper(
         last = (gl.num_programs(1) - waves) // dense
         index = gl.minimum(entry // dense, last)
         h = gl.load(HEADS.launch_order + entry - index * dense)
-        share_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
-    elif MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.program_tile`, which Gluon code cannot call
+        split_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
+    elif MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.assign_tile`, which Gluon code cannot call
         heads = gl.num_programs(0)
         before = gl.cdiv(gl.maximum(_dense_from(q_len, last_rows, 2 * BM) - row_begin, 0), 2 * BM)
         before = gl.minimum(before, gl.num_programs(1))
@@ -546,7 +546,7 @@ def _prefill_hopper(
     diagonal = first + gl.maximum(position0 + 1 - first, 0) // BN * BN
     diagonal_tiles = gl.maximum(gl.minimum(position0 + 2 * BM, kv_len) - diagonal + BN - 1, 0) // BN
     whole = gl.where(row0 < q_len, (diagonal - first) // BN, 0)
-    if MODE.HAS_SHARES:  # a copy of `primitives.share_of`, which Gluon code cannot call
+    if MODE.HAS_SPLITS:  # a copy of `primitives.split_range`, which Gluon code cannot call
         low = gl.where(segment > 0, 0, whole * index // (last + 1))
         whole = whole * (index + 1) // (last + 1) - low
         first += low * BN
@@ -556,7 +556,7 @@ def _prefill_hopper(
     total = near + prefix // BN
     tau = gl.load(HEADS.tau + h)
     sink = gl.load(HEADS.sinks + h).to(gl.float32) * RCP_LN2 if MODE.HAS_SINKS else 0.0
-    if MODE.HAS_SHARES and MODE.HAS_SINKS:
+    if MODE.HAS_SPLITS and MODE.HAS_SINKS:
         sink = gl.where(index == last, sink, float("-inf"))
 
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
@@ -611,8 +611,8 @@ def _prefill_hopper(
     first_base = RANKING.first + at * BUCKETS
     mass_base = RANKING.mass + at * EDGES
     sums_base = RANKING.sums + at * EDGES * D
-    if MODE.HAS_SHARES:
-        out_base = (out_base, SHARES.share_out + share_row.to(gl.int64) * D, SHARES.share_lse + share_row)
+    if MODE.HAS_SPLITS:
+        out_base = (out_base, SPLITS.split_out + split_row.to(gl.int64) * D, SPLITS.split_lse + split_row)
     gl.warp_specialize(
         [
             (

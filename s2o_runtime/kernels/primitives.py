@@ -34,7 +34,7 @@ ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def program_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr, HAS_LAUNCH_ORDER: tl.constexpr):
+def assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr, HAS_LAUNCH_ORDER: tl.constexpr):
     """Which row tiles (counted in those of a program), which head and which batch entry this program has.
 
     GPUs start programs in the order of their numbers, the first dimension first. What starts last should be short, or
@@ -67,26 +67,26 @@ def program_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.cons
 
 
 @triton.jit
-def program_share(LAUNCH_ORDER, waves, dense):
-    """`program_tile` in a call whose `dense` dense heads, the first in the order LAUNCH_ORDER, are split over keys.
+def assign_split(LAUNCH_ORDER, waves, dense):
+    """Do as `assign_tile` where the first `dense` heads of LAUNCH_ORDER, the dense ones, are split over keys.
 
-    The grid is (tiles; Hq + dense * (shares - 1); B), with an entry in the second dimension for every share of a dense
-    head and one for every other head; waves is Hq. Shares are shorter than what other heads visit, so they start last.
+    The grid is (tiles; Hq + dense * (splits - 1); B), with an entry in the second dimension for every split of a dense
+    head and one for every other head; waves is Hq. Splits are shorter than what other heads visit, so they start last.
 
-    Returns the tile, the head, the batch entry, Hq, the entry (those of shares come first, all heads of one share
-    together), the share, and the last share. Only dense heads have a share that is not the last.
+    Returns the tile, the head, the batch entry, Hq, the entry (those of splits come first, all heads of one split
+    together), the split, and the last split. Only dense heads have a split that is not the last.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     entry = tl.num_programs(1) - 1 - tl.program_id(1)
     last = (tl.num_programs(1) - waves) // dense
-    share = tl.minimum(entry // dense, last)
-    return tile, tl.load(LAUNCH_ORDER + entry - share * dense), tl.program_id(2), waves, entry, share, last
+    split = tl.minimum(entry // dense, last)
+    return tile, tl.load(LAUNCH_ORDER + entry - split * dense), tl.program_id(2), waves, entry, split, last
 
 
 @triton.jit
-def share_of(tiles, share, last):
-    """Where a share of so many tiles begins and ends; shares are as equal as can be, and may be empty."""
-    return tiles * share // (last + 1), tiles * (share + 1) // (last + 1)
+def split_range(tiles, split, last):
+    """Return the begin and end of a split of so many tiles; splits are as equal as can be, and may be empty."""
+    return tiles * split // (last + 1), tiles * (split + 1) // (last + 1)
 
 
 @triton.jit

@@ -29,8 +29,8 @@ TAIL_SEGMENTS = 4, 8  # at once, of few and of many: more read the mean values l
 MANY_SEGMENTS = 64
 # A program takes 0.4 us for 64 steps whatever else runs (H200), so the last of few programs are waited for.
 TAIL_PROGRAMS = 512  # that many fill a GPU, and their sums of parts are 34 MB at most
-TAIL_SHARES = 8  # of the steps, at most
-FEWEST_STEPS = 512  # of a share of the longest prefix
+TAIL_SPLITS = 8  # of the steps, at most
+FEWEST_STEPS = 512  # of a split of the longest prefix
 POOL_STEPS = 32
 POOL_WARPS = 4
 ADD_BLOCK = 1024
@@ -88,19 +88,19 @@ def _pool(
     tl.store(out + offs_d[None, :], (total / GRAIN).to(POOLED.dtype.element_ty), mask=step[:, None] < steps)
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "shares", "share_size"])
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "splits", "split_size"])
 def _tail(
     SCORE, EDGE, VALUES, MASS, SUMS, STARTS: Starts, SEGMENT, FLAGS, q_len, offset, row_begin, rows_end, segments,
-    shares, share_size, stride_s: Strides, stride_v: Strides,
+    splits, split_size, stride_s: Strides, stride_v: Strides,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """MASS[b, h, n, e] = sum of 2^SCORE over the steps from edge e on; SUMS[b, h, n, e] = sum of 2^SCORE * VALUES.
 
-    Programs: (shares of segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the
-    segments of the slice of rows row_begin .. rows_end. Each of a segment's `shares` programs adds up a part of the
-    steps, and writes MASS and SUMS its number times share_size elements further on. BK: steps at once; IEEE: products
+    Programs: (splits of segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the
+    segments of the slice of rows row_begin .. rows_end. Each of a segment's `splits` programs adds up a part of the
+    steps, and writes MASS and SUMS its number times split_size elements further on. BK: steps at once; IEEE: products
     in float32. T is the input type.
 
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
@@ -113,8 +113,8 @@ def _tail(
         SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
     # long prefixes first
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // shares
-    share = tl.program_id(0) % shares
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits
+    split = tl.program_id(0) % splits
     h = tl.program_id(1)
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
@@ -135,9 +135,9 @@ def _tail(
         acc = tl.zeros([BS * EDGES, D], tl.float32)
         mass = tl.zeros([BS * EDGES, 16], tl.float32)  # a product with ones: every column is the sum
         last = tl.max(steps, 0)
-        size = tl.cdiv(tl.cdiv(last, BK), shares) * BK
-        last = tl.minimum(last, (share + 1) * size)
-        for t in range(share * size, last, BK):
+        size = tl.cdiv(tl.cdiv(last, BK), splits) * BK
+        last = tl.minimum(last, (split + 1) * size)
+        for t in range(split * size, last, BK):
             step = t + tl.arange(0, BK)
             s = tl.load(score + step[None, :], mask=step[None, :] < steps[:, None], other=float("-inf")).to(tl.float32)
             v = tl.load(
@@ -158,22 +158,22 @@ def _tail(
         exists = (row_begin + (block * BS + row // EDGES) * segment < tl.minimum(rows_end, q_len)) & (
             block * BS + row // EDGES < segments
         )
-        further = tl.multiple_of(share.to(tl.int64) * share_size, 16)  # there are 16 edges
+        further = tl.multiple_of(split.to(tl.int64) * split_size, 16)  # there are 16 edges
         tl.store(MASS + further + at, tl.max(mass, 1), mask=exists)
         tl.store(SUMS + further + at[:, None] * D + offs_d[None, :], acc, mask=exists[:, None])
 
 
-@triton.jit(do_not_specialize=["shares", "size"])
-def _add(SHARES, OUT, shares, size, BLOCK: tl.constexpr):
-    """OUT[i] = the sum of SHARES[s, i] over s. Programs: (size / BLOCK,).
+@triton.jit(do_not_specialize=["splits", "size"])
+def _add(SPLITS, OUT, splits, size, BLOCK: tl.constexpr):
+    """OUT[i] = the sum of SPLITS[s, i] over s. Programs: (size / BLOCK,).
 
-    SHARES              float32 [shares, size]
+    SPLITS              float32 [splits, size]
     OUT                 float32 [size]
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for share in range(shares):
-        total += tl.load(SHARES + share * size.to(tl.int64) + at, mask=at < size, other=0.0)
+    for split in range(splits):
+        total += tl.load(SPLITS + split * size.to(tl.int64) + at, mask=at < size, other=0.0)
     tl.store(OUT + at, total, mask=at < size)
 
 
@@ -206,18 +206,18 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
     sums = math.prod(score.shape[:3]) * EDGES
     at_once = tail_segments(score.shape[2], shape.head_dim)
     blocks = -(-score.shape[2] // at_once)
-    shares = tail_shares(blocks * shape.query_heads * shape.batch, score.shape[3])
-    # of each share the sums, and behind them their masses
-    parts = torch.empty(shares, sums * (shape.head_dim + 1), dtype=torch.float32, device=score.device)
+    splits = count_tail_splits(blocks * shape.query_heads * shape.batch, score.shape[3])
+    # of each split the sums, and behind them their masses
+    parts = torch.empty(splits, sums * (shape.head_dim + 1), dtype=torch.float32, device=score.device)
     launch(
         _tail,
-        (blocks * shares, shape.query_heads, shape.batch),
+        (blocks * splits, shape.query_heads, shape.batch),
         {
             "SCORE": score, "EDGE": ranked.edge, "VALUES": pooled, "MASS": parts[0, sums * shape.head_dim :],
             "SUMS": parts, "STARTS": call.starts,
             "SEGMENT": tables.segment, "FLAGS": tables.flags, "q_len": shape.q_len, "offset": shape.offset,
             "row_begin": rows.start, "rows_end": rows.stop, "segments": score.shape[2],
-            "shares": shares, "share_size": parts.shape[1],
+            "splits": splits, "split_size": parts.shape[1],
             **stride_groups(s=score, v=pooled),
         },
         {
@@ -228,12 +228,12 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
         num_warps=tail_warps(at_once),
     )  # fmt: skip
     whole = parts[0]
-    if shares > 1:
+    if splits > 1:
         whole = torch.empty_like(whole)
         launch(
             _add,
             (-(-len(whole) // ADD_BLOCK), 1, 1),
-            {"SHARES": parts, "OUT": whole, "shares": shares, "size": len(whole)},
+            {"SPLITS": parts, "OUT": whole, "splits": splits, "size": len(whole)},
             {"BLOCK": ADD_BLOCK},
             num_warps=ADD_WARPS,
         )
@@ -241,14 +241,14 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
     return Tail(ranked.first, mass.view(*score.shape[:3], EDGES), values.view(*score.shape[:3], EDGES, shape.head_dim))
 
 
-def tail_shares(programs: int, steps: int) -> int:
+def count_tail_splits(programs: int, steps: int) -> int:
     """How many programs share the steps of a segment.
 
     Args:
         programs: how many there are if none are shared.
         steps: of the longest prefix.
     """
-    return max(1, min(TAIL_PROGRAMS // programs, steps // FEWEST_STEPS, TAIL_SHARES))
+    return max(1, min(TAIL_PROGRAMS // programs, steps // FEWEST_STEPS, TAIL_SPLITS))
 
 
 def tail_segments(segments: int, head_dim: int) -> int:

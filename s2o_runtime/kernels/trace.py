@@ -258,7 +258,7 @@ def trace(
                 "FLOOR": floor, "TAUS": grid, "SINKS": call.sinks, "TRACED": out,
                 "LEVELS": Levels(keys.unit, keys.middle),
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
-                "segment": tables.shortest, "segments": ranked.order.shape[2], "count": tiles,
+                "segment": tables.shortest_segment, "segments": ranked.order.shape[2], "count": tiles,
                 **stride_groups(q=q, k=k, v=v, t=truth), **strides("hn", i=ranked.order[0]), **strides("qs", o=out),
             },
             {

@@ -16,7 +16,7 @@ from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
 from s2o_runtime.kernels.prefill import heads_per_wave, row_slices, s2o_prefill
-from s2o_runtime.kernels.primitives import LOG2E, program_tile
+from s2o_runtime.kernels.primitives import LOG2E, assign_tile
 from s2o_runtime.kernels.rank import order as order_module
 from s2o_runtime.kernels.rank import scores as scores_module
 from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
@@ -209,7 +209,7 @@ def test_dense_heads_start_first():
 
 @triton.jit
 def _programs(OUT, LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr):
-    tile, h, b, heads = program_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS, True)
+    tile, h, b, heads = assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS, True)
     number = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     tl.store(OUT + number, (b * heads + h) * 100 + tile)
 
@@ -282,9 +282,9 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
 
 
 @SLOW
-@pytest.mark.parametrize(("shares", "starts", "head_dim"), [(3, [30, 0], 64), (1, None, 256)])
-def test_tail_sums_are_those_of_the_order(shares, starts, head_dim, nan_filled, monkeypatch):
-    monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
+@pytest.mark.parametrize(("splits", "starts", "head_dim"), [(3, [30, 0], 64), (1, None, 256)])
+def test_tail_sums_are_those_of_the_order(splits, starts, head_dim, nan_filled, monkeypatch):
+    monkeypatch.setattr(tail_module, "count_tail_splits", lambda programs, steps: splits)
     q, k, v, kv_start = drawn((2, 2, 1, 230, 500, head_dim, starts))
     config = LayerConfig.uniform(2, segment=64, representatives=16, tail="mean", tile=TILE)
     call = call_of(q, k, v, config, kv_start)
@@ -292,10 +292,10 @@ def test_tail_sums_are_those_of_the_order(shares, starts, head_dim, nan_filled, 
     assert_tail_sums(tail, ranking, call)
 
 
-@pytest.mark.parametrize(("shares", "head_dim", "starts"), [(2, 64, [30]), pytest.param(1, 128, None, marks=SLOW)])
-def test_tail_sums_of_more_segments_at_once(shares, head_dim, starts, nan_filled, monkeypatch):
+@pytest.mark.parametrize(("splits", "head_dim", "starts"), [(2, 64, [30]), pytest.param(1, 128, None, marks=SLOW)])
+def test_tail_sums_of_more_segments_at_once(splits, head_dim, starts, nan_filled, monkeypatch):
     """The last program has one segment, of the eight that it could have."""
-    monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
+    monkeypatch.setattr(tail_module, "count_tail_splits", lambda programs, steps: splits)
     q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 560, 700, head_dim, starts))
     heads = (HeadConfig(1.0, 64, representatives=16, tail="mean"), HeadConfig(1.0, 128, tail="mean"))
     call = call_of(q, k, v, LayerConfig(heads, TILE), kv_start)
@@ -327,10 +327,10 @@ def assert_tail_sums(tail, ranking, call):
 
 
 def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():
-    assert tail_module.tail_shares(32, 8192) == tail_module.TAIL_SHARES
-    assert tail_module.tail_shares(128, 8192) == 4
-    assert tail_module.tail_shares(64, 1984) == 3
-    assert tail_module.tail_shares(1024, 32768) == tail_module.tail_shares(8, 511) == 1
+    assert tail_module.count_tail_splits(32, 8192) == tail_module.TAIL_SPLITS
+    assert tail_module.count_tail_splits(128, 8192) == 4
+    assert tail_module.count_tail_splits(64, 1984) == 3
+    assert tail_module.count_tail_splits(1024, 32768) == tail_module.count_tail_splits(8, 511) == 1
 
 
 def bucket_order(scores):

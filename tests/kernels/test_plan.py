@@ -370,7 +370,7 @@ def interpreted_gpu(gpu, monkeypatch):
     """The real kernels; `replays` counts the calls that had a plan."""
     if not interpreted():
         pytest.skip("a GPU is here, so kernels are compiled: see tests/gpu")
-    from s2o_runtime.kernels import pages, prefill, shares
+    from s2o_runtime.kernels import pages, prefill, splits
     from s2o_runtime.kernels.rank import means, order, scores
 
     known = {}
@@ -378,7 +378,7 @@ def interpreted_gpu(gpu, monkeypatch):
     def launch_interpreted(kernel, *args, **options):
         launch(known.setdefault(id(kernel), Interpreted(kernel)), *args, **options)
 
-    for module in (pages, prefill, shares, means, scores, order):
+    for module in (pages, prefill, splits, means, scores, order):
         monkeypatch.setattr(module, "launch", launch_interpreted)
     replays = []
     replay = plan_module.LaunchPlan.replay

@@ -105,16 +105,16 @@ def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
         call: the call, with a head that has a prefix.
     """
     shape, tables, int8 = call.shape, call.tables, keys.unit is not None
-    size = shape.batch, shape.query_heads, -(-shape.q_len // tables.shortest_part)
+    size = shape.batch, shape.query_heads, -(-shape.q_len // tables.min_rows_per_representative)
     out = torch.empty(*size, shape.head_dim, dtype=torch.int8 if int8 else q.dtype, device=q.device)
     scale = torch.empty(size, dtype=torch.float32, device=q.device) if int8 else None
-    for count in tables.counts:
+    for count in tables.representative_counts:
         parts = parts_at_once(count)
         launch(
             _representatives,
             (-(-out.shape[2] // parts), shape.query_heads, shape.batch),
             {
-                "Q": q, "REP": out, "REP_SCALE": scale, "STARTS": call.starts, "PART": tables.part,
+                "Q": q, "REP": out, "REP_SCALE": scale, "STARTS": call.starts, "PART": tables.rows_per_representative,
                 "REPRESENTATIVES": tables.representatives, "K_UNIT": keys.unit, "qk_scale": call.scale * LOG2E,
                 "q_len": shape.q_len, "offset": shape.offset, **stride_groups(q=q, r=out),
             },

@@ -229,15 +229,14 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
     """
     shape, (r, r_scale), k = call.shape, representative, keys.rows
     out = torch.empty(r.shape[:3], dtype=torch.float32, device=k.device)
-    rows = 64 if call.tables.several else 16
+    rows = 64 if max(call.tables.representative_counts) > 1 else 16
     launch(
         _log_sums,
         (-(-out.shape[2] // rows), shape.query_heads, shape.batch),
         {
             "REP": r, "K": k, "LOG_SUM": out, "STARTS": call.starts, **call.paging, "SEGMENT": call.tables.segment,
-            "PART": call.tables.part, "REP_SCALE": r_scale, "q_len": shape.q_len, "offset": shape.offset,
-            "parts": out.shape[2],
-            **stride_groups(r=r, k=k),
+            "PART": call.tables.rows_per_representative, "REP_SCALE": r_scale, "q_len": shape.q_len,
+            "offset": shape.offset, "parts": out.shape[2], **stride_groups(r=r, k=k),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
@@ -265,11 +264,11 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
     """
     shape, tables = call.shape, call.tables
     (r, r_scale), k = representative, keys.rows
-    segments = -(-len(rows) // tables.shortest)
-    longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest
+    segments = -(-len(rows) // tables.shortest_segment)
+    longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest_segment
     steps = max(1, -(-longest // (config.GRAIN * ROW_ALIGNMENT))) * ROW_ALIGNMENT  # one compiled kernel for all lengths
     scores = torch.empty(shape.batch, shape.query_heads, segments, steps, dtype=torch.float16, device=k.device)
-    for count in tables.counts:
+    for count in tables.representative_counts:
         at_once = segments_at_once(segments, count, shape.head_dim)
         heads = heads_at_once(count, shape.group)
         launch(
