@@ -21,8 +21,8 @@ from s2o_runtime.sequences import (
     Starts,
     call_shape,
     check_heads,
+    check_packed,
     check_tensor,
-    packed_shape,
 )
 
 
@@ -51,7 +51,7 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
 
     def checked(self, shape: CallShape, q: Tensor) -> Scoring:
-        """The same with the default scale filled in.
+        """Return the scoring with the default scale filled in.
 
         Args:
             shape: of the call.
@@ -76,13 +76,13 @@ class Scoring(NamedTuple):
 
     @property
     def beyond_sdpa(self) -> str | None:
-        """What of it torch's SDPA and block-sparse kernels cannot compute, as text; None for nothing."""
+        """The part that torch's SDPA and block-sparse kernels cannot compute, as text; None for nothing."""
         if self.softcap is not None:
             return f"scores that are soft-capped at {self.softcap:g}"
         return "learned sinks" if self.sinks is not None else None
 
     def arguments(self) -> dict[str, Any]:
-        """As the keyword arguments of the attention functions."""
+        """Return the scoring as the keyword arguments of the attention functions."""
         return self._asdict()
 
 
@@ -90,24 +90,24 @@ PLAIN = Scoring()
 
 
 def without_gradients(sinks: Tensor | None) -> Tensor | None:
-    """Sinks as a plain tensor where no gradients are wanted: a model's are parameters, whose calls have no plan."""
+    """Detach sinks where no gradients are wanted: a model's are parameters, whose calls have no plan."""
     return sinks.detach() if isinstance(sinks, Tensor) and not torch.is_grad_enabled() else sinks
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores of any shape under a soft cap, `softcap * tanh(scores / softcap)`; themselves without one."""
+    """Cap scores of any shape softly, `softcap * tanh(scores / softcap)`; without a cap return themselves."""
     return scores if softcap is None else (scores / softcap).tanh() * softcap
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The weights of scores [..., L] that share their denominators with sinks [..., 1], where there are any."""
+    """Compute the weights of scores [..., L] that share their denominators with sinks [..., 1], where there are any."""
     if sinks is None:
         return scores.softmax(-1)
     return torch.cat([sinks.expand(*scores.shape[:-1], 1), scores], -1).softmax(-1)[..., 1:]
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    """The factor of the scores: `scale`, or `head_dim ** -0.5` for None.
+    """Return the factor of the scores: `scale`, or `head_dim ** -0.5` for None.
 
     Raises:
         InputError: the scale is not positive, or infinite.
@@ -196,7 +196,7 @@ class Call:
 
         Raises InputError and ConfigError as the ops do.
         """
-        shape = call_shape(q, k, v, kv_start) if packed is None else packed_shape(q, k, v, packed)
+        shape = call_shape(q, k, v, kv_start) if packed is None else check_packed(q, k, v, packed)
         check_heads(config.validate(), shape)
         scoring = scoring.checked(shape, q)
         if packed is not None:
@@ -222,13 +222,13 @@ class Call:
 
     @property
     def scale(self) -> float:
-        """What multiplies the scores."""
+        """The factor of the scores."""
         assert self.scoring.scale is not None
         return self.scoring.scale
 
     @property
     def sinks(self) -> Tensor | None:
-        """[Hq], what each head attends to beside its keys."""
+        """[Hq], scores without a value that each head attends to."""
         return self.scoring.sinks
 
     @property
@@ -239,7 +239,7 @@ class Call:
     @cached_property
     def tables(self) -> HeadTables:
         """The settings of its heads on its device."""
-        return head_tables(self.config, self.q.device)
+        return make_head_tables(self.config, self.q.device)
 
     @property
     def starts(self) -> Starts:
@@ -256,8 +256,8 @@ class Call:
 
 
 @lru_cache(maxsize=4096)
-def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
-    """The tables of a layer on a device; they are kept for the calls to come."""
+def make_head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
+    """Make the tables of a layer on a device; they are kept for the calls to come."""
     ranked = [head for head in config.heads if head.mode == "s2o"]
 
     def table(value: Callable[[HeadConfig], float], dtype: torch.dtype = torch.int32) -> Tensor:

@@ -48,8 +48,10 @@ class CallShape:
         return self.kv_len - self.q_len
 
     def is_little_for(self, tile: TileConfig) -> bool:
-        """Whether one sequence is less work than a whole prompt of the tile's `dense_below` keys, and no tail for which
-        its `min_queries` was measured, which then decides alone."""
+        """Return whether one sequence is less work than a whole prompt of the tile's `dense_below` keys.
+
+        Never of a tail for which its `min_queries` was measured, which then decides alone.
+        """
         measured = 0 < tile.tail_keys <= self.kv_len and self.offset >= self.q_len
         return not measured and self.causal_pairs < tile.dense_below * (tile.dense_below + 1) // 2
 
@@ -59,11 +61,11 @@ class CallShape:
         return self.q_len * self.kv_len - self.q_len * (self.q_len - 1) // 2
 
     def row_tiles(self, block_m: int) -> int:
-        """How many tiles of `block_m` rows the queries of one head fill."""
+        """Count the tiles of `block_m` rows that the queries of one head fill."""
         return -(-self.q_len // block_m)
 
     def segments(self, segment: int) -> int:
-        """How many segments of this many queries one head has."""
+        """Count the segments of this many queries of one head."""
         return -(-self.q_len // segment)
 
 
@@ -154,7 +156,7 @@ class Packed(NamedTuple):
         return Starts(None, self.cu_q, self.cu_k)
 
 
-def packed_shape(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> CallShape:
+def check_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> CallShape:
     """Check the tensors of a packed call against each other and return their sizes.
 
     The contents of `cu_q` and `cu_k` are not read: that would wait for the device.
@@ -212,12 +214,12 @@ def check_heads(config: LayerConfig, shape: CallShape) -> None:
 
 
 def needs_gradients(*tensors: Tensor) -> bool:
-    """Whether torch would record an operation on these tensors for a backward pass."""
+    """Return whether torch would record an operation on these tensors for a backward pass."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def laid_out(tensor: Tensor, head_dim: int, packed: bool = False) -> Tensor:
-    """The tensor as kernels read it: the last dimension contiguous, and filled with zeros up to `head_dim`.
+    """Lay a tensor out as kernels read it: the last dimension contiguous, and filled with zeros up to `head_dim`.
 
     Args:
         tensor: [B, H, L, D] with D <= head_dim.
@@ -276,8 +278,8 @@ def list_sequences(starts: Starts, shape: CallShape) -> Iterator[Sequence]:
                 yield Sequence(b, slice(b, b + 1), range(row, shape.q_len), range(start, shape.kv_len))
 
 
-def window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: TileConfig) -> Tensor:
-    """The first key of the dense window of a segment.
+def find_window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: TileConfig) -> Tensor:
+    """Return the first key of the dense window of a segment.
 
     Args:
         first_position: integers, the position of the segment's first query.
@@ -293,7 +295,7 @@ def density(
     visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Tensor | None = None,
     cu_q: Tensor | None = None, cu_k: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Count query-key pairs computed over causal pairs, window included; dense is 1.0.
+    """Return query-key pairs computed over causal pairs, window included; dense is 1.0.
 
     Args:
         visited: integers [B, Hq, row tiles], the prefix keys that each tile of `block_m` rows computed.
@@ -338,7 +340,7 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     dense = row >= config.dense_from(q_len)
 
     def window(head: HeadConfig) -> Tensor:
-        first = window_start(row // head.segment * head.segment + offset, start[:, None], head, config.tile)
+        first = find_window_start(row // head.segment * head.segment + offset, start[:, None], head, config.tile)
         return (position - torch.where(dense, start[:, None], first) + 1).clamp_min(0).sum()
 
     unlike = {(head.mode, head.segment): head for head in config.heads}  # heads alike in both have the same window
@@ -352,7 +354,7 @@ MAX_PAGE = 1024  # tokens
 
 
 def page_obstacle(page_size: int) -> str | None:
-    """Why pages of so many tokens are not supported; None if they are."""
+    """Return the reason why pages of so many tokens are not supported; None if they are."""
     return f"pages have {page_size} tokens, more than {MAX_PAGE}" if page_size > MAX_PAGE else None
 
 
@@ -426,7 +428,7 @@ class PagedKeys:
         return k, v
 
     def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A copy of keys and values, packed one sequence behind another, in plain torch: [total_k, Hkv, D] each.
+        """Copy keys and values, packed one sequence behind another, in plain torch: [total_k, Hkv, D] each.
 
         It is what the kernel in kernels/pages.py is compared with. Rows behind the last key repeat it.
 
@@ -439,11 +441,11 @@ class PagedKeys:
         position = torch.minimum(token - edges[sequence], edges[sequence + 1] - edges[sequence] - 1).clamp_min(0)
         page = self.block_table[sequence, position // self.page_size].long()
         slot = (position % self.page_size).long()
-        k, v = (_rows(cache, page, slot) for cache in (self.k, self.v))
-        return _scaled(k, self.k_scale, dtype), _scaled(v, self.v_scale, dtype)
+        k, v = (_take_rows(cache, page, slot) for cache in (self.k, self.v))
+        return _scale_rows(k, self.k_scale, dtype), _scale_rows(v, self.v_scale, dtype)
 
-    def rows_obstacle(self, dtype: torch.dtype) -> str | None:
-        """Why the cache cannot be read as rows, the same for keys and values; None if it can.
+    def find_rows_obstacle(self, dtype: torch.dtype) -> str | None:
+        """Return the reason why the cache cannot be read as rows, the same for keys and values; None if it can.
 
         Args:
             dtype: of the queries.
@@ -511,21 +513,21 @@ class PagedKeys:
         return self
 
 
-def _rows(cache: Tensor, page: Tensor, slot: Tensor) -> Tensor:
-    """[total_k, Hkv, D] of a cache; indexing knows no fp8, so such rows are moved as bytes."""
+def _take_rows(cache: Tensor, page: Tensor, slot: Tensor) -> Tensor:
+    """Take rows [total_k, Hkv, D] of a cache; indexing knows no fp8, so such rows are moved as bytes."""
     if cache.dtype.itemsize > 1:
         return cache[page, slot]
     return cache.view(torch.uint8)[page, slot].view(cache.dtype)
 
 
-def _scaled(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _scale_rows(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if rows.dtype == dtype:
         return rows
     return (rows.float() if scale is None else rows.float() * scale[:, None]).to(dtype)
 
 
 def packed_starts(lengths: Tensor) -> Tensor:
-    """Where sequences of these lengths begin, packed one behind another: int32 [N + 1] from int32 [N]."""
+    """Return the begins of sequences of these lengths, packed one behind another: int32 [N + 1] from int32 [N]."""
     starts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
     return starts

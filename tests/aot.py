@@ -197,7 +197,7 @@ def pipelined(case: Case, built: Compiled) -> str | None:
     if case.kernel == "representatives":
         from s2o_runtime.kernels.rank import means
 
-        rows = means.representative_rows(case.head_dim)
+        rows = means.count_representative_rows(case.head_dim)
         tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
     elif case.tile is None:
         return None
@@ -508,8 +508,8 @@ def compile_case(case: Case) -> Compiled:
             options = {"num_warps": splits.COMBINE_WARPS}
         case "representatives":
             home = means
-            constants |= {"ROWS": means.representative_rows(head_dim), "STAGES": means.REPRESENTATIVE_STAGES}
-            constants["PARTS"] = means.parts_at_once(case.representatives)
+            constants |= {"ROWS": means.count_representative_rows(head_dim), "STAGES": means.REPRESENTATIVE_STAGES}
+            constants["PARTS"] = means.count_parts_at_once(case.representatives)
             options = {"num_warps": means.REPRESENTATIVE_WARPS}
         case "log_sums":
             home = scores
@@ -517,8 +517,8 @@ def compile_case(case: Case) -> Compiled:
             options = {"num_warps": scores.LOG_SUM_WARPS}
         case "scores":
             home = scores
-            constants |= {"WARPS": scores.SCORE_WARPS, "HEADS": scores.heads_at_once(case.representatives, 4)}
-            constants["BS"] = scores.segments_at_once(rows, case.representatives, head_dim)
+            constants |= {"WARPS": scores.SCORE_WARPS, "HEADS": scores.count_heads_at_once(case.representatives, 4)}
+            constants["BS"] = scores.count_segments_at_once(rows, case.representatives, head_dim)
             options = {"num_warps": scores.SCORE_WARPS, "num_stages": scores.SCORE_STAGES}
             options["maxnreg"] = scores.MAX_REGISTERS
         case "order":
@@ -527,9 +527,9 @@ def compile_case(case: Case) -> Compiled:
             home, options = tail, {"num_warps": tail.POOL_WARPS}
             constants["ROWS"] = tail.POOL_STEPS
         case "tail":
-            home, segments = tail, tail.tail_segments(rows, head_dim)
-            constants |= {"BS": segments, "BK": tail.tail_steps(segments, head_dim)}
-            options = {"num_warps": tail.tail_warps(segments)}
+            home, segments = tail, tail.count_tail_segments(rows, head_dim)
+            constants |= {"BS": segments, "BK": tail.count_tail_steps(segments, head_dim)}
+            options = {"num_warps": segments}
         case "add":
             home, constants, types = tail, {"BLOCK": tail.ADD_BLOCK}, POINTERS | {"OUT": "fp32"}
             options = {"num_warps": tail.ADD_WARPS}

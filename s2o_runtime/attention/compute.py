@@ -89,7 +89,7 @@ ROWS = 512  # computed together at least; a block of rows sees its own keys and 
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scoring: Scoring = PLAIN, kv_start: Tensor | None = None
 ) -> Tensor:
-    """Causal attention in which a query sees the last `window` keys up to its own.
+    """Compute causal attention in which a query sees the last `window` keys up to its own.
 
     Query i stands at position Lk - Lq + i. Scores without a soft cap go through torch's SDPA; soft-capped ones are
     products in the type of q and a softmax in float32, as in transformers' eager attention.
@@ -118,12 +118,12 @@ def window_attention(
         visible = (key <= position) & (key > position - window)
         if kv_start is not None:
             visible = (visible & (key >= kv_start[:, None, None]))[:, None]
-        blocks.append(_masked(q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], visible, scoring))
+        blocks.append(_attend_visible(q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], visible, scoring))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
-    """Attention of some rows in which `visible`, bool [.., rows, keys], says who sees whom; others' rows are zero."""
+def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+    """Attend from rows to the keys that `visible`, bool [.., rows, keys], marks; rows without any are zero."""
     scale, softcap, sinks = scoring
     assert scale is not None
     blind = ~visible.any(-1, keepdim=True)
@@ -161,14 +161,14 @@ def compute(call: Call, backend: str, out: Tensor | None = None) -> Outputs:
     Args:
         call: the call.
         backend: which of the three.
-        out: of a packed call, a tensor that `takes_output`: written and returned.
+        out: of a packed call, a tensor that `supports_output`: written and returned.
     """
     if backend == "triton":
-        outputs = _with_kernels(call, out)
+        outputs = _run_kernels(call, out)
     elif call.packed:
-        outputs = _one_by_one(call, backend)
+        outputs = _run_one_by_one(call, backend)
     else:
-        outputs = _in_torch(call, backend)
+        outputs = _run_in_torch(call, backend)
     if not call.packed:
         return outputs
     computed, visited, lse = outputs
@@ -180,8 +180,8 @@ def compute(call: Call, backend: str, out: Tensor | None = None) -> Outputs:
     return Outputs(out, visited, lse)
 
 
-def takes_output(out: Tensor, q: Tensor) -> bool:
-    """Whether the kernels can write the output of these packed queries, [Tq, Hq, D], straight into a tensor.
+def supports_output(out: Tensor, q: Tensor) -> bool:
+    """Return whether the kernels can write the output of packed queries [Tq, Hq, D] straight into a tensor.
 
     They cannot if `out` shares memory with the queries, which they still read, or if the head dim is padded.
     """
@@ -189,8 +189,8 @@ def takes_output(out: Tensor, q: Tensor) -> bool:
     return laid and out.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
 
 
-def _with_kernels(call: Call, given: Tensor | None = None) -> Outputs:
-    """S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
+def _run_kernels(call: Call, given: Tensor | None = None) -> Outputs:
+    """Run S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
     from s2o_runtime.kernels.prefill import s2o_prefill
 
     value_dim, head_dim = call.shape.value_dim, padded_head_dim(call.shape.widest)
@@ -209,8 +209,8 @@ def _with_kernels(call: Call, given: Tensor | None = None) -> Outputs:
     return Outputs(out if head_dim == value_dim else out[..., :value_dim], visited, lse)
 
 
-def _in_torch(call: Call, backend: str) -> Outputs:
-    """The backends that need no kernel."""
+def _run_in_torch(call: Call, backend: str) -> Outputs:
+    """Run one of the backends that need no kernel."""
     q, k, v, kv_start = call.q, call.k, call.v, call.kv_start
     scoring = call.scoring.arguments()
     if backend == "reference":
@@ -220,8 +220,8 @@ def _in_torch(call: Call, backend: str) -> Outputs:
     return Outputs(out, None, log_sum_exp(q, k, kv_start=kv_start, **scoring) if call.with_lse else None)
 
 
-def _one_by_one(call: Call, backend: str) -> Outputs:
-    """Packed sequences, each as a call of its own."""
+def _run_one_by_one(call: Call, backend: str) -> Outputs:
+    """Run packed sequences, each as a call of its own."""
     assert call.cu_q is not None
     assert call.cu_k is not None
     q, shape = call.q, call.shape
@@ -238,7 +238,7 @@ def _one_by_one(call: Call, backend: str) -> Outputs:
         if not all(0 <= begin <= end <= min(total, begin + longest) for begin, end in pairwise(edges)):
             raise InputError(f"{name} is {edges}: expected to ascend from 0 to {total} by at most {longest} at a time")
     for sequence in list_sequences(call.starts, shape):
-        of_sequence = _in_torch(call.take(sequence), backend)
+        of_sequence = _run_in_torch(call.take(sequence), backend)
         sequence.take(out, sequence.rows).copy_(of_sequence.out)
         if visited is not None and of_sequence.visited is not None:
             visited[sequence.number, :, : of_sequence.visited.shape[2]] = of_sequence.visited[0]

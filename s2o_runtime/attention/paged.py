@@ -11,7 +11,7 @@ from torch import Tensor
 
 from s2o_runtime.attention.api import read_lengths, read_options
 from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend
-from s2o_runtime.attention.compute import Attention, takes_output
+from s2o_runtime.attention.compute import Attention, supports_output
 from s2o_runtime.attention.replay import run_call
 from s2o_runtime.call import Call
 from s2o_runtime.config import GRAIN, HEAD_DIMS, LayerConfig
@@ -121,7 +121,7 @@ def s2o_attention_paged(
     lengths = read_lengths(max_q, max_k, int(seq_lens.sum()) if total_k is None else total_k)
     packed = Packed(cu_q, cu_k, max_q, max_k)
     written = None  # by the kernels
-    if out is not None and not torch.compiler.is_compiling() and out.ndim == 3 and takes_output(out, q):
+    if out is not None and not torch.compiler.is_compiling() and out.ndim == 3 and supports_output(out, q):
         written = out
 
     def prepare(recorder: Recorder | None) -> tuple[Call, BackendChoice]:
@@ -153,14 +153,14 @@ def s2o_attention_paged(
 
 
 def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype) -> str | None:
-    """Why the kernels want a copy of keys and values in the pages of a cache; None if they can read them there.
+    """Return the reason why the kernels want a copy of keys and values in pages; None if they can read them there.
 
     Args:
         pages: where they lie.
         config: of the layer.
         dtype: of the queries.
     """
-    if obstacle := pages.rows_obstacle(dtype):
+    if obstacle := pages.find_rows_obstacle(dtype):
         return obstacle
     if config.scores == "int8":
         return "int8 scores are of keys that were rounded, which is a copy"
@@ -179,7 +179,7 @@ def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype)
 
 
 def gathered(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values out of their pages, [total_k, Hkv, D] in `dtype`: by the kernel where it runs, else in torch."""
+    """Copy keys and values out of their pages, [total_k, Hkv, D] in `dtype`: by the kernel or in torch."""
     device = pages.k.device
     if interpreted():
         compiled = dtype in (*KERNEL_TYPES, *FLOAT32)

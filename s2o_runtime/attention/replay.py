@@ -23,7 +23,7 @@ from s2o_runtime.attention.backend import Backend, BackendChoice
 from s2o_runtime.attention.compute import Attention, AttentionStats, compute
 from s2o_runtime.call import Call, Scoring
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.reference.dense import unchecked_attention
+from s2o_runtime.reference.dense import run_sdpa
 from s2o_runtime.sequences import CallShape, Starts, check_config
 
 if TYPE_CHECKING:
@@ -76,19 +76,19 @@ def run_call(
         prepare: checks the call and chooses its backend, with the recorder of the launches that this may take.
         starts: where the sequences begin, for the statistics.
         lengths: what else calls must have in common to be equal, hashable.
-        is_decode, any_length: as for `repeated_call`.
+        is_decode, any_length: as for `find_repeated_call`.
         written: `options.out` where the kernels can write it.
     """
     answer, repeated, recorder = None, None, None
     if not torch.compiler.is_compiling():
         key = (options.scale, options.softcap, options.backend, options.return_stats, options.return_lse, *lengths)
-        repeated = repeated_call(inputs, config, key, is_decode, any_length)
+        repeated = find_repeated_call(inputs, config, key, is_decode, any_length)
     if repeated is not None and (answer := repeated.replay(inputs)) is None:
         recorder = repeated.recorder(inputs)
     if answer is None:
         call, choice = prepare(recorder)
         if repeated is not None and choice.backend == "dense":
-            repeated.goes_dense(call, choice)
+            repeated.remember_dense(call, choice)
         if choice.backend != "triton":
             recorder = None
         with nullcontext() if recorder is None else recorder:
@@ -122,14 +122,14 @@ class RepeatedCall:
         if self._dense is not None:
             scale, choice, shape = self._dense
             q, k, v = inputs[:3]
-            return choice, shape, (unchecked_attention(q, k, v, scale), None, None)  # type: ignore[arg-type]
+            return choice, shape, (run_sdpa(q, k, v, scale), None, None)  # type: ignore[arg-type]
         if self._known is None:
             return None
         plan, choice, shape = self._known
         outputs = plan.replay(inputs)
         return None if outputs is None else (choice, shape, outputs)
 
-    def goes_dense(self, call: Call, choice: BackendChoice) -> None:
+    def remember_dense(self, call: Call, choice: BackendChoice) -> None:
         """Remember that these calls run dense attention, if that is all that they need."""
         scale, softcap, sinks = call.scoring
         plain = softcap is None and sinks is None and call.kv_start is None
@@ -138,7 +138,7 @@ class RepeatedCall:
             self._dense = float(scale), choice, call.shape
 
     def recorder(self, inputs: Inputs) -> Recorder | None:
-        """What is to record the call that comes now; None if it is not to be recorded."""
+        """Return the recorder of the call that comes now; None if it is not to be recorded."""
         self._calls += 1
         if self._known is not None or not 2 <= self._calls <= 4:
             return None
@@ -156,10 +156,10 @@ class RepeatedCall:
             self._known = plan, choice, shape
 
 
-def repeated_call(
+def find_repeated_call(
     inputs: Inputs, config: LayerConfig, options: CallKey, is_decode: bool = False, any_length: int = 0
 ) -> RepeatedCall | None:
-    """The calls that are like this one, this one included; None if nothing is kept of such calls.
+    """Return the calls that are like this one, this one included; None if nothing is kept of such calls.
 
     Args:
         inputs: the tensors of the call, q first; None for those that it does not have.
@@ -180,20 +180,20 @@ def repeated_call(
             shape = tensor.shape if any_length <= 0 else tensor.shape[1:]
             key += (shape, tensor.stride(), tensor.dtype, tensor.device)
         any_length -= 1
-    return (_steps if is_decode else _calls)(tuple(key))
+    return (_get_step if is_decode else _get_call)(tuple(key))
 
 
 def forget_plans() -> None:
     """Drop everything that is known of calls."""
-    _calls.cache_clear()
-    _steps.cache_clear()
+    _get_call.cache_clear()
+    _get_step.cache_clear()
 
 
 @lru_cache(maxsize=PLANS)
-def _calls(key: CallKey) -> RepeatedCall:
+def _get_call(key: CallKey) -> RepeatedCall:
     return RepeatedCall()
 
 
 @lru_cache(maxsize=STEPS)
-def _steps(key: CallKey) -> RepeatedCall:
+def _get_step(key: CallKey) -> RepeatedCall:
     return RepeatedCall()

@@ -28,28 +28,28 @@ from s2o_runtime.kernels.primitives import (
     STOP_RULE_BITS,
     TAIL,
     WIDE_ELEMENTS,
-    absorb_chunk,
-    absorb_window,
     assign_split,
     assign_tile,
     at_head,
-    dense_from,
-    diagonal_start,
+    attend_gathered,
+    attend_window,
+    find_dense_from,
+    find_diagonal_start,
+    find_window_start,
+    load_sequence,
     log_sum_exp,
-    quantised,
-    remaining_mass,
-    sequence,
-    softmax_start,
+    quantise,
+    scale_tail,
     split_range,
-    tail_factor,
-    tail_mean,
-    window_start,
+    start_softmax,
+    sum_remaining_mass,
+    weigh_tail,
 )
-from s2o_runtime.kernels.rank.means import representatives
+from s2o_runtime.kernels.rank.means import make_representatives
 from s2o_runtime.kernels.rank.order import BUCKETS, RANK_BYTES, Ranked, order
 from s2o_runtime.kernels.rank.scores import log_sums, score
 from s2o_runtime.kernels.splits import allocate_splits, combine, count_key_splits
-from s2o_runtime.kernels.tail import EDGES, Tail, pooled_values, tail_bytes, tail_sums
+from s2o_runtime.kernels.tail import EDGES, Tail, count_tail_bytes, pool_values, sum_tails
 from s2o_runtime.sequences import CallShape, Starts
 
 CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
@@ -70,7 +70,7 @@ def _prefill(
     stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
     SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
+    """Compute S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
 
     With scores s_ij = q_i . k_j * qk_scale, row i keeps m_i = max_j s_ij, l_i = sum_j 2^(s_ij - m_i) and acc_i = sum_j
     2^(s_ij - m_i) v_j over the keys j it has visited, and returns acc_i / l_i. A soft cap makes scores CAP * tanh(s_ij
@@ -142,12 +142,12 @@ def _prefill(
     segment = tl.load(HEADS.segment + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if MODE.HAS_START else 0
     q_max = q_len
-    q_first, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, MODE.PACKED)
+    q_first, k_first, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, MODE.PACKED)
     flags = tl.load(HEADS.flags + h)
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
-    sparse = (segment > 0) & (row0 < dense_from(q_len, last_rows, BM))
-    first = tl.where(sparse, window_start(n, segment, offset, start, BN), start)
+    sparse = (segment > 0) & (row0 < find_dense_from(q_len, last_rows, BM))
+    first = tl.where(sparse, find_window_start(n, segment, offset, start, BN), start)
     prefix = tl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
     kv_len = offset + q_len
@@ -170,7 +170,7 @@ def _prefill(
         k_base += k_first.to(tl.int64) * stride_kl
         v_base += k_first.to(tl.int64) * stride_vl
 
-    m, l = softmax_start(HEADS.sinks, h, BM, MODE.HAS_SINKS)
+    m, l = start_softmax(HEADS.sinks, h, BM, MODE.HAS_SINKS)
     if MODE.HAS_SPLITS and MODE.HAS_SINKS:
         m = tl.where(index == last, m, float("-inf"))  # the first key's decay makes the others' l 0
     if MODE.INT8:
@@ -178,12 +178,12 @@ def _prefill(
         if MODE.HAS_LSE or MODE.HAS_SINKS:
             lost = tl.sum(q.to(tl.float32) * tl.load(LEVELS.k_middle + channels)[None, :], 1) * qk_scale
             m -= lost
-        q, q_scale = quantised(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
+        q, q_scale = quantise(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
         qk_scale *= q_scale
     acc = tl.zeros([BM, D], tl.float32)
 
     # window: whole tiles that every row sees, then the diagonal
-    diagonal = diagonal_start(first, position0, BN)
+    diagonal = find_diagonal_start(first, position0, BN)
     near = tl.where(row0 < q_len, first, diagonal)
     end = tl.minimum(position0 + BM, kv_len)
     if MODE.HAS_SPLITS:
@@ -191,7 +191,7 @@ def _prefill(
         end = tl.where(index == last, end, near + high * BN)
         diagonal = near + high * BN
         near += tl.where(segment > 0, 0, low * BN)
-    m, l, acc = absorb_window(
+    m, l, acc = attend_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, near, diagonal, end, kv_len, position, BN,
         STAGES, MODE.CAP, MODE.INT8, pages, page_shift, page_rows, MODE.PAGED,
     )  # fmt: skip
@@ -211,7 +211,7 @@ def _prefill(
         length = tl.minimum(chunk, tiles - done)
         m_before = m
         l_before = l
-        m, l, acc = absorb_chunk(
+        m, l, acc = attend_gathered(
             q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES,
             MODE.CAP, MODE.INT8,
         )  # fmt: skip
@@ -232,11 +232,11 @@ def _prefill(
             e = tl.arange(0, EDGES)
             begins = tl.load(RANKING.first + at * BUCKETS + e * (BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
-            before, edge, share = remaining_mass(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
-            mass, edge, share = remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
-            tail = tail_factor(before, mass, (tiles - done) / (done - chunk_begin)) * added
+            before, edge, share = sum_remaining_mass(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
+            mass, edge, share = sum_remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
+            tail = scale_tail(before, mass, (tiles - done) / (done - chunk_begin)) * added
             l += tail
-            acc += tail[:, None] * tail_mean(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
+            acc += tail[:, None] * weigh_tail(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
 
     if MODE.HAS_SPLITS:
         real = real & (l != 0)  # no row of a split without keys
@@ -266,7 +266,7 @@ def _prefill(
 
 
 def s2o_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """S2O attention with Triton: the same function as `reference.s2o_attention_reference`.
+    """Compute S2O attention with Triton: the function of `reference.s2o_attention_reference`.
 
     Args:
         call: in bfloat16 or float16, with one of `HEAD_DIMS` for all tensors. The last dimension of each tensor is
@@ -302,14 +302,14 @@ class Ranker:
 
     def __init__(self, call: Call, keys: Keys) -> None:
         self._keys, self._call = keys, call
-        self._representative = representatives(call.q, keys, call)
+        self._representative = make_representatives(call.q, keys, call)
         self._log_sum = log_sums(self._representative, self._keys, call)
-        self._pooled = pooled_values(call.v, call) if call.tables.tail else None
+        self._pooled = pool_values(call.v, call) if call.tables.tail else None
 
     def rank(self, rows: range) -> tuple[Ranked, Tail | None]:
-        """The ranking of all segments that begin in `rows`, and their tail sums if any head has a tail."""
+        """Rank all segments that begin in `rows`, and sum their tails if any head has one."""
         ranked = order(score(self._representative, self._log_sum, self._keys, self._call, rows), self._call, rows)
-        return ranked, None if self._pooled is None else tail_sums(ranked, self._pooled, self._call, rows)
+        return ranked, None if self._pooled is None else sum_tails(ranked, self._pooled, self._call, rows)
 
 
 def row_slices(call: Call, workspace: int) -> list[range]:
@@ -326,7 +326,7 @@ def row_slices(call: Call, workspace: int) -> list[range]:
         return [range(shape.q_len)]
     key_bytes = shape.batch * shape.query_heads * RANK_BYTES / config.GRAIN
     keys = int(workspace / key_bytes)  # of all segments of one head together
-    sums = shape.query_heads * tail_bytes(shape.head_dim) * tables.tail
+    sums = shape.query_heads * count_tail_bytes(shape.head_dim) * tables.tail
     tail = int(shape.batch * sums / key_bytes)  # as if a segment had more keys
     slices = []
     begin = 0
@@ -340,8 +340,8 @@ def row_slices(call: Call, workspace: int) -> list[range]:
     return slices
 
 
-def heads_per_wave(shape: CallShape, pair_bytes: int, gpu: Resources) -> int:
-    """How many heads take turns in a layer whose programs differ in work, as `primitives.assign_tile` has it.
+def count_heads_per_wave(shape: CallShape, pair_bytes: int, gpu: Resources) -> int:
+    """Count the heads that take turns in a layer whose programs differ in work, as `primitives.assign_tile` has it.
 
     Programs differ where heads have several modes, and where the prompt's beginning is among the rows; few of them
     keep a GPU waiting for the longest. With many heads in turns that wait is short, so as many take turns as the cache
@@ -366,7 +366,7 @@ def prefill(
     call: Call, keys: Keys, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor, rows: range,
     lse: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Window and gathered prefix for the query rows in `rows`.
+    """Compute window and gathered prefix for the query rows in `rows`.
 
     Args:
         call: as for `s2o_prefill`.
@@ -400,7 +400,7 @@ def prefill(
     grid = (programs, shape.query_heads, shape.batch)
     if tables.launch_order is not None:
         gpu = resources(q.device)
-        waves = shape.query_heads // heads_per_wave(shape, k.element_size() + v.element_size(), gpu)
+        waves = shape.query_heads // count_heads_per_wave(shape, k.element_size() + v.element_size(), gpu)
         grid = (shape.query_heads, programs, shape.batch)
         if (count := count_key_splits(call, programs, gpu)) > 1:
             splits, waves = allocate_splits(call, count, programs * tile.rows, q.device), shape.query_heads

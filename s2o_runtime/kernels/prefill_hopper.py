@@ -82,17 +82,17 @@ def _mark(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _marked(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
-    """Whether row tile HALF was done when it released the stage that tile i is to have."""
+def _is_marked(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
+    """Return whether row tile HALF was done when it released the stage that tile i is to have."""
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(marks.index(STAGES * HALF + i % STAGES).slice(0, 1).load(THREADS), 0) != 0
 
 
 @gluon.jit
-def _rows(
+def _list_row_offsets(
     first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr, ALIGNED: gl.constexpr = 8
 ):  # fmt: skip
-    """Offsets [BN, 1] of the rows of BN / GRAIN steps that begin at the rows `first`; ALIGNED divides the stride."""
+    """List the offsets [BN, 1] of the rows of BN / GRAIN steps that begin at `first`; ALIGNED divides the stride."""
     row = first * stride
     within = gl.arange(0, GRAIN, gl.SliceLayout(0, STEPS)) * stride
     row = gl.multiple_of(gl.reshape(row[:, None] + within[None, :], [BN]), ALIGNED)
@@ -100,7 +100,7 @@ def _rows(
 
 
 @gluon.jit
-def _producer(
+def _produce(
     k_base, v_base, order, pages, page_shift, page_rows, stride_kl, stride_vl, first, diagonal, kv_last,
     diagonal_tiles, near, total, k_ring, v_ring, marks, SIZES: gl.constexpr,
     MODE: gl.constexpr,
@@ -176,16 +176,16 @@ def _producer(
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
             _await_free(k_ring, i, STAGES)
             if MODE.INT8:
-                offsets = _rows(k_index, stride_kl, K_STEPS, K_LAYOUT, BN, 16)
+                offsets = _list_row_offsets(k_index, stride_kl, K_STEPS, K_LAYOUT, BN, 16)
                 _copy(k_base + offsets + k_offs_d, k_ring, i, STAGES)
             else:
-                _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN) + offs_d, k_ring, i, STAGES)
+                _copy(k_base + _list_row_offsets(index, stride_kl, STEPS, LAYOUT, BN) + offs_d, k_ring, i, STAGES)
             _await_free(v_ring, i, STAGES)
-            first_done |= _marked(marks, i, 0, STAGES)
-            second_done |= _marked(marks, i, 1, STAGES)
+            first_done |= _is_marked(marks, i, 0, STAGES)
+            second_done |= _is_marked(marks, i, 1, STAGES)
             running = not (first_done & second_done)
             if running:  # the marks are read before values are copied: a row tile waits for these before it marks
-                _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN) + offs_d, v_ring, i, STAGES)
+                _copy(v_base + _list_row_offsets(index, stride_vl, STEPS, LAYOUT, BN) + offs_d, v_ring, i, STAGES)
             index = following
             if MODE.INT8:
                 k_index = k_following
@@ -217,8 +217,8 @@ def _start_values(p, v_ring, acc, i, STAGES: gl.constexpr):
 
 # A copy of `primitives.capped`, which Gluon code cannot call, and of what `primitives.absorb` does with it.
 @gluon.jit
-def _scored(products, qk_scale, CAP: gl.constexpr):
-    """Products and their factor in base 2 (scores are the one times the other), under the soft cap with CAP > 0."""
+def _cap_scores(products, qk_scale, CAP: gl.constexpr):
+    """Return products and their factor in base 2, whose product scores are, under the soft cap with CAP > 0."""
     if CAP > 0:
         products = CAP - 2 * CAP / (1.0 + gl.exp2(products * (qk_scale * (2 * RCP_LN2 / CAP))))
         qk_scale = 1.0
@@ -227,13 +227,13 @@ def _scored(products, qk_scale, CAP: gl.constexpr):
 
 # The online softmax of `primitives.absorb`, without its products, which run asynchronously here.
 @gluon.jit
-def _weights(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
-    """Online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before).
+def _weigh_scores(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
+    """Do the online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before).
 
     scores: products, with INT8 of integers and int32; qk_scale: theirs, with INT8 one for each row.
     """
     scores = scores.to(gl.float32)
-    scores, qk_scale = _scored(scores, qk_scale, CAP)
+    scores, qk_scale = _cap_scores(scores, qk_scale, CAP)
     m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
     weights = gl.exp2(scores * (qk_scale[:, None] if INT8 else qk_scale) - m_new[:, None])
     decay = gl.exp2(m - m_new)
@@ -242,8 +242,8 @@ def _weights(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
 
 # A copy of `primitives.remaining_mass`, which Gluon code cannot call.
 @gluon.jit
-def _behind(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.constexpr):
-    """The ranking's mass behind the first `visited` of a segment's `steps`, the edge before it, and the share left."""
+def _sum_mass(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the ranking's mass after `visited` of a segment's `steps`, the edge before it, and the share left."""
     e = gl.arange(0, EDGES, LAYOUT)
     edge = gl.sum((begins <= visited).to(gl.int32), 0) - 1
     begin = gl.sum(gl.where(e == edge, begins, 0), 0)
@@ -254,12 +254,12 @@ def _behind(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
-def _consumer(
+def _consume(
     Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, sink, tau, stop, chunk,
     row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
     HALF: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """Row tile HALF of the program, from its queries to its output: the computation of `prefill._prefill`.
+    """Compute row tile HALF of the program, from its queries to its output, as `prefill._prefill` does.
 
     Pointers are at row0, the program's first row, of its head and sequence. T is the input type.
 
@@ -337,7 +337,7 @@ def _consumer(
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
         s = s.to(gl.float32)
         keys = diagonal + i * BN + gl.arange(0, BN, gl.SliceLayout(0, S))
-        s, s_scale = _scored(s, qk_scale, MODE.CAP)
+        s, s_scale = _cap_scores(s, qk_scale, MODE.CAP)
         s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * s_scale)
         # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
@@ -359,7 +359,7 @@ def _consumer(
         edge = gl.where(near > i, near, gl.minimum(near + chunk, total))  # where the current chunk ends
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-        w, m, l, decay = _weights(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
+        w, m, l, decay = _weigh_scores(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
         acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
         p = gl.convert_layout(w.to(DTYPE), P)
         running = i + 1 < total
@@ -385,7 +385,7 @@ def _consumer(
                 acc = _start_values(p, v_ring, acc, i, STAGES)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index((i + 1) % STAGES), count=1)
-                w, m, l, decay = _weights(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
+                w, m, l, decay = _weigh_scores(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
                 acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
@@ -404,8 +404,8 @@ def _consumer(
             e = gl.arange(0, EDGES, ONE)
             begins = gl.load(FIRST + e * (BUCKETS // EDGES))
             masses = gl.load(MASS + e)
-            before, edge, share = _behind(begins, masses, (chunk_begin - near) * (BN // GRAIN), steps, EDGES, ONE)
-            mass, edge, share = _behind(begins, masses, (i - near) * (BN // GRAIN), steps, EDGES, ONE)
+            before, edge, share = _sum_mass(begins, masses, (chunk_begin - near) * (BN // GRAIN), steps, EDGES, ONE)
+            mass, edge, share = _sum_mass(begins, masses, (i - near) * (BN // GRAIN), steps, EDGES, ONE)
             most = (total - i) / (i - chunk_begin)
             factor = gl.where((before - mass) * most > mass, mass / (before - mass), most)
             tail = gl.where(mass <= 0, 0.0, factor) * added
@@ -441,8 +441,8 @@ def _consumer(
 
 
 @gluon.jit
-def _dense_from(q_len, last_rows, ROWS: gl.constexpr):
-    """A copy of `primitives.dense_from`, which Gluon code cannot call."""
+def _find_dense_from(q_len, last_rows, ROWS: gl.constexpr):
+    """Do as `primitives.find_dense_from`, which Gluon code cannot call."""
     return gl.where(last_rows > 0, gl.maximum(q_len - last_rows, 0) // ROWS * ROWS, q_len)
 
 
@@ -460,7 +460,7 @@ def _prefill_hopper(
     stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
     SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has, without MODE.WIDE.
+    """Compute S2O attention of two row tiles: the function of `prefill._prefill`, without MODE.WIDE.
 
     Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; pairs of row tiles of the
     slice; B), with HAS_SPLITS as in `primitives.assign_split`. `_prefill` says what each tensor holds.
@@ -505,7 +505,7 @@ def _prefill_hopper(
         split_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
     elif MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.assign_tile`, which Gluon code cannot call
         heads = gl.num_programs(0)
-        before = gl.cdiv(gl.maximum(_dense_from(q_len, last_rows, 2 * BM) - row_begin, 0), 2 * BM)
+        before = gl.cdiv(gl.maximum(_find_dense_from(q_len, last_rows, 2 * BM) - row_begin, 0), 2 * BM)
         before = gl.minimum(before, gl.num_programs(1))
         number = (gl.program_id(1) + before - gl.num_programs(1)) * heads + gl.program_id(0)
         per_wave = heads // waves
@@ -538,7 +538,7 @@ def _prefill_hopper(
     n = row0 // gl.maximum(segment, 1)
     # copies of `primitives.window_start` and `primitives.diagonal_start`
     begin = gl.maximum(offset + n * segment, start)
-    dense_rows = _dense_from(q_len, last_rows, 2 * BM)
+    dense_rows = _find_dense_from(q_len, last_rows, 2 * BM)
     first = gl.where((segment > 0) & (row0 < dense_rows), start + (begin - start) // BN * BN, start)
     prefix = gl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
@@ -616,7 +616,7 @@ def _prefill_hopper(
     gl.warp_specialize(
         [
             (
-                _consumer,
+                _consume,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
@@ -624,7 +624,7 @@ def _prefill_hopper(
                 ),
             ),
             (
-                _consumer,
+                _consume,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
@@ -632,7 +632,7 @@ def _prefill_hopper(
                 ),
             ),
             (
-                _producer,
+                _produce,
                 (
                     k_base, v_base, order, pages, page_shift, page_rows, stride_k.row, stride_v.row, first, diagonal,
                     kv_len - 1, diagonal_tiles, near, total, k_ring, v_ring, marks, SIZES, MODE,

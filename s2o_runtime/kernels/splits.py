@@ -21,7 +21,7 @@ from s2o_runtime.call import Call
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels.groups import Splits, Strides
 from s2o_runtime.kernels.launch import Argument, launch, stride_groups, strides
-from s2o_runtime.kernels.primitives import LN2, RCP_LN2, sequence
+from s2o_runtime.kernels.primitives import LN2, RCP_LN2, load_sequence
 
 DENSITY = 0.25  # the share of its keys that a head that stops is assumed to visit; the true one is not known in advance
 LONGEST = 0.7  # a dense head is split if a program of it takes more than this share of an SM's mean work
@@ -73,7 +73,7 @@ def _combine(
     stride_eh,
     D: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """OUT[b, h, i] = the mean of the splits' outputs, each weighted by e^(its log-sum-exp).
+    """Write to OUT[b, h, i] the mean of the splits' outputs, each weighted by e^(its log-sum-exp).
 
     Programs: (rows / ROWS, dense heads, B). Row i of SPLIT_OUT is query row_begin + i of its sequence. A row without
     keys in any split is 0 and has a log-sum-exp of -inf. T is the input type.
@@ -86,7 +86,7 @@ def _combine(
         LAUNCH_ORDER        int32 [Hq]: as in `call.HeadTables`, dense heads first
     """
     b = tl.program_id(2)
-    q_first, _, q_len, _ = sequence(b, CU_Q, CU_Q, q_len, 0, PACKED)
+    q_first, _, q_len, _ = load_sequence(b, CU_Q, CU_Q, q_len, 0, PACKED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row_begin + row < q_len
     if row_begin + tl.program_id(0) * ROWS < q_len:

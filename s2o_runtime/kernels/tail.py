@@ -20,7 +20,7 @@ from s2o_runtime import config
 from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import GRAIN, TAIL, at_head, cache_rows, sequence, window_start
+from s2o_runtime.kernels.primitives import GRAIN, TAIL, at_head, find_window_start, load_cache_rows, load_sequence
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
 from s2o_runtime.sequences import Starts
 
@@ -55,7 +55,7 @@ def _pool(
     D: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """POOLED[b, h, g] = the mean value of the GRAIN keys of step g; steps are counted from the first key that counts.
+    """Write to POOLED[b, h, g] the mean value of the GRAIN keys of step g, counted from the first key that counts.
 
     Programs: (steps / ROWS, Hkv, B). T is the input type. With PAGED V is rows of a cache, T [rows, D] of each KV head;
     `primitives.cache_rows` has page_shift and page_rows.
@@ -81,7 +81,7 @@ def _pool(
         t = start + step * GRAIN + i
         row = k_first + t
         if PAGED:
-            row = cache_rows(tl.where(t < kv_len, t, 0), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
+            row = load_cache_rows(tl.where(t < kv_len, t, 0), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
         rows = base + row[:, None].to(tl.int64) * stride_v.row
         total += tl.load(rows + offs_d[None, :], mask=t[:, None] < kv_len, other=0.0).to(tl.float32)
     out = POOLED + ((b * tl.num_programs(1) + h).to(tl.int64) * steps + step[:, None]) * D
@@ -96,7 +96,7 @@ def _tail(
     BK: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """MASS[b, h, n, e] = sum of 2^SCORE over the steps from edge e on; SUMS[b, h, n, e] = sum of 2^SCORE * VALUES.
+    """Sum 2^SCORE over the steps from edge e on to MASS[b, h, n, e], and 2^SCORE * VALUES to SUMS[b, h, n, e].
 
     Programs: (splits of segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the
     segments of the slice of rows row_begin .. rows_end. Each of a segment's `splits` programs adds up a part of the
@@ -119,11 +119,11 @@ def _tail(
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
-    _, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
+    _, _, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     n = block * BS + tl.arange(0, BS)
     inside = (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (n < segments)
     if (segment > 0) & ((tl.load(FLAGS + h) & TAIL) != 0) & (tl.max(inside.to(tl.int32), 0) > 0):
-        first = window_start(row_begin // segment + n, segment, offset, start, BN)
+        first = find_window_start(row_begin // segment + n, segment, offset, start, BN)
         steps = tl.where(inside, (first - start) // GRAIN, 0)
         of_segment = (b * tl.num_programs(1) + h).to(tl.int64) * segments + n
         e = tl.arange(0, EDGES)
@@ -165,7 +165,7 @@ def _tail(
 
 @triton.jit(do_not_specialize=["splits", "size"])
 def _add(SPLITS, OUT, splits, size, BLOCK: tl.constexpr):
-    """OUT[i] = the sum of SPLITS[s, i] over s. Programs: (size / BLOCK,).
+    """Write to OUT[i] the sum of SPLITS[s, i] over s. Programs: (size / BLOCK,).
 
     SPLITS              float32 [splits, size]
     OUT                 float32 [size]
@@ -177,8 +177,8 @@ def _add(SPLITS, OUT, splits, size, BLOCK: tl.constexpr):
     tl.store(OUT + at, total, mask=at < size)
 
 
-def pooled_values(v: Tensor, call: Call) -> Tensor:
-    """The mean values of the steps, [B, Hkv, steps, D]. v: [B, Hkv, Lk, D]."""
+def pool_values(v: Tensor, call: Call) -> Tensor:
+    """Average the values of each step: [B, Hkv, steps, D] from v [B, Hkv, Lk, D]."""
     shape = call.shape
     steps = -(-shape.kv_len // config.GRAIN)
     out = torch.empty(shape.batch, shape.kv_heads, steps, shape.head_dim, dtype=v.dtype, device=v.device)
@@ -198,13 +198,13 @@ def pooled_values(v: Tensor, call: Call) -> Tensor:
     return out
 
 
-def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
-    """The sums for all segments that begin in `rows`; pooled: [B, Hkv, steps, D], as `pooled_values` gave it."""
+def sum_tails(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
+    """Sum the tails of all segments that begin in `rows`; pooled: [B, Hkv, steps, D], as `pool_values` gave it."""
     shape, tables, score = call.shape, call.tables, ranked.score
     assert ranked.first is not None
     assert ranked.edge is not None
     sums = math.prod(score.shape[:3]) * EDGES
-    at_once = tail_segments(score.shape[2], shape.head_dim)
+    at_once = count_tail_segments(score.shape[2], shape.head_dim)
     blocks = -(-score.shape[2] // at_once)
     splits = count_tail_splits(blocks * shape.query_heads * shape.batch, score.shape[3])
     # of each split the sums, and behind them their masses
@@ -222,10 +222,10 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BS": at_once, "EDGES": EDGES, "BUCKETS": BUCKETS,
-            "BK": tail_steps(at_once, shape.head_dim), "BN": call.config.tile.block_n,
+            "BK": count_tail_steps(at_once, shape.head_dim), "BN": call.config.tile.block_n,
             "IEEE": pooled.dtype != torch.bfloat16, "HAS_START": call.padded, "PACKED": call.packed,
         },
-        num_warps=tail_warps(at_once),
+        num_warps=at_once,
     )  # fmt: skip
     whole = parts[0]
     if splits > 1:
@@ -242,7 +242,7 @@ def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
 
 
 def count_tail_splits(programs: int, steps: int) -> int:
-    """How many programs share the steps of a segment.
+    """Count the programs that a segment's steps are split among.
 
     Args:
         programs: how many there are if none are shared.
@@ -251,22 +251,17 @@ def count_tail_splits(programs: int, steps: int) -> int:
     return max(1, min(TAIL_PROGRAMS // programs, steps // FEWEST_STEPS, TAIL_SPLITS))
 
 
-def tail_segments(segments: int, head_dim: int) -> int:
-    """Segments that a program of `_tail` adds up at once, of so many."""
+def count_tail_segments(segments: int, head_dim: int) -> int:
+    """Count the segments, of so many, that a program of `_tail` adds up at once."""
     few, many = TAIL_SEGMENTS
     return many if segments >= MANY_SEGMENTS and head_dim <= 128 else few
 
 
-def tail_warps(at_once: int) -> int:
-    """Warps of `_tail` for so many segments at once."""
-    return at_once
-
-
-def tail_steps(at_once: int, head_dim: int) -> int:
-    """Steps that a program of `_tail` adds at once, of so many segments."""
+def count_tail_steps(at_once: int, head_dim: int) -> int:
+    """Count the steps that a program of `_tail` adds at once, of so many segments."""
     return 16 * at_once if head_dim <= 128 else 8 * at_once
 
 
-def tail_bytes(head_dim: int) -> int:
-    """Workspace of one segment's sums and edges."""
+def count_tail_bytes(head_dim: int) -> int:
+    """Count the bytes of workspace of one segment's sums and edges."""
     return EDGES * (head_dim + 1) * 4 + 2 * BUCKETS * 4

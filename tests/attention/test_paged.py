@@ -146,7 +146,7 @@ def test_the_kernels_read_keys_where_they_lie(config, page_size, copies, nan_fil
 def test_rows_of_a_cache_are_its_keys(name):
     lengths = [37, 1, 70]
     k, v, pages = pages_of(lengths, 16, name)
-    assert pages.rows_obstacle(torch.float32) is None
+    assert pages.find_rows_obstacle(torch.float32) is None
     table, shift, apart = pages.table
     key = torch.cat([torch.arange(length) for length in lengths])
     sequence = torch.arange(3).repeat_interleave(torch.tensor(lengths))

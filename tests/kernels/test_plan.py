@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.compute import takes_output
+from s2o_runtime.attention.compute import supports_output
 from s2o_runtime.attention.paged import s2o_attention_paged
-from s2o_runtime.attention.replay import PLANS, _calls, forget_plans, repeated_call
+from s2o_runtime.attention.replay import PLANS, _get_call, find_repeated_call, forget_plans
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
@@ -293,8 +293,8 @@ OPTIONS = (None, "auto", False, False)  # scale, backend, return_stats, return_l
 
 def test_calls_that_differ_in_anything_but_memory_have_plans_of_their_own(gpu):
     q, k, v = inputs()
-    base = repeated_call((q, k, v, None), CONFIG, OPTIONS)
-    assert base is repeated_call((q.clone(), k.clone(), v.clone(), None), CONFIG, OPTIONS)
+    base = find_repeated_call((q, k, v, None), CONFIG, OPTIONS)
+    assert base is find_repeated_call((q.clone(), k.clone(), v.clone(), None), CONFIG, OPTIONS)
     other = LayerConfig.uniform(1, tau=0.6, segment=64, tile=CONFIG.tile)
     start = torch.zeros(1, dtype=torch.int64)
     views = torch.cat((q, q), 3)[..., :64]
@@ -309,21 +309,21 @@ def test_calls_that_differ_in_anything_but_memory_have_plans_of_their_own(gpu):
     ]
     of_options = [(0.1, "auto", False, False), (None, "triton", False, False), (None, "auto", True, False)]
     of_options += [(None, "auto", False, True), (*OPTIONS, 100, 100), (*OPTIONS, 100, 101)]
-    calls = [base, repeated_call((q, k, v, None), other, OPTIONS)]
-    calls += [repeated_call(tensors, CONFIG, OPTIONS) for tensors in of_tensors]
-    calls += [repeated_call((q, k, v, None), CONFIG, options) for options in of_options]
+    calls = [base, find_repeated_call((q, k, v, None), other, OPTIONS)]
+    calls += [find_repeated_call(tensors, CONFIG, OPTIONS) for tensors in of_tensors]
+    calls += [find_repeated_call((q, k, v, None), CONFIG, options) for options in of_options]
     assert len(set(map(id, calls))) == len(calls) == 15
 
 
 def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):
     q, k, v = inputs()
     v.requires_grad_()
-    assert repeated_call((q, k, v, None), CONFIG, OPTIONS) is None
+    assert find_repeated_call((q, k, v, None), CONFIG, OPTIONS) is None
     with torch.no_grad():
-        assert repeated_call((q, k, v, None), CONFIG, OPTIONS) is not None
+        assert find_repeated_call((q, k, v, None), CONFIG, OPTIONS) is not None
     parameter = torch.nn.Parameter(q, requires_grad=False)
-    assert repeated_call((parameter, k, k, None), CONFIG, OPTIONS) is None
-    call = repeated_call((q, k, k, None), CONFIG, OPTIONS)
+    assert find_repeated_call((parameter, k, k, None), CONFIG, OPTIONS) is None
+    call = find_repeated_call((q, k, k, None), CONFIG, OPTIONS)
     monkeypatch.undo()
     assert [call.recorder((q, k, k, None)) for _ in range(4)] == [None] * 4  # on the cpu
 
@@ -331,8 +331,8 @@ def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):
 def test_the_plans_kept_are_bounded(gpu):
     q, k, v = inputs()
     for scale in range(1, PLANS + 100):
-        repeated_call((q, k, v, None), CONFIG, (scale, *OPTIONS[1:]))
-    assert _calls.cache_info().currsize == PLANS
+        find_repeated_call((q, k, v, None), CONFIG, (scale, *OPTIONS[1:]))
+    assert _get_call.cache_info().currsize == PLANS
 
 
 class Interpreted:
@@ -447,7 +447,7 @@ def test_a_replayed_paged_call_is_the_call_of_any_length(interpreted_gpu, nan_fi
 def without_plan_of_its_own(call):
     """A call that leaves the plans that are there alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("s2o_runtime.attention.replay.repeated_call", lambda *arguments: None)
+        patch.setattr("s2o_runtime.attention.replay.find_repeated_call", lambda *arguments: None)
         return call()
 
 
@@ -457,7 +457,7 @@ def test_outputs_that_kernels_cannot_write_are_copied(interpreted_gpu, nan_fille
     with_gaps, itself = (lambda q: torch.full((*q.shape[:2], 128), float("nan"))[..., :64], lambda q: q)
     for output in (with_gaps, itself, with_gaps, itself):
         q = torch.randn(150, 1, 64)
-        assert not takes_output(output(q), q)
+        assert not supports_output(output(q), q)
         result, fresh = paged_call([100, 50], [100, 90], out=output(q), q=q, return_lse=True)
         expected = without_plan_of_its_own(fresh)
         assert torch.equal(result.out, expected.out)

@@ -13,7 +13,7 @@ from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import LOG2E, quantised, sequence
+from s2o_runtime.kernels.primitives import LOG2E, load_sequence, quantise
 from s2o_runtime.sequences import Starts
 
 REPRESENTATIVE_WARPS = 4
@@ -27,7 +27,7 @@ def _representatives(
     D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """REP[b, h, n] = mean of the queries of part n that do not stand before kv_start, times qk_scale; 0 if none does.
+    """Write to REP[b, h, n] the mean of those queries of part n that count, times qk_scale; 0 if none does.
 
     Programs: (parts / PARTS, Hq, B). A program computes PARTS parts of a head with R representatives: one by a sum,
     several by a product with ones; those of other heads end at once. Reading the queries takes the time, so loads run
@@ -47,7 +47,7 @@ def _representatives(
     b = tl.program_id(2)
     part = tl.load(PART + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
-    q_first, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
+    q_first, _, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     end = tl.minimum((n + PARTS) * part, q_len)
     begin = tl.maximum(n * part, start - offset)
     if (part > 0) & (n * part < q_len) & (tl.load(REPRESENTATIVES + h) == R):
@@ -79,7 +79,7 @@ def _representatives(
         )
         if INT8:
             unit = tl.load(K_UNIT + (b * (tl.num_programs(1) // GROUP) + h // GROUP).to(tl.int64) * D + offs_d)
-            mean, scale = quantised(mean * unit[None, :])
+            mean, scale = quantise(mean * unit[None, :])
             of_head = (b * tl.num_programs(1) + h).to(tl.int64) * (stride_r.head // D)
             tl.store(REP_SCALE + of_head + parts, scale, mask=parts * part < q_len)
         tl.store(out + offs_d[None, :], mean.to(REP.dtype.element_ty), mask=(parts * part < q_len)[:, None])
@@ -96,8 +96,8 @@ class Representatives(NamedTuple):
     scale: Tensor | None
 
 
-def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
-    """Algorithm 1, line 7, for all parts of all segments of a call: so that products with keys are scores in base 2.
+def make_representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
+    """Average the queries of all parts of all segments (Algorithm 1, line 7), for scores in base 2.
 
     Args:
         q: [B, Hq, Lq, D].
@@ -109,7 +109,7 @@ def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
     out = torch.empty(*size, shape.head_dim, dtype=torch.int8 if int8 else q.dtype, device=q.device)
     scale = torch.empty(size, dtype=torch.float32, device=q.device) if int8 else None
     for count in tables.representative_counts:
-        parts = parts_at_once(count)
+        parts = count_parts_at_once(count)
         launch(
             _representatives,
             (-(-out.shape[2] // parts), shape.query_heads, shape.batch),
@@ -119,7 +119,7 @@ def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
                 "q_len": shape.q_len, "offset": shape.offset, **stride_groups(q=q, r=out),
             },
             {
-                "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": representative_rows(shape.head_dim),
+                "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": count_representative_rows(shape.head_dim),
                 "STAGES": REPRESENTATIVE_STAGES, "HAS_START": call.padded, "PACKED": call.packed,
                 "GROUP": shape.group, "INT8": int8,
             },
@@ -128,11 +128,11 @@ def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
     return Representatives(out, scale)
 
 
-def parts_at_once(count: int) -> int:
-    """Parts of a segment with `count` representatives that a program of `_representatives` computes."""
+def count_parts_at_once(count: int) -> int:
+    """Count the parts of a segment with `count` representatives that a program of `_representatives` computes."""
     return 1 if count < 8 else 16
 
 
-def representative_rows(head_dim: int) -> int:
-    """Query rows that a program of `_representatives` loads at once."""
+def count_representative_rows(head_dim: int) -> int:
+    """Count the query rows that a program of `_representatives` loads at once."""
     return 64 if head_dim <= 128 else 32
