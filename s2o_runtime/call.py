@@ -211,11 +211,6 @@ class Call:
         return replace(self, q=q, k=k, v=v, shape=shape, cu_q=None, cu_k=None)
 
     @property
-    def padded(self) -> bool:
-        """Whether sequences have keys in front that do not count."""
-        return self.kv_start is not None
-
-    @property
     def packed(self) -> bool:
         """Whether the sequences are packed."""
         return self.cu_q is not None

@@ -64,10 +64,6 @@ class CallShape:
         """Count the tiles of `block_m` rows that the queries of one head fill."""
         return -(-self.q_len // block_m)
 
-    def segments(self, segment: int) -> int:
-        """Count the segments of this many queries of one head."""
-        return -(-self.q_len // segment)
-
 
 def check_tensor(name: str, tensor: object) -> None:
     """Raise InputError, which names the argument, for what is no tensor or one without numbers."""

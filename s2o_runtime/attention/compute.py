@@ -14,7 +14,7 @@ from s2o_runtime.call import PLAIN, Call, Scoring, capped, softmax
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import launching_on
 from s2o_runtime.errors import InputError
-from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.attention import Attended, s2o_attention_reference
 from s2o_runtime.reference.dense import dense_attention, log_sum_exp, with_sink_key
 from s2o_runtime.sequences import CallShape, call_shape, density, laid_out, list_sequences
 from s2o_runtime.tiles import padded_head_dim
@@ -141,21 +141,7 @@ def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: S
     return (weights.to(v.dtype) @ v).masked_fill(blind, 0.0)
 
 
-class Outputs(NamedTuple):
-    """What a backend computed.
-
-    Attributes:
-        out: [B, Hq, Lq, Dv], packed [Tq, Hq, Dv].
-        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None from dense attention.
-        lse: float32 [B, Hq, Lq], packed [Hq, Tq]; None where it was not asked for.
-    """
-
-    out: Tensor
-    visited: Tensor | None
-    lse: Tensor | None
-
-
-def compute(call: Call, backend: str, out: Tensor | None = None) -> Outputs:
+def compute(call: Call, backend: str, out: Tensor | None = None) -> Attended:
     """Run a call with "triton", "reference" or "dense".
 
     Args:
@@ -174,10 +160,10 @@ def compute(call: Call, backend: str, out: Tensor | None = None) -> Outputs:
     computed, visited, lse = outputs
     lse = None if lse is None else lse[0]
     if out is None:
-        return Outputs(computed[0].transpose(0, 1), visited, lse)
+        return Attended(computed[0].transpose(0, 1), visited, lse)
     if backend != "triton":
         out.copy_(computed[0].transpose(0, 1))
-    return Outputs(out, visited, lse)
+    return Attended(out, visited, lse)
 
 
 def supports_output(out: Tensor, q: Tensor) -> bool:
@@ -189,7 +175,7 @@ def supports_output(out: Tensor, q: Tensor) -> bool:
     return laid and out.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
 
 
-def _run_kernels(call: Call, given: Tensor | None = None) -> Outputs:
+def _run_kernels(call: Call, given: Tensor | None = None) -> Attended:
     """Run S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
     from s2o_runtime.kernels.prefill import s2o_prefill
 
@@ -206,21 +192,21 @@ def _run_kernels(call: Call, given: Tensor | None = None) -> Outputs:
     given = None if given is None else given.transpose(0, 1)[None]
     with launching_on(q.device):
         out, visited, lse = s2o_prefill(call, given)
-    return Outputs(out if head_dim == value_dim else out[..., :value_dim], visited, lse)
+    return Attended(out if head_dim == value_dim else out[..., :value_dim], visited, lse)
 
 
-def _run_in_torch(call: Call, backend: str) -> Outputs:
+def _run_in_torch(call: Call, backend: str) -> Attended:
     """Run one of the backends that need no kernel."""
     q, k, v, kv_start = call.q, call.k, call.v, call.kv_start
     scoring = call.scoring.arguments()
     if backend == "reference":
         out, visited, lse = s2o_attention_reference(q, k, v, call.config, kv_start=kv_start, **scoring)
-        return Outputs(out, visited, lse.float() if call.with_lse else None)
+        return Attended(out, visited, lse.float() if call.with_lse and lse is not None else None)
     out = dense_attention(q, k, v, kv_start=kv_start, **scoring)
-    return Outputs(out, None, log_sum_exp(q, k, kv_start=kv_start, **scoring) if call.with_lse else None)
+    return Attended(out, None, log_sum_exp(q, k, kv_start=kv_start, **scoring) if call.with_lse else None)
 
 
-def _run_one_by_one(call: Call, backend: str) -> Outputs:
+def _run_one_by_one(call: Call, backend: str) -> Attended:
     """Run packed sequences, each as a call of its own."""
     assert call.cu_q is not None
     assert call.cu_k is not None
@@ -244,4 +230,4 @@ def _run_one_by_one(call: Call, backend: str) -> Outputs:
             visited[sequence.number, :, : of_sequence.visited.shape[2]] = of_sequence.visited[0]
         if lse is not None and of_sequence.lse is not None:
             sequence.take(lse, sequence.rows).copy_(of_sequence.lse)
-    return Outputs(out, visited, lse)
+    return Attended(out, visited, lse)

@@ -34,8 +34,7 @@ STEPS = 64  # kinds of decode steps kept: each has one more key than the last, a
 
 Inputs = tuple[Tensor | None, ...]
 CallKey = tuple[object, ...]
-CallOutputs = tuple[Tensor, Tensor | None, Tensor | None]  # out, visited, lse, as `compute.Outputs`
-Answer = tuple[BackendChoice, CallShape, CallOutputs]
+Answer = tuple[BackendChoice, CallShape, tuple[Tensor, Tensor | None, Tensor | None]]  # the last as in `Attended`
 
 
 class OpOptions(NamedTuple):

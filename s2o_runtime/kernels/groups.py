@@ -1,4 +1,20 @@
-"""Arguments that travel together: kernels take each of these types as one parameter, a tuple.
+"""Arguments of kernels: the groups that travel together as one parameter, a tuple, and what is common to the others.
+
+What follows has the same meaning in every kernel; the table of a kernel's docstring lists the rest. A tensor with the
+name of a constant behind it is read or written only if that constant is true, and may be absent otherwise.
+
+    T                       the type of the inputs: bfloat16 or float16
+    Q                       T [B, Hq, Lq, D], strides q
+    K, V                    T [B, Hkv, Lk, D], strides k and v; with PAGED rows of a cache, T [rows, D] of each KV head
+    STARTS.kv_start         int64 or int32 [B]: the first key that counts (HAS_START); KV_START where it is alone
+    STARTS.cu_q, .cu_k      int32 [B + 1]: where packed sequences begin (PACKED); CU_Q, CU_K where they are alone
+    PAGES                   int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
+    SEGMENT                 int32 [Hq]: queries of a segment, 0 for a head without a prefix
+    PART, REPRESENTATIVES   int32 [Hq]: queries of a part of a segment, and parts of a segment
+    FLAGS, LAUNCH_ORDER     int32 [Hq]: as in `call.HeadTables`
+    page_shift, page_rows   as for `primitives.load_cache_rows`
+    qk_scale                the scores' scale times log2(e)
+    N'                      counts the segments of the slice of rows that begins at row_begin
 
 Triton specialises every number of a group, whatever `do_not_specialize` says, so numbers that differ from call to call
 are not in groups. Compiled kernels do not know of groups: their parameters are the members, in this order.

@@ -58,10 +58,7 @@ def _channel_ranges(
     Programs: (parts, Hkv, B). A part holds every so many-th group of ROWS keys; one without keys has inf and -inf. T is
     the input type.
 
-        K                   T [B, Hkv, Lk, D], strides k
         LOW, HIGH           T [B, Hkv, parts, D]
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
     """
     part = tl.program_id(0)
     h = tl.program_id(1)
@@ -94,11 +91,9 @@ def _quantise_keys(
 
     Programs: (keys / ROWS, Hkv, B); the first one of a head writes its unit and middle. T is the input type.
 
-        K                   T [B, Hkv, Lk, D], strides k
         LOW, HIGH           T [B, Hkv, PARTS, D]: as `_channel_ranges` wrote them
         OUT                 int8 [B, Hkv, Lk, D], strides o
         UNIT, MIDDLE        float32 [B, Hkv, D]
-        CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
     """
     h = tl.program_id(1)
     b = tl.program_id(2)
@@ -154,7 +149,7 @@ def keys_of(call: Call) -> Keys:
             **stride_groups(k=k),
         },
         {
-            "D": shape.head_dim, "ROWS": RANGE_ELEMENTS // shape.head_dim, "HAS_START": call.padded,
+            "D": shape.head_dim, "ROWS": RANGE_ELEMENTS // shape.head_dim, "HAS_START": call.kv_start is not None,
             "PACKED": call.packed,
         },
         num_warps=RANGE_WARPS,

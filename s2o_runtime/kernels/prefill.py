@@ -84,25 +84,18 @@ def _prefill(
     each for what `primitives.assign_tile` gives it. With HAS_SPLITS dense heads are split over keys: programs are
     those of `primitives.assign_split`, one of a dense head visits a range of the whole tiles, that of the last split
     the diagonal and the sink too, and `splits.combine` makes one output of theirs. Rows, positions, lengths and strides
-    count elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
-    float16). Letters name the strides that a tensor has; tensors without are contiguous. A tensor with the name of a
-    constant behind it is read or written only if that constant is true, and may be absent otherwise. Constants are the
-    fields of SIZES and MODE (`groups`).
+    count elements. Letters name the strides that a tensor has; tensors without are contiguous. Constants are the fields
+    of SIZES and MODE. `groups` has what is not in this table.
 
-        Q, OUT                 T [B, Hq, Lq, D], strides q and o
-        K, V                   T [B, Hkv, Lk, D], strides k and v
+        OUT                    T [B, Hq, Lq, D], strides o
         RANKING.order          int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
         RANKING.first          int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (HAS_TAIL)
         RANKING.mass           float32 [B, Hq, N', EDGES]: the ranking's mass from each edge of the order on (HAS_TAIL)
         RANKING.sums           float32 [B, Hq, N', EDGES, D]: that mass times values (HAS_TAIL)
         LSE                    float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
         VISITED                int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
-        STARTS.kv_start        int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k     int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES                  int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         HEADS.tau              float32 [Hq]: the stop rule's threshold, without a unit
-        HEADS.segment, .flags  int32 [Hq]: as in `call.HeadTables`
-        HEADS.launch_order     int32 [Hq]: as in `call.HeadTables` (HAS_LAUNCH_ORDER)
+        HEADS.sinks            any floating type [Hq]: scores without a value (HAS_SINKS)
         LEVELS.k_unit          float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
         LEVELS.k_middle        float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
         SPLITS.split_out       float32 [B, dense * splits, rows of all row tiles, D]: `groups.Splits` (HAS_SPLITS)
@@ -425,8 +418,8 @@ def prefill(
                 EDGES=EDGES, BUCKETS=BUCKETS,
             ),
             "MODE": Mode(
-                HAS_TAIL=tail is not None, HAS_START=call.padded, PACKED=call.packed, HAS_LSE=lse is not None,
-                HAS_SINKS=call.sinks is not None, CAP=call.cap, INT8=keys.unit is not None,
+                HAS_TAIL=tail is not None, HAS_START=call.kv_start is not None, PACKED=call.packed,
+                HAS_LSE=lse is not None, HAS_SINKS=call.sinks is not None, CAP=call.cap, INT8=keys.unit is not None,
                 HAS_LAUNCH_ORDER=tables.launch_order is not None, HAS_SPLITS=splits.split_out is not None,
                 PAGED=call.pages is not None, WIDE=wide,
             ),

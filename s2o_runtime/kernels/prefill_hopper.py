@@ -463,27 +463,8 @@ def _prefill_hopper(
     """Compute S2O attention of two row tiles: the function of `prefill._prefill`, without MODE.WIDE.
 
     Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; pairs of row tiles of the
-    slice; B), with HAS_SPLITS as in `primitives.assign_split`. `_prefill` says what each tensor holds.
-
-        Q, OUT                 T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
-        K, V                   T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
-        RANKING.order          int32 [B, Hq, N', P / GRAIN], strides i
-        RANKING.first          int32 [B, Hq, N', BUCKETS] (HAS_TAIL)
-        RANKING.mass, .sums    float32 [B, Hq, N', EDGES] and [B, Hq, N', EDGES, D] (HAS_TAIL)
-        LSE                    float32 [B, Hq, Lq], strides e (HAS_LSE)
-        VISITED                int32 [B, Hq, row tiles], strides c
-        STARTS.kv_start        int64 or int32 [B] (HAS_START)
-        STARTS.cu_q, .cu_k     int32 [B + 1] (PACKED)
-        PAGES                  int32 [B, M], stride p (PAGED)
-        HEADS.tau              float32 [Hq]
-        HEADS.segment, .flags  int32 [Hq]
-        HEADS.launch_order     int32 [Hq] (HAS_LAUNCH_ORDER)
-        HEADS.sinks            any floating type [Hq] (HAS_SINKS)
-        LEVELS.k_unit          float32 [B, Hkv, D] (INT8)
-        LEVELS.k_middle        float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
-        SPLITS.split_out       float32 [B, dense * splits, rows of all pairs of row tiles, D] (HAS_SPLITS)
-        SPLITS.split_lse       float32 [B, dense * splits, rows of all pairs of row tiles] (HAS_SPLITS)
-
+    slice; B), with HAS_SPLITS as in `primitives.assign_split`. `_prefill` has the table of the arguments;
+    `split_out` and `split_lse` have the rows of pairs of row tiles, and rows of K and V begin at multiples of 16 bytes.
     With INT8 K is int8. STAGES: of the ring.
     """
     GROUP: gl.constexpr = SIZES.GROUP

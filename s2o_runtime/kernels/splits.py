@@ -129,6 +129,7 @@ def combine(splits: Splits, out: Tensor, lse: Tensor | None, call: Call, rows: r
         rows: query rows that the splits are of.
     """
     shape, tables = call.shape, call.tables
+    assert splits.split_out is not None
     at_once = COMBINED_ELEMENTS // shape.head_dim
     one_entry: dict[str, Argument] = {}
     if call.packed:

@@ -60,11 +60,7 @@ def _pool(
     Programs: (steps / ROWS, Hkv, B). T is the input type. With PAGED V is rows of a cache, T [rows, D] of each KV head;
     `primitives.cache_rows` has page_shift and page_rows.
 
-        V                   T [B, Hkv, Lk, D], strides v
         POOLED              T [B, Hkv, steps, D]
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
     """
     h = tl.program_id(1)
     b = tl.program_id(2)
@@ -108,9 +104,6 @@ def _tail(
         VALUES              T [B, Hkv, steps, D], strides v: the steps' mean values
         MASS                float32 [B, Hq, N', EDGES]
         SUMS                float32 [B, Hq, N', EDGES, D]
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
     # long prefixes first
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits
@@ -190,7 +183,7 @@ def pool_values(v: Tensor, call: Call) -> Tensor:
             "steps": steps, **stride_groups(v=v),
         },
         {
-            "D": shape.head_dim, "ROWS": POOL_STEPS, "HAS_START": call.padded, "PACKED": call.packed,
+            "D": shape.head_dim, "ROWS": POOL_STEPS, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
             "PAGED": call.pages is not None,
         },
         num_warps=POOL_WARPS,
@@ -223,7 +216,7 @@ def sum_tails(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
         {
             "GROUP": shape.group, "D": shape.head_dim, "BS": at_once, "EDGES": EDGES, "BUCKETS": BUCKETS,
             "BK": count_tail_steps(at_once, shape.head_dim), "BN": call.config.tile.block_n,
-            "IEEE": pooled.dtype != torch.bfloat16, "HAS_START": call.padded, "PACKED": call.packed,
+            "IEEE": pooled.dtype != torch.bfloat16, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
         },
         num_warps=at_once,
     )  # fmt: skip

@@ -31,18 +31,19 @@ RankedPrefixOf = Callable[[int, int, int], RankedPrefix]
 
 
 class Attended(NamedTuple):
-    """The result of the reference.
+    """The result of a backend.
 
     Attributes:
-        out: [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
-        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed.
-        lse: float32 (float64 for float64) [B, Hq, Lq], the log-sum-exp of the scores of a row, computed and estimated,
-            its sink among them; -inf before `kv_start`.
+        out: [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero. Of packed sequences [Tq, Hq, Dv].
+        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None from dense attention.
+        lse: [B, Hq, Lq], of packed sequences [Hq, Tq]: the log-sum-exp of the scores of a row, computed and estimated,
+            its sink among them; -inf before `kv_start`. float32, from the reference float64 for float64 inputs; None
+            where it was not asked for.
     """
 
     out: Tensor
-    visited: Tensor
-    lse: Tensor
+    visited: Tensor | None
+    lse: Tensor | None
 
 
 class State(NamedTuple):

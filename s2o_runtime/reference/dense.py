@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from s2o_runtime.call import Scoring, capped
+from s2o_runtime.call import Scoring, ScoringOptions, capped
 from s2o_runtime.sequences import CallShape, Starts, call_shape, list_sequences
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -28,14 +32,7 @@ SINK_TERMS = 8  # of a sink's score in dense attention: bfloat16 needs 3, and ba
 
 
 def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, kv_start: Tensor | None = None, **options: Unpack[ScoringOptions]
 ) -> Tensor:
     """Compute causal attention through torch's SDPA, with the fastest of its backends that takes the call.
 
@@ -44,7 +41,7 @@ def dense_attention(
 
     Args:
         q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it.
-        scale, softcap, sinks: as in `scoring.Scoring`.
+        options: scale, softcap and sinks, as in `call.Scoring`.
         kv_start: int32 or int64 [B], the first key of each sequence that counts; reading it waits for the device.
 
     Returns:
@@ -54,8 +51,8 @@ def dense_attention(
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
-    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
-    if softcap is not None:
+    scoring = Scoring(**options).checked(shape, q)
+    if scoring.softcap is not None:
         return exact_attention(q, k, v, **scoring.arguments(), kv_start=kv_start).to(q.dtype)
     if kv_start is None:
         return _attend_causally(q, k, v, scoring)
@@ -202,21 +199,14 @@ def _settle_default_order(device: torch.device) -> None:
 
 
 def exact_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, kv_start: Tensor | None = None, **options: Unpack[ScoringOptions]
 ) -> Tensor:
     """Compute `dense_attention` in float32 (float64 for float64 inputs): the ground truth for errors.
 
     Memory grows with `EXACT_ROWS * Lk`, not with `Lq * Lk`.
 
     Args:
-        q, k, v, scale, softcap, sinks, kv_start: as for `dense_attention`.
+        q, k, v, kv_start, options: as for `dense_attention`.
 
     Returns:
         [B, Hq, Lq, Dv] in float32 or float64.
@@ -225,7 +215,7 @@ def exact_attention(
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
-    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
+    scoring = Scoring(**options).checked(shape, q)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(*q.shape[:3], shape.value_dim, dtype=dtype, device=q.device)
     for h, rows, last, scores in _iterate_scores(q, k, scoring, kv_start, shape):
@@ -236,19 +226,11 @@ def exact_attention(
     return out
 
 
-def log_sum_exp(
-    q: Tensor,
-    k: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
-) -> Tensor:
+def log_sum_exp(q: Tensor, k: Tensor, *, kv_start: Tensor | None = None, **options: Unpack[ScoringOptions]) -> Tensor:
     """Compute the log-sum-exp of the scores that each row sees, its sink among them: SDPA does not return it.
 
     Args:
-        q, k, scale, softcap, sinks, kv_start: as for `dense_attention`.
+        q, k, kv_start, options: as for `dense_attention`.
 
     Returns:
         float32 [B, Hq, Lq]; -inf for rows before `kv_start`.
@@ -257,7 +239,7 @@ def log_sum_exp(
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, k, kv_start)
-    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
+    scoring = Scoring(**options).checked(shape, q)
     out = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for h, rows, _, scores in _iterate_scores(q, k, scoring, kv_start, shape):
         out[:, h, rows] = scores.logsumexp(-1).to(out.dtype)

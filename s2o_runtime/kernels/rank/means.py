@@ -31,15 +31,10 @@ def _representatives(
 
     Programs: (parts / PARTS, Hq, B). A program computes PARTS parts of a head with R representatives: one by a sum,
     several by a product with ones; those of other heads end at once. Reading the queries takes the time, so loads run
-    ahead, and rows are summed across threads only at the end. T is the input type.
+    ahead, and rows are summed across threads only at the end.
 
-        Q                   T [B, Hq, Lq, D], strides q
         REP                 T, or int8 (INT8), [B, Hq, parts, D], contiguous, strides r
         REP_SCALE           float32 [B, Hq, parts]: the scale of each representative (INT8)
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        PART                int32 [Hq]: queries of a part, 0 for a head without a prefix
-        REPRESENTATIVES     int32 [Hq]: parts of a segment
         K_UNIT              float32 [B, Hkv, D]: what a level of each channel of the keys is worth (INT8)
     """
     n = tl.program_id(0) * PARTS
@@ -120,7 +115,7 @@ def make_representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
             },
             {
                 "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": count_representative_rows(shape.head_dim),
-                "STAGES": REPRESENTATIVE_STAGES, "HAS_START": call.padded, "PACKED": call.packed,
+                "STAGES": REPRESENTATIVE_STAGES, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
                 "GROUP": shape.group, "INT8": int8,
             },
             num_warps=REPRESENTATIVE_WARPS,

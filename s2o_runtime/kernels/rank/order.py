@@ -156,10 +156,6 @@ def _order(
         FIRST               int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (written if HAS_TAIL)
         EDGE                float32 [B, Hq, N', BUCKETS]: the highest score of each bucket (written if HAS_TAIL)
         SHARE_OF_RANK       float32 [BUCKETS]: as `bucket_shares` gives it
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
-        SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
 
     A counting sort: every warp owns a stretch of the row, every lane a step of a vector of 32 and one bucket, so a few
     ballots rank 32 steps and the loops are free of barriers. Scores are loaded four to a lane, one turn ahead; the four
@@ -295,7 +291,7 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
         },
         {
             "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,
-            "HAS_TAIL": call.tables.tail, "HAS_START": call.padded, "PACKED": call.packed,
+            "HAS_TAIL": call.tables.tail, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
             "PORTABLE": portable, "PAGED": call.pages is not None,
         },
         num_warps=ORDER_WARPS,

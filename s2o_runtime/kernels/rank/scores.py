@@ -53,15 +53,10 @@ def _log_sums(
 
     It is infinite for parts that hold only padding or have no prefix. Scores that are NaN or infinite do not count.
     Programs: (parts / BR, the last ones first; Hq; B). BK: keys at once; BN: keys of a tile, a multiple of which a
-    prefix has; CAP: the soft cap of scores in base 2, 0 for none. T is the input type.
+    prefix has; CAP: the soft cap of scores in base 2, 0 for none.
 
         REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
-        K                   T [B, Hkv, Lk, D], strides k
         LOG_SUM             float32 [B, Hq, parts]
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
-        SEGMENT, PART       int32 [Hq]: queries of a segment and of a part, 0 for a head without a prefix
         REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
 
     With INT8 REP and K are int8. With PAGED K is rows of a cache, T [rows, D] of each KV head; `primitives.cache_rows`
@@ -145,17 +140,11 @@ def _scores(
     segments of the slice of rows row_begin .. rows_end.
 
         REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
-        K                   T [B, Hkv, Lk, D], strides k
         LOG_SUM             float32 [B, Hq, parts]: as `_log_sums` wrote it
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES               int32 [B, M], stride p: as for `_log_sums` (PAGED)
-        SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
-        REPRESENTATIVES     int32 [Hq]: parts of a segment
         REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
 
-    With INT8 REP and K are int8; with PAGED K is as for `_log_sums`. The rows of the product with the keys are keys in
+    With INT8 REP and K are int8. The rows of the product with the keys are keys in
     such an order that the keys of a step belong to one thread, which adds them up without a shuffle: of 32 * WARPS
     rows, written [2, WARPS, 2, 8], a thread holds those that differ in the two dimensions of 2.
     """
@@ -252,7 +241,7 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
-            "CAP": call.cap, "SAMPLE": LOG_SUM_SAMPLE, "HAS_START": call.padded, "PACKED": call.packed,
+            "CAP": call.cap, "SAMPLE": LOG_SUM_SAMPLE, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
             "INT8": r_scale is not None, "PAGED": call.pages is not None,
         },
         num_warps=LOG_SUM_WARPS,
@@ -297,7 +286,7 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
             {
                 "GROUP": shape.group, "HEADS": heads, "D": shape.head_dim, "R": count, "BS": at_once,
                 "WARPS": SCORE_WARPS, "BN": call.config.tile.block_n, "CAP": call.cap,
-                "HAS_START": call.padded, "PACKED": call.packed, "INT8": r_scale is not None,
+                "HAS_START": call.kv_start is not None, "PACKED": call.packed, "INT8": r_scale is not None,
                 "PAGED": call.pages is not None,
             },
             num_warps=SCORE_WARPS,
