@@ -244,10 +244,9 @@ class Call:
     @property
     def paging(self) -> dict[str, Tensor | int | None]:
         """The arguments of a kernel for PAGED."""
-        if self.pages is None:
-            return {"PAGES": None, "page_shift": 0, "page_rows": 0, "stride_pb": 0}
-        table, shift, rows = self.pages
-        return {"PAGES": table, "page_shift": shift, "page_rows": rows, "stride_pb": table.stride(0)}
+        table, shift, rows = self.pages or (None, 0, 0)
+        stride = 0 if table is None else table.stride(0)
+        return {"PAGES": table, "page_shift": shift, "page_rows": rows, "stride_pb": stride}
 
 
 @lru_cache(maxsize=4096)

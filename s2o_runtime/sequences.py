@@ -261,8 +261,7 @@ def list_sequences(starts: Starts, shape: CallShape) -> Iterator[Sequence]:
     """
     kv_start, cu_q, cu_k = starts
     if cu_q is not None and cu_k is not None:
-        edges = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
-        for number, (rows, keys) in enumerate(edges):
+        for number, (rows, keys) in enumerate(zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)):
             if rows[0] < rows[1]:
                 yield Sequence(number, slice(0, 1), range(*rows), range(*keys))
     elif kv_start is None:
@@ -301,16 +300,13 @@ def density(
     Returns:
         float64 [Hq].
     """
-    start = torch.zeros(shape.batch, dtype=torch.int64) if kv_start is None else kv_start
-    start = start.to(visited.device)
-    if cu_q is None or cu_k is None:
-        computed, causal = pairs(visited, config, shape.q_len, shape.offset, start)
-        return computed / causal.clamp_min(1.0)
-    computed = torch.zeros(config.num_heads, dtype=torch.float64, device=visited.device)
-    causal = torch.zeros((), dtype=torch.float64, device=visited.device)
-    for b, (queries, keys) in enumerate(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)):
-        of_sequence = pairs(visited[b : b + 1], config, queries, keys - queries, start[:1])
-        computed, causal = computed + of_sequence[0], causal + of_sequence[1]
+    start = (torch.zeros(shape.batch, dtype=torch.int64) if kv_start is None else kv_start).to(visited.device)
+    alike = [(visited, shape.q_len, shape.offset)]  # sequences of one length each
+    if cu_q is not None and cu_k is not None:
+        lengths = enumerate(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True))
+        alike = [(visited[b : b + 1], queries, keys - queries) for b, (queries, keys) in lengths]
+    counts = [pairs(tiles, config, q_len, offset, start[: len(tiles)]) for tiles, q_len, offset in alike]
+    computed, causal = (torch.stack(of_sequences).sum(0) for of_sequences in zip(*counts, strict=True))
     return computed / causal.clamp_min(1.0)
 
 
@@ -498,11 +494,10 @@ class PagedKeys:
         if not self.max_k <= self.total_k:
             raise InputError(f"total_k is {self.total_k} but max_k {self.max_k}: expected all keys together")
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if scale is None:
-                continue
-            if not self.is_fp8:
+            if scale is not None and not self.is_fp8:
                 raise InputError(f"{name} is given but the cache is {self.k.dtype}: only 8-bit caches are scaled")
-            if scale.dtype != torch.float32 or scale.ndim != 1 or len(scale) not in (1, self.kv_heads):
+            sizes = (1, self.kv_heads)
+            if scale is not None and (scale.dtype != torch.float32 or scale.ndim != 1 or len(scale) not in sizes):
                 raise InputError(
                     f"{name} is {scale.dtype} {tuple(scale.shape)}: expected float32 [1] or [{self.kv_heads}]"
                 )

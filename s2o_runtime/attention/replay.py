@@ -83,7 +83,7 @@ def run_call(
         key = (options.scale, options.softcap, options.backend, options.return_stats, options.return_lse, *lengths)
         repeated = find_repeated_call(inputs, config, key, is_decode, any_length)
     if repeated is not None and (answer := repeated.replay(inputs)) is None:
-        recorder = repeated.recorder(inputs)
+        recorder = repeated.make_recorder(inputs)
     if answer is None:
         call, choice = prepare(recorder)
         if repeated is not None and choice.backend == "dense":
@@ -136,7 +136,7 @@ class RepeatedCall:
             assert scale is not None
             self._dense = float(scale), choice, call.shape
 
-    def recorder(self, inputs: Inputs) -> Recorder | None:
+    def make_recorder(self, inputs: Inputs) -> Recorder | None:
         """Return the recorder of the call that comes now; None if it is not to be recorded."""
         self._calls += 1
         if self._known is not None or not 2 <= self._calls <= 4:

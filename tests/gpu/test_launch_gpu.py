@@ -31,7 +31,7 @@ def test_a_direct_launch_is_tritons(tile, monkeypatch, nan_filled):
         return s2o_attention(q, k, v, config, kv_start=starts, backend="triton", return_lse=True)
 
     # no call may become a plan, which would not launch through `launch`, or be recorded, which takes the listener
-    monkeypatch.setattr("s2o_runtime.attention.replay.RepeatedCall.recorder", lambda repeated, inputs: None)
+    monkeypatch.setattr("s2o_runtime.attention.replay.RepeatedCall.make_recorder", lambda repeated, inputs: None)
     monkeypatch.setattr(launch_module, "_compiled", {})
     monkeypatch.setattr(launch_module, "_is_tested", lambda version: False)
     expected = call()

@@ -325,7 +325,7 @@ def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):
     assert find_repeated_call((parameter, k, k, None), CONFIG, OPTIONS) is None
     call = find_repeated_call((q, k, k, None), CONFIG, OPTIONS)
     monkeypatch.undo()
-    assert [call.recorder((q, k, k, None)) for _ in range(4)] == [None] * 4  # on the cpu
+    assert [call.make_recorder((q, k, k, None)) for _ in range(4)] == [None] * 4  # on the cpu
 
 
 def test_the_plans_kept_are_bounded(gpu):
