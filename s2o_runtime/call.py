@@ -35,7 +35,7 @@ class ScoringOptions(TypedDict, total=False):
 
 
 class Scoring(NamedTuple):
-    """How products become weights: with x = scale * q . k, a score is s = softcap * tanh(x / softcap), or x without it.
+    """The weights of products: with x = scale * q . k, a score is s = softcap * tanh(x / softcap), or x without it.
 
     The weight of key j is exp(s_j) / (sum_t exp(s_t) + exp(sink)), without the last term where there are no sinks.
 
@@ -212,7 +212,7 @@ class Call:
 
     @property
     def packed(self) -> bool:
-        """Whether the sequences are packed."""
+        """True if the sequences are packed."""
         return self.cu_q is not None
 
     @property

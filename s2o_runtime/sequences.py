@@ -122,7 +122,7 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
 
 
 class Starts(NamedTuple):
-    """Where the sequences of a call begin: what kernels take together, and the head of the table of sequences.
+    """The begins of the sequences of a call: kernels take them together, and `list_sequences` makes their table.
 
     Attributes:
         kv_start: int32 or int64 [B], the first key of each sequence of a batch that counts; None for 0.
@@ -135,7 +135,7 @@ class Starts(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Where packed sequences lie, one behind another, among Tq queries and Tk keys.
+    """The places of packed sequences, one behind another, among Tq queries and Tk keys.
 
     cu_q: int32 [N + 1], where the queries of each sequence begin, from 0 to Tq; cu_k: int32 [N + 1], where its keys do,
     from 0 to Tk; max_q, max_k: queries and keys, at least as many as the longest sequence has.
@@ -148,7 +148,7 @@ class Packed(NamedTuple):
 
     @property
     def starts(self) -> Starts:
-        """Where the sequences begin."""
+        """The begins of the sequences."""
         return Starts(None, self.cu_q, self.cu_k)
 
 
@@ -351,7 +351,7 @@ def page_obstacle(page_size: int) -> str | None:
 
 
 class PageTable(NamedTuple):
-    """Where the keys of N sequences are among the rows of a cache, `PagedKeys.rows`: what kernels need of that.
+    """The places of the keys of N sequences among the rows of a cache, `PagedKeys.rows`, as kernels need them.
 
     Key t of sequence n is row `table[n, t >> shift] * rows + t % 2^shift`.
 
@@ -403,12 +403,12 @@ class PagedKeys:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the cache is narrower than any query."""
+        """True if the cache is narrower than any query."""
         return self.k.dtype in FP8_TYPES
 
     @property
     def table(self) -> PageTable:
-        """Where the keys are among `rows`, where pages allow that."""
+        """The places of the keys among `rows`, if pages allow that."""
         return PageTable(self.block_table, self.page_size.bit_length() - 1, self.k.stride(0) // self.k.stride(1))
 
     @property

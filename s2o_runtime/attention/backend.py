@@ -1,4 +1,4 @@
-"""Which code computes a call, and why."""
+"""The choice of the code that computes a call, and the reason for it."""
 
 from __future__ import annotations
 

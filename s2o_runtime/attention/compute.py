@@ -22,7 +22,7 @@ from s2o_runtime.tiles import padded_head_dim
 
 @dataclass(frozen=True)
 class AttentionStats:
-    """What one call did.
+    """The record of one call.
 
     Attributes:
         backend: the code that ran: "triton", "reference" or "dense".

@@ -55,7 +55,7 @@ class OpOptions(NamedTuple):
 
     @property
     def keeps_more(self) -> bool:
-        """Whether more than the output is asked for."""
+        """True if more than the output is asked for."""
         return self.return_stats or self.return_lse
 
 

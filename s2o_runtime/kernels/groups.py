@@ -45,7 +45,7 @@ class Ranking(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What the prefill reads of each query head: as in `call.HeadTables`, and its sink."""
+    """The settings that the prefill reads of each query head: as in `call.HeadTables`, and its sink."""
 
     tau: Tensor
     segment: Tensor
@@ -55,14 +55,14 @@ class Heads(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """What int8 keys are worth: UNIT and MIDDLE of `keys.Keys`."""
+    """The worth of int8 keys: UNIT and MIDDLE of `keys.Keys`."""
 
     k_unit: Tensor | None
     k_middle: Tensor | None
 
 
 class Splits(NamedTuple):
-    """What the programs of dense heads that are split over keys write; None where no head is split.
+    """The outputs of the programs of dense heads that are split over keys; None where no head is split.
 
     An entry is one split of one head, all heads of one split together, in the order of `HeadTables.launch_order`.
     split_out: float32 [B, splits * dense heads, rows, D]; split_lse: float32 [B, splits * dense heads, rows], the
@@ -90,7 +90,7 @@ class Sizes(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """What a prefill is compiled to do; `prefill._prefill` says what each changes.
+    """The features that a prefill is compiled with; `prefill._prefill` says what each changes.
 
     CAP: the soft cap of scores in base 2, 0 for none; WIDE: offsets into k and v need 64 bits.
     """

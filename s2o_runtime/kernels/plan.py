@@ -215,7 +215,7 @@ class Recorder:
         for compiled, grid, used, rest in self._launches:
             indices = [index_of[source] for source in used]
             for group in compiled.groups:
-                of_group = tuple(indices[place] for place in group)
+                of_group = tuple(indices[member] for member in group)
                 indices.append(group_index.setdefault(of_group, addresses + len(group_index)))
             steps.append((compiled, grid, make_picker(compiled.order(indices)), rest))
         groups = tuple(make_picker(of_group) for of_group in group_index)

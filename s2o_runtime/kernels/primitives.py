@@ -1,4 +1,4 @@
-"""What several kernels share on the device: geometry of a call, online softmax, window, gathered prefix, tail.
+"""Device code of several kernels: geometry of a call, online softmax, window, gathered prefix, tail.
 
 `prefill.py` and `trace.py` are made of these. Gluon code cannot call functions that
 `triton.jit` compiles, so `prefill_hopper.py` has copies of some; a comment at each copy names its original here.

@@ -220,17 +220,17 @@ def sum_tails(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
         },
         num_warps=at_once,
     )  # fmt: skip
-    whole = parts[0]
+    sums_and_masses = parts[0]
     if splits > 1:
-        whole = torch.empty_like(whole)
+        sums_and_masses = torch.empty_like(sums_and_masses)
         launch(
             _add,
-            (-(-len(whole) // ADD_BLOCK), 1, 1),
-            {"SPLITS": parts, "OUT": whole, "splits": splits, "size": len(whole)},
+            (-(-len(sums_and_masses) // ADD_BLOCK), 1, 1),
+            {"SPLITS": parts, "OUT": sums_and_masses, "splits": splits, "size": len(sums_and_masses)},
             {"BLOCK": ADD_BLOCK},
             num_warps=ADD_WARPS,
         )
-    values, mass = whole[: sums * shape.head_dim], whole[sums * shape.head_dim :]
+    values, mass = sums_and_masses[: sums * shape.head_dim], sums_and_masses[sums * shape.head_dim :]
     return Tail(ranked.first, mass.view(*score.shape[:3], EDGES), values.view(*score.shape[:3], EDGES, shape.head_dim))
 
 

@@ -1,4 +1,4 @@
-"""Where every threshold of a grid would stop, and what the error would then be, from one visit of the prefix.
+"""The stops of every threshold of a grid, and the errors that they would leave, from one visit of the prefix.
 
 The plain kernel of `prefill.py` with the stop checks turned into measurements, for calibration: a row tile goes on
 until the lowest threshold has stopped, at every check spacing of interest at once.
@@ -42,7 +42,7 @@ QUANTITIES = 5  # fields of Traced that the kernel writes
 
 
 class Traced(NamedTuple):
-    """What each row tile of a slice of the queries does at each spacing and threshold: float32 [STRIDES, Hq, tiles, T].
+    """The record of each row tile of a slice at each spacing and threshold: float32 [STRIDES, Hq, tiles, T].
 
     rows: the slice; squared, tail_squared: summed squared error of the tile's rows without and with the tail; visited:
     prefix keys computed; worst, tail_worst: the largest squared error of a row over its squared norm.
