@@ -13,7 +13,17 @@ from torch import Tensor
 
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import CallShape, Packed, PageTable, call_shape, check_heads, check_tensor, packed_shape
+from s2o_runtime.sequences import (
+    CallShape,
+    Packed,
+    PageTable,
+    Sequence,
+    Starts,
+    call_shape,
+    check_heads,
+    check_packed,
+    check_tensor,
+)
 
 
 class ScoringOptions(TypedDict, total=False):
@@ -25,7 +35,7 @@ class ScoringOptions(TypedDict, total=False):
 
 
 class Scoring(NamedTuple):
-    """How products become weights: with x = scale * q . k, a score is s = softcap * tanh(x / softcap), or x without it.
+    """The weights of products: with x = scale * q . k, a score is s = softcap * tanh(x / softcap), or x without it.
 
     The weight of key j is exp(s_j) / (sum_t exp(s_t) + exp(sink)), without the last term where there are no sinks.
 
@@ -41,7 +51,7 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
 
     def checked(self, shape: CallShape, q: Tensor) -> Scoring:
-        """The same with the default scale filled in.
+        """Return the scoring with the default scale filled in.
 
         Args:
             shape: of the call.
@@ -66,13 +76,13 @@ class Scoring(NamedTuple):
 
     @property
     def beyond_sdpa(self) -> str | None:
-        """What of it torch's SDPA and block-sparse kernels cannot compute, as text; None for nothing."""
+        """The part that torch's SDPA and block-sparse kernels cannot compute, as text; None for nothing."""
         if self.softcap is not None:
             return f"scores that are soft-capped at {self.softcap:g}"
         return "learned sinks" if self.sinks is not None else None
 
     def arguments(self) -> dict[str, Any]:
-        """As the keyword arguments of the attention functions."""
+        """Return the scoring as the keyword arguments of the attention functions."""
         return self._asdict()
 
 
@@ -80,24 +90,24 @@ PLAIN = Scoring()
 
 
 def without_gradients(sinks: Tensor | None) -> Tensor | None:
-    """Sinks as a plain tensor where no gradients are wanted: a model's are parameters, whose calls have no plan."""
+    """Detach sinks where no gradients are wanted: a model's are parameters, whose calls have no plan."""
     return sinks.detach() if isinstance(sinks, Tensor) and not torch.is_grad_enabled() else sinks
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores of any shape under a soft cap, `softcap * tanh(scores / softcap)`; themselves without one."""
+    """Cap scores of any shape softly, `softcap * tanh(scores / softcap)`; without a cap return themselves."""
     return scores if softcap is None else (scores / softcap).tanh() * softcap
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The weights of scores [..., L] that share their denominators with sinks [..., 1], where there are any."""
+    """Compute the weights of scores [..., L] that share their denominators with sinks [..., 1], where there are any."""
     if sinks is None:
         return scores.softmax(-1)
     return torch.cat([sinks.expand(*scores.shape[:-1], 1), scores], -1).softmax(-1)[..., 1:]
 
 
 def checked_scale(scale: float | None, head_dim: int) -> float:
-    """The factor of the scores: `scale`, or `head_dim ** -0.5` for None.
+    """Return the factor of the scores: `scale`, or `head_dim ** -0.5` for None.
 
     Raises:
         InputError: the scale is not positive, or infinite.
@@ -117,47 +127,40 @@ TAIL = 4  # `tail` of the head is "mean"
 class HeadTables(NamedTuple):
     """The per-head settings, on the device with one entry per query head, and what the launches need of them.
 
-    tau: float32 [Hq]; segment: int32 [Hq], 0 marks a head without a prefix;
-    flags: int32 [Hq], see above; part: int32 [Hq], queries of a representative; representatives: int32 [Hq], of a
-    segment; launch_order: int32 [Hq], the heads in the order in which their programs start, dense ones first, as they
-    have the most work; None where all are of one mode and no last rows are dense.
-    dense: how many heads are dense; stopping: how many visit their prefix until their stop rule ends it.
-    counts: the different numbers of representatives; shortest: the shortest segment, 0 if there is none;
-    shortest_part: the fewest queries of a representative; unit: a number of rows that every segment divides;
-    tail: whether `tail` of any head is "mean". These five are of the heads in mode "s2o".
+    Attributes:
+        tau: float32 [Hq].
+        segment: int32 [Hq], 0 marks a head without a prefix.
+        flags: int32 [Hq], see above.
+        rows_per_representative: int32 [Hq], queries that a representative is the mean of.
+        representatives: int32 [Hq], of a segment.
+        launch_order: int32 [Hq], the heads in the order in which their programs start, dense ones first, as they have
+            the most work; None where all are of one mode and no last rows are dense.
+        dense_heads, s2o_heads: how many heads are of each mode; what follows is of the heads in mode "s2o".
+        representative_counts: the different numbers of representatives.
+        shortest_segment: 0 if there is none.
+        min_rows_per_representative: the fewest queries of a representative.
+        row_multiple: a number of rows that every segment divides.
+        tail: whether `tail` of any head is "mean".
     """
 
     tau: Tensor
     segment: Tensor
     flags: Tensor
-    part: Tensor
+    rows_per_representative: Tensor
     representatives: Tensor
     launch_order: Tensor | None
-    dense: int
-    stopping: int
-    counts: tuple[int, ...]
-    shortest: int
-    shortest_part: int
-    unit: int
+    dense_heads: int
+    s2o_heads: int
+    representative_counts: tuple[int, ...]
+    shortest_segment: int
+    min_rows_per_representative: int
+    row_multiple: int
     tail: bool
-
-    @property
-    def several(self) -> bool:
-        """Whether any head has more than one representative."""
-        return self.counts[-1:] > (1,)
-
-
-class Starts(NamedTuple):
-    """Where the sequences of a call begin: the fields of `Call` that kernels take together."""
-
-    kv_start: Tensor | None
-    cu_q: Tensor | None
-    cu_k: Tensor | None
 
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors and settings of one call; `of` and `of_packed` make one.
+    """The tensors and settings of one call; `of` makes one.
 
     Attributes:
         q, k, v: [B, Hq, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]. Packed sequences lie one behind another along
@@ -186,66 +189,41 @@ class Call:
 
     @classmethod
     def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        config: LayerConfig,
-        *,
-        scoring: Scoring = PLAIN,
-        kv_start: Tensor | None = None,
-        with_lse: bool = False,
-    ) -> Call:
-        """A call of `s2o_attention`. Raises InputError and ConfigError as the op does."""
-        shape = call_shape(q, k, v, kv_start)
-        check_heads(config.validate(), shape)
-        return cls(q, k, v, config, shape, scoring.checked(shape, q), kv_start, with_lse=with_lse)
+        cls, q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, packed: Packed | None = None,
+        *, scoring: Scoring = PLAIN, kv_start: Tensor | None = None, with_lse: bool = False,
+    ) -> Call:  # fmt: skip
+        """Make a call from the tensors of `s2o_attention`, or with `packed` from those of `s2o_attention_varlen`.
 
-    @classmethod
-    def of_packed(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        config: LayerConfig,
-        packed: Packed,
-        *,
-        scoring: Scoring = PLAIN,
-        with_lse: bool = False,
-    ) -> Call:
-        """A call of `s2o_attention_varlen`. Raises InputError and ConfigError as the op does."""
-        shape = packed_shape(q, k, v, packed)
+        Raises InputError and ConfigError as the ops do.
+        """
+        shape = call_shape(q, k, v, kv_start) if packed is None else check_packed(q, k, v, packed)
         check_heads(config.validate(), shape)
         scoring = scoring.checked(shape, q)
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        return cls(q, k, v, config, shape, scoring, None, packed.cu_q, packed.cu_k, with_lse)
+        if packed is not None:
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        starts = Starts(kv_start) if packed is None else packed.starts
+        return cls(q, k, v, config, shape, scoring, *starts, with_lse)
 
-    def sequence(self, rows: range, keys: range) -> Call:
-        """One of the packed sequences as a call of its own, from its rows and keys."""
-        q = self.q[:, :, rows.start : rows.stop]
-        k, v = (tensor[:, :, keys.start : keys.stop] for tensor in (self.k, self.v))
-        shape = replace(self.shape, batch=1, q_len=len(rows), kv_len=len(keys))
+    def take(self, sequence: Sequence) -> Call:
+        """Return one of the packed sequences as a call of its own."""
+        q, k, v = sequence.take(self.q, sequence.rows), *(sequence.take(t, sequence.keys) for t in (self.k, self.v))
+        shape = replace(self.shape, batch=1, q_len=len(sequence.rows), kv_len=len(sequence.keys))
         return replace(self, q=q, k=k, v=v, shape=shape, cu_q=None, cu_k=None)
 
     @property
-    def padded(self) -> bool:
-        """Whether sequences have keys in front that do not count."""
-        return self.kv_start is not None
-
-    @property
     def packed(self) -> bool:
-        """Whether the sequences are packed."""
+        """True if the sequences are packed."""
         return self.cu_q is not None
 
     @property
     def scale(self) -> float:
-        """What multiplies the scores."""
+        """The factor of the scores."""
         assert self.scoring.scale is not None
         return self.scoring.scale
 
     @property
     def sinks(self) -> Tensor | None:
-        """[Hq], what each head attends to beside its keys."""
+        """[Hq], scores without a value that each head attends to."""
         return self.scoring.sinks
 
     @property
@@ -256,7 +234,7 @@ class Call:
     @cached_property
     def tables(self) -> HeadTables:
         """The settings of its heads on its device."""
-        return head_tables(self.config, self.q.device)
+        return make_head_tables(self.config, self.q.device)
 
     @property
     def starts(self) -> Starts:
@@ -266,15 +244,14 @@ class Call:
     @property
     def paging(self) -> dict[str, Tensor | int | None]:
         """The arguments of a kernel for PAGED."""
-        if self.pages is None:
-            return {"PAGES": None, "page_shift": 0, "page_rows": 0, "stride_pb": 0}
-        table, shift, rows = self.pages
-        return {"PAGES": table, "page_shift": shift, "page_rows": rows, "stride_pb": table.stride(0)}
+        table, shift, rows = self.pages or (None, 0, 0)
+        stride = 0 if table is None else table.stride(0)
+        return {"PAGES": table, "page_shift": shift, "page_rows": rows, "stride_pb": stride}
 
 
 @lru_cache(maxsize=4096)
-def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
-    """The tables of a layer on a device; they are kept for the calls to come."""
+def make_head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
+    """Make the tables of a layer on a device; they are kept for the calls to come."""
     ranked = [head for head in config.heads if head.mode == "s2o"]
 
     def table(value: Callable[[HeadConfig], float], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -286,14 +263,14 @@ def head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
         tau=table(lambda head: head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
         flags=table(lambda head: int(head.stop_rule) | TAIL * (head.tail == "mean")),
-        part=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
+        rows_per_representative=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
         launch_order=torch.tensor(order, dtype=torch.int32).to(device) if len(modes) > 1 or config.last_rows else None,
-        dense=sum(head.mode == "dense" for head in config.heads),
-        stopping=len(ranked),
-        counts=tuple(sorted({head.representatives for head in ranked})),
-        shortest=min((head.segment for head in ranked), default=0),
-        shortest_part=min((head.segment // head.representatives for head in ranked), default=0),
-        unit=math.lcm(*(head.segment for head in ranked)),
+        dense_heads=sum(head.mode == "dense" for head in config.heads),
+        s2o_heads=len(ranked),
+        representative_counts=tuple(sorted({head.representatives for head in ranked})),
+        shortest_segment=min((head.segment for head in ranked), default=0),
+        min_rows_per_representative=min((head.segment // head.representatives for head in ranked), default=0),
+        row_multiple=math.lcm(*(head.segment for head in ranked)),
         tail=config.has_tail,
     )

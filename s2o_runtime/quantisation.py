@@ -38,8 +38,8 @@ class Quantised(NamedTuple):
     levels: Tensor
     scale: Tensor
 
-    def restored(self) -> Tensor:
-        """The rows [..., D] that the integers stand for, in the scales' type."""
+    def restore(self) -> Tensor:
+        """Return the rows [..., D] that the integers stand for, in the scales' type."""
         return self.levels.to(self.scale.dtype) * self.scale[..., None]
 
 
@@ -72,32 +72,32 @@ class Int8Operands(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, start: int = 0) -> Int8Operands:
-        """From scaled queries [Lq, D] and keys [Lk, D] of one head; start: the first key that counts."""
-        levels, unit, middle = quantised_keys(k, start)
+        """Make operands from scaled queries [Lq, D] and keys [Lk, D] of one head; start: the first key that counts."""
+        levels, unit, middle = quantise_keys(k, start)
         keys = torch.cat([levels.to(unit.dtype), torch.ones_like(levels[:, :1], dtype=unit.dtype)], 1)
-        return cls(torch.cat([quantised(q * unit).restored(), (q @ middle)[:, None]], 1), keys, unit)
+        return cls(torch.cat([quantise(q * unit).restore(), (q @ middle)[:, None]], 1), keys, unit)
 
     @classmethod
     def of_heads(cls, q: Tensor, k: Tensor) -> Int8Operands:
-        """From scaled queries [H, Lq, D] and keys [H, Lk, D]."""
+        """Make operands from scaled queries [H, Lq, D] and keys [H, Lk, D]."""
         of_heads = [cls.of(of_head, keys) for of_head, keys in zip(q, k, strict=True)]
         return cls(*(torch.stack(parts) for parts in zip(*of_heads, strict=True)))
 
     def representatives(self, means: Tensor) -> Tensor:
-        """Means of queries [..., R, D] as [..., R, D + 1]; without the middle, which moves all scores of each alike."""
-        rounded = quantised(means * self.unit[..., None, :]).restored()
+        """Round means of queries [..., R, D] to [..., R, D + 1], without the middle, which moves all scores alike."""
+        rounded = quantise(means * self.unit[..., None, :]).restore()
         return torch.cat([rounded, torch.zeros_like(rounded[..., :1])], -1)
 
 
-def quantised(rows: Tensor) -> Quantised:
-    """Rows [..., D], each with a scale of its own."""
+def quantise(rows: Tensor) -> Quantised:
+    """Round rows [..., D], each with a scale of its own."""
     exact = rows if rows.dtype == torch.float64 else rows.float()
     scale = exact.abs().amax(-1).clamp_min(SMALLEST) * (1 / LEVELS)
     return Quantised((exact * (1 / scale)[..., None]).round().to(torch.int8), scale)
 
 
-def quantised_keys(k: Tensor, start: int = 0) -> QuantisedKeys:
-    """The keys [Lk, D] of one KV head; those before `start` do not count, and their levels mean nothing."""
+def quantise_keys(k: Tensor, start: int = 0) -> QuantisedKeys:
+    """Round the keys [Lk, D] of one KV head; those before `start` do not count, and their levels mean nothing."""
     exact = k if k.dtype == torch.float64 else k.float()
     counted = exact[start:] if start < len(k) else torch.zeros_like(exact[:1])
     low, high = counted.amin(0), counted.amax(0)
@@ -109,7 +109,7 @@ def quantised_keys(k: Tensor, start: int = 0) -> QuantisedKeys:
 
 
 def as_cached(tensor: Tensor, kv_cache_dtype: KvCacheDtype) -> Tensor:
-    """Keys or values as they are read from a server's cache: "fp8" rounds to e4m3 with a scale of 1, and back.
+    """Round keys or values as a server's cache does: "fp8" rounds to e4m3 with a scale of 1, and back.
 
     Numbers beyond what e4m3 has become its largest, 448, as in vLLM and SGLang.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,10 @@ class CallShape:
         return self.kv_len - self.q_len
 
     def is_little_for(self, tile: TileConfig) -> bool:
-        """Whether one sequence is less work than a whole prompt of the tile's `dense_below` keys, and no tail for which
-        its `min_queries` was measured, which then decides alone."""
+        """Return whether one sequence is less work than a whole prompt of the tile's `dense_below` keys.
+
+        Never of a tail for which its `min_queries` was measured, which then decides alone.
+        """
         measured = 0 < tile.tail_keys <= self.kv_len and self.offset >= self.q_len
         return not measured and self.causal_pairs < tile.dense_below * (tile.dense_below + 1) // 2
 
@@ -58,12 +61,8 @@ class CallShape:
         return self.q_len * self.kv_len - self.q_len * (self.q_len - 1) // 2
 
     def row_tiles(self, block_m: int) -> int:
-        """How many tiles of `block_m` rows the queries of one head fill."""
+        """Count the tiles of `block_m` rows that the queries of one head fill."""
         return -(-self.q_len // block_m)
-
-    def segments(self, segment: int) -> int:
-        """How many segments of this many queries one head has."""
-        return -(-self.q_len // segment)
 
 
 def check_tensor(name: str, tensor: object) -> None:
@@ -122,8 +121,21 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
     return CallShape(batch, query_heads, kv_heads, q_len, kv_len, head_dim, v.shape[3])
 
 
+class Starts(NamedTuple):
+    """The begins of the sequences of a call: kernels take them together, and `list_sequences` makes their table.
+
+    Attributes:
+        kv_start: int32 or int64 [B], the first key of each sequence of a batch that counts; None for 0.
+        cu_q, cu_k: int32 [N + 1], where the queries and the keys of packed sequences begin; None for a batch.
+    """
+
+    kv_start: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+
 class Packed(NamedTuple):
-    """Where packed sequences lie, one behind another, among Tq queries and Tk keys.
+    """The places of packed sequences, one behind another, among Tq queries and Tk keys.
 
     cu_q: int32 [N + 1], where the queries of each sequence begin, from 0 to Tq; cu_k: int32 [N + 1], where its keys do,
     from 0 to Tk; max_q, max_k: queries and keys, at least as many as the longest sequence has.
@@ -134,8 +146,13 @@ class Packed(NamedTuple):
     max_q: int
     max_k: int
 
+    @property
+    def starts(self) -> Starts:
+        """The begins of the sequences."""
+        return Starts(None, self.cu_q, self.cu_k)
 
-def packed_shape(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> CallShape:
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> CallShape:
     """Check the tensors of a packed call against each other and return their sizes.
 
     The contents of `cu_q` and `cu_k` are not read: that would wait for the device.
@@ -193,12 +210,12 @@ def check_heads(config: LayerConfig, shape: CallShape) -> None:
 
 
 def needs_gradients(*tensors: Tensor) -> bool:
-    """Whether torch would record an operation on these tensors for a backward pass."""
+    """Return whether torch would record an operation on these tensors for a backward pass."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def laid_out(tensor: Tensor, head_dim: int, packed: bool = False) -> Tensor:
-    """The tensor as kernels read it: the last dimension contiguous, and filled with zeros up to `head_dim`.
+    """Lay a tensor out as kernels read it: the last dimension contiguous, and filled with zeros up to `head_dim`.
 
     Args:
         tensor: [B, H, L, D] with D <= head_dim.
@@ -215,15 +232,49 @@ def laid_out(tensor: Tensor, head_dim: int, packed: bool = False) -> Tensor:
     return (F.pad(tensor, (0, missing)) if missing > 0 else tensor.contiguous()).expand(batch, -1, -1, -1)
 
 
-def packed_sequences(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[range, range]]:
-    """The rows and the keys of each packed sequence, from where they begin [N + 1]; waits for the device."""
-    q_edges, k_edges = cu_q.tolist(), cu_k.tolist()
-    for b in range(len(q_edges) - 1):
-        yield range(q_edges[b], q_edges[b + 1]), range(k_edges[b], k_edges[b + 1])
+class Sequence(NamedTuple):
+    """A row of the table of sequences, the one form of batches, padded batches and packed sequences for host code.
+
+    Attributes:
+        number: of the sequence, or of the first of several that are alike.
+        entries: the batch entries that these sequences lie in.
+        rows: its queries that count, among the rows of q.
+        keys: its keys that count, among the rows of k and v.
+    """
+
+    number: int
+    entries: slice
+    rows: range
+    keys: range
+
+    def take(self, tensor: Tensor, rows: range) -> Tensor:
+        """Return a view of some rows of [B, H, L, D], or [B, H, L], in the entries of the sequence."""
+        return tensor[self.entries, :, rows.start : rows.stop]
 
 
-def window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: TileConfig) -> Tensor:
-    """The first key of the dense window of a segment.
+def list_sequences(starts: Starts, shape: CallShape) -> Iterator[Sequence]:
+    """Yield the table of a call's sequences that have queries; waits for the device, but for a batch without padding.
+
+    Args:
+        starts: where the sequences begin.
+        shape: of the call. A batch without padding is one row of the table.
+    """
+    kv_start, cu_q, cu_k = starts
+    if cu_q is not None and cu_k is not None:
+        for number, (rows, keys) in enumerate(zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)):
+            if rows[0] < rows[1]:
+                yield Sequence(number, slice(0, 1), range(*rows), range(*keys))
+    elif kv_start is None:
+        yield Sequence(0, slice(None), range(shape.q_len), range(shape.kv_len))
+    else:
+        for b, start in enumerate(kv_start.tolist()):  # a left-padded sequence is a shorter sequence
+            row = max(0, start - shape.offset)
+            if row < shape.q_len:
+                yield Sequence(b, slice(b, b + 1), range(row, shape.q_len), range(start, shape.kv_len))
+
+
+def find_window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: TileConfig) -> Tensor:
+    """Return the first key of the dense window of a segment.
 
     Args:
         first_position: integers, the position of the segment's first query.
@@ -235,35 +286,28 @@ def window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: 
     return first - (first - start) % tile.block_n
 
 
-def density(visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Tensor | None = None) -> Tensor:
-    """Query-key pairs computed over causal pairs, window included; dense is 1.0.
+def density(
+    visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Tensor | None = None,
+    cu_q: Tensor | None = None, cu_k: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return query-key pairs computed over causal pairs, window included; dense is 1.0.
 
     Args:
         visited: integers [B, Hq, row tiles], the prefix keys that each tile of `block_m` rows computed.
         kv_start: integers [B], the first key of each sequence that counts; None for 0.
+        cu_q, cu_k: int32 [B + 1], where packed sequences begin, for which this waits for the device; None for a batch.
 
     Returns:
         float64 [Hq].
     """
-    zeros = torch.zeros(shape.batch, dtype=torch.int64, device=visited.device)
+    zeros = torch.zeros(shape.batch, dtype=torch.int64, device=visited.device)  # no copy from the host
     start = zeros if kv_start is None else kv_start.to(visited.device)
-    computed, causal = pairs(visited, config, shape.q_len, shape.offset, start)
-    return computed / causal.clamp_min(1.0)
-
-
-def packed_density(visited: Tensor, config: LayerConfig, cu_q: Tensor, cu_k: Tensor) -> Tensor:
-    """`density` over packed sequences; waits for the device.
-
-    Args:
-        visited: integers [N, Hq, row tiles], as many row tiles as the longest sequence has.
-        cu_q: int32 [N + 1], where the queries of each sequence begin; cu_k: where its keys do.
-    """
-    start = torch.zeros(1, dtype=torch.int64, device=visited.device)
-    computed = torch.zeros(config.num_heads, dtype=torch.float64, device=visited.device)
-    causal = torch.zeros((), dtype=torch.float64, device=visited.device)
-    for b, (rows, keys) in enumerate(packed_sequences(cu_q, cu_k)):
-        of_sequence = pairs(visited[b : b + 1], config, len(rows), len(keys) - len(rows), start)
-        computed, causal = computed + of_sequence[0], causal + of_sequence[1]
+    alike = [(visited, shape.q_len, shape.offset)]  # sequences of one length each
+    if cu_q is not None and cu_k is not None:
+        lengths = enumerate(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True))
+        alike = [(visited[b : b + 1], queries, keys - queries) for b, (queries, keys) in lengths]
+    counts = [pairs(tiles, config, q_len, offset, start[: len(tiles)]) for tiles, q_len, offset in alike]
+    computed, causal = (torch.stack(of_sequences).sum(0) for of_sequences in zip(*counts, strict=True))
     return computed / causal.clamp_min(1.0)
 
 
@@ -289,7 +333,7 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     dense = row >= config.dense_from(q_len)
 
     def window(head: HeadConfig) -> Tensor:
-        first = window_start(row // head.segment * head.segment + offset, start[:, None], head, config.tile)
+        first = find_window_start(row // head.segment * head.segment + offset, start[:, None], head, config.tile)
         return (position - torch.where(dense, start[:, None], first) + 1).clamp_min(0).sum()
 
     unlike = {(head.mode, head.segment): head for head in config.heads}  # heads alike in both have the same window
@@ -303,12 +347,12 @@ MAX_PAGE = 1024  # tokens
 
 
 def page_obstacle(page_size: int) -> str | None:
-    """Why pages of so many tokens are not supported; None if they are."""
+    """Return the reason why pages of so many tokens are not supported; None if they are."""
     return f"pages have {page_size} tokens, more than {MAX_PAGE}" if page_size > MAX_PAGE else None
 
 
 class PageTable(NamedTuple):
-    """Where the keys of N sequences are among the rows of a cache, `PagedKeys.rows`: what kernels need of that.
+    """The places of the keys of N sequences among the rows of a cache, `PagedKeys.rows`, as kernels need them.
 
     Key t of sequence n is row `table[n, t >> shift] * rows + t % 2^shift`.
 
@@ -360,12 +404,12 @@ class PagedKeys:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the cache is narrower than any query."""
+        """True if the cache is narrower than any query."""
         return self.k.dtype in FP8_TYPES
 
     @property
     def table(self) -> PageTable:
-        """Where the keys are among `rows`, where pages allow that."""
+        """The places of the keys among `rows`, if pages allow that."""
         return PageTable(self.block_table, self.page_size.bit_length() - 1, self.k.stride(0) // self.k.stride(1))
 
     @property
@@ -377,7 +421,7 @@ class PagedKeys:
         return k, v
 
     def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A copy of keys and values, packed one sequence behind another, in plain torch: [total_k, Hkv, D] each.
+        """Copy keys and values, packed one sequence behind another, in plain torch: [total_k, Hkv, D] each.
 
         It is what the kernel in kernels/pages.py is compared with. Rows behind the last key repeat it.
 
@@ -390,11 +434,11 @@ class PagedKeys:
         position = torch.minimum(token - edges[sequence], edges[sequence + 1] - edges[sequence] - 1).clamp_min(0)
         page = self.block_table[sequence, position // self.page_size].long()
         slot = (position % self.page_size).long()
-        k, v = (_rows(cache, page, slot) for cache in (self.k, self.v))
-        return _scaled(k, self.k_scale, dtype), _scaled(v, self.v_scale, dtype)
+        k, v = (_take_rows(cache, page, slot) for cache in (self.k, self.v))
+        return _scale_rows(k, self.k_scale, dtype), _scale_rows(v, self.v_scale, dtype)
 
-    def rows_obstacle(self, dtype: torch.dtype) -> str | None:
-        """Why the cache cannot be read as rows, the same for keys and values; None if it can.
+    def find_rows_obstacle(self, dtype: torch.dtype) -> str | None:
+        """Return the reason why the cache cannot be read as rows, the same for keys and values; None if it can.
 
         Args:
             dtype: of the queries.
@@ -451,32 +495,31 @@ class PagedKeys:
         if not self.max_k <= self.total_k:
             raise InputError(f"total_k is {self.total_k} but max_k {self.max_k}: expected all keys together")
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if scale is None:
-                continue
-            if not self.is_fp8:
+            if scale is not None and not self.is_fp8:
                 raise InputError(f"{name} is given but the cache is {self.k.dtype}: only 8-bit caches are scaled")
-            if scale.dtype != torch.float32 or scale.ndim != 1 or len(scale) not in (1, self.kv_heads):
+            sizes = (1, self.kv_heads)
+            if scale is not None and (scale.dtype != torch.float32 or scale.ndim != 1 or len(scale) not in sizes):
                 raise InputError(
                     f"{name} is {scale.dtype} {tuple(scale.shape)}: expected float32 [1] or [{self.kv_heads}]"
                 )
         return self
 
 
-def _rows(cache: Tensor, page: Tensor, slot: Tensor) -> Tensor:
-    """[total_k, Hkv, D] of a cache; indexing knows no fp8, so such rows are moved as bytes."""
+def _take_rows(cache: Tensor, page: Tensor, slot: Tensor) -> Tensor:
+    """Take rows [total_k, Hkv, D] of a cache; indexing knows no fp8, so such rows are moved as bytes."""
     if cache.dtype.itemsize > 1:
         return cache[page, slot]
     return cache.view(torch.uint8)[page, slot].view(cache.dtype)
 
 
-def _scaled(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _scale_rows(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if rows.dtype == dtype:
         return rows
     return (rows.float() if scale is None else rows.float() * scale[:, None]).to(dtype)
 
 
 def packed_starts(lengths: Tensor) -> Tensor:
-    """Where sequences of these lengths begin, packed one behind another: int32 [N + 1] from int32 [N]."""
+    """Return the begins of sequences of these lengths, packed one behind another: int32 [N + 1] from int32 [N]."""
     starts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
     return starts

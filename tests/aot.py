@@ -44,8 +44,8 @@ POINTERS_OF = {  # by type
     "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V LOW HIGH MEAN_KEYS MEAN_VALUES",
     "fp16": "SCORE",
     "fp32": (
-        "SHARE_OF_RANK LSE TAU LOG_SUM EDGE MASS SUMS SHARES FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
-        "K_SCALE REP_SCALE SHARE_OUT SHARE_LSE UNIT MIDDLE K_UNIT K_MIDDLE V_SCALE"
+        "SHARE_OF_RANK LSE TAU LOG_SUM EDGE MASS SUMS SPLITS FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
+        "K_SCALE REP_SCALE SPLIT_OUT SPLIT_LSE UNIT MIDDLE K_UNIT K_MIDDLE V_SCALE"
     ),
     "i32": (
         "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS LAUNCH_ORDER PART REPRESENTATIVES FIRST BLOCKS COUNTS KEY_ORDER "
@@ -67,7 +67,7 @@ KEPT_BYTES_RING = 72  # of the specialised kernel with three stages of head dim 
 # of the specialised kernel with head dim 256 in Triton 3.9, 208 in 3.6 and 3.7: what it needs outside its loops; of 540
 # instructions for a tile at most 8 read or write it (docs/results/head-dim-256-h200.txt)
 KEPT_BYTES_WIDE = 304
-KEPT_BYTES_SHARES = 72  # with split dense heads, on sm_100 in Triton 3.9; 56 in 3.7, none in 3.6
+KEPT_BYTES_SPLITS = 72  # with split dense heads, on sm_100 in Triton 3.9; 56 in 3.7, none in 3.6
 # of the block-sparse kernel: it stores its rows at the end where permuted or packed queries stand; 8 is of sm_90 in
 # Triton 3.9, 48 of sm_120 in 3.7
 KEPT_BYTES_MOVED = {"all-moved": 104, "keys-moved": 8, "packed-means": 48}
@@ -84,18 +84,18 @@ FEATURE_VARIANTS: dict[str, dict[str, object]] = {
     FEATURES: {"HAS_SINKS": True, "CAP": 72.13, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 # Dense heads split over keys: every tile of the prefill with packed sequences and with keys in pages, as servers call
-# it, the largest with all else too, and what combines the shares.
-SHARES, SHARES_PAGED = "shares", "shares-paged"
-SHARE_VARIANTS: dict[str, dict[str, object]] = {
-    SHARES: {"PACKED": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True},
-    "shares-features": FEATURE_VARIANTS[FEATURES] | {"HAS_SHARES": True},
-    "shares-int8": {
+# it, the largest with all else too, and what combines the splits.
+SPLITS, SPLITS_PAGED = "splits", "splits-paged"
+SPLIT_VARIANTS: dict[str, dict[str, object]] = {
+    SPLITS: {"PACKED": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True, "HAS_SPLITS": True},
+    "splits-features": FEATURE_VARIANTS[FEATURES] | {"HAS_SPLITS": True},
+    "splits-int8": {
         "INT8": True, "PACKED": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True,
-        "HAS_LAUNCH_ORDER": True, "HAS_SHARES": True,
+        "HAS_LAUNCH_ORDER": True, "HAS_SPLITS": True,
     },
-    SHARES_PAGED: {
+    SPLITS_PAGED: {
         "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True,
-        "HAS_SHARES": True,
+        "HAS_SPLITS": True,
     },
 }  # fmt: skip
 # Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
@@ -134,7 +134,7 @@ PAGE_VARIANTS: dict[str, dict[str, object]] = {"same-type": {}, "fp8": {"SCALED"
 ALL_VARIANTS = (
     VARIANTS
     | FEATURE_VARIANTS
-    | SHARE_VARIANTS
+    | SPLIT_VARIANTS
     | INT8_VARIANTS
     | PAGED_VARIANTS
     | BLOCK_SPARSE_VARIANTS
@@ -197,7 +197,7 @@ def pipelined(case: Case, built: Compiled) -> str | None:
     if case.kernel == "representatives":
         from s2o_runtime.kernels.rank import means
 
-        rows = means.representative_rows(case.head_dim)
+        rows = means.count_representative_rows(case.head_dim)
         tile_bytes, copies, threads = 2 * rows * case.head_dim, 2, 32 * means.REPRESENTATIVE_WARPS
     elif case.tile is None:
         return None
@@ -255,8 +255,8 @@ def no_spills(case: Case, built: Compiled) -> str | None:
         allowed = KEPT_BYTES_CAPPED
     if case.kernel == "prefill_hopper" and case.head_dim == 128 and case.tile and case.tile.num_stages == 3:
         allowed = KEPT_BYTES_RING
-    if case.variant in SHARE_VARIANTS and case.kernel != "combine":
-        allowed = max(allowed, KEPT_BYTES_SHARES)
+    if case.variant in SPLIT_VARIANTS and case.kernel != "combine":
+        allowed = max(allowed, KEPT_BYTES_SPLITS)
     if case.kernel == "prefill_hopper" and case.head_dim == 256:
         allowed = KEPT_BYTES_WIDE
     return f"{spilled} bytes of spilled registers" if spilled > allowed else None
@@ -315,7 +315,7 @@ def cases() -> list[Case]:
             if case.kernel in FEATURE_KERNELS and case.capability in FEATURE_CAPABILITIES
         )
         + page_cases()
-        + share_cases(chosen)
+        + split_cases(chosen)
         + of_variant(chosen, INT8, INT8_KERNELS)
         + rounding_cases()
         + of_variant(chosen, PAGED, PAGED_KERNELS)
@@ -381,19 +381,19 @@ def antidiagonal_cases() -> list[Case]:
     return chosen
 
 
-def share_cases(chosen: list[Case]) -> list[Case]:
+def split_cases(chosen: list[Case]) -> list[Case]:
     """Dense heads split over keys: every tile of the prefill, the largest with other features, and the combination."""
     prefills = [case for case in chosen if case.kernel in PREFILLS]
     featured = [case for case in prefills if case.capability in FEATURE_CAPABILITIES]
-    others = [variant for variant in SHARE_VARIANTS if variant not in (SHARES, SHARES_PAGED)]
+    others = [variant for variant in SPLIT_VARIANTS if variant not in (SPLITS, SPLITS_PAGED)]
     return (
-        of_variant(prefills, SHARES)
-        + of_variant(prefills, SHARES_PAGED)
+        of_variant(prefills, SPLITS)
+        + of_variant(prefills, SPLITS_PAGED)
         + largest(replace(case, variant=variant) for case in featured for variant in others)
         + [
             Case("combine", capability, head_dim, variant=variant)
             for capability, head_dim in sorted({(case.capability, case.head_dim) for case in prefills})
-            for variant in (SHARES, "shares-features")
+            for variant in (SPLITS, "splits-features")
         ]
     )
 
@@ -431,7 +431,7 @@ def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from s2o_runtime.kernels import keys, pages, prefill, prefill_hopper, primitives, shares, tail, trace
+    from s2o_runtime.kernels import keys, pages, prefill, prefill_hopper, primitives, splits, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
     from scripts.bench.baselines.kernels import antidiagonal, block_sparse, mean_keys
 
@@ -503,13 +503,13 @@ def compile_case(case: Case) -> Compiled:
             options = {"num_warps": getattr(keys, f"{prefix}_WARPS")}
             types = POINTERS | {"OUT": "i8"}
         case "combine":
-            home = shares
-            constants |= {"ROWS": shares.COMBINED_ELEMENTS // head_dim}
-            options = {"num_warps": shares.COMBINE_WARPS}
+            home = splits
+            constants |= {"ROWS": splits.COMBINED_ELEMENTS // head_dim}
+            options = {"num_warps": splits.COMBINE_WARPS}
         case "representatives":
             home = means
-            constants |= {"ROWS": means.representative_rows(head_dim), "STAGES": means.REPRESENTATIVE_STAGES}
-            constants["PARTS"] = means.parts_at_once(case.representatives)
+            constants |= {"ROWS": means.count_representative_rows(head_dim), "STAGES": means.REPRESENTATIVE_STAGES}
+            constants["PARTS"] = means.count_parts_at_once(case.representatives)
             options = {"num_warps": means.REPRESENTATIVE_WARPS}
         case "log_sums":
             home = scores
@@ -517,8 +517,8 @@ def compile_case(case: Case) -> Compiled:
             options = {"num_warps": scores.LOG_SUM_WARPS}
         case "scores":
             home = scores
-            constants |= {"WARPS": scores.SCORE_WARPS, "HEADS": scores.heads_at_once(case.representatives, 4)}
-            constants["BS"] = scores.segments_at_once(rows, case.representatives, head_dim)
+            constants |= {"WARPS": scores.SCORE_WARPS, "HEADS": scores.count_heads_at_once(case.representatives, 4)}
+            constants["BS"] = scores.count_segments_at_once(rows, case.representatives, head_dim)
             options = {"num_warps": scores.SCORE_WARPS, "num_stages": scores.SCORE_STAGES}
             options["maxnreg"] = scores.MAX_REGISTERS
         case "order":
@@ -527,9 +527,9 @@ def compile_case(case: Case) -> Compiled:
             home, options = tail, {"num_warps": tail.POOL_WARPS}
             constants["ROWS"] = tail.POOL_STEPS
         case "tail":
-            home, segments = tail, tail.tail_segments(rows, head_dim)
-            constants |= {"BS": segments, "BK": tail.tail_steps(segments, head_dim)}
-            options = {"num_warps": tail.tail_warps(segments)}
+            home, segments = tail, tail.count_tail_segments(rows, head_dim)
+            constants |= {"BS": segments, "BK": tail.count_tail_steps(segments, head_dim)}
+            options = {"num_warps": segments}
         case "add":
             home, constants, types = tail, {"BLOCK": tail.ADD_BLOCK}, POINTERS | {"OUT": "fp32"}
             options = {"num_warps": tail.ADD_WARPS}

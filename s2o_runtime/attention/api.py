@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from operator import index
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend, is_decode
-from s2o_runtime.attention.compute import Attention, AttentionStats, compute
-from s2o_runtime.attention.replay import Answer, Inputs, RepeatedCall, repeated_call
-from s2o_runtime.call import Call, Scoring, ScoringOptions, without_gradients
+from s2o_runtime.attention.compute import Attention
+from s2o_runtime.attention.replay import OpOptions, run_call
+from s2o_runtime.call import Call, ScoringOptions, without_gradients
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import Packed
+from s2o_runtime.sequences import Packed, Starts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from s2o_runtime.kernels.plan import Recorder
+
+RESULTS = {"return_stats", "return_lse"}  # arguments of every op that change the type of its result
 
 
 class PackedOptions(ScoringOptions, total=False):
@@ -47,13 +47,8 @@ def s2o_attention(
 def s2o_attention(
     q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> Attention: ...
-def s2o_attention(
-    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig,
-    *, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    kv_start: Tensor | None = None, backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
-    **unknown: object,
-) -> Tensor | Attention:  # fmt: skip
-    """Causal attention that computes only the part of the prefix that counts.
+def s2o_attention(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, **options: Any) -> Tensor | Attention:
+    """Compute causal attention over only the part of the prefix that counts.
 
     Query i stands at position Lk - Lq + i, and query head h reads KV head h // (Hq / Hkv).
 
@@ -92,26 +87,20 @@ def s2o_attention(
     >>> s2o_attention(q, k, v, config, return_stats=True).stats.backend
     'reference'
     """
-    refuse(unknown, "s2o_attention")
-    sinks = without_gradients(sinks)
-    repeated, inputs = None, (q, k, v, kv_start, sinks)
-    if not torch.compiler.is_compiling():
-        scale, softcap = numbers(scale, softcap)
-        options = (scale, softcap, backend, return_stats, return_lse)
-        plain = backend == "auto" and softcap is None and not (return_stats or return_lse)
-        repeated = repeated_call(inputs, config, options, plain and is_decode(q, k))
-    elif not (return_stats or return_lse):
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        return torch_op.node("attention", q, k, v, kv_start, sinks, config.as_text(), backend, scale, softcap)
-    if repeated is None or (answer := repeated.replay(inputs)) is None:
-        scoring = Scoring(scale, softcap, sinks)
-        call = Call.of(q, k, v, config, scoring=scoring, kv_start=kv_start, with_lse=return_lse)
-        answer = computed(call, choose_backend(call, backend), return_stats, repeated, recording(repeated, inputs))
-    choice, shape, (out, visited, lse) = answer
-    if not (return_stats or return_lse):
-        return out
-    stats = AttentionStats(*choice, config, shape, kv_start, visited) if return_stats else None
-    return Attention(out, lse, stats)
+    chosen = read_options("s2o_attention", Options, options)
+    kv_start, sinks = options.get("kv_start"), chosen.sinks
+    if torch.compiler.is_compiling() and not chosen.keeps_more:
+        scale = q.shape[3] ** -0.5 if chosen.scale is None else chosen.scale
+        arguments = (q, k, v, kv_start, sinks, config.as_text(), chosen.backend, scale, chosen.softcap)
+        return torch_op.node("attention", *arguments)
+
+    def prepare(_: object) -> tuple[Call, BackendChoice]:
+        call = Call.of(q, k, v, config, scoring=chosen.scoring, kv_start=kv_start, with_lse=chosen.return_lse)
+        return call, choose_backend(call, chosen.backend)
+
+    plain = chosen.backend == "auto" and chosen.softcap is None and not chosen.keeps_more
+    starts = Starts(kv_start=kv_start)
+    return run_call((q, k, v, kv_start, sinks), config, chosen, prepare, starts, is_decode=plain and is_decode(q, k))
 
 
 @overload
@@ -131,11 +120,9 @@ def s2o_attention_varlen(
 ) -> Attention: ...  # fmt: skip
 def s2o_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    config: LayerConfig,
-    *, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False, **unknown: object,
+    config: LayerConfig, **options: Any,
 ) -> Tensor | Attention:  # fmt: skip
-    """`s2o_attention` for sequences of different lengths, packed one behind another.
+    """Compute `s2o_attention` for sequences of different lengths, packed one behind another.
 
     A sequence has at most as many queries as keys, its queries stand at its last positions, and it may be empty.
 
@@ -170,94 +157,67 @@ def s2o_attention_varlen(
     >>> s2o_attention_varlen(q, k, v, starts, starts, 300, 300, config).shape
     torch.Size([500, 4, 64])
     """
-    refuse(unknown, "s2o_attention_varlen")
-    sinks = without_gradients(sinks)
-    repeated = None
+    chosen = read_options("s2o_attention_varlen", PackedOptions, options)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    inputs = (q, k, v, packed.cu_q, None if packed.cu_k is packed.cu_q else packed.cu_k, sinks)
-    if not torch.compiler.is_compiling():
-        scale, softcap = numbers(scale, softcap)
-        options = (scale, softcap, backend, return_stats, return_lse, *whole_numbers(max_seqlen_q, max_seqlen_k))
-        repeated = repeated_call(inputs, config, options)
-    if repeated is None or (answer := repeated.replay(inputs)) is None:
-        scoring = Scoring(scale, softcap, sinks)
-        call = Call.of_packed(q, k, v, config, packed, scoring=scoring, with_lse=return_lse)
-        answer = computed(call, choose_backend(call, backend), return_stats, repeated, recording(repeated, inputs))
-    choice, shape, (out, visited, lse) = answer
-    if not (return_stats or return_lse):
-        return out
-    stats = None
-    if return_stats:
-        stats = AttentionStats(*choice, config, shape, None, visited, packed.cu_q, packed.cu_k)
-    return Attention(out, lse, stats)
+
+    def prepare(_: object) -> tuple[Call, BackendChoice]:
+        call = Call.of(q, k, v, config, packed, scoring=chosen.scoring, with_lse=chosen.return_lse)
+        return call, choose_backend(call, chosen.backend)
+
+    inputs = (q, k, v, packed.cu_q, None if packed.cu_k is packed.cu_q else packed.cu_k, chosen.sinks)
+    lengths = read_lengths(max_seqlen_q, max_seqlen_k)
+    return run_call(inputs, config, chosen, prepare, packed.starts, lengths=lengths)
 
 
-def numbers(scale: float | None, softcap: float | None) -> tuple[float | None, float | None]:
-    """The scale and the cap as a key of plans: given as an integer or a tensor they are the same numbers.
+def read_options(function: str, accepted: type, given: dict[str, Any]) -> OpOptions:
+    """Return the optional arguments that the ops share, with numbers as numbers, so that equal ones are one plan's key.
+
+    Args:
+        function: the name of the op.
+        accepted: the TypedDict of its optional arguments; `return_stats` and `return_lse` come on top.
+        given: the arguments.
 
     Raises:
-        InputError: one is no number.
+        InputError: an argument is unknown, or the scale or the cap is no number.
     """
-    try:  # the products refuse texts, which float() would read
-        return None if scale is None else float(scale * 1.0), None if softcap is None else float(softcap * 1.0)
-    except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"scale is {scale!r} and softcap {softcap!r}: expected numbers or None") from None
+    if unknown := given.keys() - accepted.__annotations__.keys() - RESULTS:
+        refuse(sorted(unknown), function)
+    scale, softcap = given.get("scale"), given.get("softcap")
+    if not torch.compiler.is_compiling():  # graphs hold symbols in place of numbers
+        try:  # the products refuse texts, which float() would read
+            scale = None if scale is None else float(scale * 1.0)
+            softcap = None if softcap is None else float(softcap * 1.0)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"scale is {scale!r} and softcap {softcap!r}: expected numbers or None") from None
+    asked = (given.get("backend", "auto"), given.get("return_stats", False), given.get("return_lse", False))
+    return OpOptions(scale, softcap, without_gradients(given.get("sinks")), *asked, given.get("out"))
 
 
-def whole_numbers(*values: int) -> tuple[int, ...]:
-    """Counts of tokens as integers. Raises InputError for what is none."""
+def read_lengths(*values: int) -> tuple[int, ...]:
+    """Return counts of tokens as integers. Raises InputError for what is none."""
+    if torch.compiler.is_compiling():
+        return values
     try:
         return tuple(map(index, values))
     except TypeError:
         raise InputError(f"the lengths are {', '.join(map(repr, values))}: expected whole numbers") from None
 
 
-def refuse(unknown: dict[str, object], function: str) -> None:
+def refuse(unknown: list[str], function: str) -> None:
     """Raise InputError if there are arguments that a function of the package does not have."""
     if unknown:
         raise InputError(f"{function}() has no argument {', '.join(unknown)}: help({function}) lists those that it has")
 
 
-def recording(repeated: RepeatedCall | None, inputs: Inputs) -> Recorder | None:
-    """What is to record a call; None if nothing is."""
-    return None if repeated is None else repeated.recorder(inputs)
-
-
-def computed(
-    call: Call, choice: BackendChoice, keep_visited: bool, repeated: RepeatedCall | None,
-    recorder: Recorder | None, out: Tensor | None = None,
-) -> Answer:  # fmt: skip
-    """Run the call; its launches are recorded if they are to be replayed for others like it.
-
-    Args:
-        call: the call.
-        choice: the backend, as `choose_backend` gave it.
-        keep_visited: whether the answer is to have what row tiles visited.
-        repeated: the calls that are like this one, if such are kept.
-        recorder: has recorded what this call launched before, and records the rest; None if nothing is recorded.
-        out: of a packed call, a tensor that `takes_output`.
-    """
-    if repeated is not None and choice.backend == "dense":
-        repeated.goes_dense(call, choice)
-    if choice.backend != "triton":
-        recorder = None
-    with nullcontext() if recorder is None else recorder:
-        result, visited, lse = compute(call, choice.backend, out)
-    answer = choice, call.shape, (result, visited if keep_visited else None, lse)
-    if repeated is not None and recorder is not None:
-        repeated.keep(recorder, answer)
-    return answer
-
-
-def _compiled(
+def run_node(
     q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None, sinks: Tensor | None, config: str, backend: Backend,
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """What the node of a compiled graph does."""
+    """Run the node of a compiled graph; the arguments are those of `torch.ops.s2o.attention`."""
     layer = torch_op.config_from_text(config)
     return s2o_attention(
         q, k, v, layer, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start, backend=backend
     )  # fmt: skip
 
 
-torch_op.implement("attention", _compiled)
+torch_op.implement("attention", run_node)

@@ -1,4 +1,4 @@
-"""Which code computes a call, and why."""
+"""The choice of the code that computes a call, and the reason for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BackendChoice(NamedTuple):
 
 
 def choose_backend(call: Call, backend: Backend) -> BackendChoice:
-    """The backend for a call: the one asked for, or with "auto" the first that can do it and is not slower than dense.
+    """Choose a call's backend: the one asked for, or with "auto" the first that can do it and is not slower than dense.
 
     A choice of "auto" is logged once for each reason.
 
@@ -40,17 +40,17 @@ def choose_backend(call: Call, backend: Backend) -> BackendChoice:
         raise InputError(f"backend {backend!r} is not known: use one of {get_args(Backend)}")
     if backend == "dense":
         return BackendChoice(backend, "asked for")
-    obstacle = None if backend == "reference" else _kernel_obstacle(call)
+    obstacle = None if backend == "reference" else _find_kernel_obstacle(call)
     if backend != "auto":
         if obstacle:
             raise InputError(f'{obstacle}: run with backend="auto"')
         return BackendChoice(backend, "asked for")
-    choice = _automatic(call, obstacle)
+    choice = _choose_automatically(call, obstacle)
     _log_once(choice)
     return choice
 
 
-def _automatic(call: Call, kernel_obstacle: str | None) -> BackendChoice:
+def _choose_automatically(call: Call, kernel_obstacle: str | None) -> BackendChoice:
     on_cpu = call.q.device.type == "cpu"
     is_decode = call.shape.offset > 0 and call.shape.q_len < DECODE
     if kernel_obstacle is None and not on_cpu and not is_decode:
@@ -68,7 +68,7 @@ def _automatic(call: Call, kernel_obstacle: str | None) -> BackendChoice:
 
 
 def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | None:
-    """Why dense attention is the better choice for a call of these sizes, whatever its tensors hold; None if S2O is.
+    """Return the reason why dense attention is better for calls of these sizes; None if S2O is.
 
     Args:
         config: of the layer.
@@ -88,7 +88,7 @@ def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | N
 
 
 def is_decode(q: Tensor, k: Tensor) -> bool:
-    """Whether "auto" runs a call dense whatever its layer, for it has too few queries behind a prefix for any.
+    """Return whether "auto" runs a call dense whatever its layer, for it has too few queries behind a prefix for any.
 
     Args:
         q, k: [B, Hq, Lq, D] and [B, Hkv, Lk, D], not checked yet.
@@ -96,8 +96,8 @@ def is_decode(q: Tensor, k: Tensor) -> bool:
     return getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4 and q.shape[2] < DECODE <= k.shape[2]
 
 
-def _kernel_obstacle(call: Call) -> str | None:
-    """Why the kernel cannot do a call, or None if it can."""
+def _find_kernel_obstacle(call: Call) -> str | None:
+    """Return the reason why the kernel cannot do a call; None if it can."""
     q, tile, head_dim = call.q, call.config.tile, call.shape.widest
     sinks = () if call.scoring.sinks is None else (call.scoring.sinks,)
     if needs_gradients(call.q, call.k, call.v, *sinks):

@@ -14,15 +14,15 @@ from s2o_runtime.call import PLAIN, Call, Scoring, capped, softmax
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import launching_on
 from s2o_runtime.errors import InputError
-from s2o_runtime.reference.attention import s2o_attention_reference
+from s2o_runtime.reference.attention import Attended, s2o_attention_reference
 from s2o_runtime.reference.dense import dense_attention, log_sum_exp, with_sink_key
-from s2o_runtime.sequences import CallShape, call_shape, density, laid_out, packed_density, packed_sequences
+from s2o_runtime.sequences import CallShape, call_shape, density, laid_out, list_sequences
 from s2o_runtime.tiles import padded_head_dim
 
 
 @dataclass(frozen=True)
 class AttentionStats:
-    """What one call did.
+    """The record of one call.
 
     Attributes:
         backend: the code that ran: "triton", "reference" or "dense".
@@ -53,9 +53,7 @@ class AttentionStats:
         """Query-key pairs computed over causal pairs, window included: float64 [Hq]; dense is 1.0."""
         if self.visited is None:
             return torch.ones(self.shape.query_heads, dtype=torch.float64)
-        if self.cu_q is None or self.cu_k is None:
-            return density(self.visited, self.config, self.shape, self.kv_start)
-        return packed_density(self.visited, self.config, self.cu_q, self.cu_k)
+        return density(self.visited, self.config, self.shape, self.kv_start, self.cu_q, self.cu_k)
 
 
 class Attention(NamedTuple):
@@ -91,7 +89,7 @@ ROWS = 512  # computed together at least; a block of rows sees its own keys and 
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scoring: Scoring = PLAIN, kv_start: Tensor | None = None
 ) -> Tensor:
-    """Causal attention in which a query sees the last `window` keys up to its own.
+    """Compute causal attention in which a query sees the last `window` keys up to its own.
 
     Query i stands at position Lk - Lq + i. Scores without a soft cap go through torch's SDPA; soft-capped ones are
     products in the type of q and a softmax in float32, as in transformers' eager attention.
@@ -120,12 +118,12 @@ def window_attention(
         visible = (key <= position) & (key > position - window)
         if kv_start is not None:
             visible = (visible & (key >= kv_start[:, None, None]))[:, None]
-        blocks.append(_masked(q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], visible, scoring))
+        blocks.append(_attend_visible(q[:, :, begin:end], k[:, :, first:last], v[:, :, first:last], visible, scoring))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
-    """Attention of some rows in which `visible`, bool [.., rows, keys], says who sees whom; others' rows are zero."""
+def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
+    """Attend from rows to the keys that `visible`, bool [.., rows, keys], marks; rows without any are zero."""
     scale, softcap, sinks = scoring
     assert scale is not None
     blind = ~visible.any(-1, keepdim=True)
@@ -143,47 +141,33 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) 
     return (weights.to(v.dtype) @ v).masked_fill(blind, 0.0)
 
 
-class Outputs(NamedTuple):
-    """What a backend computed.
-
-    Attributes:
-        out: [B, Hq, Lq, Dv], packed [Tq, Hq, Dv].
-        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None from dense attention.
-        lse: float32 [B, Hq, Lq], packed [Hq, Tq]; None where it was not asked for.
-    """
-
-    out: Tensor
-    visited: Tensor | None
-    lse: Tensor | None
-
-
-def compute(call: Call, backend: str, out: Tensor | None = None) -> Outputs:
+def compute(call: Call, backend: str, out: Tensor | None = None) -> Attended:
     """Run a call with "triton", "reference" or "dense".
 
     Args:
         call: the call.
         backend: which of the three.
-        out: of a packed call, a tensor that `takes_output`: written and returned.
+        out: of a packed call, a tensor that `supports_output`: written and returned.
     """
     if backend == "triton":
-        outputs = _with_kernels(call, out)
+        outputs = _run_kernels(call, out)
     elif call.packed:
-        outputs = _one_by_one(call, backend)
+        outputs = _run_one_by_one(call, backend)
     else:
-        outputs = _in_torch(call, backend)
+        outputs = _run_in_torch(call, backend)
     if not call.packed:
         return outputs
     computed, visited, lse = outputs
     lse = None if lse is None else lse[0]
     if out is None:
-        return Outputs(computed[0].transpose(0, 1), visited, lse)
+        return Attended(computed[0].transpose(0, 1), visited, lse)
     if backend != "triton":
         out.copy_(computed[0].transpose(0, 1))
-    return Outputs(out, visited, lse)
+    return Attended(out, visited, lse)
 
 
-def takes_output(out: Tensor, q: Tensor) -> bool:
-    """Whether the kernels can write the output of these packed queries, [Tq, Hq, D], straight into a tensor.
+def supports_output(out: Tensor, q: Tensor) -> bool:
+    """Return whether the kernels can write the output of packed queries [Tq, Hq, D] straight into a tensor.
 
     They cannot if `out` shares memory with the queries, which they still read, or if the head dim is padded.
     """
@@ -191,8 +175,8 @@ def takes_output(out: Tensor, q: Tensor) -> bool:
     return laid and out.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
 
 
-def _with_kernels(call: Call, given: Tensor | None = None) -> Outputs:
-    """S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
+def _run_kernels(call: Call, given: Tensor | None = None) -> Attended:
+    """Run S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
     from s2o_runtime.kernels.prefill import s2o_prefill
 
     value_dim, head_dim = call.shape.value_dim, padded_head_dim(call.shape.widest)
@@ -208,22 +192,22 @@ def _with_kernels(call: Call, given: Tensor | None = None) -> Outputs:
     given = None if given is None else given.transpose(0, 1)[None]
     with launching_on(q.device):
         out, visited, lse = s2o_prefill(call, given)
-    return Outputs(out if head_dim == value_dim else out[..., :value_dim], visited, lse)
+    return Attended(out if head_dim == value_dim else out[..., :value_dim], visited, lse)
 
 
-def _in_torch(call: Call, backend: str) -> Outputs:
-    """The backends that need no kernel."""
+def _run_in_torch(call: Call, backend: str) -> Attended:
+    """Run one of the backends that need no kernel."""
     q, k, v, kv_start = call.q, call.k, call.v, call.kv_start
     scoring = call.scoring.arguments()
     if backend == "reference":
         out, visited, lse = s2o_attention_reference(q, k, v, call.config, kv_start=kv_start, **scoring)
-        return Outputs(out, visited, lse.float() if call.with_lse else None)
+        return Attended(out, visited, lse.float() if call.with_lse and lse is not None else None)
     out = dense_attention(q, k, v, kv_start=kv_start, **scoring)
-    return Outputs(out, None, log_sum_exp(q, k, kv_start=kv_start, **scoring) if call.with_lse else None)
+    return Attended(out, None, log_sum_exp(q, k, kv_start=kv_start, **scoring) if call.with_lse else None)
 
 
-def _one_by_one(call: Call, backend: str) -> Outputs:
-    """Packed sequences, each as a call of its own."""
+def _run_one_by_one(call: Call, backend: str) -> Attended:
+    """Run packed sequences, each as a call of its own."""
     assert call.cu_q is not None
     assert call.cu_k is not None
     q, shape = call.q, call.shape
@@ -239,13 +223,11 @@ def _one_by_one(call: Call, backend: str) -> Outputs:
     ):
         if not all(0 <= begin <= end <= min(total, begin + longest) for begin, end in pairwise(edges)):
             raise InputError(f"{name} is {edges}: expected to ascend from 0 to {total} by at most {longest} at a time")
-    for b, (rows, keys) in enumerate(packed_sequences(call.cu_q, call.cu_k)):
-        if not len(rows):
-            continue
-        sequence = _in_torch(call.sequence(rows, keys), backend)
-        out[:, :, rows.start : rows.stop] = sequence.out
-        if visited is not None and sequence.visited is not None:
-            visited[b, :, : sequence.visited.shape[2]] = sequence.visited[0]
-        if lse is not None and sequence.lse is not None:
-            lse[:, :, rows.start : rows.stop] = sequence.lse
-    return Outputs(out, visited, lse)
+    for sequence in list_sequences(call.starts, shape):
+        of_sequence = _run_in_torch(call.take(sequence), backend)
+        sequence.take(out, sequence.rows).copy_(of_sequence.out)
+        if visited is not None and of_sequence.visited is not None:
+            visited[sequence.number, :, : of_sequence.visited.shape[2]] = of_sequence.visited[0]
+        if lse is not None and of_sequence.lse is not None:
+            sequence.take(lse, sequence.rows).copy_(of_sequence.lse)
+    return Attended(out, visited, lse)

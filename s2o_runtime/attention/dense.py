@@ -10,14 +10,14 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.call import PLAIN, Scoring
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, TileConfig
 from s2o_runtime.devices import capability
-from s2o_runtime.reference.dense import dense_attention, preferred_backend
+from s2o_runtime.reference.dense import dense_attention, get_preferred_backend
 from s2o_runtime.tiles import candidate_tiles
 
 
 def fastest_dense_attention(
     q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN, kv_start: Tensor | None = None
 ) -> Tensor:
-    """`dense_attention`, but on a GPU soft-capped scores, which SDPA does not know, run in S2O's kernel if it can.
+    """Compute `dense_attention`, on a GPU soft-capped scores, which SDPA does not know, in S2O's kernel if it can.
 
     Args:
         q, k, v, kv_start: as for `dense_attention`.
@@ -30,14 +30,14 @@ def fastest_dense_attention(
         InputError: the tensors do not fit one another.
     """
     widest, (scale, softcap, sinks) = max(q.shape[3], v.shape[3]), scoring
-    if softcap is not None and q.is_cuda and widest <= HEAD_DIMS[-1] and preferred_backend() is None:
+    if softcap is not None and q.is_cuda and widest <= HEAD_DIMS[-1] and get_preferred_backend() is None:
         tiles = candidate_tiles(widest, capability(q.device))
         if tiles:
-            config = _dense_config(q.shape[1], tiles[0])
+            config = _make_dense_config(q.shape[1], tiles[0])
             return s2o_attention(q, k, v, config, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start)
     return dense_attention(q, k, v, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start)
 
 
 @lru_cache(maxsize=64)
-def _dense_config(heads: int, tile: TileConfig) -> LayerConfig:
+def _make_dense_config(heads: int, tile: TileConfig) -> LayerConfig:
     return LayerConfig.uniform(heads, mode="dense", tile=tile)

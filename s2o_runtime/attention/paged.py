@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.api import computed, numbers, recording, refuse, whole_numbers
-from s2o_runtime.attention.backend import Backend, choose_backend
-from s2o_runtime.attention.compute import Attention, AttentionStats, takes_output
-from s2o_runtime.attention.replay import repeated_call
-from s2o_runtime.call import Call, Scoring
+from s2o_runtime.attention.api import read_lengths, read_options
+from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend
+from s2o_runtime.attention.compute import Attention, supports_output
+from s2o_runtime.attention.replay import run_call
+from s2o_runtime.call import Call
 from s2o_runtime.config import GRAIN, HEAD_DIMS, LayerConfig
 from s2o_runtime.devices import capability, interpreted, launching_on
 from s2o_runtime.errors import InputError
@@ -22,6 +22,8 @@ from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
+
+    from s2o_runtime.kernels.plan import Recorder
 
 FLOAT32 = (torch.float32,)  # what Triton's interpreter takes as well
 IN_PLACE_ELEMENTS = 1 << 31  # of a layer's cache: of one with so many the specialised kernel reads a copy
@@ -61,12 +63,9 @@ def s2o_attention_paged(
 ) -> Attention: ...  # fmt: skip
 def s2o_attention_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, config: LayerConfig,
-    *, cu_q: Tensor, seq_lens: Tensor, block_table: Tensor, max_q: int, max_k: int, total_k: int | None = None,
-    cu_k: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    scale: float | None = None, backend: Backend = "auto", return_stats: bool = False, return_lse: bool = False,
-    out: Tensor | None = None, **unknown: object,
+    *, cu_q: Tensor, seq_lens: Tensor, block_table: Tensor, max_q: int, max_k: int, **options: Any,
 ) -> Tensor | Attention:  # fmt: skip
-    """`s2o_attention_varlen` for keys and values in the pages of a cache.
+    """Compute `s2o_attention_varlen` for keys and values in the pages of a cache.
 
     A sequence has at most as many queries as keys, and its queries stand at its last positions: a prompt fed in chunks,
     or one whose prefix was cached. The kernels read keys and values where they lie (`in_place_obstacle` says when they
@@ -106,7 +105,9 @@ def s2o_attention_paged(
     ... ).shape
     torch.Size([128, 4, 64])
     """
-    refuse(unknown, "s2o_attention_paged")
+    chosen = read_options("s2o_attention_paged", PagedOptions, options)
+    out, cu_k, total_k = chosen.out, options.get("cu_k"), options.get("total_k")
+    k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
     sequences = cu_q.shape[0] - 1  # `len` of a tensor takes longer
     if seq_lens.dtype != torch.int32 or seq_lens.shape != (sequences,):  # not in a plan's key
         raise InputError(
@@ -117,56 +118,49 @@ def s2o_attention_paged(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}: expected {q.dtype} {tuple(q.shape)} on {q.device}"
         )
     cu_k = packed_starts(seq_lens) if cu_k is None else cu_k
-    total_k = int(seq_lens.sum()) if total_k is None else total_k
-    eager = not torch.compiler.is_compiling()
-    written = out if eager and out is not None and out.ndim == 3 and takes_output(out, q) else None  # by the kernels
-    repeated = None
-    inputs = (q, written, k_cache, v_cache, block_table, cu_q, None if cu_k is cu_q else cu_k, k_scale, v_scale)
-    if eager:
-        any_length = 2 if written is not None and not return_lse and q.shape[0] else 0
-        lengths = whole_numbers(max_q, max_k, total_k)
-        options = (*numbers(scale, None), backend, return_stats, return_lse, "paged", *lengths)
-        repeated = repeated_call(inputs, config, options, any_length=any_length)
-    if repeated is None or (answer := repeated.replay(inputs)) is None:
-        pages = PagedKeys(k_cache, v_cache, block_table, cu_k, max_k, total_k, k_scale, v_scale).validate(q.dtype)
-        recorder = recording(repeated, inputs)
+    lengths = read_lengths(max_q, max_k, int(seq_lens.sum()) if total_k is None else total_k)
+    packed = Packed(cu_q, cu_k, max_q, max_k)
+    written = None  # by the kernels
+    if out is not None and not torch.compiler.is_compiling() and out.ndim == 3 and supports_output(out, q):
+        written = out
 
-        def packed(k: Tensor, v: Tensor) -> Call:
-            lengths = Packed(cu_q, cu_k, max_q, max_k)
-            return Call.of_packed(q, k, v, config, lengths, scoring=Scoring(scale), with_lse=return_lse)
+    def prepare(recorder: Recorder | None) -> tuple[Call, BackendChoice]:
+        pages = PagedKeys(k_cache, v_cache, block_table, cu_k, max_k, lengths[2], k_scale, v_scale).validate(q.dtype)
+
+        def make_call(k: Tensor, v: Tensor) -> Call:
+            return Call.of(q, k, v, config, packed, scoring=chosen.scoring, with_lse=chosen.return_lse)
 
         choice = None
         if in_place_obstacle(pages, config, q.dtype) is None:
-            call = packed(*pages.rows)
-            choice = choose_backend(call, backend)
-        if choice is not None and choice.backend == "triton":
-            call = replace(call, pages=pages.table)
-        else:
-            with nullcontext() if recorder is None else recorder:
-                k, v = gathered(pages, q.dtype)
-            if recorder is not None:
-                recorder.beside = k.nbytes + v.nbytes
-            call = packed(k, v)
-            choice = choice or choose_backend(call, backend)
-        answer = computed(call, choice, return_stats, repeated, recorder, written)
-    choice, shape, (result, visited, lse) = answer
-    if out is not None:
-        result = out if written is not None else out.copy_(result)
-    if not (return_stats or return_lse):
-        return result
-    stats = AttentionStats(*choice, config, shape, None, visited, cu_q, cu_k) if return_stats else None
-    return Attention(result, lse, stats)
+            call = make_call(*pages.rows)
+            choice = choose_backend(call, chosen.backend)
+            if choice.backend == "triton":
+                return replace(call, pages=pages.table), choice
+        with nullcontext() if recorder is None else recorder:
+            k, v = gathered(pages, q.dtype)
+        if recorder is not None:
+            recorder.beside = k.nbytes + v.nbytes
+        call = make_call(k, v)
+        return call, choice or choose_backend(call, chosen.backend)
+
+    inputs = (q, written, k_cache, v_cache, block_table, cu_q, None if cu_k is cu_q else cu_k, k_scale, v_scale)
+    # plans for an output that is given fit any number of queries: launches depend on the longest sequence alone
+    any_length = 2 if written is not None and not chosen.return_lse and q.shape[0] else 0
+    return run_call(
+        inputs, config, chosen, prepare, packed.starts,
+        lengths=("paged", *lengths), any_length=any_length, written=written,
+    )  # fmt: skip
 
 
 def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype) -> str | None:
-    """Why the kernels want a copy of keys and values in the pages of a cache; None if they can read them there.
+    """Return the reason why the kernels want a copy of keys and values in pages; None if they can read them there.
 
     Args:
         pages: where they lie.
         config: of the layer.
         dtype: of the queries.
     """
-    if obstacle := pages.rows_obstacle(dtype):
+    if obstacle := pages.find_rows_obstacle(dtype):
         return obstacle
     if config.scores == "int8":
         return "int8 scores are of keys that were rounded, which is a copy"
@@ -185,7 +179,7 @@ def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype)
 
 
 def gathered(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values out of their pages, [total_k, Hkv, D] in `dtype`: by the kernel where it runs, else in torch."""
+    """Copy keys and values out of their pages, [total_k, Hkv, D] in `dtype`: by the kernel or in torch."""
     device = pages.k.device
     if interpreted():
         compiled = dtype in (*KERNEL_TYPES, *FLOAT32)

@@ -11,17 +11,20 @@ layer, the number of heads counts for the config, so that the layers of a model 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.backend import BackendChoice
-from s2o_runtime.call import Call
+from s2o_runtime.attention.backend import Backend, BackendChoice
+from s2o_runtime.attention.compute import Attention, AttentionStats, compute
+from s2o_runtime.call import Call, Scoring
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.reference.dense import unchecked_attention
-from s2o_runtime.sequences import CallShape, check_config
+from s2o_runtime.reference.dense import run_sdpa
+from s2o_runtime.sequences import CallShape, Starts, check_config
 
 if TYPE_CHECKING:
     from s2o_runtime.kernels.plan import LaunchPlan, Recorder
@@ -31,8 +34,75 @@ STEPS = 64  # kinds of decode steps kept: each has one more key than the last, a
 
 Inputs = tuple[Tensor | None, ...]
 CallKey = tuple[object, ...]
-CallOutputs = tuple[Tensor, Tensor | None, Tensor | None]  # out, visited, lse, as `compute.Outputs`
-Answer = tuple[BackendChoice, CallShape, CallOutputs]
+Answer = tuple[BackendChoice, CallShape, tuple[Tensor, Tensor | None, Tensor | None]]  # the last as in `Attended`
+
+
+class OpOptions(NamedTuple):
+    """The optional arguments that the ops share: as for `s2o_attention`."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    backend: Backend = "auto"
+    return_stats: bool = False
+    return_lse: bool = False
+    out: Tensor | None = None
+
+    @property
+    def scoring(self) -> Scoring:
+        """The factor of the scores, their cap and the sinks."""
+        return Scoring(self.scale, self.softcap, self.sinks)
+
+    @property
+    def keeps_more(self) -> bool:
+        """True if more than the output is asked for."""
+        return self.return_stats or self.return_lse
+
+
+Prepare = Callable[["Recorder | None"], tuple[Call, BackendChoice]]
+
+
+def run_call(
+    inputs: Inputs, config: LayerConfig, options: OpOptions, prepare: Prepare, starts: Starts,
+    *, lengths: tuple[object, ...] = (), is_decode: bool = False, any_length: int = 0, written: Tensor | None = None,
+) -> Tensor | Attention:  # fmt: skip
+    """Run a call of an op: replay the launches of an equal one, or check, compute and record this one.
+
+    Args:
+        inputs: the tensors of the call, q first; None for those that it does not have.
+        config: of the layer.
+        options: the arguments that the ops share; `out` becomes the output.
+        prepare: checks the call and chooses its backend, with the recorder of the launches that this may take.
+        starts: where the sequences begin, for the statistics.
+        lengths: what else calls must have in common to be equal, hashable.
+        is_decode, any_length: as for `find_repeated_call`.
+        written: `options.out` where the kernels can write it.
+    """
+    answer, repeated, recorder = None, None, None
+    if not torch.compiler.is_compiling():
+        key = (options.scale, options.softcap, options.backend, options.return_stats, options.return_lse, *lengths)
+        repeated = find_repeated_call(inputs, config, key, is_decode, any_length)
+    if repeated is not None and (answer := repeated.replay(inputs)) is None:
+        recorder = repeated.make_recorder(inputs)
+    if answer is None:
+        call, choice = prepare(recorder)
+        if repeated is not None and choice.backend == "dense":
+            repeated.remember_dense(call, choice)
+        if choice.backend != "triton":
+            recorder = None
+        with nullcontext() if recorder is None else recorder:
+            result, visited, lse = compute(call, choice.backend, written)
+        answer = choice, call.shape, (result, visited if options.return_stats else None, lse)
+        if repeated is not None and recorder is not None:
+            repeated.keep(recorder, answer)
+    choice, shape, (result, visited, lse) = answer
+    if options.out is not None:  # a replay returns nothing for an output that was given
+        result = options.out if written is not None else options.out.copy_(result)
+    if not options.keeps_more:
+        return result
+    kv_start, cu_q, cu_k = starts
+    stats = AttentionStats(*choice, config, shape, kv_start, visited, cu_q, cu_k) if options.return_stats else None
+    return Attention(result, lse, stats)
 
 
 class RepeatedCall:
@@ -51,14 +121,14 @@ class RepeatedCall:
         if self._dense is not None:
             scale, choice, shape = self._dense
             q, k, v = inputs[:3]
-            return choice, shape, (unchecked_attention(q, k, v, scale), None, None)  # type: ignore[arg-type]
+            return choice, shape, (run_sdpa(q, k, v, scale), None, None)  # type: ignore[arg-type]
         if self._known is None:
             return None
         plan, choice, shape = self._known
         outputs = plan.replay(inputs)
         return None if outputs is None else (choice, shape, outputs)
 
-    def goes_dense(self, call: Call, choice: BackendChoice) -> None:
+    def remember_dense(self, call: Call, choice: BackendChoice) -> None:
         """Remember that these calls run dense attention, if that is all that they need."""
         scale, softcap, sinks = call.scoring
         plain = softcap is None and sinks is None and call.kv_start is None
@@ -66,8 +136,8 @@ class RepeatedCall:
             assert scale is not None
             self._dense = float(scale), choice, call.shape
 
-    def recorder(self, inputs: Inputs) -> Recorder | None:
-        """What is to record the call that comes now; None if it is not to be recorded."""
+    def make_recorder(self, inputs: Inputs) -> Recorder | None:
+        """Return the recorder of the call that comes now; None if it is not to be recorded."""
         self._calls += 1
         if self._known is not None or not 2 <= self._calls <= 4:
             return None
@@ -80,15 +150,15 @@ class RepeatedCall:
     def keep(self, recorder: Recorder, answer: Answer) -> None:
         """Keep the plan of the recorded call that had this answer, if it can be repeated."""
         choice, shape, outputs = answer
-        plan = recorder.plan([None if output is None or recorder.was_given(output) else output for output in outputs])
+        plan = recorder.plan([None if output is None or recorder.has_input(output) else output for output in outputs])
         if plan is not None:
             self._known = plan, choice, shape
 
 
-def repeated_call(
+def find_repeated_call(
     inputs: Inputs, config: LayerConfig, options: CallKey, is_decode: bool = False, any_length: int = 0
 ) -> RepeatedCall | None:
-    """The calls that are like this one, this one included; None if nothing is kept of such calls.
+    """Return the calls that are like this one, this one included; None if nothing is kept of such calls.
 
     Args:
         inputs: the tensors of the call, q first; None for those that it does not have.
@@ -109,20 +179,20 @@ def repeated_call(
             shape = tensor.shape if any_length <= 0 else tensor.shape[1:]
             key += (shape, tensor.stride(), tensor.dtype, tensor.device)
         any_length -= 1
-    return (_steps if is_decode else _calls)(tuple(key))
+    return (_get_step if is_decode else _get_call)(tuple(key))
 
 
 def forget_plans() -> None:
     """Drop everything that is known of calls."""
-    _calls.cache_clear()
-    _steps.cache_clear()
+    _get_call.cache_clear()
+    _get_step.cache_clear()
 
 
 @lru_cache(maxsize=PLANS)
-def _calls(key: CallKey) -> RepeatedCall:
+def _get_call(key: CallKey) -> RepeatedCall:
     return RepeatedCall()
 
 
 @lru_cache(maxsize=STEPS)
-def _steps(key: CallKey) -> RepeatedCall:
+def _get_step(key: CallKey) -> RepeatedCall:
     return RepeatedCall()

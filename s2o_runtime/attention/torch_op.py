@@ -44,26 +44,26 @@ def implement(op: Op, run: Callable[..., Tensor]) -> None:
     def implementation(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
         with torch.no_grad():
             out = run(q, k, v, *arguments)
-        as_kernels = _empty_output(q, k, v)
+        as_kernels = _make_empty_output(q, k, v)
         return out if out.stride() == as_kernels.stride() else as_kernels.copy_(out)
 
     _library.impl(op, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-def _empty_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    """An empty output in the layout that the kernels write; the fake implementation of both ops."""
+def _make_empty_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    """Make an empty output in the layout that the kernels write; the fake implementation of both ops."""
     batch, heads, length = q.shape[:3]
     return q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
 
 
 for _op, _schema in _OPS.items():
     _library.define(_op + _schema)  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"s2o::{_op}", _empty_output, lib=_library)
+    torch.library.register_fake(f"s2o::{_op}", _make_empty_output, lib=_library)
 
 
 @lru_cache(maxsize=1024)
 def config_from_text(text: str) -> LayerConfig:
-    """The config that `LayerConfig.as_text` wrote. Raises ConfigError if it is illegal."""
+    """Read the config that `LayerConfig.as_text` wrote. Raises ConfigError if it is illegal."""
     fields = json.loads(text)
     distinct = [HeadConfig(**head | {"stop_rule": StopRule(head["stop_rule"])}) for head in fields["heads"]]
     heads = tuple(distinct[index] for index in fields["head"])

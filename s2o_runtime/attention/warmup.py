@@ -12,7 +12,7 @@ from s2o_runtime.sequences import check_config
 # segments in a call, one number for each form of the ranking kernels (`scores.segments_at_once`, `tail.tail_segments`)
 SEGMENTS = (2, 20, 64)
 THREADS = 8  # that compile: about a tenth of the work is Python's own, and no two threads run Python at once
-SPLIT_CALL = (16, 8192)  # queries and keys of a call whose dense heads are split over keys (kernels/shares.py)
+SPLIT_CALL = (16, 8192)  # queries and keys of a call whose dense heads are split over keys (kernels/splits.py)
 
 
 def warmup(
@@ -51,7 +51,7 @@ def warmup(
 
     >>> warmup(LayerConfig.uniform(8, mode="dense"), kv_heads=2, head_dim=64)  # no S2O head, nothing to compile
     """
-    refuse(unknown, "warmup")
+    refuse(list(unknown), "warmup")
     segments = [head.segment for head in check_config(config).heads if head.mode == "s2o"]
     if not segments:
         return

@@ -1,4 +1,20 @@
-"""Arguments that travel together: kernels take each of these types as one parameter, a tuple.
+"""Arguments of kernels: the groups that travel together as one parameter, a tuple, and what is common to the others.
+
+What follows has the same meaning in every kernel; the table of a kernel's docstring lists the rest. A tensor with the
+name of a constant behind it is read or written only if that constant is true, and may be absent otherwise.
+
+    T                       the type of the inputs: bfloat16 or float16
+    Q                       T [B, Hq, Lq, D], strides q
+    K, V                    T [B, Hkv, Lk, D], strides k and v; with PAGED rows of a cache, T [rows, D] of each KV head
+    STARTS.kv_start         int64 or int32 [B]: the first key that counts (HAS_START); KV_START where it is alone
+    STARTS.cu_q, .cu_k      int32 [B + 1]: where packed sequences begin (PACKED); CU_Q, CU_K where they are alone
+    PAGES                   int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
+    SEGMENT                 int32 [Hq]: queries of a segment, 0 for a head without a prefix
+    PART, REPRESENTATIVES   int32 [Hq]: queries of a part of a segment, and parts of a segment
+    FLAGS, LAUNCH_ORDER     int32 [Hq]: as in `call.HeadTables`
+    page_shift, page_rows   as for `primitives.load_cache_rows`
+    qk_scale                the scores' scale times log2(e)
+    N'                      counts the segments of the slice of rows that begins at row_begin
 
 Triton specialises every number of a group, whatever `do_not_specialize` says, so numbers that differ from call to call
 are not in groups. Compiled kernels do not know of groups: their parameters are the members, in this order.
@@ -29,7 +45,7 @@ class Ranking(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What the prefill reads of each query head: as in `call.HeadTables`, and its sink."""
+    """The settings that the prefill reads of each query head: as in `call.HeadTables`, and its sink."""
 
     tau: Tensor
     segment: Tensor
@@ -39,17 +55,22 @@ class Heads(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """What int8 keys are worth: UNIT and MIDDLE of `keys.Keys`."""
+    """The worth of int8 keys: UNIT and MIDDLE of `keys.Keys`."""
 
     k_unit: Tensor | None
     k_middle: Tensor | None
 
 
-class ShareOutputs(NamedTuple):
-    """What the shares of dense heads write, as `shares.Shares` has it."""
+class Splits(NamedTuple):
+    """The outputs of the programs of dense heads that are split over keys; None where no head is split.
 
-    share_out: Tensor | None
-    share_lse: Tensor | None
+    An entry is one split of one head, all heads of one split together, in the order of `HeadTables.launch_order`.
+    split_out: float32 [B, splits * dense heads, rows, D]; split_lse: float32 [B, splits * dense heads, rows], the
+    log-sum-exp of a split's scores, -inf for no key. `rows` are those of whole row tiles.
+    """
+
+    split_out: Tensor | None
+    split_lse: Tensor | None
 
 
 class Sizes(NamedTuple):
@@ -69,7 +90,7 @@ class Sizes(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """What a prefill is compiled to do; `prefill._prefill` says what each changes.
+    """The features that a prefill is compiled with; `prefill._prefill` says what each changes.
 
     CAP: the soft cap of scores in base 2, 0 for none; WIDE: offsets into k and v need 64 bits.
     """
@@ -82,7 +103,7 @@ class Mode(NamedTuple):
     CAP: float
     INT8: bool
     HAS_LAUNCH_ORDER: bool
-    HAS_SHARES: bool
+    HAS_SPLITS: bool
     PAGED: bool
     WIDE: bool
 

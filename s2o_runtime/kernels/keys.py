@@ -43,8 +43,8 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def _smallest(rows):
-    """The smallest entry of each column of float32 [R, D]; NaN if it has one, which `tl.min` drops."""
+def _find_smallest(rows):
+    """Find the smallest entry of each column of float32 [R, D]; NaN if it has one, which `tl.min` drops."""
     return tl.where(tl.max((rows != rows).to(tl.int32), 0) > 0, float("nan"), tl.min(rows, 0))
 
 
@@ -53,15 +53,12 @@ def _channel_ranges(
     K, LOW, HIGH, KV_START, CU_K, kv_len, stride_k: Strides,
     D: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """LOW[b, h, p], HIGH[b, h, p] = the smallest and the largest entry of every channel in part p of the keys.
+    """Write to LOW[b, h, p] and HIGH[b, h, p] the smallest and largest entry of every channel in part p of the keys.
 
     Programs: (parts, Hkv, B). A part holds every so many-th group of ROWS keys; one without keys has inf and -inf. T is
     the input type.
 
-        K                   T [B, Hkv, Lk, D], strides k
         LOW, HIGH           T [B, Hkv, parts, D]
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
     """
     part = tl.program_id(0)
     h = tl.program_id(1)
@@ -81,8 +78,8 @@ def _channel_ranges(
         low = tl.minimum(low, k, propagate_nan=tl.PropagateNan.ALL)
         high = tl.maximum(high, k, propagate_nan=tl.PropagateNan.ALL)
     at = ((b * tl.num_programs(1) + h).to(tl.int64) * tl.num_programs(0) + part) * D + offs_d
-    tl.store(LOW + at, _smallest(low).to(LOW.dtype.element_ty))
-    tl.store(HIGH + at, (-_smallest(-high)).to(HIGH.dtype.element_ty))
+    tl.store(LOW + at, _find_smallest(low).to(LOW.dtype.element_ty))
+    tl.store(HIGH + at, (-_find_smallest(-high)).to(HIGH.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["kv_len"])
@@ -90,15 +87,13 @@ def _quantise_keys(
     K, LOW, HIGH, OUT, UNIT, MIDDLE, CU_K, kv_len, stride_k: Strides, stride_o: Strides,
     D: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """OUT[b, h, t] = key t in 8 bits, with UNIT and MIDDLE of its head: the function `quantisation.quantised_keys`.
+    """Write key t in 8 bits to OUT[b, h, t], and UNIT and MIDDLE of its head, as `quantisation.quantise_keys` does.
 
     Programs: (keys / ROWS, Hkv, B); the first one of a head writes its unit and middle. T is the input type.
 
-        K                   T [B, Hkv, Lk, D], strides k
         LOW, HIGH           T [B, Hkv, PARTS, D]: as `_channel_ranges` wrote them
         OUT                 int8 [B, Hkv, Lk, D], strides o
         UNIT, MIDDLE        float32 [B, Hkv, D]
-        CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
     """
     h = tl.program_id(1)
     b = tl.program_id(2)
@@ -115,8 +110,8 @@ def _quantise_keys(
         k = tl.load(keys, mask=inside[:, None], other=0.0).to(tl.float32)
         of_head = (b * tl.num_programs(1) + h).to(tl.int64)
         ranges = (of_head * PARTS + tl.arange(0, PARTS)[:, None]) * D + offs_d[None, :]
-        low = _smallest(tl.load(LOW + ranges).to(tl.float32))
-        high = -_smallest(-tl.load(HIGH + ranges).to(tl.float32))
+        low = _find_smallest(tl.load(LOW + ranges).to(tl.float32))
+        high = -_find_smallest(-tl.load(HIGH + ranges).to(tl.float32))
         none = low > high  # where no key counts
         low = tl.where(none, 0.0, low)
         high = tl.where(none, 0.0, high)
@@ -136,7 +131,7 @@ def _quantise_keys(
 
 
 def keys_of(call: Call) -> Keys:
-    """The keys as the kernels of a call read them: rounded to 8 bits if its scores are int8."""
+    """Return the keys as the kernels of a call read them: rounded to 8 bits if its scores are int8."""
     k = call.k
     if call.config.scores != "int8":
         return Keys(k, None, None)
@@ -154,7 +149,7 @@ def keys_of(call: Call) -> Keys:
             **stride_groups(k=k),
         },
         {
-            "D": shape.head_dim, "ROWS": RANGE_ELEMENTS // shape.head_dim, "HAS_START": call.padded,
+            "D": shape.head_dim, "ROWS": RANGE_ELEMENTS // shape.head_dim, "HAS_START": call.kv_start is not None,
             "PACKED": call.packed,
         },
         num_warps=RANGE_WARPS,

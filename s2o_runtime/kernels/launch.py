@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
@@ -86,15 +86,17 @@ def launch(
         TypeError: a parameter of the kernel has no value, or a value belongs to no parameter; the message names it. Or
             a group has another length than in the first launch.
     """
-    binding = _bindings.get(id(kernel)) or _bind(kernel, arguments, constants)
+    binding = _bindings.get(id(kernel))
+    if binding is None:
+        binding = _bindings[id(kernel)] = _Binding(kernel, arguments, constants)
     try:
         tensors = [*binding.pointers(arguments), *chain.from_iterable(binding.grouped(arguments))]
         numbers = binding.numbers(arguments)
         values = binding.constants(constants)
     except KeyError:
-        raise _wrong_names(kernel, arguments, constants) from None
+        raise _describe_wrong_names(kernel, arguments, constants) from None
     if len(arguments) + len(constants) != binding.parameters:
-        raise _wrong_names(kernel, arguments, constants)
+        raise _describe_wrong_names(kernel, arguments, constants)
     if len(tensors) != binding.tensors:
         raise TypeError(f"{_name(kernel)} got {len(tensors)} tensors: its first launch had {binding.tensors}")
     first = tensors[0]
@@ -107,16 +109,18 @@ def launch(
         device,
         tuple(map(_dtype, pointers)),
         types,
-        _specialisation(binding.specialised(arguments), types),
+        _get_specialisation(binding.specialised(arguments), types),
         values,
         tuple(options.items()),
     )
     compiled = _compiled.get(key)
     narrow = max(binding.unspecialised(arguments), default=0) < 1 << 31  # 64-bit numbers make it another kernel
     cacheable = narrow and not reduce(or_, address) & 15
-    if compiled is None or not cacheable or hooked():
-        launched = kernel[grid](*binding.named(pointers), *numbers, **constants, **options)
-        if cacheable and _direct(triton.__version__) and hasattr(launched, "packed_metadata"):  # not in the interpreter
+    if compiled is None or not cacheable or is_hooked():
+        launched = kernel[grid](*binding.group_tensors(pointers), *numbers, **constants, **options)
+        if (
+            cacheable and _is_tested(triton.__version__) and hasattr(launched, "packed_metadata")
+        ):  # not in the interpreter
             _compiled[key] = Compiled(
                 launched.run, launched.function, launched.packed_metadata, binding.groups, binding.order
             )
@@ -126,14 +130,14 @@ def launch(
     # as Triton's own driver finds the stream; the public `torch.cuda.current_stream` makes an object for it each time
     stream = torch._C._cuda_getCurrentRawStream(device)
     rest = (*numbers, *values)
-    nested = binding.nested(address)
-    compiled.run(*grid, stream, compiled.function, compiled.metadata, None, None, None, *nested, *rest)
+    grouped = binding.group_addresses(address)
+    compiled.run(*grid, stream, compiled.function, compiled.metadata, None, None, None, *grouped, *rest)
     if observed.listener is not None:
         observed.listener(compiled, grid, pointers, rest)
 
 
 def strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
-    """The stride arguments of some tensors: `strides("bh", q=q)` gives stride_qb and stride_qh.
+    """Return the stride arguments of some tensors: `strides("bh", q=q)` gives stride_qb and stride_qh.
 
     Args:
         dimensions: a letter for each leading dimension whose stride the kernel takes.
@@ -141,125 +145,92 @@ def strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
     """
     arguments: dict[str, int] = {}
     for letter, tensor in tensors.items():
-        names = _stride_names(letter, dimensions)
+        names = _get_stride_names(letter, dimensions)
         arguments.update(zip(names, (0,) * len(names) if tensor is None else tensor.stride(), strict=False))
     return arguments
 
 
 def stride_groups(**tensors: Tensor) -> dict[str, Strides]:
-    """The stride arguments of some tensors in groups: `stride_groups(q=q)` gives stride_q.
+    """Return the stride arguments of some tensors in groups: `stride_groups(q=q)` gives stride_q.
 
     tensors: [B, H, rows, D], by the letter that the kernel's parameters have for them.
     """
-    return {f"stride_{letter}": _stride_group(tensor.stride()) for letter, tensor in tensors.items()}
+    return {f"stride_{letter}": _get_stride_group(tensor.stride()) for letter, tensor in tensors.items()}
 
 
-def hooked() -> bool:
-    """Whether a profiler has asked Triton to tell it of launches, which a direct call of the launcher would not.
+def is_hooked() -> bool:
+    """Return whether a profiler has asked Triton to tell it of launches, which a direct call of the launcher would not.
 
     Hooks on compilation, such as vLLM's monitor sets, are called either way.
     """
-    runtime = triton.knobs.runtime
-    return _calls_something(runtime.launch_enter_hook) or _calls_something(runtime.launch_exit_hook)
-
-
-def _calls_something(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks)
 
 
 @lru_cache(maxsize=1)
-def _direct(version: str) -> bool:
-    """Whether compiled kernels of this version of Triton may be called directly."""
+def _is_tested(version: str) -> bool:
+    """Return whether compiled kernels of this version of Triton may be called directly."""
     return tuple(int(part) for part in version.split(".")[:2]) in TESTED_TRITONS
 
 
-class _Binding(NamedTuple):
-    """The permutation of a kernel's arguments: the last six fields pick values by name, in the kernel's order.
+class _Binding:
+    """The permutation of a kernel's arguments, made at its first launch: pickers of values by name, in its order.
 
     A launch's tensors are those of `pointers`, then those of the groups `grouped`, one behind the other; `groups` and
     `order` are as in `Compiled`.
     """
 
-    kernel: Any  # kept, so that its id stays its own
-    parameters: int  # how many
-    tensors: int  # likewise
-    groups: tuple[tuple[int, ...], ...]
-    group_types: tuple[Any, ...]
-    group_pickers: tuple[Picker, ...]
-    order: Picker
-    pointers: Picker
-    grouped: Picker
-    numbers: Picker
-    specialised: Picker
-    unspecialised: Picker
-    constants: Picker
+    def __init__(self, kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str, Any]) -> None:
+        names = list(kernel.arg_names)
+        if set(names) != {*arguments, *constants} or len(names) != len(arguments) + len(constants):
+            raise _describe_wrong_names(kernel, arguments, constants)
+        pointers = [name for name in names if name in arguments and name.isupper()]
+        numbers = [name for name in names if name in arguments and not name.isupper()]
+        ordered = [*pointers, *numbers, *(name for name in names if name in constants)]
+        if names != ordered or not pointers:
+            raise TypeError(
+                f"the parameters of {_name(kernel)} are {names}: expected pointers, numbers, then constants"
+            )
+        unspecialised = set(getattr(kernel, "do_not_specialize", ()))  # which the interpreter does not say
+        plain = [name for name in pointers if not isinstance(arguments[name], tuple)]
+        grouped = [name for name in pointers if isinstance(arguments[name], tuple)]
+        if pointers[0] in grouped:
+            raise TypeError(f"the first parameter of {_name(kernel)}, {pointers[0]}, got a group: expected a tensor")
+        ends = list(accumulate((len(arguments[name]) for name in grouped), initial=len(plain)))  # type: ignore[arg-type]
+        places = {name: place for place, name in enumerate([*plain, *[""] * (ends[-1] - len(plain)), *grouped])}
+        self.kernel = kernel  # kept, so that its id stays its own
+        self.parameters, self.tensors = len(names), ends[-1]  # how many
+        self.groups = tuple(tuple(range(*edges)) for edges in pairwise(ends))
+        self._group_types: list[Any] = [type(arguments[name]) for name in grouped]
+        self._group_pickers = [make_picker(group) for group in self.groups]
+        self.order = make_picker([places[name] for name in pointers])
+        self.pointers, self.grouped, self.numbers = make_picker(plain), make_picker(grouped), make_picker(numbers)
+        self.specialised = make_picker([name for name in numbers if name not in unspecialised])
+        self.unspecialised = make_picker([name for name in numbers if name in unspecialised])
+        self.constants = make_picker(ordered[len(arguments) :])
 
-    def nested(self, values: list[Any]) -> Sequence[Any]:
-        """A launch's tensors, or their addresses, as the kernel takes them: its order, groups as tuples."""
-        return self.order([*values, *[pick(values) for pick in self.group_pickers]]) if self.groups else values
+    def group_addresses(self, values: list[int]) -> Sequence[Any]:
+        """Return the addresses of a launch's tensors as the kernel takes them: in its order, groups as tuples."""
+        return self.order([*values, *[pick(values) for pick in self._group_pickers]]) if self.groups else values
 
-    def named(self, tensors: list[Tensor]) -> Sequence[Any]:
-        """`nested` for Triton's own launch, which knows the fields of a group by its type."""
-        groups = [
-            group_type._make(pick(tensors))
-            for group_type, pick in zip(self.group_types, self.group_pickers, strict=True)
-        ]
-        return self.order([*tensors, *groups])
+    def group_tensors(self, tensors: list[Tensor]) -> Sequence[Any]:
+        """Return the tensors for Triton's own launch, which knows the fields of a group by its type."""
+        groups = zip(self._group_types, self._group_pickers, strict=True)
+        return self.order([*tensors, *[group_type._make(pick(tensors)) for group_type, pick in groups]])
 
 
 _bindings: dict[int, _Binding] = {}
 
 
-def _bind(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str, Any]) -> _Binding:
-    """The binding of a kernel that is launched for the first time, with these names."""
-    names = list(kernel.arg_names)
-    if set(names) != {*arguments, *constants} or len(names) != len(arguments) + len(constants):
-        raise _wrong_names(kernel, arguments, constants)
-    pointers = [name for name in names if name in arguments and name.isupper()]
-    numbers = [name for name in names if name in arguments and not name.isupper()]
-    ordered = [*pointers, *numbers, *(name for name in names if name in constants)]
-    if names != ordered or not pointers:
-        raise TypeError(f"the parameters of {_name(kernel)} are {names}: expected pointers, numbers, then constants")
-    alike = set(getattr(kernel, "do_not_specialize", ()))  # the interpreter, which compiles nothing, does not say
-    plain = [name for name in pointers if not isinstance(arguments[name], tuple)]
-    grouped = [name for name in pointers if isinstance(arguments[name], tuple)]
-    if pointers[0] in grouped:
-        raise TypeError(f"the first parameter of {_name(kernel)}, {pointers[0]}, got a group: expected a tensor")
-    groups: list[tuple[int, ...]] = []
-    tensors = len(plain)  # so far
-    for name in grouped:
-        size = len(arguments[name])  # type: ignore[arg-type]
-        groups.append(tuple(range(tensors, tensors + size)))
-        tensors += size
-    places = {name: place for place, name in enumerate(plain)}
-    places |= {name: tensors + number for number, name in enumerate(grouped)}
-    _bindings[id(kernel)] = binding = _Binding(
-        kernel,
-        len(names),
-        tensors,
-        tuple(groups),
-        tuple(type(arguments[name]) for name in grouped),
-        tuple(picker(group) for group in groups),
-        picker([places[name] for name in pointers]),
-        picker(plain),
-        picker(grouped),
-        picker(numbers),
-        picker([name for name in numbers if name not in alike]),
-        picker([name for name in numbers if name in alike]),
-        picker(ordered[len(arguments) :]),
-    )
-    return binding
-
-
-def picker(names: Sequence[Any]) -> Picker:
-    """A function that gives the values of these names as a tuple; `itemgetter` does so from two names on."""
+def make_picker(names: Sequence[Any]) -> Picker:
+    """Return a function that gives the values of these names as a tuple; `itemgetter` does so from two names on."""
     if len(names) > 1:
         return itemgetter(*names)
     return lambda values: tuple(values[name] for name in names)
 
 
-def _wrong_names(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str, Any]) -> TypeError:
-    """The error for names that are not those of the kernel's parameters."""
+def _describe_wrong_names(kernel: Any, arguments: Mapping[str, Argument], constants: Mapping[str, Any]) -> TypeError:
+    """Return the error for names that are not those of the kernel's parameters."""
     names, given = list(kernel.arg_names), [*arguments, *constants]
     missing = [name for name in names if name not in given]
     unknown = [name for name in given if name not in names]
@@ -276,28 +247,25 @@ def _name(kernel: Any) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _specialisation(numbers: tuple[Any, ...], types: tuple[type, ...]) -> tuple[Any, ...]:
-    """What Triton specialises on: whether 16 divides an integer, whether it is 1, and whether 32 bits hold it.
+def _get_specialisation(numbers: tuple[Any, ...], types: tuple[type, ...]) -> tuple[Any, ...]:
+    """Return all that Triton specialises on: if 16 divides an integer, if it is 1, and if 32 bits do not hold it.
 
     numbers: floats, integers and groups of integers.
     types: of all numbers of the launch, for the cache, to which 1 and 1.0 are the same key.
     """
-
-    def of(number: Any) -> Any:
-        if isinstance(number, tuple):
-            return tuple(map(of, number))
-        if isinstance(number, float):
-            return 0
-        return (not number & 15) | (number == 1) << 1 | (number >= 1 << 31) << 2
-
-    return tuple(map(of, numbers))
+    return tuple(
+        _get_specialisation(number, types) if isinstance(number, tuple)
+        else 0 if isinstance(number, float)
+        else (not number & 15) | (number == 1) << 1 | (number >= 1 << 31) << 2
+        for number in numbers
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _stride_group(stride: tuple[int, ...]) -> Strides:
+def _get_stride_group(stride: tuple[int, ...]) -> Strides:
     return Strides(*stride[:3])
 
 
 @lru_cache(maxsize=256)
-def _stride_names(letter: str, dimensions: str) -> tuple[str, ...]:
+def _get_stride_names(letter: str, dimensions: str) -> tuple[str, ...]:
     return tuple(f"stride_{letter}{dimension}" for dimension in dimensions)

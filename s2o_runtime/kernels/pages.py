@@ -23,7 +23,7 @@ def _gather_pages(
     D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
     SCALE_STEP: tl.constexpr,
 ):  # fmt: skip
-    """OUT[h, CU_K[b] + t] = token t of sequence b, out of its page.
+    """Copy token t of sequence b out of its page to OUT[h, CU_K[b] + t].
 
     Programs: (tokens of the longest sequence / ROWS, Hkv, N); those behind a sequence's end do nothing. T is the type
     of the queries, C that of the cache: T, or fp8, which is multiplied by its scale in float32 (SCALED).
@@ -71,7 +71,7 @@ def gather_pages(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     heads, head_dim, device = pages.kv_heads, pages.k.shape[3], pages.k.device
     out_k, out_v = (torch.empty(heads, pages.total_k, head_dim, dtype=dtype, device=device) for _ in range(2))
-    k_scale, v_scale = _scales(pages)
+    k_scale, v_scale = _get_scales(pages)
     launch(
         _gather_pages,
         (-(-pages.max_k // GATHER_ROWS), heads, len(pages.cu_k) - 1),
@@ -89,18 +89,18 @@ def gather_pages(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return out_k.transpose(0, 1), out_v.transpose(0, 1)
 
 
-def _scales(pages: PagedKeys) -> tuple[Tensor | None, Tensor | None]:
-    """The scales of an fp8 cache, both of one length; None for a cache of the queries' type."""
+def _get_scales(pages: PagedKeys) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales of an fp8 cache, both of one length; None for a cache of the queries' type."""
     if not pages.is_fp8:
         return None, None
     given = [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None]
     count = max(map(len, given), default=1)
-    scales = (_ones(count, pages.k.device) if scale is None else scale for scale in (pages.k_scale, pages.v_scale))
+    scales = (_make_ones(count, pages.k.device) if scale is None else scale for scale in (pages.k_scale, pages.v_scale))
     k_scale, v_scale = (scale.contiguous() if len(scale) == count else scale.repeat(count) for scale in scales)
     return k_scale, v_scale
 
 
 @lru_cache(maxsize=64)
-def _ones(count: int, device: torch.device) -> Tensor:
-    """The scales of a cache that has none; kept, so that a call launches nothing for them."""
+def _make_ones(count: int, device: torch.device) -> Tensor:
+    """Make the scales of a cache that has none; kept, so that a call launches nothing for them."""
     return torch.ones(count, device=device)

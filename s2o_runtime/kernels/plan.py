@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.kernels.launch import Compiled, Picker, hooked, observed, picker
+from s2o_runtime.kernels.launch import Compiled, Picker, is_hooked, make_picker, observed
 
 # Calls that need more workspace are bound by the GPU, and slices of their rows take turns in one piece of memory.
 LARGEST_WORKSPACE = 512 << 20
@@ -35,26 +35,9 @@ _ALLOCATIONS = (
 )
 
 
-class Step(NamedTuple):
-    """One launch: `pointers` picks from the addresses and groups of a replay, `rest` is what follows them.
-
-    run, function, metadata: of the `Compiled`.
-    """
-
-    run: Any
-    grid: tuple[int, int, int]
-    function: Any
-    metadata: Any
-    pointers: Picker
-    rest: tuple[Any, ...]
-
-
-class Layout(NamedTuple):
-    """The shape, strides and type of an output."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+# One launch: its kernel, its grid, a picker from the addresses and groups of a replay, and what follows the pointers.
+Step = tuple[Compiled, tuple[int, int, int], Picker, tuple[Any, ...]]
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and type of an output
 
 
 @dataclass(frozen=True)
@@ -75,13 +58,13 @@ class LaunchPlan:
     steps: tuple[Step, ...]
 
     def replay(self, inputs: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
-        """The outputs for these inputs; None if the plan cannot be used: another device, unaligned tensors, a profiler.
+        """Return the outputs for these inputs; None on another device, with unaligned tensors, or under a profiler.
 
         inputs: of the same layouts as the recorder's.
         """
         device = self.device
         address = [tensor.data_ptr() for tensor in inputs if tensor is not None]
-        if reduce(or_, address) & 15 or device.index != torch.cuda.current_device() or hooked():
+        if reduce(or_, address) & 15 or device.index != torch.cuda.current_device() or is_hooked():
             return None
         outputs: list[Tensor | None] = []
         for layout in self.outputs:
@@ -99,13 +82,13 @@ class LaunchPlan:
         address += self.constants
         arguments = [*address, *[group(address) for group in self.groups]]
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # as in `launch`
-        for run, (x, y, z), function, metadata, pointers, rest in self.steps:
-            run(x, y, z, stream, function, metadata, None, None, None, *pointers(arguments), *rest)
+        for (run, function, metadata, *_), grid, pick, rest in self.steps:
+            run(*grid, stream, function, metadata, None, None, None, *pick(arguments), *rest)
         return tuple(outputs)
 
 
 class _Source(NamedTuple):
-    """Where an address of a recorded call comes from: an offset from the start of an input or an allocation."""
+    """The origin of an address of a recorded call: an offset from the start of an input or an allocation."""
 
     origin: str  # "input", "allocation" or "constant", which are numbered each on their own
     number: int
@@ -141,7 +124,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         torch._C._push_on_torch_dispatch_stack(self)  # type: ignore[arg-type]
-        observed.listener = self._launched
+        observed.listener = self._record_launch
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -158,17 +141,17 @@ class Recorder:
             self._repeatable = False
         return result
 
-    def _launched(
+    def _record_launch(
         self, compiled: Compiled | None, grid: tuple[int, int, int], pointers: Sequence[Tensor], rest: tuple[Any, ...]
     ) -> None:
-        sources = [self._source(pointer) for pointer in pointers]
+        sources = [self._find_source(pointer) for pointer in pointers]
         if compiled is None or None in sources:
             self._repeatable = False
         else:
             self._launches.append((compiled, grid, [source for source in sources if source], rest))
 
-    def _source(self, pointer: Tensor) -> _Source | None:
-        """Where a pointer comes from; None if that is not certain."""
+    def _find_source(self, pointer: Tensor) -> _Source | None:
+        """Return the origin of a pointer; None if it is not certain."""
         address, start = pointer.data_ptr(), pointer.untyped_storage().data_ptr()
         if start in self._newest:
             return _Source("allocation", self._newest[start], address - start)
@@ -181,12 +164,12 @@ class Recorder:
         self._constants.append(pointer)
         return _Source("constant", len(self._constants) - 1)
 
-    def was_given(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the inputs, such as an output that the caller gave."""
+    def has_input(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one of the inputs, such as an output that the caller gave."""
         return any(tensor is given for given in self._inputs)
 
     def plan(self, outputs: Sequence[Tensor | None]) -> LaunchPlan | None:
-        """The plan of the recorded call that returned `outputs`, or None if it cannot be repeated."""
+        """Return the plan of the recorded call that returned `outputs`; None if it cannot be repeated."""
         if not self._repeatable or not self._launches:
             return None
         bases: dict[tuple[str, int], tuple[int, int]] = {}  # where inputs and allocations lie: (address, offset)
@@ -195,7 +178,7 @@ class Recorder:
         layouts: list[Layout | None] = []
         count = len(self._inputs)
         for output in outputs:
-            layouts.append(None if output is None else Layout(tuple(output.shape), output.stride(), output.dtype))
+            layouts.append(None if output is None else (tuple(output.shape), output.stride(), output.dtype))
             if output is not None:
                 allocation = self._newest.get(output.untyped_storage().data_ptr())
                 if allocation is None or ("allocation", allocation) in bases or not _is_whole(output):
@@ -232,16 +215,15 @@ class Recorder:
         for compiled, grid, used, rest in self._launches:
             indices = [index_of[source] for source in used]
             for group in compiled.groups:
-                of_group = tuple(indices[place] for place in group)
+                of_group = tuple(indices[member] for member in group)
                 indices.append(group_index.setdefault(of_group, addresses + len(group_index)))
-            pointers = picker(compiled.order(indices))
-            steps.append(Step(compiled.run, grid, compiled.function, compiled.metadata, pointers, rest))
-        groups = tuple(picker(of_group) for of_group in group_index)
+            steps.append((compiled, grid, make_picker(compiled.order(indices)), rest))
+        groups = tuple(make_picker(of_group) for of_group in group_index)
         device = self._inputs[0].device
         return LaunchPlan(device, tuple(layouts), workspace, tuple(derived), constants, groups, tuple(steps))
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor fills its storage."""
+    """Return whether a tensor fills its storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.storage_offset() == 0 and (last + 1) * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime import config
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.devices import Resources, resources
-from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, ShareOutputs, Sizes, Strides
+from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, Sizes, Splits, Strides
 from s2o_runtime.kernels.keys import Keys, keys_of
 from s2o_runtime.kernels.launch import Argument, launch, stride_groups
 from s2o_runtime.kernels.primitives import (
@@ -28,29 +28,29 @@ from s2o_runtime.kernels.primitives import (
     STOP_RULE_BITS,
     TAIL,
     WIDE_ELEMENTS,
-    absorb_chunk,
-    absorb_window,
+    assign_split,
+    assign_tile,
     at_head,
-    dense_from,
-    diagonal_start,
+    attend_gathered,
+    attend_window,
+    find_dense_from,
+    find_diagonal_start,
+    find_window_start,
+    load_sequence,
     log_sum_exp,
-    program_share,
-    program_tile,
-    quantised,
-    remaining_mass,
-    sequence,
-    share_of,
-    softmax_start,
-    tail_factor,
-    tail_mean,
-    window_start,
+    quantise,
+    scale_tail,
+    split_range,
+    start_softmax,
+    sum_remaining_mass,
+    weigh_tail,
 )
-from s2o_runtime.kernels.rank.means import representatives
+from s2o_runtime.kernels.rank.means import make_representatives
 from s2o_runtime.kernels.rank.order import BUCKETS, RANK_BYTES, Ranked, order
 from s2o_runtime.kernels.rank.scores import log_sums, score
-from s2o_runtime.kernels.shares import combine, key_shares, shares_of
-from s2o_runtime.kernels.tail import EDGES, Tail, pooled_values, tail_bytes, tail_sums
-from s2o_runtime.sequences import CallShape
+from s2o_runtime.kernels.splits import allocate_splits, combine, count_key_splits
+from s2o_runtime.kernels.tail import EDGES, Tail, count_tail_bytes, pool_values, sum_tails
+from s2o_runtime.sequences import CallShape, Starts
 
 CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
 WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and logs of a whole call come on top
@@ -64,13 +64,13 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and lo
 )  # fmt: skip
 def _prefill(
     Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads, LEVELS: Levels,
-    SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
+    SPLITS: Splits, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
     stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
     SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
+    """Compute S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
 
     With scores s_ij = q_i . k_j * qk_scale, row i keeps m_i = max_j s_ij, l_i = sum_j 2^(s_ij - m_i) and acc_i = sum_j
     2^(s_ij - m_i) v_j over the keys j it has visited, and returns acc_i / l_i. A soft cap makes scores CAP * tanh(s_ij
@@ -81,32 +81,25 @@ def _prefill(
     estimated to bring, with its mean value.
 
     Programs: (row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; row tiles of the slice; B),
-    each for what `primitives.program_tile` gives it. With HAS_SHARES dense heads are split over keys: programs are
-    those of `primitives.program_share`, one of a dense head visits a share of the whole tiles, that of the last share
-    the diagonal and the sink too, and `shares.combine` makes one output of theirs. Rows, positions, lengths and strides
-    count elements. N' counts the segments of the slice of rows that begins at row_begin; T is the input type (bfloat16,
-    float16). Letters name the strides that a tensor has; tensors without are contiguous. A tensor with the name of a
-    constant behind it is read or written only if that constant is true, and may be absent otherwise. Constants are the
-    fields of SIZES and MODE (`groups`).
+    each for what `primitives.assign_tile` gives it. With HAS_SPLITS dense heads are split over keys: programs are
+    those of `primitives.assign_split`, one of a dense head visits a range of the whole tiles, that of the last split
+    the diagonal and the sink too, and `splits.combine` makes one output of theirs. Rows, positions, lengths and strides
+    count elements. Letters name the strides that a tensor has; tensors without are contiguous. Constants are the fields
+    of SIZES and MODE. `groups` has what is not in this table.
 
-        Q, OUT                 T [B, Hq, Lq, D], strides q and o
-        K, V                   T [B, Hkv, Lk, D], strides k and v
+        OUT                    T [B, Hq, Lq, D], strides o
         RANKING.order          int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
         RANKING.first          int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (HAS_TAIL)
         RANKING.mass           float32 [B, Hq, N', EDGES]: the ranking's mass from each edge of the order on (HAS_TAIL)
         RANKING.sums           float32 [B, Hq, N', EDGES, D]: that mass times values (HAS_TAIL)
         LSE                    float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
         VISITED                int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
-        STARTS.kv_start        int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k     int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES                  int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
         HEADS.tau              float32 [Hq]: the stop rule's threshold, without a unit
-        HEADS.segment, .flags  int32 [Hq]: as in `call.HeadTables`
-        HEADS.launch_order     int32 [Hq]: as in `call.HeadTables` (HAS_LAUNCH_ORDER)
+        HEADS.sinks            any floating type [Hq]: scores without a value (HAS_SINKS)
         LEVELS.k_unit          float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
         LEVELS.k_middle        float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
-        SHARES.share_out       float32 [B, dense * shares, rows of all row tiles, D]: `shares.Shares.out` (HAS_SHARES)
-        SHARES.share_lse       float32 [B, dense * shares, rows of all row tiles]: `shares.Shares.lse` (HAS_SHARES)
+        SPLITS.split_out       float32 [B, dense * splits, rows of all row tiles, D]: `groups.Splits` (HAS_SPLITS)
+        SPLITS.split_lse       float32 [B, dense * splits, rows of all row tiles]: `groups.Splits` (HAS_SPLITS)
 
     With PAGED, B counts the sequences of PACKED too, K and V are rows of a cache, T [rows, D] of each KV head, and so
     are the entries of ORDER: the steps' first rows. `primitives.cache_rows` has page_shift and page_rows.
@@ -116,7 +109,7 @@ def _prefill(
     log-sum-exp, which see that, are moved by it.
 
     qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; waves: Hq
-    over the heads that take turns (HAS_LAUNCH_ORDER); dense: heads that are split over keys (HAS_SHARES); last_rows: as
+    over the heads that take turns (HAS_LAUNCH_ORDER); dense: heads that are split over keys (HAS_SPLITS); last_rows: as
     in `config.LayerConfig`; GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v
     need 64 bits.
     """
@@ -132,22 +125,22 @@ def _prefill(
     if MODE.WIDE:  # a sequence spans 2^31 elements or more
         stride_kl = stride_kl.to(tl.int64)
         stride_vl = stride_vl.to(tl.int64)
-    if MODE.HAS_SHARES:
-        tile, h, b, heads, entry, index, last = program_share(HEADS.launch_order, waves, dense)
-        share_row = ((b * dense * (last + 1) + entry) * tl.num_programs(0) + tile) * BM
+    if MODE.HAS_SPLITS:
+        tile, h, b, heads, entry, index, last = assign_split(HEADS.launch_order, waves, dense)
+        split_row = ((b * dense * (last + 1) + entry) * tl.num_programs(0) + tile) * BM
     else:
-        tile, h, b, heads = program_tile(
+        tile, h, b, heads = assign_tile(
             HEADS.launch_order, waves, row_begin, q_len, last_rows, BM, MODE.HAS_LAUNCH_ORDER
         )
     segment = tl.load(HEADS.segment + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if MODE.HAS_START else 0
     q_max = q_len
-    q_first, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, MODE.PACKED)
+    q_first, k_first, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, MODE.PACKED)
     flags = tl.load(HEADS.flags + h)
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
-    sparse = (segment > 0) & (row0 < dense_from(q_len, last_rows, BM))
-    first = tl.where(sparse, window_start(n, segment, offset, start, BN), start)
+    sparse = (segment > 0) & (row0 < find_dense_from(q_len, last_rows, BM))
+    first = tl.where(sparse, find_window_start(n, segment, offset, start, BN), start)
     prefix = tl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
     kv_len = offset + q_len
@@ -170,28 +163,28 @@ def _prefill(
         k_base += k_first.to(tl.int64) * stride_kl
         v_base += k_first.to(tl.int64) * stride_vl
 
-    m, l = softmax_start(HEADS.sinks, h, BM, MODE.HAS_SINKS)
-    if MODE.HAS_SHARES and MODE.HAS_SINKS:
+    m, l = start_softmax(HEADS.sinks, h, BM, MODE.HAS_SINKS)
+    if MODE.HAS_SPLITS and MODE.HAS_SINKS:
         m = tl.where(index == last, m, float("-inf"))  # the first key's decay makes the others' l 0
     if MODE.INT8:
         channels = (b * (heads // GROUP) + h // GROUP).to(tl.int64) * D + offs_d
         if MODE.HAS_LSE or MODE.HAS_SINKS:
             lost = tl.sum(q.to(tl.float32) * tl.load(LEVELS.k_middle + channels)[None, :], 1) * qk_scale
             m -= lost
-        q, q_scale = quantised(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
+        q, q_scale = quantise(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
         qk_scale *= q_scale
     acc = tl.zeros([BM, D], tl.float32)
 
     # window: whole tiles that every row sees, then the diagonal
-    diagonal = diagonal_start(first, position0, BN)
+    diagonal = find_diagonal_start(first, position0, BN)
     near = tl.where(row0 < q_len, first, diagonal)
     end = tl.minimum(position0 + BM, kv_len)
-    if MODE.HAS_SHARES:
-        low, high = share_of((diagonal - near) // BN, index, last)
+    if MODE.HAS_SPLITS:
+        low, high = split_range((diagonal - near) // BN, index, last)
         end = tl.where(index == last, end, near + high * BN)
         diagonal = near + high * BN
         near += tl.where(segment > 0, 0, low * BN)
-    m, l, acc = absorb_window(
+    m, l, acc = attend_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, near, diagonal, end, kv_len, position, BN,
         STAGES, MODE.CAP, MODE.INT8, pages, page_shift, page_rows, MODE.PAGED,
     )  # fmt: skip
@@ -211,7 +204,7 @@ def _prefill(
         length = tl.minimum(chunk, tiles - done)
         m_before = m
         l_before = l
-        m, l, acc = absorb_chunk(
+        m, l, acc = attend_gathered(
             q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES,
             MODE.CAP, MODE.INT8,
         )  # fmt: skip
@@ -232,22 +225,22 @@ def _prefill(
             e = tl.arange(0, EDGES)
             begins = tl.load(RANKING.first + at * BUCKETS + e * (BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
-            before, edge, share = remaining_mass(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
-            mass, edge, share = remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
-            tail = tail_factor(before, mass, (tiles - done) / (done - chunk_begin)) * added
+            before, edge, share = sum_remaining_mass(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
+            mass, edge, share = sum_remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
+            tail = scale_tail(before, mass, (tiles - done) / (done - chunk_begin)) * added
             l += tail
-            acc += tail[:, None] * tail_mean(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
+            acc += tail[:, None] * weigh_tail(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)[None, :]
 
-    if MODE.HAS_SHARES:
-        real = real & (l != 0)  # no row of a share without keys
+    if MODE.HAS_SPLITS:
+        real = real & (l != 0)  # no row of a split without keys
     acc = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None], 0.0)
-    if MODE.HAS_SHARES and segment == 0:
+    if MODE.HAS_SPLITS and segment == 0:
         if MODE.INT8 and MODE.HAS_LSE:
             m += lost
-        share_lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
-        tl.store(SHARES.share_lse + share_row + tl.arange(0, BM), share_lse, mask=rows < q_len)
-        share_base = SHARES.share_out + share_row.to(tl.int64) * D
-        tl.store(share_base + tl.arange(0, BM)[:, None] * D + offs_d[None, :], acc, mask=rows[:, None] < q_len)
+        split_lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
+        tl.store(SPLITS.split_lse + split_row + tl.arange(0, BM), split_lse, mask=rows < q_len)
+        split_base = SPLITS.split_out + split_row.to(tl.int64) * D
+        tl.store(split_base + tl.arange(0, BM)[:, None] * D + offs_d[None, :], acc, mask=rows[:, None] < q_len)
     else:
         out_base = at_head(OUT, stride_o, b, h) + head_row * stride_o.row
         tl.store(
@@ -266,7 +259,7 @@ def _prefill(
 
 
 def s2o_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """S2O attention with Triton: the same function as `reference.s2o_attention_reference`.
+    """Compute S2O attention with Triton: the function of `reference.s2o_attention_reference`.
 
     Args:
         call: in bfloat16 or float16, with one of `HEAD_DIMS` for all tensors. The last dimension of each tensor is
@@ -290,7 +283,7 @@ def s2o_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, 
         shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
     )
     keys = keys_of(call)
-    ranker = Ranker(call, keys) if call.tables.shortest else None
+    ranker = Ranker(call, keys) if call.tables.shortest_segment else None
     for rows in row_slices(call, WORKSPACE_BYTES):
         ranking = None if ranker is None else ranker.rank(rows)
         prefill(call, keys, ranking, out, visited, rows, logs)
@@ -302,14 +295,14 @@ class Ranker:
 
     def __init__(self, call: Call, keys: Keys) -> None:
         self._keys, self._call = keys, call
-        self._representative = representatives(call.q, keys, call)
+        self._representative = make_representatives(call.q, keys, call)
         self._log_sum = log_sums(self._representative, self._keys, call)
-        self._pooled = pooled_values(call.v, call) if call.tables.tail else None
+        self._pooled = pool_values(call.v, call) if call.tables.tail else None
 
     def rank(self, rows: range) -> tuple[Ranked, Tail | None]:
-        """The ranking of all segments that begin in `rows`, and their tail sums if any head has a tail."""
+        """Rank all segments that begin in `rows`, and sum their tails if any head has one."""
         ranked = order(score(self._representative, self._log_sum, self._keys, self._call, rows), self._call, rows)
-        return ranked, None if self._pooled is None else tail_sums(ranked, self._pooled, self._call, rows)
+        return ranked, None if self._pooled is None else sum_tails(ranked, self._pooled, self._call, rows)
 
 
 def row_slices(call: Call, workspace: int) -> list[range]:
@@ -322,26 +315,26 @@ def row_slices(call: Call, workspace: int) -> list[range]:
         workspace: bytes.
     """
     shape, tables = call.shape, call.tables
-    if not tables.shortest:
+    if not tables.shortest_segment:
         return [range(shape.q_len)]
     key_bytes = shape.batch * shape.query_heads * RANK_BYTES / config.GRAIN
     keys = int(workspace / key_bytes)  # of all segments of one head together
-    sums = shape.query_heads * tail_bytes(shape.head_dim) * tables.tail
+    sums = shape.query_heads * count_tail_bytes(shape.head_dim) * tables.tail
     tail = int(shape.batch * sums / key_bytes)  # as if a segment had more keys
     slices = []
     begin = 0
     while begin < shape.q_len:
         before = tail + (shape.kv_len if call.packed else shape.offset + begin)
         # the largest number of rows with rows / shortest * (before + rows) <= keys
-        fitting = (math.sqrt(before**2 + 4 * keys * tables.shortest) - before) / 2
-        end = begin + max(1, int(fitting) // tables.unit) * tables.unit
+        fitting = (math.sqrt(before**2 + 4 * keys * tables.shortest_segment) - before) / 2
+        end = begin + max(1, int(fitting) // tables.row_multiple) * tables.row_multiple
         slices.append(range(begin, min(end, shape.q_len)))
         begin = end
     return slices
 
 
-def heads_per_wave(shape: CallShape, pair_bytes: int, gpu: Resources) -> int:
-    """How many heads take turns in a layer whose programs differ in work, as `primitives.program_tile` has it.
+def count_heads_per_wave(shape: CallShape, pair_bytes: int, gpu: Resources) -> int:
+    """Count the heads that take turns in a layer whose programs differ in work, as `primitives.assign_tile` has it.
 
     Programs differ where heads have several modes, and where the prompt's beginning is among the rows; few of them
     keep a GPU waiting for the longest. With many heads in turns that wait is short, so as many take turns as the cache
@@ -366,7 +359,7 @@ def prefill(
     call: Call, keys: Keys, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor, rows: range,
     lse: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Window and gathered prefix for the query rows in `rows`.
+    """Compute window and gathered prefix for the query rows in `rows`.
 
     Args:
         call: as for `s2o_prefill`.
@@ -396,16 +389,15 @@ def prefill(
     one_entry: dict[str, Argument] = {}
     if call.packed:
         one_entry = {"stride_o": Strides(0, *out.stride()[1:3]), "stride_eb": 0}
-    programs, waves, shares = -(-len(rows) // tile.rows), 1, None
+    programs, waves, splits = -(-len(rows) // tile.rows), 1, Splits(None, None)
     grid = (programs, shape.query_heads, shape.batch)
     if tables.launch_order is not None:
         gpu = resources(q.device)
-        waves = shape.query_heads // heads_per_wave(shape, k.element_size() + v.element_size(), gpu)
+        waves = shape.query_heads // count_heads_per_wave(shape, k.element_size() + v.element_size(), gpu)
         grid = (shape.query_heads, programs, shape.batch)
-        if (count := key_shares(call, programs, gpu)) > 1:
-            shares, waves = shares_of(call, count, programs * tile.rows, q.device), shape.query_heads
-            grid = (programs, shape.query_heads + (count - 1) * tables.dense, shape.batch)
-    share_out, share_lse = (None, None) if shares is None else shares
+        if (count := count_key_splits(call, programs, gpu)) > 1:
+            splits, waves = allocate_splits(call, count, programs * tile.rows, q.device), shape.query_heads
+            grid = (programs, shape.query_heads + (count - 1) * tables.dense_heads, shape.batch)
     launch(
         kernel,
         grid,
@@ -413,10 +405,10 @@ def prefill(
             "Q": q, "K": k, "V": v, "RANKING": Ranking(ordered, first, mass, sums), "OUT": out, "LSE": lse,
             "VISITED": visited, "STARTS": call.starts, **call.paging,
             "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.launch_order, call.sinks),
-            "LEVELS": Levels(keys.unit, keys.middle), "SHARES": ShareOutputs(share_out, share_lse),
+            "LEVELS": Levels(keys.unit, keys.middle), "SPLITS": splits,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
-            "waves": waves, "dense": tables.dense, "last_rows": call.config.last_rows,
+            "waves": waves, "dense": tables.dense_heads, "last_rows": call.config.last_rows,
             **stride_groups(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
             "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,
         },
@@ -426,9 +418,9 @@ def prefill(
                 EDGES=EDGES, BUCKETS=BUCKETS,
             ),
             "MODE": Mode(
-                HAS_TAIL=tail is not None, HAS_START=call.padded, PACKED=call.packed, HAS_LSE=lse is not None,
-                HAS_SINKS=call.sinks is not None, CAP=call.cap, INT8=keys.unit is not None,
-                HAS_LAUNCH_ORDER=tables.launch_order is not None, HAS_SHARES=shares is not None,
+                HAS_TAIL=tail is not None, HAS_START=call.kv_start is not None, PACKED=call.packed,
+                HAS_LSE=lse is not None, HAS_SINKS=call.sinks is not None, CAP=call.cap, INT8=keys.unit is not None,
+                HAS_LAUNCH_ORDER=tables.launch_order is not None, HAS_SPLITS=splits.split_out is not None,
                 PAGED=call.pages is not None, WIDE=wide,
             ),
         },
@@ -436,5 +428,5 @@ def prefill(
         num_stages=tile.num_stages,
         **options,
     )  # fmt: skip
-    if shares is not None:
-        combine(shares, out, lse, call, rows)
+    if splits.split_out is not None:
+        combine(splits, out, lse, call, rows)

@@ -31,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from s2o_runtime import call
-from s2o_runtime.call import Starts
 from s2o_runtime.config import StopRule
 from s2o_runtime.kernels import primitives
-from s2o_runtime.kernels.groups import Heads, Levels, Ranking, ShareOutputs, Strides
+from s2o_runtime.kernels.groups import Heads, Levels, Ranking, Splits, Strides
+from s2o_runtime.sequences import Starts
 
 # renamed in Triton 3.8, the old name went in 3.9
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -50,7 +50,7 @@ SMALLEST = gl.constexpr(primitives.SMALLEST.value)
 RCP_LEVELS = gl.constexpr(primitives.RCP_LEVELS.value)
 ROUNDING = gl.constexpr(primitives.ROUNDING.value)
 ALL_LEFT = gl.constexpr(2)  # in `stop`: a chunk's gain counts for all tiles that are left, not for one
-SPLIT = gl.constexpr(8)  # in `stop`: the program has a share of the keys of a dense head
+SPLIT = gl.constexpr(8)  # in `stop`: the program has a range of the keys of a dense head
 PRODUCER_THREADS = gl.constexpr(128)
 CONSUMER_THREADS = gl.constexpr(128)  # of a row tile
 CONSUMER_REGISTERS = gl.constexpr(216)
@@ -82,17 +82,17 @@ def _mark(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _marked(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
-    """Whether row tile HALF was done when it released the stage that tile i is to have."""
+def _is_marked(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
+    """Return whether row tile HALF was done when it released the stage that tile i is to have."""
     THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(marks.index(STAGES * HALF + i % STAGES).slice(0, 1).load(THREADS), 0) != 0
 
 
 @gluon.jit
-def _rows(
+def _list_row_offsets(
     first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr, ALIGNED: gl.constexpr = 8
 ):  # fmt: skip
-    """Offsets [BN, 1] of the rows of BN / GRAIN steps that begin at the rows `first`; ALIGNED divides the stride."""
+    """List the offsets [BN, 1] of the rows of BN / GRAIN steps that begin at `first`; ALIGNED divides the stride."""
     row = first * stride
     within = gl.arange(0, GRAIN, gl.SliceLayout(0, STEPS)) * stride
     row = gl.multiple_of(gl.reshape(row[:, None] + within[None, :], [BN]), ALIGNED)
@@ -100,7 +100,7 @@ def _rows(
 
 
 @gluon.jit
-def _producer(
+def _produce(
     k_base, v_base, order, pages, page_shift, page_rows, stride_kl, stride_vl, first, diagonal, kv_last,
     diagonal_tiles, near, total, k_ring, v_ring, marks, SIZES: gl.constexpr,
     MODE: gl.constexpr,
@@ -176,16 +176,16 @@ def _producer(
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
             _await_free(k_ring, i, STAGES)
             if MODE.INT8:
-                offsets = _rows(k_index, stride_kl, K_STEPS, K_LAYOUT, BN, 16)
+                offsets = _list_row_offsets(k_index, stride_kl, K_STEPS, K_LAYOUT, BN, 16)
                 _copy(k_base + offsets + k_offs_d, k_ring, i, STAGES)
             else:
-                _copy(k_base + _rows(index, stride_kl, STEPS, LAYOUT, BN) + offs_d, k_ring, i, STAGES)
+                _copy(k_base + _list_row_offsets(index, stride_kl, STEPS, LAYOUT, BN) + offs_d, k_ring, i, STAGES)
             _await_free(v_ring, i, STAGES)
-            first_done |= _marked(marks, i, 0, STAGES)
-            second_done |= _marked(marks, i, 1, STAGES)
+            first_done |= _is_marked(marks, i, 0, STAGES)
+            second_done |= _is_marked(marks, i, 1, STAGES)
             running = not (first_done & second_done)
             if running:  # the marks are read before values are copied: a row tile waits for these before it marks
-                _copy(v_base + _rows(index, stride_vl, STEPS, LAYOUT, BN) + offs_d, v_ring, i, STAGES)
+                _copy(v_base + _list_row_offsets(index, stride_vl, STEPS, LAYOUT, BN) + offs_d, v_ring, i, STAGES)
             index = following
             if MODE.INT8:
                 k_index = k_following
@@ -217,8 +217,8 @@ def _start_values(p, v_ring, acc, i, STAGES: gl.constexpr):
 
 # A copy of `primitives.capped`, which Gluon code cannot call, and of what `primitives.absorb` does with it.
 @gluon.jit
-def _scored(products, qk_scale, CAP: gl.constexpr):
-    """Products and their factor in base 2 (scores are the one times the other), under the soft cap with CAP > 0."""
+def _cap_scores(products, qk_scale, CAP: gl.constexpr):
+    """Return products and their factor in base 2, whose product scores are, under the soft cap with CAP > 0."""
     if CAP > 0:
         products = CAP - 2 * CAP / (1.0 + gl.exp2(products * (qk_scale * (2 * RCP_LN2 / CAP))))
         qk_scale = 1.0
@@ -227,13 +227,13 @@ def _scored(products, qk_scale, CAP: gl.constexpr):
 
 # The online softmax of `primitives.absorb`, without its products, which run asynchronously here.
 @gluon.jit
-def _weights(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
-    """Online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before).
+def _weigh_scores(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
+    """Do the online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before).
 
     scores: products, with INT8 of integers and int32; qk_scale: theirs, with INT8 one for each row.
     """
     scores = scores.to(gl.float32)
-    scores, qk_scale = _scored(scores, qk_scale, CAP)
+    scores, qk_scale = _cap_scores(scores, qk_scale, CAP)
     m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
     weights = gl.exp2(scores * (qk_scale[:, None] if INT8 else qk_scale) - m_new[:, None])
     decay = gl.exp2(m - m_new)
@@ -242,8 +242,8 @@ def _weights(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
 
 # A copy of `primitives.remaining_mass`, which Gluon code cannot call.
 @gluon.jit
-def _behind(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.constexpr):
-    """The ranking's mass behind the first `visited` of a segment's `steps`, the edge before it, and the share left."""
+def _sum_mass(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the ranking's mass after `visited` of a segment's `steps`, the edge before it, and the share left."""
     e = gl.arange(0, EDGES, LAYOUT)
     edge = gl.sum((begins <= visited).to(gl.int32), 0) - 1
     begin = gl.sum(gl.where(e == edge, begins, 0), 0)
@@ -254,12 +254,12 @@ def _behind(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.cons
 
 
 @gluon.jit
-def _consumer(
+def _consume(
     Q, OUT, LSE, VISITED, FIRST, MASS, SUMS, q_buffer, k_ring, v_ring, marks, qk_scale, sink, tau, stop, chunk,
     row0, q_len, q_max, offset, start, diagonal, stride_ql, stride_ol, diagonal_tiles, near, total,
     HALF: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """Row tile HALF of the program, from its queries to its output: the computation of `prefill._prefill`.
+    """Compute row tile HALF of the program, from its queries to its output, as `prefill._prefill` does.
 
     Pointers are at row0, the program's first row, of its head and sequence. T is the input type.
 
@@ -272,10 +272,10 @@ def _consumer(
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
     marks, diagonal, diagonal_tiles, near, total: as for `_producer`. sink: the head's, in base 2 (HAS_SINKS); tau: of
     the head; stop: ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a
-    share of the keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report
+    range of the keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report
     in VISITED. With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that of the output, and `sink` has
     K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
-    With HAS_SHARES, OUT has SHARE_OUT, float32 [rows, D], and SHARE_LSE, float32 [rows], behind it.
+    With HAS_SPLITS, OUT has SPLIT_OUT, float32 [rows, D], and SPLIT_LSE, float32 [rows], behind it.
     """
     D: gl.constexpr = SIZES.D
     BM: gl.constexpr = SIZES.BM
@@ -337,7 +337,7 @@ def _consumer(
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
         s = s.to(gl.float32)
         keys = diagonal + i * BN + gl.arange(0, BN, gl.SliceLayout(0, S))
-        s, s_scale = _scored(s, qk_scale, MODE.CAP)
+        s, s_scale = _cap_scores(s, qk_scale, MODE.CAP)
         s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * s_scale)
         # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
@@ -359,7 +359,7 @@ def _consumer(
         edge = gl.where(near > i, near, gl.minimum(near + chunk, total))  # where the current chunk ends
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-        w, m, l, decay = _weights(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
+        w, m, l, decay = _weigh_scores(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
         acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
         p = gl.convert_layout(w.to(DTYPE), P)
         running = i + 1 < total
@@ -385,7 +385,7 @@ def _consumer(
                 acc = _start_values(p, v_ring, acc, i, STAGES)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index((i + 1) % STAGES), count=1)
-                w, m, l, decay = _weights(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
+                w, m, l, decay = _weigh_scores(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
                 acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
@@ -404,8 +404,8 @@ def _consumer(
             e = gl.arange(0, EDGES, ONE)
             begins = gl.load(FIRST + e * (BUCKETS // EDGES))
             masses = gl.load(MASS + e)
-            before, edge, share = _behind(begins, masses, (chunk_begin - near) * (BN // GRAIN), steps, EDGES, ONE)
-            mass, edge, share = _behind(begins, masses, (i - near) * (BN // GRAIN), steps, EDGES, ONE)
+            before, edge, share = _sum_mass(begins, masses, (chunk_begin - near) * (BN // GRAIN), steps, EDGES, ONE)
+            mass, edge, share = _sum_mass(begins, masses, (i - near) * (BN // GRAIN), steps, EDGES, ONE)
             most = (total - i) / (i - chunk_begin)
             factor = gl.where((before - mass) * most > mass, mass / (before - mass), most)
             tail = gl.where(mass <= 0, 0.0, factor) * added
@@ -417,16 +417,16 @@ def _consumer(
 
     if row0 + HALF * BM < q_max:
         gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
-    if MODE.HAS_SHARES:
+    if MODE.HAS_SPLITS:
         if stop >= SPLIT:
-            share_m = m + lost if MODE.INT8 and MODE.HAS_LSE else m
-            share_lse = gl.where(real, (share_m + gl.log2(l)) * LN2, float("-inf"))
-            gl.store(OUT[2] + HALF * BM + gl.arange(0, BM, ROWS), share_lse, mask=row < q_len)
+            split_m = m + lost if MODE.INT8 and MODE.HAS_LSE else m
+            split_lse = gl.where(real, (split_m + gl.log2(l)) * LN2, float("-inf"))
+            gl.store(OUT[2] + HALF * BM + gl.arange(0, BM, ROWS), split_lse, mask=row < q_len)
             of_row = gl.convert_layout(gl.where(real & (l != 0), 1.0 / gl.where(l != 0, l, 1.0), 0.0), O_ROWS)
             o_rows = HALF * BM + gl.arange(0, BM, O_ROWS)
             offs_d = gl.arange(0, D, gl.SliceLayout(0, O))
-            share_out = OUT[1] + o_rows[:, None] * D + offs_d[None, :]
-            gl.store(share_out, acc * of_row[:, None], mask=(row0 + o_rows < q_len)[:, None])
+            split_out = OUT[1] + o_rows[:, None] * D + offs_d[None, :]
+            gl.store(split_out, acc * of_row[:, None], mask=(row0 + o_rows < q_len)[:, None])
         OUT = OUT[0]
         q_len = gl.where(stop >= SPLIT, 0, q_len)  # OUT and LSE get nothing
         inside = (row0 + copy_rows)[:, None] < q_len
@@ -441,8 +441,8 @@ def _consumer(
 
 
 @gluon.jit
-def _dense_from(q_len, last_rows, ROWS: gl.constexpr):
-    """A copy of `primitives.dense_from`, which Gluon code cannot call."""
+def _find_dense_from(q_len, last_rows, ROWS: gl.constexpr):
+    """Do as `primitives.find_dense_from`, which Gluon code cannot call."""
     return gl.where(last_rows > 0, gl.maximum(q_len - last_rows, 0) // ROWS * ROWS, q_len)
 
 
@@ -454,36 +454,17 @@ def _dense_from(q_len, last_rows, ROWS: gl.constexpr):
 )  # fmt: skip
 def _prefill_hopper(
     Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads, LEVELS: Levels,
-    SHARES: ShareOutputs, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
+    SPLITS: Splits, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
     stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
     SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
-    """S2O attention of two row tiles: the function of `prefill._prefill`, whose arguments it has, without MODE.WIDE.
+    """Compute S2O attention of two row tiles: the function of `prefill._prefill`, without MODE.WIDE.
 
     Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; pairs of row tiles of the
-    slice; B), with HAS_SHARES as in `primitives.program_share`. `_prefill` says what each tensor holds.
-
-        Q, OUT                 T [B, Hq, Lq, D], strides q and o, bfloat16 or float16
-        K, V                   T [B, Hkv, Lk, D], strides k and v; rows begin at multiples of 16 bytes
-        RANKING.order          int32 [B, Hq, N', P / GRAIN], strides i
-        RANKING.first          int32 [B, Hq, N', BUCKETS] (HAS_TAIL)
-        RANKING.mass, .sums    float32 [B, Hq, N', EDGES] and [B, Hq, N', EDGES, D] (HAS_TAIL)
-        LSE                    float32 [B, Hq, Lq], strides e (HAS_LSE)
-        VISITED                int32 [B, Hq, row tiles], strides c
-        STARTS.kv_start        int64 or int32 [B] (HAS_START)
-        STARTS.cu_q, .cu_k     int32 [B + 1] (PACKED)
-        PAGES                  int32 [B, M], stride p (PAGED)
-        HEADS.tau              float32 [Hq]
-        HEADS.segment, .flags  int32 [Hq]
-        HEADS.launch_order     int32 [Hq] (HAS_LAUNCH_ORDER)
-        HEADS.sinks            any floating type [Hq] (HAS_SINKS)
-        LEVELS.k_unit          float32 [B, Hkv, D] (INT8)
-        LEVELS.k_middle        float32 [B, Hkv, D] (INT8, with HAS_LSE or HAS_SINKS)
-        SHARES.share_out       float32 [B, dense * shares, rows of all pairs of row tiles, D] (HAS_SHARES)
-        SHARES.share_lse       float32 [B, dense * shares, rows of all pairs of row tiles] (HAS_SHARES)
-
+    slice; B), with HAS_SPLITS as in `primitives.assign_split`. `_prefill` has the table of the arguments;
+    `split_out` and `split_lse` have the rows of pairs of row tiles, and rows of K and V begin at multiples of 16 bytes.
     With INT8 K is int8. STAGES: of the ring.
     """
     GROUP: gl.constexpr = SIZES.GROUP
@@ -494,7 +475,7 @@ def _prefill_hopper(
     EDGES: gl.constexpr = SIZES.EDGES
     BUCKETS: gl.constexpr = SIZES.BUCKETS
     DTYPE: gl.constexpr = Q.dtype.element_ty
-    if MODE.HAS_SHARES:  # a copy of `primitives.program_share`, which Gluon code cannot call
+    if MODE.HAS_SPLITS:  # a copy of `primitives.assign_split`, which Gluon code cannot call
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
         heads = waves
         b = gl.program_id(2)
@@ -502,10 +483,10 @@ def _prefill_hopper(
         last = (gl.num_programs(1) - waves) // dense
         index = gl.minimum(entry // dense, last)
         h = gl.load(HEADS.launch_order + entry - index * dense)
-        share_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
-    elif MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.program_tile`, which Gluon code cannot call
+        split_row = ((b * dense * (last + 1) + entry) * gl.num_programs(0) + tile) * (2 * BM)
+    elif MODE.HAS_LAUNCH_ORDER:  # a copy of `primitives.assign_tile`, which Gluon code cannot call
         heads = gl.num_programs(0)
-        before = gl.cdiv(gl.maximum(_dense_from(q_len, last_rows, 2 * BM) - row_begin, 0), 2 * BM)
+        before = gl.cdiv(gl.maximum(_find_dense_from(q_len, last_rows, 2 * BM) - row_begin, 0), 2 * BM)
         before = gl.minimum(before, gl.num_programs(1))
         number = (gl.program_id(1) + before - gl.num_programs(1)) * heads + gl.program_id(0)
         per_wave = heads // waves
@@ -538,7 +519,7 @@ def _prefill_hopper(
     n = row0 // gl.maximum(segment, 1)
     # copies of `primitives.window_start` and `primitives.diagonal_start`
     begin = gl.maximum(offset + n * segment, start)
-    dense_rows = _dense_from(q_len, last_rows, 2 * BM)
+    dense_rows = _find_dense_from(q_len, last_rows, 2 * BM)
     first = gl.where((segment > 0) & (row0 < dense_rows), start + (begin - start) // BN * BN, start)
     prefix = gl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
@@ -546,7 +527,7 @@ def _prefill_hopper(
     diagonal = first + gl.maximum(position0 + 1 - first, 0) // BN * BN
     diagonal_tiles = gl.maximum(gl.minimum(position0 + 2 * BM, kv_len) - diagonal + BN - 1, 0) // BN
     whole = gl.where(row0 < q_len, (diagonal - first) // BN, 0)
-    if MODE.HAS_SHARES:  # a copy of `primitives.share_of`, which Gluon code cannot call
+    if MODE.HAS_SPLITS:  # a copy of `primitives.split_range`, which Gluon code cannot call
         low = gl.where(segment > 0, 0, whole * index // (last + 1))
         whole = whole * (index + 1) // (last + 1) - low
         first += low * BN
@@ -556,7 +537,7 @@ def _prefill_hopper(
     total = near + prefix // BN
     tau = gl.load(HEADS.tau + h)
     sink = gl.load(HEADS.sinks + h).to(gl.float32) * RCP_LN2 if MODE.HAS_SINKS else 0.0
-    if MODE.HAS_SHARES and MODE.HAS_SINKS:
+    if MODE.HAS_SPLITS and MODE.HAS_SINKS:
         sink = gl.where(index == last, sink, float("-inf"))
 
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
@@ -611,12 +592,12 @@ def _prefill_hopper(
     first_base = RANKING.first + at * BUCKETS
     mass_base = RANKING.mass + at * EDGES
     sums_base = RANKING.sums + at * EDGES * D
-    if MODE.HAS_SHARES:
-        out_base = (out_base, SHARES.share_out + share_row.to(gl.int64) * D, SHARES.share_lse + share_row)
+    if MODE.HAS_SPLITS:
+        out_base = (out_base, SPLITS.split_out + split_row.to(gl.int64) * D, SPLITS.split_lse + split_row)
     gl.warp_specialize(
         [
             (
-                _consumer,
+                _consume,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
@@ -624,7 +605,7 @@ def _prefill_hopper(
                 ),
             ),
             (
-                _consumer,
+                _consume,
                 (
                     q_base, out_base, lse_base, visited_base, first_base, mass_base, sums_base, q_buffer, k_ring,
                     v_ring, marks, qk_scale, sink, tau, stop, chunk, row0, q_len, q_max, offset, start,
@@ -632,7 +613,7 @@ def _prefill_hopper(
                 ),
             ),
             (
-                _producer,
+                _produce,
                 (
                     k_base, v_base, order, pages, page_shift, page_rows, stride_k.row, stride_v.row, first, diagonal,
                     kv_len - 1, diagonal_tiles, near, total, k_ring, v_ring, marks, SIZES, MODE,

@@ -1,4 +1,4 @@
-"""What several kernels share on the device: geometry of a call, online softmax, window, gathered prefix, tail.
+"""Device code of several kernels: geometry of a call, online softmax, window, gathered prefix, tail.
 
 `prefill.py` and `trace.py` are made of these. Gluon code cannot call functions that
 `triton.jit` compiles, so `prefill_hopper.py` has copies of some; a comment at each copy names its original here.
@@ -34,8 +34,8 @@ ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
-def program_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr, HAS_LAUNCH_ORDER: tl.constexpr):
-    """Which row tiles (counted in those of a program), which head and which batch entry this program has.
+def assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr, HAS_LAUNCH_ORDER: tl.constexpr):
+    """Return the row tile (counted in those of a program), the head and the batch entry of this program, and Hq.
 
     GPUs start programs in the order of their numbers, the first dimension first. What starts last should be short, or
     it runs while other SMs have nothing left to do: the last tiles, whose prefixes are the longest, come first. In a
@@ -47,7 +47,7 @@ def program_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.cons
     """
     if HAS_LAUNCH_ORDER:
         heads = tl.num_programs(0)
-        before = tl.cdiv(tl.maximum(dense_from(q_len, last_rows, ROWS) - row_begin, 0), ROWS)  # tiles
+        before = tl.cdiv(tl.maximum(find_dense_from(q_len, last_rows, ROWS) - row_begin, 0), ROWS)  # tiles
         before = tl.minimum(before, tl.num_programs(1))
         number = (tl.program_id(1) + before - tl.num_programs(1)) * heads + tl.program_id(0)  # negative: last rows
         per_wave = heads // waves
@@ -67,31 +67,31 @@ def program_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.cons
 
 
 @triton.jit
-def program_share(LAUNCH_ORDER, waves, dense):
-    """`program_tile` in a call whose `dense` dense heads, the first in the order LAUNCH_ORDER, are split over keys.
+def assign_split(LAUNCH_ORDER, waves, dense):
+    """Do as `assign_tile` where the first `dense` heads of LAUNCH_ORDER, the dense ones, are split over keys.
 
-    The grid is (tiles; Hq + dense * (shares - 1); B), with an entry in the second dimension for every share of a dense
-    head and one for every other head; waves is Hq. Shares are shorter than what other heads visit, so they start last.
+    The grid is (tiles; Hq + dense * (splits - 1); B), with an entry in the second dimension for every split of a dense
+    head and one for every other head; waves is Hq. Splits are shorter than what other heads visit, so they start last.
 
-    Returns the tile, the head, the batch entry, Hq, the entry (those of shares come first, all heads of one share
-    together), the share, and the last share. Only dense heads have a share that is not the last.
+    Returns the tile, the head, the batch entry, Hq, the entry (those of splits come first, all heads of one split
+    together), the split, and the last split. Only dense heads have a split that is not the last.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     entry = tl.num_programs(1) - 1 - tl.program_id(1)
     last = (tl.num_programs(1) - waves) // dense
-    share = tl.minimum(entry // dense, last)
-    return tile, tl.load(LAUNCH_ORDER + entry - share * dense), tl.program_id(2), waves, entry, share, last
+    split = tl.minimum(entry // dense, last)
+    return tile, tl.load(LAUNCH_ORDER + entry - split * dense), tl.program_id(2), waves, entry, split, last
 
 
 @triton.jit
-def share_of(tiles, share, last):
-    """Where a share of so many tiles begins and ends; shares are as equal as can be, and may be empty."""
-    return tiles * share // (last + 1), tiles * (share + 1) // (last + 1)
+def split_range(tiles, split, last):
+    """Return the begin and end of a split of so many tiles; splits are as equal as can be, and may be empty."""
+    return tiles * split // (last + 1), tiles * (split + 1) // (last + 1)
 
 
 @triton.jit
-def sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
-    """Where sequence b begins in q and in k, its number of queries, and the position of its first query.
+def load_sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
+    """Return the begins of sequence b in q and in k, its number of queries, and the position of its first query.
 
     Packed sequences lie one behind the other; others have a batch index, one length and one offset.
     """
@@ -106,20 +106,20 @@ def sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
 
 
 @triton.jit
-def dense_from(q_len, last_rows, ROWS: tl.constexpr):
-    """`LayerConfig.dense_from` for programs of ROWS rows."""
+def find_dense_from(q_len, last_rows, ROWS: tl.constexpr):
+    """Do as `LayerConfig.dense_from` for programs of ROWS rows."""
     return tl.where(last_rows > 0, tl.maximum(q_len - last_rows, 0) // ROWS * ROWS, q_len)
 
 
 @triton.jit
 def at_head(pointer, stride, b, h):
-    """The pointer to row 0 of head h in batch entry b; stride: `groups.Strides` of the tensor."""
+    """Return the pointer to row 0 of head h in batch entry b; stride: `groups.Strides` of the tensor."""
     return pointer + b.to(tl.int64) * stride.batch + h.to(tl.int64) * stride.head
 
 
 @triton.jit
-def cache_rows(keys, pages, page_shift, page_rows):
-    """The rows of a paged k and v that hold these keys of a sequence.
+def load_cache_rows(keys, pages, page_shift, page_rows):
+    """Load the rows of a paged k and v that hold these keys of a sequence.
 
     keys: integers, keys that the sequence has; pages: pointer to int32 [M], its pages; page_shift: log2 of a page's
     keys; page_rows: rows from one page to the next.
@@ -128,8 +128,8 @@ def cache_rows(keys, pages, page_shift, page_rows):
 
 
 @triton.jit
-def window_start(n, segment, offset, start, BN: tl.constexpr):
-    """The first key of the window of segment n, so that the prefix before it is a whole number of tiles.
+def find_window_start(n, segment, offset, start, BN: tl.constexpr):
+    """Return the first key of the window of segment n, so that the prefix before it is a whole number of tiles.
 
     The same function as `shapes.window_start` on the host.
     """
@@ -138,14 +138,14 @@ def window_start(n, segment, offset, start, BN: tl.constexpr):
 
 
 @triton.jit
-def diagonal_start(first, position, BN: tl.constexpr):
-    """The first key of the window, which begins at `first`, whose tile the row at `position` sees only in part."""
+def find_diagonal_start(first, position, BN: tl.constexpr):
+    """Return the first key of the window that begins at `first` whose tile the row at `position` sees only in part."""
     return first + tl.maximum(position + 1 - first, 0) // BN * BN
 
 
 @triton.jit
-def softmax_start(SINKS, h, BM: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The state of BM rows before their first key, without values: m and l as `absorb` has them, float32 [BM].
+def start_softmax(SINKS, h, BM: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Return the state of BM rows before their first key, without values: m and l as `absorb` has them, float32 [BM].
 
     SINKS: [Hq], any floating type, the score of each head that every row begins with (HAS_SINKS).
     """
@@ -158,8 +158,8 @@ def softmax_start(SINKS, h, BM: tl.constexpr, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def quantised(rows):
-    """Rows float32 [R, D] as int8 [R, D] and their scales float32 [R]: the function `quantisation.quantised`."""
+def quantise(rows):
+    """Round rows float32 [R, D] to int8 with scales float32 [R]: the function `quantisation.quantise`."""
     # bits of absolute values are in their order, NaN last, which a maximum of numbers drops: its row's scale is NaN
     widest = tl.max(tl.abs(rows).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     scale = tl.maximum(widest, SMALLEST, propagate_nan=tl.PropagateNan.ALL) * RCP_LEVELS
@@ -169,8 +169,8 @@ def quantised(rows):
 
 
 @triton.jit
-def capped(scores, qk_scale, CAP: tl.constexpr):
-    """Soft-capped scores in base 2, CAP * tanh(scores * qk_scale / CAP), of products of any shape."""
+def cap_scores(scores, qk_scale, CAP: tl.constexpr):
+    """Cap scores softly, in base 2: CAP * tanh(scores * qk_scale / CAP), of products of any shape."""
     return CAP - 2 * CAP / (1.0 + tl.exp2(scores * (qk_scale * (2 * RCP_LN2 / CAP))))
 
 
@@ -178,7 +178,7 @@ def capped(scores, qk_scale, CAP: tl.constexpr):
 def absorb(
     q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False
 ):  # fmt: skip
-    """One step of the online softmax (Algorithm 3, lines 10 to 12): a tile of keys joins the rows' state.
+    """Do one step of the online softmax (Algorithm 3, lines 10 to 12): a tile of keys joins the rows' state.
 
     q: [BM, D]; k: [D, BN]; v: [BN, D]; m: the rows' largest score, l: their sums of 2^(score - m), both float32 [BM];
     acc: float32 [BM, D], values weighted by 2^(score - m); visible: [BM, BN] or what broadcasts to it, with MASKED.
@@ -188,7 +188,7 @@ def absorb(
     """
     scores = tl.dot(q, k).to(tl.float32) if INT8 else tl.dot(q, k, input_precision="ieee")
     if CAP > 0:
-        scores = capped(scores, qk_scale, CAP)
+        scores = cap_scores(scores, qk_scale, CAP)
         qk_scale = 1.0
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -205,16 +205,16 @@ def absorb(
 
 
 @triton.jit
-def absorb_window(
+def attend_window(
     q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal, end, kv_len, position,
     BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False,
     pages=None, page_shift=0, page_rows=0, PAGED: tl.constexpr = False,
 ):  # fmt: skip
-    """The dense window of a row tile (Algorithm 2): keys first .. diagonal without a mask, diagonal .. end with one.
+    """Attend in a row tile's window (Algorithm 2): keys first .. diagonal without a mask, diagonal .. end with one.
 
     q: [BM, D]; k_base, v_base: pointers to key 0 of the head, with PAGED to row 0 of the cache; position: int32 [BM],
-    the last key that each row sees; CAP, INT8: as for `absorb`; pages, page_shift, page_rows: as for `cache_rows`, with
-    PAGED. Returns m, l and acc as `absorb` does.
+    the last key that each row sees; CAP, INT8: as for `absorb`; pages, page_shift, page_rows: as for `load_cache_rows`,
+    with PAGED. Returns m, l and acc as `absorb` does.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
@@ -222,7 +222,7 @@ def absorb_window(
     v_tile = v_base + offs_n[:, None] * stride_vl + offs_d[None, :]
     for j in tl.range(first, diagonal, BN, num_stages=STAGES):
         if PAGED:
-            row = cache_rows(j + offs_n, pages, page_shift, page_rows)
+            row = load_cache_rows(j + offs_n, pages, page_shift, page_rows)
             k = tl.load(k_base + row[None, :] * stride_kl + offs_d[:, None])
             v = tl.load(v_base + row[:, None] * stride_vl + offs_d[None, :])
         else:
@@ -232,7 +232,7 @@ def absorb_window(
     for j in tl.range(diagonal, end, BN, num_stages=1):
         keys = j + offs_n
         if PAGED:
-            row = cache_rows(tl.minimum(keys, kv_len - 1), pages, page_shift, page_rows)
+            row = load_cache_rows(tl.minimum(keys, kv_len - 1), pages, page_shift, page_rows)
             k_at = k_base + row[None, :] * stride_kl + offs_d[:, None]
             v_at = v_base + row[:, None] * stride_vl + offs_d[None, :]
         else:
@@ -246,12 +246,12 @@ def absorb_window(
 
 
 @triton.jit
-def absorb_chunk(
+def attend_gathered(
     q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, begin, count,
     BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
     INT8: tl.constexpr = False,
 ):  # fmt: skip
-    """A chunk of a row tile's prefix (Algorithm 3, lines 8 to 12): tiles begin .. begin + count of its order, gathered.
+    """Attend to tiles begin .. begin + count of a row tile's order, gathered: a chunk (Algorithm 3, lines 8 to 12).
 
     order: pointer to int32 [prefix / GRAIN], where the keys of each step begin. Triton pipelines this plain loop.
     CAP, INT8: as for `absorb`. Returns m, l and acc as it does.
@@ -267,8 +267,8 @@ def absorb_chunk(
 
 
 @triton.jit
-def remaining_mass(begins, masses, visited, steps, EDGES: tl.constexpr):
-    """The ranking's mass behind the first `visited` of a segment's `steps`.
+def sum_remaining_mass(begins, masses, visited, steps, EDGES: tl.constexpr):
+    """Sum the ranking's mass after the first `visited` of a segment's `steps`.
 
     begins: int32 [EDGES], where in the order each edge lies; masses: float32 [EDGES], the mass from each edge on.
     Returns the mass; the last edge at or before `visited`; and the share of that edge's stretch that is left. Between
@@ -284,8 +284,8 @@ def remaining_mass(begins, masses, visited, steps, EDGES: tl.constexpr):
 
 
 @triton.jit
-def tail_factor(before, mass, most):
-    """What the tail adds to l, relative to what the last chunk added: the ratio of their masses, at most `most`.
+def scale_tail(before, mass, most):
+    """Return the tail's part of l over that of the last chunk: the ratio of their masses, at most `most`.
 
     before, mass: the ranking's mass behind the chunk's begin and behind its end; most: the tail's keys over the
     chunk's, the ratio if all keys counted alike. 0 where the tail has no mass.
@@ -295,10 +295,11 @@ def tail_factor(before, mass, most):
 
 
 @triton.jit
-def tail_mean(sums, edge, share, mass, D: tl.constexpr, EDGES: tl.constexpr):
-    """The tail's mean value, float32 [D], weighted by the ranking.
+def weigh_tail(sums, edge, share, mass, D: tl.constexpr, EDGES: tl.constexpr):
+    """Compute the tail's mean value, float32 [D], weighted by the ranking.
 
-    sums: pointer to float32 [EDGES, D], weights times values from each edge on; edge, share, mass: of `remaining_mass`.
+    sums: pointer to float32 [EDGES, D], weights times values from each edge on; edge, share, mass: of
+    `sum_remaining_mass`.
     """
     offs_d = tl.arange(0, D)
     from_edge = sums + edge * D + offs_d
@@ -308,5 +309,5 @@ def tail_mean(sums, edge, share, mass, D: tl.constexpr, EDGES: tl.constexpr):
 
 @triton.jit
 def log_sum_exp(m, l):
-    """The natural log-sum-exp of rows' scores from their state in base 2."""
+    """Return the natural log-sum-exp of rows' scores from their state in base 2."""
     return (m + tl.log2(l)) * LN2

@@ -17,19 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime import config
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import GRAIN, TAIL, at_head, cache_rows, sequence, window_start
+from s2o_runtime.kernels.primitives import GRAIN, TAIL, at_head, find_window_start, load_cache_rows, load_sequence
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
+from s2o_runtime.sequences import Starts
 
 EDGES = 16  # of the order's buckets every second one
 TAIL_SEGMENTS = 4, 8  # at once, of few and of many: more read the mean values less often, and are fewer programs
 MANY_SEGMENTS = 64
 # A program takes 0.4 us for 64 steps whatever else runs (H200), so the last of few programs are waited for.
 TAIL_PROGRAMS = 512  # that many fill a GPU, and their sums of parts are 34 MB at most
-TAIL_SHARES = 8  # of the steps, at most
-FEWEST_STEPS = 512  # of a share of the longest prefix
+TAIL_SPLITS = 8  # of the steps, at most
+FEWEST_STEPS = 512  # of a split of the longest prefix
 POOL_STEPS = 32
 POOL_WARPS = 4
 ADD_BLOCK = 1024
@@ -54,16 +55,12 @@ def _pool(
     D: tl.constexpr, ROWS: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """POOLED[b, h, g] = the mean value of the GRAIN keys of step g; steps are counted from the first key that counts.
+    """Write to POOLED[b, h, g] the mean value of the GRAIN keys of step g, counted from the first key that counts.
 
     Programs: (steps / ROWS, Hkv, B). T is the input type. With PAGED V is rows of a cache, T [rows, D] of each KV head;
     `primitives.cache_rows` has page_shift and page_rows.
 
-        V                   T [B, Hkv, Lk, D], strides v
         POOLED              T [B, Hkv, steps, D]
-        KV_START            int64 or int32 [B]: the first key that counts (HAS_START)
-        CU_K                int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
     """
     h = tl.program_id(1)
     b = tl.program_id(2)
@@ -80,26 +77,26 @@ def _pool(
         t = start + step * GRAIN + i
         row = k_first + t
         if PAGED:
-            row = cache_rows(tl.where(t < kv_len, t, 0), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
+            row = load_cache_rows(tl.where(t < kv_len, t, 0), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
         rows = base + row[:, None].to(tl.int64) * stride_v.row
         total += tl.load(rows + offs_d[None, :], mask=t[:, None] < kv_len, other=0.0).to(tl.float32)
     out = POOLED + ((b * tl.num_programs(1) + h).to(tl.int64) * steps + step[:, None]) * D
     tl.store(out + offs_d[None, :], (total / GRAIN).to(POOLED.dtype.element_ty), mask=step[:, None] < steps)
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "shares", "share_size"])
+@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "splits", "split_size"])
 def _tail(
     SCORE, EDGE, VALUES, MASS, SUMS, STARTS: Starts, SEGMENT, FLAGS, q_len, offset, row_begin, rows_end, segments,
-    shares, share_size, stride_s: Strides, stride_v: Strides,
+    splits, split_size, stride_s: Strides, stride_v: Strides,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """MASS[b, h, n, e] = sum of 2^SCORE over the steps from edge e on; SUMS[b, h, n, e] = sum of 2^SCORE * VALUES.
+    """Sum 2^SCORE over the steps from edge e on to MASS[b, h, n, e], and 2^SCORE * VALUES to SUMS[b, h, n, e].
 
-    Programs: (shares of segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the
-    segments of the slice of rows row_begin .. rows_end. Each of a segment's `shares` programs adds up a part of the
-    steps, and writes MASS and SUMS its number times share_size elements further on. BK: steps at once; IEEE: products
+    Programs: (splits of segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the
+    segments of the slice of rows row_begin .. rows_end. Each of a segment's `splits` programs adds up a part of the
+    steps, and writes MASS and SUMS its number times split_size elements further on. BK: steps at once; IEEE: products
     in float32. T is the input type.
 
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
@@ -107,22 +104,19 @@ def _tail(
         VALUES              T [B, Hkv, steps, D], strides v: the steps' mean values
         MASS                float32 [B, Hq, N', EDGES]
         SUMS                float32 [B, Hq, N', EDGES, D]
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        SEGMENT, FLAGS      int32 [Hq]: as in `call.HeadTables`
     """
     # long prefixes first
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // shares
-    share = tl.program_id(0) % shares
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits
+    split = tl.program_id(0) % splits
     h = tl.program_id(1)
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
-    _, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
+    _, _, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     n = block * BS + tl.arange(0, BS)
     inside = (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (n < segments)
     if (segment > 0) & ((tl.load(FLAGS + h) & TAIL) != 0) & (tl.max(inside.to(tl.int32), 0) > 0):
-        first = window_start(row_begin // segment + n, segment, offset, start, BN)
+        first = find_window_start(row_begin // segment + n, segment, offset, start, BN)
         steps = tl.where(inside, (first - start) // GRAIN, 0)
         of_segment = (b * tl.num_programs(1) + h).to(tl.int64) * segments + n
         e = tl.arange(0, EDGES)
@@ -134,9 +128,9 @@ def _tail(
         acc = tl.zeros([BS * EDGES, D], tl.float32)
         mass = tl.zeros([BS * EDGES, 16], tl.float32)  # a product with ones: every column is the sum
         last = tl.max(steps, 0)
-        size = tl.cdiv(tl.cdiv(last, BK), shares) * BK
-        last = tl.minimum(last, (share + 1) * size)
-        for t in range(share * size, last, BK):
+        size = tl.cdiv(tl.cdiv(last, BK), splits) * BK
+        last = tl.minimum(last, (split + 1) * size)
+        for t in range(split * size, last, BK):
             step = t + tl.arange(0, BK)
             s = tl.load(score + step[None, :], mask=step[None, :] < steps[:, None], other=float("-inf")).to(tl.float32)
             v = tl.load(
@@ -157,27 +151,27 @@ def _tail(
         exists = (row_begin + (block * BS + row // EDGES) * segment < tl.minimum(rows_end, q_len)) & (
             block * BS + row // EDGES < segments
         )
-        further = tl.multiple_of(share.to(tl.int64) * share_size, 16)  # there are 16 edges
+        further = tl.multiple_of(split.to(tl.int64) * split_size, 16)  # there are 16 edges
         tl.store(MASS + further + at, tl.max(mass, 1), mask=exists)
         tl.store(SUMS + further + at[:, None] * D + offs_d[None, :], acc, mask=exists[:, None])
 
 
-@triton.jit(do_not_specialize=["shares", "size"])
-def _add(SHARES, OUT, shares, size, BLOCK: tl.constexpr):
-    """OUT[i] = the sum of SHARES[s, i] over s. Programs: (size / BLOCK,).
+@triton.jit(do_not_specialize=["splits", "size"])
+def _add(SPLITS, OUT, splits, size, BLOCK: tl.constexpr):
+    """Write to OUT[i] the sum of SPLITS[s, i] over s. Programs: (size / BLOCK,).
 
-    SHARES              float32 [shares, size]
+    SPLITS              float32 [splits, size]
     OUT                 float32 [size]
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for share in range(shares):
-        total += tl.load(SHARES + share * size.to(tl.int64) + at, mask=at < size, other=0.0)
+    for split in range(splits):
+        total += tl.load(SPLITS + split * size.to(tl.int64) + at, mask=at < size, other=0.0)
     tl.store(OUT + at, total, mask=at < size)
 
 
-def pooled_values(v: Tensor, call: Call) -> Tensor:
-    """The mean values of the steps, [B, Hkv, steps, D]. v: [B, Hkv, Lk, D]."""
+def pool_values(v: Tensor, call: Call) -> Tensor:
+    """Average the values of each step: [B, Hkv, steps, D] from v [B, Hkv, Lk, D]."""
     shape = call.shape
     steps = -(-shape.kv_len // config.GRAIN)
     out = torch.empty(shape.batch, shape.kv_heads, steps, shape.head_dim, dtype=v.dtype, device=v.device)
@@ -189,7 +183,7 @@ def pooled_values(v: Tensor, call: Call) -> Tensor:
             "steps": steps, **stride_groups(v=v),
         },
         {
-            "D": shape.head_dim, "ROWS": POOL_STEPS, "HAS_START": call.padded, "PACKED": call.packed,
+            "D": shape.head_dim, "ROWS": POOL_STEPS, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
             "PAGED": call.pages is not None,
         },
         num_warps=POOL_WARPS,
@@ -197,75 +191,70 @@ def pooled_values(v: Tensor, call: Call) -> Tensor:
     return out
 
 
-def tail_sums(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
-    """The sums for all segments that begin in `rows`; pooled: [B, Hkv, steps, D], as `pooled_values` gave it."""
+def sum_tails(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
+    """Sum the tails of all segments that begin in `rows`; pooled: [B, Hkv, steps, D], as `pool_values` gave it."""
     shape, tables, score = call.shape, call.tables, ranked.score
     assert ranked.first is not None
     assert ranked.edge is not None
     sums = math.prod(score.shape[:3]) * EDGES
-    at_once = tail_segments(score.shape[2], shape.head_dim)
+    at_once = count_tail_segments(score.shape[2], shape.head_dim)
     blocks = -(-score.shape[2] // at_once)
-    shares = tail_shares(blocks * shape.query_heads * shape.batch, score.shape[3])
-    # of each share the sums, and behind them their masses
-    parts = torch.empty(shares, sums * (shape.head_dim + 1), dtype=torch.float32, device=score.device)
+    splits = count_tail_splits(blocks * shape.query_heads * shape.batch, score.shape[3])
+    # of each split the sums, and behind them their masses
+    parts = torch.empty(splits, sums * (shape.head_dim + 1), dtype=torch.float32, device=score.device)
     launch(
         _tail,
-        (blocks * shares, shape.query_heads, shape.batch),
+        (blocks * splits, shape.query_heads, shape.batch),
         {
             "SCORE": score, "EDGE": ranked.edge, "VALUES": pooled, "MASS": parts[0, sums * shape.head_dim :],
             "SUMS": parts, "STARTS": call.starts,
             "SEGMENT": tables.segment, "FLAGS": tables.flags, "q_len": shape.q_len, "offset": shape.offset,
             "row_begin": rows.start, "rows_end": rows.stop, "segments": score.shape[2],
-            "shares": shares, "share_size": parts.shape[1],
+            "splits": splits, "split_size": parts.shape[1],
             **stride_groups(s=score, v=pooled),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BS": at_once, "EDGES": EDGES, "BUCKETS": BUCKETS,
-            "BK": tail_steps(at_once, shape.head_dim), "BN": call.config.tile.block_n,
-            "IEEE": pooled.dtype != torch.bfloat16, "HAS_START": call.padded, "PACKED": call.packed,
+            "BK": count_tail_steps(at_once, shape.head_dim), "BN": call.config.tile.block_n,
+            "IEEE": pooled.dtype != torch.bfloat16, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
         },
-        num_warps=tail_warps(at_once),
+        num_warps=at_once,
     )  # fmt: skip
-    whole = parts[0]
-    if shares > 1:
-        whole = torch.empty_like(whole)
+    sums_and_masses = parts[0]
+    if splits > 1:
+        sums_and_masses = torch.empty_like(sums_and_masses)
         launch(
             _add,
-            (-(-len(whole) // ADD_BLOCK), 1, 1),
-            {"SHARES": parts, "OUT": whole, "shares": shares, "size": len(whole)},
+            (-(-len(sums_and_masses) // ADD_BLOCK), 1, 1),
+            {"SPLITS": parts, "OUT": sums_and_masses, "splits": splits, "size": len(sums_and_masses)},
             {"BLOCK": ADD_BLOCK},
             num_warps=ADD_WARPS,
         )
-    values, mass = whole[: sums * shape.head_dim], whole[sums * shape.head_dim :]
+    values, mass = sums_and_masses[: sums * shape.head_dim], sums_and_masses[sums * shape.head_dim :]
     return Tail(ranked.first, mass.view(*score.shape[:3], EDGES), values.view(*score.shape[:3], EDGES, shape.head_dim))
 
 
-def tail_shares(programs: int, steps: int) -> int:
-    """How many programs share the steps of a segment.
+def count_tail_splits(programs: int, steps: int) -> int:
+    """Count the programs that a segment's steps are split among.
 
     Args:
         programs: how many there are if none are shared.
         steps: of the longest prefix.
     """
-    return max(1, min(TAIL_PROGRAMS // programs, steps // FEWEST_STEPS, TAIL_SHARES))
+    return max(1, min(TAIL_PROGRAMS // programs, steps // FEWEST_STEPS, TAIL_SPLITS))
 
 
-def tail_segments(segments: int, head_dim: int) -> int:
-    """Segments that a program of `_tail` adds up at once, of so many."""
+def count_tail_segments(segments: int, head_dim: int) -> int:
+    """Count the segments, of so many, that a program of `_tail` adds up at once."""
     few, many = TAIL_SEGMENTS
     return many if segments >= MANY_SEGMENTS and head_dim <= 128 else few
 
 
-def tail_warps(at_once: int) -> int:
-    """Warps of `_tail` for so many segments at once."""
-    return at_once
-
-
-def tail_steps(at_once: int, head_dim: int) -> int:
-    """Steps that a program of `_tail` adds at once, of so many segments."""
+def count_tail_steps(at_once: int, head_dim: int) -> int:
+    """Count the steps that a program of `_tail` adds at once, of so many segments."""
     return 16 * at_once if head_dim <= 128 else 8 * at_once
 
 
-def tail_bytes(head_dim: int) -> int:
-    """Workspace of one segment's sums and edges."""
+def count_tail_bytes(head_dim: int) -> int:
+    """Count the bytes of workspace of one segment's sums and edges."""
     return EDGES * (head_dim + 1) * 4 + 2 * BUCKETS * 4

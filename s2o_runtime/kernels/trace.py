@@ -1,4 +1,4 @@
-"""Where every threshold of a grid would stop, and what the error would then be, from one visit of the prefix.
+"""The stops of every threshold of a grid, and the errors that they would leave, from one visit of the prefix.
 
 The plain kernel of `prefill.py` with the stop checks turned into measurements, for calibration: a row tile goes on
 until the lowest threshold has stopped, at every check spacing of interest at once.
@@ -24,15 +24,15 @@ from s2o_runtime.kernels.primitives import (
     LOG2E,
     MAX_REGISTERS,
     WIDE_ELEMENTS,
-    absorb_chunk,
-    absorb_window,
-    diagonal_start,
-    quantised,
-    remaining_mass,
-    softmax_start,
-    tail_factor,
-    tail_mean,
-    window_start,
+    attend_gathered,
+    attend_window,
+    find_diagonal_start,
+    find_window_start,
+    quantise,
+    scale_tail,
+    start_softmax,
+    sum_remaining_mass,
+    weigh_tail,
 )
 from s2o_runtime.kernels.rank.order import BUCKETS
 from s2o_runtime.kernels.tail import EDGES
@@ -42,7 +42,7 @@ QUANTITIES = 5  # fields of Traced that the kernel writes
 
 
 class Traced(NamedTuple):
-    """What each row tile of a slice of the queries does at each spacing and threshold: float32 [STRIDES, Hq, tiles, T].
+    """The record of each row tile of a slice at each spacing and threshold: float32 [STRIDES, Hq, tiles, T].
 
     rows: the slice; squared, tail_squared: summed squared error of the tile's rows without and with the tail; visited:
     prefix keys computed; worst, tail_worst: the largest squared error of a row over its squared norm.
@@ -65,7 +65,7 @@ def _trace(
     SIZES: tl.constexpr, STRIDES: tl.constexpr, T: tl.constexpr,
     HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What `prefill._prefill` would do with a row tile at every threshold of TAUS and every spacing of the stop check.
+    """Measure `prefill._prefill` on a row tile at every threshold of TAUS and every spacing of the stop check.
 
     Spacing s checks every chunk * 2^s tiles. The tile's online softmax is that of `_prefill`; where the rest's gain
     first falls below thresholds, TRACED gets what the output would then be off from TRUTH. With o the output so far, o'
@@ -108,7 +108,7 @@ def _trace(
     h = tl.program_id(1)
     row0 = row_begin + tile * BM
     n = row0 // segment
-    first = window_start(n, segment, 0, 0, BN)
+    first = find_window_start(n, segment, 0, 0, BN)
     offs_d = tl.arange(0, D)
     offs_row = tl.arange(0, BM)[:, None]
     rows = row0 + tl.arange(0, BM)
@@ -124,16 +124,16 @@ def _trace(
     k_base = K + (h // GROUP).to(tl.int64) * stride_k.head
     v_base = V + (h // GROUP).to(tl.int64) * stride_v.head
 
-    m, l = softmax_start(SINKS, h, BM, HAS_SINKS)
+    m, l = start_softmax(SINKS, h, BM, HAS_SINKS)
     if INT8:  # as in `_prefill`
         channels = (h // GROUP).to(tl.int64) * D + offs_d
         if HAS_SINKS:
             m -= tl.sum(q.to(tl.float32) * tl.load(LEVELS.k_middle + channels)[None, :], 1) * qk_scale
-        q, q_scale = quantised(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
+        q, q_scale = quantise(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
         qk_scale *= q_scale
     acc = tl.zeros([BM, D], tl.float32)
-    m, l, acc = absorb_window(
-        q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal_start(first, row0, BN),
+    m, l, acc = attend_window(
+        q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, find_diagonal_start(first, row0, BN),
         tl.minimum(row0 + BM, q_len), q_len, rows, BN, STAGES, CAP, INT8,
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def _trace(
     running = tiles > 0
     while running:
         length = tl.minimum(chunk, tiles - done)
-        m, l, acc = absorb_chunk(
+        m, l, acc = attend_gathered(
             q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES,
             CAP, INT8,
         )  # fmt: skip
@@ -194,17 +194,17 @@ def _trace(
             squared = tl.sum(off * off, 1)
             begins = tl.load(RANKING.first + at * BUCKETS + e * (BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
-            mass, edge, share = remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
-            mean = tail_mean(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)
+            mass, edge, share = sum_remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
+            mean = weigh_tail(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)
             to_mean = tl.where(real[:, None], mean[None, :] - out, 0.0)
             cross = tl.sum(off * to_mean, 1)
             to_mean_squared = tl.sum(to_mean * to_mean, 1)
             for i in tl.static_range(STRIDES):
                 begin = tl.sum(tl.where(s == i, chunk_begin, 0), 0)
                 of_chunk = tl.sum(tl.where((s == i)[None, :], added, 0.0), 1)
-                before, _, _ = remaining_mass(begins, masses, begin * (BN // GRAIN), steps, EDGES)
+                before, _, _ = sum_remaining_mass(begins, masses, begin * (BN // GRAIN), steps, EDGES)
                 most = (tiles - done).to(tl.float32) / (done - begin).to(tl.float32)
-                tail = tl.where(done < tiles, tail_factor(before, mass, most), 0.0) * of_chunk
+                tail = tl.where(done < tiles, scale_tail(before, mass, most), 0.0) * of_chunk
                 part = tail / tl.where(real, l + tail, 1.0)
                 tailed = squared + 2 * part * cross + part * part * to_mean_squared
                 tailed = tl.maximum(tailed, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -258,7 +258,7 @@ def trace(
                 "FLOOR": floor, "TAUS": grid, "SINKS": call.sinks, "TRACED": out,
                 "LEVELS": Levels(keys.unit, keys.middle),
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
-                "segment": tables.shortest, "segments": ranked.order.shape[2], "count": tiles,
+                "segment": tables.shortest_segment, "segments": ranked.order.shape[2], "count": tiles,
                 **stride_groups(q=q, k=k, v=v, t=truth), **strides("hn", i=ranked.order[0]), **strides("qs", o=out),
             },
             {

@@ -19,7 +19,7 @@ from s2o_runtime.call import Scoring, ScoringOptions, capped
 from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
-from s2o_runtime.sequences import call_shape, check_heads, window_start
+from s2o_runtime.sequences import call_shape, check_heads, find_window_start
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,18 +31,19 @@ RankedPrefixOf = Callable[[int, int, int], RankedPrefix]
 
 
 class Attended(NamedTuple):
-    """The result of the reference.
+    """The result of a backend.
 
     Attributes:
-        out: [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
-        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed.
-        lse: float32 (float64 for float64) [B, Hq, Lq], the log-sum-exp of the scores of a row, computed and estimated,
-            its sink among them; -inf before `kv_start`.
+        out: [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero. Of packed sequences [Tq, Hq, Dv].
+        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None from dense attention.
+        lse: [B, Hq, Lq], of packed sequences [Hq, Tq]: the log-sum-exp of the scores of a row, computed and estimated,
+            its sink among them; -inf before `kv_start`. float32, from the reference float64 for float64 inputs; None
+            where it was not asked for.
     """
 
     out: Tensor
-    visited: Tensor
-    lse: Tensor
+    visited: Tensor | None
+    lse: Tensor | None
 
 
 class State(NamedTuple):
@@ -59,11 +60,11 @@ class State(NamedTuple):
     acc: Tensor
 
     def output(self) -> Tensor:
-        """[T, BM, Dv]; rows that saw no key are zero, those whose weights are NaN are NaN."""
+        """Compute [T, BM, Dv]; rows that saw no key are zero, those whose weights are NaN are NaN."""
         return torch.where(self.l[..., None] == 0, 0.0, self.acc / self.l[..., None])
 
     def at(self, tiles: Tensor) -> State:
-        """The state of some row tiles."""
+        """Return the state of some row tiles."""
         return State(self.m[tiles], self.l[tiles], self.acc[tiles])
 
 
@@ -95,7 +96,7 @@ def s2o_attention_reference(
     ranking_of: RankedPrefixOf | None = None,
     **scores: Unpack[ScoringOptions],
 ) -> Attended:
-    """S2O attention as the paper and DESIGN.md define it, without any regard to speed.
+    """Compute S2O attention as the paper and DESIGN.md define it, without any regard to speed.
 
     Args:
         q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it. Query i stands at
@@ -138,16 +139,16 @@ def s2o_attention_reference(
             inputs = _Head(
                 rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings, exact, int8
             )
-            out[b, h], visited[b, h], lse[b, h] = _one_head(inputs)
+            out[b, h], visited[b, h], lse[b, h] = _attend_head(inputs)
             last = config.dense_from(shape.q_len)
             if head.mode == "s2o" and last < shape.q_len:
                 dense = inputs._replace(q=rows[last:], exact=exact[last:], head=replace(head, mode="dense"))
-                out[b, h, last:], visited[b, h, last // config.tile.block_m :], lse[b, h, last:] = _one_head(dense)
+                out[b, h, last:], visited[b, h, last // config.tile.block_m :], lse[b, h, last:] = _attend_head(dense)
     return Attended(out, visited, lse)
 
 
-def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
-    """The output [Lq, Dv], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
+def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the output [Lq, Dv], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
     q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of, exact, int8 = inputs
     tile, offset = config.tile, len(k) - len(q)
     out = v.new_zeros(len(q), v.shape[1])
@@ -159,11 +160,11 @@ def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
         end = min(begin + segment, len(q))
         if offset + end <= start:
             continue  # padding only
-        first = int(window_start(torch.tensor(begin + offset), torch.tensor(start), head, tile))
+        first = int(find_window_start(torch.tensor(begin + offset), torch.tensor(start), head, tile))
         rows = torch.arange(begin, end, device=q.device)
         if paper_literal:
-            rows = rows[query_order(q[begin:end], guide)]
-        tiles = _row_tiles(rows, tile.block_m)
+            rows = rows[order_queries(q[begin:end], guide)]
+        tiles = _tile_rows(rows, tile.block_m)
         real = (tiles >= 0) & (tiles + offset >= start)
         position = torch.where(real, tiles + offset, -1)
         queries = q[tiles.clamp_min(0)]
@@ -177,28 +178,28 @@ def _one_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
                 ranking = rank(parts, k[start:first], v[start:first], 1 if paper_literal else GRAIN, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
-            state, keys_visited = _gathered_prefix(inputs, queries, state, ranking, real)
+            state, keys_visited = _visit_prefix(inputs, queries, state, ranking, real)
             visited[begin // tile.block_m : begin // tile.block_m + len(tiles)] = keys_visited.int()
         out[tiles[real]] = state.output()[real]
         lse[tiles[real]] = (state.m + state.l.log())[real]
     return out, visited, lse
 
 
-def _row_tiles(rows: Tensor, block_m: int) -> Tensor:
-    """Rows of a segment cut into tiles [T, BM], the last one filled with -1."""
+def _tile_rows(rows: Tensor, block_m: int) -> Tensor:
+    """Cut the rows of a segment into tiles [T, BM], the last one filled with -1."""
     padding = -len(rows) % block_m
     return torch.nn.functional.pad(rows, (0, padding), value=-1).view(-1, block_m)
 
 
-def query_order(q: Tensor, guide: Tensor) -> Tensor:
-    """Algorithm 1, lines 12-13: a segment's queries [S, D] by their score with the guide key [D], best first."""
+def order_queries(q: Tensor, guide: Tensor) -> Tensor:
+    """Order a segment's queries [S, D] by their score with the guide key [D], best first (Algorithm 1, lines 12-13)."""
     return (q @ guide).argsort(descending=True, stable=True)
 
 
 def dense_window(
     q: Tensor, k: Tensor, v: Tensor, last_key: Tensor, softcap: float | None = None, sink: Tensor | None = None
 ) -> State:  # fmt: skip
-    """Algorithm 2: causal attention inside a segment, and to the sink if there is one.
+    """Attend causally inside a segment, and to the sink if there is one (Algorithm 2).
 
     Args:
         q: [T, BM, D], scaled.
@@ -216,7 +217,7 @@ def dense_window(
     return State(m, l, weights @ v)
 
 
-def absorb(state: State, q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> State:
+def update_softmax(state: State, q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> State:
     """Add keys [N, D] that every row may see to the online softmax (Algorithm 3, line 11)."""
     scores = capped(q @ k.T, softcap)
     m = torch.maximum(state.m, scores.amax(-1))
@@ -225,10 +226,10 @@ def absorb(state: State, q: Tensor, k: Tensor, v: Tensor, softcap: float | None 
     return State(m, state.l * decay + weights.sum(-1), state.acc * decay[..., None] + weights @ v)
 
 
-def _gathered_prefix(
+def _visit_prefix(
     inputs: _Head, queries: Tensor, state: State, ranking: RankedPrefix, real: Tensor
 ) -> tuple[State, Tensor]:
-    """Algorithm 3: visit the prefix in order and stop when a chunk's gain is small.
+    """Visit the prefix in order and stop when a chunk's gain is small (Algorithm 3).
 
     Args:
         queries: [T, BM, D], scaled.
@@ -250,13 +251,15 @@ def _gathered_prefix(
         end = min(begin + stride, len(order))
         before = result.at(running)
         keys = order[begin:end]
-        after = absorb(before, queries[running], k[keys], v[keys], softcap)
-        gain = tile_gain(row_gain(before, after), real[running])
-        stop = stops(gain, begin, end, len(order), head, config.tile)
+        after = update_softmax(before, queries[running], k[keys], v[keys], softcap)
+        gain = tile_gain(measure_row_gain(before, after), real[running])
+        stop = decide_stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
         if head.tail == "mean" and not paper_literal:
             estimated = with_tail(before, after, ranking, begin, end)
-            after = State(*(torch.where(_like(stop, new), new, old) for old, new in zip(after, estimated, strict=True)))
+            after = State(
+                *(torch.where(_reshape_like(stop, new), new, old) for old, new in zip(after, estimated, strict=True))
+            )
         for part, new in zip(result, after, strict=True):
             part[running[kept]] = new[kept]
         visited[running] += end - begin
@@ -284,23 +287,23 @@ def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, en
     return State(after.m, after.l + added, after.acc + added[..., None] * mean)
 
 
-def _like(flags: Tensor, part: Tensor) -> Tensor:
+def _reshape_like(flags: Tensor, part: Tensor) -> Tensor:
     return flags.view(-1, *[1] * (part.ndim - 1))
 
 
-def row_gain(before: State, after: State) -> Tensor:
-    """What the keys between two states added to l, relative to l: [T, BM] (Algorithm 3, line 13)."""
+def measure_row_gain(before: State, after: State) -> Tensor:
+    """Return the gain of rows between two states, relative to l: [T, BM] (Algorithm 3, line 13)."""
     old = before.l * (before.m - after.m).exp()
     return (after.l - old) / old
 
 
 def tile_gain(gain: Tensor, real: Tensor) -> Tensor:
-    """The mean of the gains [T, BM] of each row tile's real rows: [T]."""
+    """Average the gains [T, BM] of each row tile's real rows: [T]."""
     return torch.where(real, gain, 0.0).sum(-1) / real.sum(-1)
 
 
-def stops(gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, tile: TileConfig) -> Tensor:
-    """Whether row tiles stop at the end of a chunk (Algorithm 3, line 14, with the threshold of the head's stop rule).
+def decide_stops(gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, tile: TileConfig) -> Tensor:
+    """Decide which row tiles stop after a chunk (Algorithm 3, line 14, with the threshold of the head's stop rule).
 
     With a gain that is NaN none does.
 

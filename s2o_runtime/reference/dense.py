@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from s2o_runtime.call import Scoring, capped
-from s2o_runtime.sequences import CallShape, call_shape
+from s2o_runtime.call import Scoring, ScoringOptions, capped
+from s2o_runtime.sequences import CallShape, Starts, call_shape, list_sequences
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -28,23 +32,16 @@ SINK_TERMS = 8  # of a sink's score in dense attention: bfloat16 needs 3, and ba
 
 
 def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, kv_start: Tensor | None = None, **options: Unpack[ScoringOptions]
 ) -> Tensor:
-    """Causal attention through torch's SDPA, with the fastest of its backends that takes the call.
+    """Compute causal attention through torch's SDPA, with the fastest of its backends that takes the call.
 
     Query i stands at position Lk - Lq + i. SDPA knows no soft cap: scores with one are computed as `exact_attention`
     computes them, in float32 and many times slower.
 
     Args:
         q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it.
-        scale, softcap, sinks: as in `scoring.Scoring`.
+        options: scale, softcap and sinks, as in `call.Scoring`.
         kv_start: int32 or int64 [B], the first key of each sequence that counts; reading it waits for the device.
 
     Returns:
@@ -54,25 +51,23 @@ def dense_attention(
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
-    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
-    if softcap is not None:
+    scoring = Scoring(**options).checked(shape, q)
+    if scoring.softcap is not None:
         return exact_attention(q, k, v, **scoring.arguments(), kv_start=kv_start).to(q.dtype)
     if kv_start is None:
-        return _causal(q, k, v, scoring)
+        return _attend_causally(q, k, v, scoring)
     out = q.new_zeros(*q.shape[:3], shape.value_dim)
-    for b, start in enumerate(kv_start.tolist()):  # a left-padded sequence is a shorter sequence
-        row = max(0, start - shape.offset)
-        if row < shape.q_len:
-            sequence = slice(b, b + 1)
-            out[sequence, :, row:] = _causal(
-                q[sequence, :, row:], k[sequence, :, start:], v[sequence, :, start:], scoring
-            )
+    for sequence in list_sequences(Starts(kv_start), shape):
+        keys, values = (sequence.take(tensor, sequence.keys) for tensor in (k, v))
+        sequence.take(out, sequence.rows).copy_(
+            _attend_causally(sequence.take(q, sequence.rows), keys, values, scoring)
+        )
     return out
 
 
 @contextmanager
 def sdpa_backend(backend: SDPBackend) -> Iterator[None]:
-    """Inside the block dense attention is by this backend of SDPA, or a slower one that takes the call.
+    """Run dense attention inside the block by this backend of SDPA, or a slower one that takes the call.
 
     No kernel of S2O's is used either, so what differs from dense attention outside the block is rounding alone.
     """
@@ -83,40 +78,40 @@ def sdpa_backend(backend: SDPBackend) -> Iterator[None]:
         _preferred.reset(token)
 
 
-def preferred_backend() -> SDPBackend | None:
-    """The backend of the `sdpa_backend` block around this, if there is one."""
+def get_preferred_backend() -> SDPBackend | None:
+    """Return the backend of the `sdpa_backend` block around this, if there is one."""
     return _preferred.get()
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """SDPA of one batch without padding. Its fast backends want one head dim: the smaller is filled with zeros."""
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    """Run SDPA on one batch without padding. Its fast backends want one head dim: the smaller is filled with zeros."""
     scale, _, sinks = scoring
     assert scale is not None
     value_dim = v.shape[3]
     if sinks is not None:
         q, k, v = with_sink_key(q, k, v, sinks, scale)
-    out = unchecked_attention(q, k, v, scale)
+    out = run_sdpa(q, k, v, scale)
     return out if out.shape[3] == value_dim else out[..., :value_dim]
 
 
-def unchecked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """`dense_attention` of tensors that are known to fit, without anything that SDPA does not know."""
+def run_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Compute `dense_attention` of tensors that are known to fit, without anything that SDPA does not know."""
     head_dim, value_dim = q.shape[3], v.shape[3]
     if head_dim == value_dim:
-        return _sdpa(q, k, v, scale)
+        return _run_in_order(q, k, v, scale)
     widest = max(head_dim, value_dim)
-    q, k, v = (_filled(tensor, widest) for tensor in (q, k, v))
-    return _sdpa(q, k, v, scale)[..., :value_dim]
+    q, k, v = (_pad_head_dim(tensor, widest) for tensor in (q, k, v))
+    return _run_in_order(q, k, v, scale)[..., :value_dim]
 
 
-def _filled(tensor: Tensor, head_dim: int) -> Tensor:
-    """The tensor [B, H, L, D] with zeros up to `head_dim`."""
+def _pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
+    """Fill a tensor [B, H, L, D] with zeros up to `head_dim`."""
     missing = head_dim - tensor.shape[3]
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with one more key in front, without a value, whose score in every row is its head's sink.
+    """Return q, k and v with one more key in front, without a value, whose score in every row is its head's sink.
 
     The key is 1 in dimensions that are 0 in all others; there queries have sink / scale, as a sum of terms, because the
     type of q rounds one of them too much.
@@ -133,43 +128,43 @@ def with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) 
     return torch.cat([q, added], 3), keys, F.pad(v, (0, 0, 1, 0))
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """SDPA with its backends in the order of `FASTEST_FIRST`, or from the preferred one on.
+def _run_in_order(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Run SDPA with its backends in the order of `FASTEST_FIRST`, or from the preferred one on.
 
     `sdpa_kernel` takes 16 us of the host, as long as a short call takes the GPU. So where all backends are enabled, as
     they are by default, only their order is set, and where it is this one anyway nothing is.
     """
     if torch.compiler.is_compiling():
-        with _backends_from(preferred_backend()):
-            return _by_shape(q, k, v, scale)
+        with _enable_backends(get_preferred_backend()):
+            return _call_sdpa(q, k, v, scale)
     on_gpu = q.is_cuda
     if on_gpu:
         _settle_default_order(q.device)
-    preferred, order = preferred_backend(), torch._C._get_sdp_priority_order()
-    if preferred is not None or not _all_enabled():
+    preferred, order = get_preferred_backend(), torch._C._get_sdp_priority_order()
+    if preferred is not None or not _has_all_enabled():
         try:
-            with _backends_from(preferred):
-                return _by_shape(q, k, v, scale)
+            with _enable_backends(preferred):
+                return _call_sdpa(q, k, v, scale)
         finally:  # torch puts those that were disabled last
             torch._C._set_sdp_priority_order(order)
     if not on_gpu or order[: len(ORDER)] == ORDER:  # on a CPU there is no order
-        return _by_shape(q, k, v, scale)
+        return _call_sdpa(q, k, v, scale)
     torch._C._set_sdp_priority_order([*ORDER, *(backend for backend in order if backend not in ORDER)])
     try:
-        return _by_shape(q, k, v, scale)
+        return _call_sdpa(q, k, v, scale)
     finally:
         torch._C._set_sdp_priority_order(order)
 
 
-def _backends_from(preferred: SDPBackend | None) -> AbstractContextManager[object]:
-    """SDPA with the backends of `FASTEST_FIRST` in their order, from this one on."""
+def _enable_backends(preferred: SDPBackend | None) -> AbstractContextManager[object]:
+    """Enable the backends of `FASTEST_FIRST` in their order, from this one on."""
     first = 0 if preferred is None else FASTEST_FIRST.index(preferred)
     context: AbstractContextManager[object] = sdpa_kernel(FASTEST_FIRST[first:], set_priority=True)
     return context
 
 
-def _all_enabled() -> bool:
-    """Whether nobody disabled a backend of SDPA's; those are enabled for dense attention all the same."""
+def _has_all_enabled() -> bool:
+    """Return whether nobody disabled a backend of SDPA's; those are enabled for dense attention all the same."""
     return bool(
         torch._C._get_cudnn_sdp_enabled()
         and torch._C._get_flash_sdp_enabled()
@@ -178,8 +173,8 @@ def _all_enabled() -> bool:
     )
 
 
-def _by_shape(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """SDPA with the mask that the shapes call for."""
+def _call_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Call SDPA with the mask that the shapes ask for."""
     queries, keys = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
     if queries == keys:
@@ -204,21 +199,14 @@ def _settle_default_order(device: torch.device) -> None:
 
 
 def exact_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, kv_start: Tensor | None = None, **options: Unpack[ScoringOptions]
 ) -> Tensor:
-    """`dense_attention` in float32 (float64 for float64 inputs): the ground truth that errors are measured against.
+    """Compute `dense_attention` in float32 (float64 for float64 inputs): the ground truth for errors.
 
     Memory grows with `EXACT_ROWS * Lk`, not with `Lq * Lk`.
 
     Args:
-        q, k, v, scale, softcap, sinks, kv_start: as for `dense_attention`.
+        q, k, v, kv_start, options: as for `dense_attention`.
 
     Returns:
         [B, Hq, Lq, Dv] in float32 or float64.
@@ -227,10 +215,10 @@ def exact_attention(
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
-    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
+    scoring = Scoring(**options).checked(shape, q)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.zeros(*q.shape[:3], shape.value_dim, dtype=dtype, device=q.device)
-    for h, rows, last, scores in _scores_by_rows(q, k, scoring, kv_start, shape):
+    for h, rows, last, scores in _iterate_scores(q, k, scoring, kv_start, shape):
         values = v[:, h // shape.group, :last].to(dtype)
         sees_nothing = scores.amax(-1, keepdim=True) == float("-inf")
         weights = torch.where(sees_nothing, 0.0, scores.softmax(-1))
@@ -238,19 +226,11 @@ def exact_attention(
     return out
 
 
-def log_sum_exp(
-    q: Tensor,
-    k: Tensor,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kv_start: Tensor | None = None,
-) -> Tensor:
-    """The log-sum-exp of the scores that each row sees, its sink among them, in plain torch: SDPA does not return it.
+def log_sum_exp(q: Tensor, k: Tensor, *, kv_start: Tensor | None = None, **options: Unpack[ScoringOptions]) -> Tensor:
+    """Compute the log-sum-exp of the scores that each row sees, its sink among them: SDPA does not return it.
 
     Args:
-        q, k, scale, softcap, sinks, kv_start: as for `dense_attention`.
+        q, k, kv_start, options: as for `dense_attention`.
 
     Returns:
         float32 [B, Hq, Lq]; -inf for rows before `kv_start`.
@@ -259,17 +239,17 @@ def log_sum_exp(
         InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, k, kv_start)
-    scoring = Scoring(scale, softcap, sinks).checked(shape, q)
+    scoring = Scoring(**options).checked(shape, q)
     out = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for h, rows, _, scores in _scores_by_rows(q, k, scoring, kv_start, shape):
+    for h, rows, _, scores in _iterate_scores(q, k, scoring, kv_start, shape):
         out[:, h, rows] = scores.logsumexp(-1).to(out.dtype)
     return out
 
 
-def _scores_by_rows(
+def _iterate_scores(
     q: Tensor, k: Tensor, scoring: Scoring, kv_start: Tensor | None, shape: CallShape
 ) -> Iterator[tuple[int, slice, int, Tensor]]:
-    """The scores of every head, `EXACT_ROWS` rows at a time, in float32 (float64 for float64 inputs).
+    """Yield the scores of every head, `EXACT_ROWS` rows at a time, in float32 (float64 for float64 inputs).
 
     Yields:
         The query head; its rows; L, how many keys the last of them sees; and their scores [B, rows, L], those of hidden

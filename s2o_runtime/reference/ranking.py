@@ -33,12 +33,12 @@ class RankedPrefix(NamedTuple):
     grain: int
 
     def rest(self, keys: int) -> tuple[Tensor, Tensor]:
-        """Mass [] and weighted values [Dv] of the keys after the first `keys` of the order."""
+        """Return mass [] and weighted values [Dv] of the keys after the first `keys` of the order."""
         return self.mass[keys // self.grain], self.values[keys // self.grain]
 
 
 def part_means(q: Tensor, part: int, first_position: int = 0, start: int = 0) -> Tensor:
-    """The representatives of a segment: the mean queries of its parts, without the queries in the padding.
+    """Average the queries of each part of a segment, without those in the padding: its representatives.
 
     Args:
         q: [..., S, D], the segment's queries; the last part may be shorter than the others.
@@ -60,7 +60,7 @@ def part_means(q: Tensor, part: int, first_position: int = 0, start: int = 0) ->
 
 
 def log_weights(representatives: Tensor, k: Tensor, grain: int = 1, softcap: float | None = None) -> Tensor:
-    """The logarithm of the weight of each step of `grain` adjacent keys.
+    """Compute the logarithm of the weight of each step of `grain` adjacent keys.
 
     Each representative gives a softmax over the prefix. The weight of a key is its largest one, the weight of a step
     the sum over its keys. Sinks have no part in it: they say nothing of which key is more important. A key with a score
@@ -84,7 +84,7 @@ def log_weights(representatives: Tensor, k: Tensor, grain: int = 1, softcap: flo
 
 
 def order_of(weights: Tensor, grain: int = 1) -> Tensor:
-    """Algorithm 1, line 19: the keys by falling weight of their step.
+    """Order the keys by falling weight of their step (Algorithm 1, line 19).
 
     Args:
         weights: [..., P / grain].
@@ -99,7 +99,7 @@ def order_of(weights: Tensor, grain: int = 1) -> Tensor:
 def rank(
     representatives: Tensor, k: Tensor, v: Tensor, grain: int = 1, first: int = 0, softcap: float | None = None
 ) -> RankedPrefix:  # fmt: skip
-    """A segment's ranking of its prefix.
+    """Rank a segment's prefix.
 
     Args:
         representatives: [R, D], scaled.
@@ -113,9 +113,9 @@ def rank(
     steps = order[::grain] // grain
     mass = (weights - weights.amax()).exp()[steps]
     means = v.view(-1, grain, v.shape[1]).mean(1)[steps]
-    return RankedPrefix(order + first, _suffix_sums(mass), _suffix_sums(mass[:, None] * means), grain)
+    return RankedPrefix(order + first, _sum_suffixes(mass), _sum_suffixes(mass[:, None] * means), grain)
 
 
-def _suffix_sums(terms: Tensor) -> Tensor:
-    """Sums over the first dimension from each entry to the end, and a last entry of 0: [N + 1, ...]."""
+def _sum_suffixes(terms: Tensor) -> Tensor:
+    """Sum over the first dimension from each entry to the end, with a last entry of 0: [N + 1, ...]."""
     return torch.cat([terms.flip(0).cumsum(0).flip(0), torch.zeros_like(terms[:1])])

@@ -8,7 +8,6 @@ import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.backend import _log_once
-from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.warmup import warmup
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
@@ -237,13 +236,6 @@ def test_bad_edges_of_packed_sequences_are_named_where_they_are_read(change, mes
     assert s2o_attention_varlen(**call).isfinite().all()
     with pytest.raises(InputError, match=message):
         s2o_attention_varlen(**call | change)
-
-
-def test_paged_calls_name_what_they_do_not_have():
-    with pytest.raises(InputError, match=r"^s2o_attention_paged\(\) has no argument is_causal"):
-        s2o_attention_paged(
-            Q, K, V, config(), cu_q=edges(0), seq_lens=edges(0), block_table=edges(0), max_q=1, max_k=1, is_causal=True
-        )
 
 
 @pytest.mark.parametrize(

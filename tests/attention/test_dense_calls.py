@@ -7,7 +7,7 @@ import torch
 
 from s2o_runtime.attention import api
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.replay import STEPS, _steps, forget_plans
+from s2o_runtime.attention.replay import STEPS, _get_step, forget_plans
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference import dense
@@ -128,7 +128,7 @@ def test_the_decode_steps_kept_are_bounded():
     q, k, v = inputs(1, STEPS + 30)
     for keys in range(2, STEPS + 30):
         s2o_attention(q, k[:, :, :keys], v[:, :, :keys], CONFIG)
-    assert _steps.cache_info().currsize == STEPS
+    assert _get_step.cache_info().currsize == STEPS
 
 
 @pytest.mark.parametrize(("queries", "config"), [(1, CONFIG), (40, DENSE)])
@@ -150,14 +150,14 @@ def test_a_known_call_runs_little_python(queries, config):
 def orders(monkeypatch):
     """SDPA's order of backends and those enabled while it runs, on what is called a GPU."""
     seen = []
-    by_shape = dense._by_shape
+    by_shape = dense._call_sdpa
 
     def watched(*arguments):
         enabled = (torch._C._get_flash_sdp_enabled(), torch._C._get_cudnn_sdp_enabled())
         seen.append((torch._C._get_sdp_priority_order()[: len(FASTEST_FIRST)], enabled))
         return by_shape(*arguments)
 
-    monkeypatch.setattr(dense, "_by_shape", watched)
+    monkeypatch.setattr(dense, "_call_sdpa", watched)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     return seen
 
@@ -186,7 +186,7 @@ def test_the_fastest_backends_come_first_and_the_programs_own_order_stays(first,
         assert orders[-1][0][0] == int(FASTEST_FIRST[2])
         assert orders[-1][1] == (False, False)
         with pytest.raises(RuntimeError):
-            dense.unchecked_attention(*inputs(8, 8)[:2], torch.randn(1, 3, 9, 32), 0.1)
+            dense.run_sdpa(*inputs(8, 8)[:2], torch.randn(1, 3, 9, 32), 0.1)
         assert settings() == own
     finally:
         torch._C._set_sdp_priority_order(before[0])

@@ -123,15 +123,15 @@ def drop_nan(monkeypatch):
 @INTERPRETED
 @pytest.mark.usefixtures("drop_nan")
 @pytest.mark.parametrize(
-    ("bad", "path", "where"), pairwise(BAD, ["kernels", "shares", "int8"], ["q", "k", "v"], mark=SLOW, count=1)
+    ("bad", "path", "where"), pairwise(BAD, ["kernels", "splits", "int8"], ["q", "k", "v"], mark=SLOW, count=1)
 )
 def test_in_kernels(path, where, bad, monkeypatch):
     position = POSITIONS[1]
     heads = list(OF_HEADS.values())
     q, k, v, start = inputs(where, bad, position, len(heads))
     config = LayerConfig(tuple(heads), TILE, scores="int8" if path == "int8" else "input")
-    if path == "shares":
-        monkeypatch.setattr(prefill_module, "key_shares", lambda *_: 3)
+    if path == "splits":
+        monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: 3)
     out, lse, _ = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_lse=True)
     expected = seen_by(heads, nan_rows(q, k, v, start), where, position)
     check(out, expected, start)

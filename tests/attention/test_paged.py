@@ -146,7 +146,7 @@ def test_the_kernels_read_keys_where_they_lie(config, page_size, copies, nan_fil
 def test_rows_of_a_cache_are_its_keys(name):
     lengths = [37, 1, 70]
     k, v, pages = pages_of(lengths, 16, name)
-    assert pages.rows_obstacle(torch.float32) is None
+    assert pages.find_rows_obstacle(torch.float32) is None
     table, shift, apart = pages.table
     key = torch.cat([torch.arange(length) for length in lengths])
     sequence = torch.arange(3).repeat_interleave(torch.tensor(lengths))
@@ -204,17 +204,14 @@ def test_the_output_may_be_given():
         ({"k_scale": torch.ones(1)}, r"k_scale is given but the cache is torch\.float32"),
         ({"out": torch.zeros(50, 4, 32)}, r"out is torch\.float32 \(50, 4, 32\) on cpu: expected"),
         ({"q": torch.zeros(50, 3, 64)}, r"3 query heads cannot share 2 KV heads"),
+        ({"is_causal": True}, r"^s2o_attention_paged\(\) has no argument is_causal"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(change, said):
     tensors = {"q": torch.zeros(50, 4, 64), "k_cache": torch.zeros(9, 16, 2, 64), "v_cache": torch.zeros(9, 16, 2, 64)}
-    others = {
-        "cu_q": torch.tensor([0, 50], dtype=torch.int32),
-        "seq_lens": torch.tensor([100], dtype=torch.int32),
-        "block_table": torch.zeros(1, 9, dtype=torch.int32),
-        "max_q": 50,
-        "max_k": 100,
-    }
+    numbers = torch.tensor([0, 50, 100], dtype=torch.int32)
+    table = torch.zeros(1, 9, dtype=torch.int32)
+    others = {"cu_q": numbers[:2], "seq_lens": numbers[2:], "block_table": table, "max_q": 50, "max_k": 100}
     given = {**tensors, **others, **change}
     with pytest.raises(InputError, match=said):
         s2o_attention_paged(*(given.pop(name) for name in tensors), CONFIG, **given)

@@ -367,14 +367,14 @@ OF_TILES = [
 )
 def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, seed, monkeypatch):
     """Of every chunk whose stop says something: what it brings, over what the stop rule asks for."""
-    ratios, real = [], attention.stops
+    ratios, real = [], attention.decide_stops
 
     def stops(gain, begin, end, prefix, head, tile):
         if head.tau > 0 and end < prefix:
             ratios.append(gain * (prefix - end) / (head.tau * (end - begin)))
         return real(gain, begin, end, prefix, head, tile)
 
-    monkeypatch.setattr(attention, "stops", stops)
+    monkeypatch.setattr(attention, "decide_stops", stops)
     q, k, v = self_test.make_inputs(length, head_dim, torch.bfloat16, CPU, seed)
     result = by_reference(q, k, v, self_test.make_layer(tile))
     ratio = torch.cat(ratios)

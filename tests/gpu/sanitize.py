@@ -123,7 +123,7 @@ def in_place(tile: TileConfig) -> float:
 def split(tile: TileConfig) -> float:
     """All of these with the keys of the dense head split, without plans of unsplit calls."""
     forget_plans()
-    with mock.patch.object(prefill_module, "key_shares", return_value=4):
+    with mock.patch.object(prefill_module, "count_key_splits", return_value=4):
         worst = max(prefill(tile), packed(tile), in_place(tile))
     forget_plans()
     return worst

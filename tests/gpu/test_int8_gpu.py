@@ -9,7 +9,7 @@ from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_va
 from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.quantisation import quantised_keys
+from s2o_runtime.quantisation import quantise_keys
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.tiles import candidate_tiles
 from support.gpu import SHAPES, SHAPES_256, drawn, inputs, relative_error
@@ -28,7 +28,7 @@ def test_keys_are_rounded_as_the_rule_says(kv_len, head_dim, starts, dtype, nan_
     for b in range(batch):
         start = 0 if starts is None else starts[b]
         for h in range(2):
-            expected = quantised_keys(k[b, h], start)
+            expected = quantise_keys(k[b, h], start)
             torch.testing.assert_close(unit[b, h], expected.unit, rtol=1e-5, atol=0)
             torch.testing.assert_close(middle[b, h], expected.middle)
             off = (rows[b, h, start:].int() - expected.levels[start:].int()).abs()

@@ -84,7 +84,7 @@ def test_the_order_in_which_heads_start_changes_nothing(length, last_rows, tile,
     expected = exact_attention(q, k, v)
     outputs = []
     for per_wave in (1, 2, 3, 6):
-        monkeypatch.setattr(prefill_module, "heads_per_wave", lambda *_, heads=per_wave: heads)
+        monkeypatch.setattr(prefill_module, "count_heads_per_wave", lambda *_, heads=per_wave: heads)
         outputs.append(prefill_module.s2o_prefill(call))
     for out, visited, _ in outputs:
         assert relative_error(out[:, [0, 2, 3, 5]], expected[:, [0, 2, 3, 5]]) <= 6e-3

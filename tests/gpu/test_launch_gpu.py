@@ -31,12 +31,12 @@ def test_a_direct_launch_is_tritons(tile, monkeypatch, nan_filled):
         return s2o_attention(q, k, v, config, kv_start=starts, backend="triton", return_lse=True)
 
     # no call may become a plan, which would not launch through `launch`, or be recorded, which takes the listener
-    monkeypatch.setattr("s2o_runtime.attention.replay.RepeatedCall.recorder", lambda repeated, inputs: None)
+    monkeypatch.setattr("s2o_runtime.attention.replay.RepeatedCall.make_recorder", lambda repeated, inputs: None)
     monkeypatch.setattr(launch_module, "_compiled", {})
-    monkeypatch.setattr(launch_module, "_direct", lambda version: False)
+    monkeypatch.setattr(launch_module, "_is_tested", lambda version: False)
     expected = call()
     assert not launch_module._compiled
-    monkeypatch.setattr(launch_module, "_direct", lambda version: True)
+    monkeypatch.setattr(launch_module, "_is_tested", lambda version: True)
     call()  # through Triton, and kept
     kept = len(launch_module._compiled)
     assert kept >= 6  # means, log-sums, scores, order, pooled values, tail sums, prefill
@@ -55,7 +55,7 @@ def test_a_direct_launch_is_tritons(tile, monkeypatch, nan_filled):
 @pytest.mark.parametrize("tile", TILES)
 def test_this_triton_is_tested(tile):
     """Kept kernels are what plans are made of: without them every call pays for Triton's binder."""
-    if not launch_module._direct(triton.__version__):
+    if not launch_module._is_tested(triton.__version__):
         pytest.skip(f"Triton {triton.__version__} is not in TESTED_TRITONS: {launch_module.TESTED_TRITONS}")
     before = len(launch_module._compiled)
     warmup(LayerConfig.uniform(4, tau=0.5, segment=192 if tile.rows == 64 else 384, tile=tile), kv_heads=1, head_dim=64)

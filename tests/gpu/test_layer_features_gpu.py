@@ -157,7 +157,7 @@ def test_dense_attention_with_a_cap_runs_in_the_kernel(head_dim, nan_filled):
         assert seconds["kernel"] < seconds["torch"] / 2
 
 
-@pytest.mark.skipif(not launch_module._direct(triton.__version__), reason="no call becomes a plan with this Triton")
+@pytest.mark.skipif(not launch_module._is_tested(triton.__version__), reason="no call becomes a plan with this Triton")
 def test_calls_with_sinks_become_plans(replays, nan_filled):
     """The sinks of a later call are its own: a pointer of the plan's inputs, not a constant of it."""
     q, k, v = inputs(1, 4, 2, 1500, 1500, 128, torch.bfloat16)

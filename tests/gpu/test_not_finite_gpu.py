@@ -23,7 +23,7 @@ HEADS = (
 @pytest.mark.parametrize(
     ("path", "bad", "position", "where", "tile"),
     pairwise(
-        ["kernels", "shares", "int8"], [math.nan, math.inf, -math.inf], [100, 900, 1999], ["q", "k"],
+        ["kernels", "splits", "int8"], [math.nan, math.inf, -math.inf], [100, 900, 1999], ["q", "k"],
         [PLAIN, SPECIALIZED],
     ),
 )  # fmt: skip
@@ -34,8 +34,8 @@ def test_where_dense_attention_is_nan_s2o_is(tile, path, where, bad, position, m
     start = torch.tensor([0, PADDING], device="cuda")
     {"q": q, "k": k}[where][0, 0, position, 3] = bad
     config = LayerConfig(heads, tile, scores="int8" if path == "int8" else "input")
-    if path == "shares":
-        monkeypatch.setattr(prefill_module, "key_shares", lambda *_: 3)
+    if path == "splits":
+        monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: 3)
     out, lse, _ = s2o_attention(q, k, v, config, kv_start=start, backend="triton", return_lse=True)
     scores = q.double() @ k.double().mT
     causal = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()

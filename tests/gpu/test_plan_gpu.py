@@ -20,7 +20,7 @@ from support.fake_vllm import FakeEngine
 from support.gpu import laid_out
 
 pytestmark = pytest.mark.skipif(
-    not launch_module._direct(triton.__version__),
+    not launch_module._is_tested(triton.__version__),
     reason=f"no call becomes a plan with Triton {triton.__version__}: see TESTED_TRITONS and test_launch_gpu.py",
 )
 

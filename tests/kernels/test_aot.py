@@ -25,7 +25,7 @@ def compiled(**changes):
         ("tensor_cores", Case("tail", 90, 64), {"wgmma": 0, "mma_sync": 64}),
         ("int8_products", Case("prefill", 90, 128, TileConfig(), variant="int8"), {"int8": 0}),
         ("int8_products", Case("prefill", 90, 128, TileConfig()), {"int8": 12}),
-        ("int8_products", Case("prefill", 90, 128, TileConfig(), variant="shares-int8"), {"int8": 0}),
+        ("int8_products", Case("prefill", 90, 128, TileConfig(), variant="splits-int8"), {"int8": 0}),
         ("shared_memory", Case("prefill", 89, 128, TileConfig()), {"shared": (99 << 10) + 1}),
         ("no_spills", Case("representatives", 90, 128), {"stack": 8}),
         ("no_spills", Case("representatives", 90, 128), {"local": 8}),

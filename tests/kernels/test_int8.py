@@ -9,7 +9,7 @@ from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.quantisation import LEVELS, NARROWEST, SMOOTHING, quantised, quantised_keys
+from s2o_runtime.quantisation import LEVELS, NARROWEST, SMOOTHING, quantise, quantise_keys
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.kernels import TILE, call_of, drawn, inputs, mixed_config, run_both
@@ -20,24 +20,24 @@ SLOW = pytest.mark.slow(reason="more shapes of the kernels in Triton's interpret
 
 def test_a_row_is_off_by_half_a_level_at_most():
     rows = torch.randn(50, 64) * torch.logspace(-3, 3, 50)[:, None]
-    levels, scale = quantised(rows)
+    levels, scale = quantise(rows)
     assert levels.dtype == torch.int8
     assert levels.abs().amax() == LEVELS
     torch.testing.assert_close(scale, rows.abs().amax(1) / LEVELS)
-    off = (quantised(rows).restored() - rows).abs() / scale[:, None]
+    off = (quantise(rows).restore() - rows).abs() / scale[:, None]
     assert 0.4 < off.amax() <= 0.5 + 1e-3
 
 
 def test_a_row_of_zeros_stays_zero():
-    rows = quantised(torch.zeros(3, 8))
-    assert torch.equal(rows.restored(), torch.zeros(3, 8))
+    rows = quantise(torch.zeros(3, 8))
+    assert torch.equal(rows.restore(), torch.zeros(3, 8))
     assert torch.all(rows.scale > 0)
 
 
 def test_units_follow_the_ranges_of_channels_in_part():
     k = torch.rand(200, 4) * 2 - 1
     k[0], k[1] = 1, -1  # the range is all of it
-    levels, unit, middle = quantised_keys(k * torch.tensor([16.0, 4.0, 1.0, 0.0]) + 5)
+    levels, unit, middle = quantise_keys(k * torch.tensor([16.0, 4.0, 1.0, 0.0]) + 5)
     torch.testing.assert_close(middle, torch.full((4,), 5.0))
     parts = torch.tensor([1.0, 1 / 4, 1 / 16, NARROWEST])
     torch.testing.assert_close(unit * LEVELS, 16 * parts**SMOOTHING)
@@ -48,12 +48,12 @@ def test_units_follow_the_ranges_of_channels_in_part():
 def test_keys_before_the_start_do_not_count():
     k = torch.randn(90, 16)
     k[:30] *= 1e4
-    levels, unit, middle = quantised_keys(k, 30)
-    expected = quantised_keys(k[30:])
+    levels, unit, middle = quantise_keys(k, 30)
+    expected = quantise_keys(k[30:])
     assert torch.equal(levels[30:], expected.levels)
     assert torch.equal(unit, expected.unit)
     assert torch.equal(middle, expected.middle)
-    assert torch.equal(quantised_keys(k, 90).middle, torch.zeros(16))
+    assert torch.equal(quantise_keys(k, 90).middle, torch.zeros(16))
 
 
 def test_a_common_part_of_all_keys_costs_nothing():
@@ -63,7 +63,7 @@ def test_a_common_part_of_all_keys_costs_nothing():
     moved = s2o_attention_reference(q, k + common, v, config).out
     truth = exact_attention(q, k, v)
     assert float((moved - truth).norm() / truth.norm()) < 0.03
-    by_rows = exact_attention(quantised(q).restored(), quantised(k + common).restored(), v)
+    by_rows = exact_attention(quantise(q).restore(), quantise(k + common).restore(), v)
     assert float((by_rows - truth).norm() / truth.norm()) > 0.1
 
 
@@ -80,8 +80,8 @@ def test_never_stopping_is_attention_of_rounded_queries_and_keys():
     config = LayerConfig.uniform(2, segment=64, tile=TILE, scores="int8")
     out = s2o_attention_reference(q, k, v, config).out
     for h in range(2):
-        levels, unit, _ = quantised_keys(k[0, h])
-        queries = quantised(q[0, h] * 64**-0.5 * unit).restored()
+        levels, unit, _ = quantise_keys(k[0, h])
+        queries = quantise(q[0, h] * 64**-0.5 * unit).restore()
         expected = exact_attention(queries[None, None], levels[None, None].double(), v[:, h : h + 1], scale=1.0)
         torch.testing.assert_close(out[:, h : h + 1], expected, rtol=1e-5, atol=1e-6)
 
@@ -144,7 +144,7 @@ def test_keys_are_rounded_as_the_rule_says(starts, nan_filled):
     rows, unit, middle = keys_of(call_of(k, k, k, config, kv_start))
     for b in range(2):
         start = 0 if starts is None else starts[b]
-        expected = quantised_keys(k[b, 0], start)
+        expected = quantise_keys(k[b, 0], start)
         torch.testing.assert_close(unit[b, 0], expected.unit)
         torch.testing.assert_close(middle[b, 0], expected.middle)
         off = (rows[b, 0, start:].int() - expected.levels[start:].int()).abs()

@@ -10,13 +10,13 @@ import triton.language as tl
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.warmup import SEGMENTS
-from s2o_runtime.call import head_tables
+from s2o_runtime.call import make_head_tables
 from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
-from s2o_runtime.kernels.prefill import heads_per_wave, row_slices, s2o_prefill
-from s2o_runtime.kernels.primitives import LOG2E, program_tile
+from s2o_runtime.kernels.prefill import count_heads_per_wave, row_slices, s2o_prefill
+from s2o_runtime.kernels.primitives import LOG2E, assign_tile
 from s2o_runtime.kernels.rank import order as order_module
 from s2o_runtime.kernels.rank import scores as scores_module
 from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
@@ -190,7 +190,7 @@ def test_the_order_in_which_heads_start_changes_nothing(last_rows, starts, monke
     call = call_of(q, k, v, replace(mixed_config(4, 1.0), last_rows=last_rows), kv_start, lse=True)
     outputs = []
     for per_wave in (1, 2, 4):
-        monkeypatch.setattr(prefill_module, "heads_per_wave", lambda *_, heads=per_wave: heads)
+        monkeypatch.setattr(prefill_module, "count_heads_per_wave", lambda *_, heads=per_wave: heads)
         outputs.append(s2o_prefill(call))
     for other in outputs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(outputs[0], other, strict=True))
@@ -200,16 +200,20 @@ def test_the_order_in_which_heads_start_changes_nothing(last_rows, starts, monke
 def test_dense_heads_start_first():
     s2o, dense = HeadConfig(1.0, 128), HeadConfig(mode="dense")
     config = LayerConfig((s2o, dense, s2o, dense), TILE)
-    assert head_tables(config, torch.device("cpu")).launch_order.tolist() == [1, 3, 0, 2]
+    assert make_head_tables(config, torch.device("cpu")).launch_order.tolist() == [1, 3, 0, 2]
     alike = LayerConfig((s2o,) * 3, TILE)
-    assert head_tables(alike, torch.device("cpu")).launch_order is None  # which needs no other kernel
+    assert make_head_tables(alike, torch.device("cpu")).launch_order is None  # which needs no other kernel
     ending = replace(alike, last_rows=256)
-    assert head_tables(ending, torch.device("cpu")).launch_order.tolist() == [0, 1, 2]  # whose last rows start first
+    assert make_head_tables(ending, torch.device("cpu")).launch_order.tolist() == [
+        0,
+        1,
+        2,
+    ]  # whose last rows start first
 
 
 @triton.jit
 def _programs(OUT, LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.constexpr):
-    tile, h, b, heads = program_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS, True)
+    tile, h, b, heads = assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS, True)
     number = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     tl.store(OUT + number, (b * heads + h) * 100 + tile)
 
@@ -230,7 +234,7 @@ def test_as_many_heads_take_turns_as_the_cache_holds():
     gpu = Resources(132, 50 << 20)
 
     def per_wave(q_len, kv_len, gpu=gpu, heads=32):
-        return heads_per_wave(CallShape(1, heads, heads // 4, q_len, kv_len, 128, 128), 4, gpu)
+        return count_heads_per_wave(CallShape(1, heads, heads // 4, q_len, kv_len, 128, 128), 4, gpu)
 
     assert [per_wave(1 << power, 1 << power) for power in range(12, 18)] == [32, 32, 16, 8, 4, 4]
     assert per_wave(16384, 16384, heads=20) == 10  # of 16: all rounds have as many
@@ -282,9 +286,9 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
 
 
 @SLOW
-@pytest.mark.parametrize(("shares", "starts", "head_dim"), [(3, [30, 0], 64), (1, None, 256)])
-def test_tail_sums_are_those_of_the_order(shares, starts, head_dim, nan_filled, monkeypatch):
-    monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
+@pytest.mark.parametrize(("splits", "starts", "head_dim"), [(3, [30, 0], 64), (1, None, 256)])
+def test_tail_sums_are_those_of_the_order(splits, starts, head_dim, nan_filled, monkeypatch):
+    monkeypatch.setattr(tail_module, "count_tail_splits", lambda programs, steps: splits)
     q, k, v, kv_start = drawn((2, 2, 1, 230, 500, head_dim, starts))
     config = LayerConfig.uniform(2, segment=64, representatives=16, tail="mean", tile=TILE)
     call = call_of(q, k, v, config, kv_start)
@@ -292,17 +296,17 @@ def test_tail_sums_are_those_of_the_order(shares, starts, head_dim, nan_filled, 
     assert_tail_sums(tail, ranking, call)
 
 
-@pytest.mark.parametrize(("shares", "head_dim", "starts"), [(2, 64, [30]), pytest.param(1, 128, None, marks=SLOW)])
-def test_tail_sums_of_more_segments_at_once(shares, head_dim, starts, nan_filled, monkeypatch):
+@pytest.mark.parametrize(("splits", "head_dim", "starts"), [(2, 64, [30]), pytest.param(1, 128, None, marks=SLOW)])
+def test_tail_sums_of_more_segments_at_once(splits, head_dim, starts, nan_filled, monkeypatch):
     """The last program has one segment, of the eight that it could have."""
-    monkeypatch.setattr(tail_module, "tail_shares", lambda programs, steps: shares)
+    monkeypatch.setattr(tail_module, "count_tail_splits", lambda programs, steps: splits)
     q, k, v, kv_start = drawn((len(starts or [0]), 2, 1, 560, 700, head_dim, starts))
     heads = (HeadConfig(1.0, 64, representatives=16, tail="mean"), HeadConfig(1.0, 128, tail="mean"))
     call = call_of(q, k, v, LayerConfig(heads, TILE), kv_start)
     ranking, four = kernel_ranking(call)
     monkeypatch.setattr(tail_module, "MANY_SEGMENTS", 1)
-    assert tail_module.tail_segments(9, head_dim) == 8
-    eight = tail_module.tail_sums(ranking, tail_module.pooled_values(v, call), call, range(560))
+    assert tail_module.count_tail_segments(9, head_dim) == 8
+    eight = tail_module.sum_tails(ranking, tail_module.pool_values(v, call), call, range(560))
     for ours, expected in zip(eight, four, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert_tail_sums(eight, ranking, call)
@@ -327,10 +331,10 @@ def assert_tail_sums(tail, ranking, call):
 
 
 def test_few_long_segments_are_shared_and_many_or_short_ones_are_not():
-    assert tail_module.tail_shares(32, 8192) == tail_module.TAIL_SHARES
-    assert tail_module.tail_shares(128, 8192) == 4
-    assert tail_module.tail_shares(64, 1984) == 3
-    assert tail_module.tail_shares(1024, 32768) == tail_module.tail_shares(8, 511) == 1
+    assert tail_module.count_tail_splits(32, 8192) == tail_module.TAIL_SPLITS
+    assert tail_module.count_tail_splits(128, 8192) == 4
+    assert tail_module.count_tail_splits(64, 1984) == 3
+    assert tail_module.count_tail_splits(1024, 32768) == tail_module.count_tail_splits(8, 511) == 1
 
 
 def bucket_order(scores):
@@ -411,6 +415,8 @@ def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monke
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_warmup_has_every_number_of_segments_that_kernels_are_compiled_for(head_dim):
     def forms(segments):
-        return scores_module.segments_at_once(segments, 1, head_dim), tail_module.tail_segments(segments, head_dim)
+        return scores_module.count_segments_at_once(segments, 1, head_dim), tail_module.count_tail_segments(
+            segments, head_dim
+        )
 
     assert {forms(segments) for segments in range(1, 600)} == {forms(segments) for segments in SEGMENTS}

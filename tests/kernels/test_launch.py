@@ -65,7 +65,7 @@ def test_a_wrong_name_is_an_error_that_names_it(change, message, first, monkeypa
     x, out = torch.randn(2, 16), torch.empty(2, 16)
     constants = {"HAS_BIAS": False, "COLUMNS": 16}
     if not first:
-        launch_module._bind(scaled_rows, arguments(x, out), constants)
+        launch_module._Binding(scaled_rows, arguments(x, out), constants)
     given = {name: value for name, value in (arguments(x, out) | change).items() if value is not ...}
     with pytest.raises(TypeError, match=message):
         launch(scaled_rows, (2, 1, 1), given, constants)
@@ -132,7 +132,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(launch_module, "_compiled", {})
-    monkeypatch.setattr(launch_module, "_direct", lambda version: True)
+    monkeypatch.setattr(launch_module, "_is_tested", lambda version: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     return Kernel()
 
@@ -231,11 +231,11 @@ def test_pointers_that_are_not_aligned_neither_use_nor_replace_what_is_kept(kern
 def test_an_untested_triton_launches_every_kernel_itself(kernel, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(triton, "__version__", "99.0.1+cu130")
-    launch_module._direct.cache_clear()
+    launch_module._is_tested.cache_clear()
     x = torch.zeros(64)
     call(kernel, x)
     call(kernel, x)
     assert len(kernel.through_triton) == 2
-    launch_module._direct.cache_clear()
-    direct = [launch_module._direct.__wrapped__(f"{major}.{minor}.0") for major, minor in TESTED_TRITONS]
+    launch_module._is_tested.cache_clear()
+    direct = [launch_module._is_tested.__wrapped__(f"{major}.{minor}.0") for major, minor in TESTED_TRITONS]
     assert direct == [True, True]

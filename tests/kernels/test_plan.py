@@ -10,16 +10,16 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.compute import takes_output
+from s2o_runtime.attention.compute import supports_output
 from s2o_runtime.attention.paged import s2o_attention_paged
-from s2o_runtime.attention.replay import PLANS, _calls, forget_plans, repeated_call
+from s2o_runtime.attention.replay import PLANS, _get_call, find_repeated_call, forget_plans
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import plan as plan_module
 from s2o_runtime.kernels.groups import Levels
-from s2o_runtime.kernels.launch import hooked, launch, observed
+from s2o_runtime.kernels.launch import is_hooked, launch, observed
 from s2o_runtime.kernels.plan import Recorder
 from support.paging import LAYOUTS, PagedBatch
 
@@ -47,7 +47,7 @@ class Kernel:
 def gpu(monkeypatch):
     """As if the tensors of the test were on the current GPU."""
     monkeypatch.setattr(launch_module, "_compiled", {})
-    monkeypatch.setattr(launch_module, "_direct", lambda version: True)
+    monkeypatch.setattr(launch_module, "_is_tested", lambda version: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -277,7 +277,7 @@ def test_when_a_plan_does_not_fit(gpu, two_launches, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: 1)
         assert plan.replay((x[:64], x[16:])) is None
-    monkeypatch.setattr(plan_module, "hooked", lambda: True)
+    monkeypatch.setattr(plan_module, "is_hooked", lambda: True)
     assert plan.replay((x[:64], x[16:])) is None
 
 
@@ -293,8 +293,8 @@ OPTIONS = (None, "auto", False, False)  # scale, backend, return_stats, return_l
 
 def test_calls_that_differ_in_anything_but_memory_have_plans_of_their_own(gpu):
     q, k, v = inputs()
-    base = repeated_call((q, k, v, None), CONFIG, OPTIONS)
-    assert base is repeated_call((q.clone(), k.clone(), v.clone(), None), CONFIG, OPTIONS)
+    base = find_repeated_call((q, k, v, None), CONFIG, OPTIONS)
+    assert base is find_repeated_call((q.clone(), k.clone(), v.clone(), None), CONFIG, OPTIONS)
     other = LayerConfig.uniform(1, tau=0.6, segment=64, tile=CONFIG.tile)
     start = torch.zeros(1, dtype=torch.int64)
     views = torch.cat((q, q), 3)[..., :64]
@@ -309,30 +309,30 @@ def test_calls_that_differ_in_anything_but_memory_have_plans_of_their_own(gpu):
     ]
     of_options = [(0.1, "auto", False, False), (None, "triton", False, False), (None, "auto", True, False)]
     of_options += [(None, "auto", False, True), (*OPTIONS, 100, 100), (*OPTIONS, 100, 101)]
-    calls = [base, repeated_call((q, k, v, None), other, OPTIONS)]
-    calls += [repeated_call(tensors, CONFIG, OPTIONS) for tensors in of_tensors]
-    calls += [repeated_call((q, k, v, None), CONFIG, options) for options in of_options]
+    calls = [base, find_repeated_call((q, k, v, None), other, OPTIONS)]
+    calls += [find_repeated_call(tensors, CONFIG, OPTIONS) for tensors in of_tensors]
+    calls += [find_repeated_call((q, k, v, None), CONFIG, options) for options in of_options]
     assert len(set(map(id, calls))) == len(calls) == 15
 
 
 def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):
     q, k, v = inputs()
     v.requires_grad_()
-    assert repeated_call((q, k, v, None), CONFIG, OPTIONS) is None
+    assert find_repeated_call((q, k, v, None), CONFIG, OPTIONS) is None
     with torch.no_grad():
-        assert repeated_call((q, k, v, None), CONFIG, OPTIONS) is not None
+        assert find_repeated_call((q, k, v, None), CONFIG, OPTIONS) is not None
     parameter = torch.nn.Parameter(q, requires_grad=False)
-    assert repeated_call((parameter, k, k, None), CONFIG, OPTIONS) is None
-    call = repeated_call((q, k, k, None), CONFIG, OPTIONS)
+    assert find_repeated_call((parameter, k, k, None), CONFIG, OPTIONS) is None
+    call = find_repeated_call((q, k, k, None), CONFIG, OPTIONS)
     monkeypatch.undo()
-    assert [call.recorder((q, k, k, None)) for _ in range(4)] == [None] * 4  # on the cpu
+    assert [call.make_recorder((q, k, k, None)) for _ in range(4)] == [None] * 4  # on the cpu
 
 
 def test_the_plans_kept_are_bounded(gpu):
     q, k, v = inputs()
     for scale in range(1, PLANS + 100):
-        repeated_call((q, k, v, None), CONFIG, (scale, *OPTIONS[1:]))
-    assert _calls.cache_info().currsize == PLANS
+        find_repeated_call((q, k, v, None), CONFIG, (scale, *OPTIONS[1:]))
+    assert _get_call.cache_info().currsize == PLANS
 
 
 class Interpreted:
@@ -370,7 +370,7 @@ def interpreted_gpu(gpu, monkeypatch):
     """The real kernels; `replays` counts the calls that had a plan."""
     if not interpreted():
         pytest.skip("a GPU is here, so kernels are compiled: see tests/gpu")
-    from s2o_runtime.kernels import pages, prefill, shares
+    from s2o_runtime.kernels import pages, prefill, splits
     from s2o_runtime.kernels.rank import means, order, scores
 
     known = {}
@@ -378,7 +378,7 @@ def interpreted_gpu(gpu, monkeypatch):
     def launch_interpreted(kernel, *args, **options):
         launch(known.setdefault(id(kernel), Interpreted(kernel)), *args, **options)
 
-    for module in (pages, prefill, shares, means, scores, order):
+    for module in (pages, prefill, splits, means, scores, order):
         monkeypatch.setattr(module, "launch", launch_interpreted)
     replays = []
     replay = plan_module.LaunchPlan.replay
@@ -447,7 +447,7 @@ def test_a_replayed_paged_call_is_the_call_of_any_length(interpreted_gpu, nan_fi
 def without_plan_of_its_own(call):
     """A call that leaves the plans that are there alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("s2o_runtime.attention.api.repeated_call", lambda *arguments: None)
+        patch.setattr("s2o_runtime.attention.replay.find_repeated_call", lambda *arguments: None)
         return call()
 
 
@@ -457,7 +457,7 @@ def test_outputs_that_kernels_cannot_write_are_copied(interpreted_gpu, nan_fille
     with_gaps, itself = (lambda q: torch.full((*q.shape[:2], 128), float("nan"))[..., :64], lambda q: q)
     for output in (with_gaps, itself, with_gaps, itself):
         q = torch.randn(150, 1, 64)
-        assert not takes_output(output(q), q)
+        assert not supports_output(output(q), q)
         result, fresh = paged_call([100, 50], [100, 90], out=output(q), q=q, return_lse=True)
         expected = without_plan_of_its_own(fresh)
         assert torch.equal(result.out, expected.out)
@@ -484,14 +484,14 @@ def test_tools_that_ask_of_compiling_do_not_end_replays(monkeypatch):
     """Such as vLLM's monitor; those that ask of launches do."""
     import triton
 
-    assert not hooked()
+    assert not is_hooked()
     for name in ("jit_cache_hook", "jit_post_compile_hook"):
         monkeypatch.setattr(triton.knobs.runtime, name, lambda **about: None)
-    assert not hooked()
+    assert not is_hooked()
     for hooks in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
         hooks.add(print)
         try:
-            assert hooked()
+            assert is_hooked()
         finally:
             hooks.remove(print)
 

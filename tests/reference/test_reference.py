@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.reference.attention import State, query_order, s2o_attention_reference, with_tail
+from s2o_runtime.reference.attention import State, order_queries, s2o_attention_reference, with_tail
 from s2o_runtime.reference.dense import log_sum_exp
 from s2o_runtime.reference.ranking import log_weights, order_of, part_means, rank
 from s2o_runtime.sequences import call_shape, density
@@ -204,4 +204,4 @@ def test_algorithm_1_by_hand():
     assert order_of(log_weights(representative, keys)).tolist() == [3, 1, 0, 2]
     assert order_of(log_weights(representative, keys, 2), 2).tolist() == [2, 3, 0, 1]  # e^1 + e^1.5 and e^-1 + e^2.5
     assert order_of(log_weights(representative, keys.flip(0), 2), 2).tolist() == [0, 1, 2, 3]
-    assert query_order(q, torch.tensor([1.0, 0.0])).tolist() == [2, 0, 1]
+    assert order_queries(q, torch.tensor([1.0, 0.0])).tolist() == [2, 0, 1]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from s2o_runtime.attention import paged
-from s2o_runtime.attention.replay import repeated_call
+from s2o_runtime.attention import replay
+from s2o_runtime.attention.replay import find_repeated_call
 from s2o_runtime.errors import InputError
 from s2o_runtime.monitor import counters
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
@@ -30,10 +30,10 @@ def test_prompts_of_nearby_lengths_are_calls_that_are_alike(monkeypatch):
     calls = []
 
     def kept(*arguments, **named):
-        calls.append(repeated_call(*arguments, **named))
+        calls.append(find_repeated_call(*arguments, **named))
         return calls[-1]
 
-    monkeypatch.setattr(paged, "repeated_call", kept)
+    monkeypatch.setattr(replay, "find_repeated_call", kept)
     engine = FakeEngine(server())
     requests = [engine.add(length) for length in (305, 312, 336)]
     outputs = [engine.feed([(request, len(request))])[0] for request in requests]

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import LOG2E, quantised, sequence
+from s2o_runtime.kernels.primitives import LOG2E, load_sequence, quantise
+from s2o_runtime.sequences import Starts
 
 REPRESENTATIVE_WARPS = 4
 REPRESENTATIVE_STAGES = 5  # a program's loads are all that it waits for, and few programs run beside it
@@ -26,19 +27,14 @@ def _representatives(
     D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HAS_START: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """REP[b, h, n] = mean of the queries of part n that do not stand before kv_start, times qk_scale; 0 if none does.
+    """Write to REP[b, h, n] the mean of those queries of part n that count, times qk_scale; 0 if none does.
 
     Programs: (parts / PARTS, Hq, B). A program computes PARTS parts of a head with R representatives: one by a sum,
     several by a product with ones; those of other heads end at once. Reading the queries takes the time, so loads run
-    ahead, and rows are summed across threads only at the end. T is the input type.
+    ahead, and rows are summed across threads only at the end.
 
-        Q                   T [B, Hq, Lq, D], strides q
         REP                 T, or int8 (INT8), [B, Hq, parts, D], contiguous, strides r
         REP_SCALE           float32 [B, Hq, parts]: the scale of each representative (INT8)
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        PART                int32 [Hq]: queries of a part, 0 for a head without a prefix
-        REPRESENTATIVES     int32 [Hq]: parts of a segment
         K_UNIT              float32 [B, Hkv, D]: what a level of each channel of the keys is worth (INT8)
     """
     n = tl.program_id(0) * PARTS
@@ -46,7 +42,7 @@ def _representatives(
     b = tl.program_id(2)
     part = tl.load(PART + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
-    q_first, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
+    q_first, _, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     end = tl.minimum((n + PARTS) * part, q_len)
     begin = tl.maximum(n * part, start - offset)
     if (part > 0) & (n * part < q_len) & (tl.load(REPRESENTATIVES + h) == R):
@@ -78,7 +74,7 @@ def _representatives(
         )
         if INT8:
             unit = tl.load(K_UNIT + (b * (tl.num_programs(1) // GROUP) + h // GROUP).to(tl.int64) * D + offs_d)
-            mean, scale = quantised(mean * unit[None, :])
+            mean, scale = quantise(mean * unit[None, :])
             of_head = (b * tl.num_programs(1) + h).to(tl.int64) * (stride_r.head // D)
             tl.store(REP_SCALE + of_head + parts, scale, mask=parts * part < q_len)
         tl.store(out + offs_d[None, :], mean.to(REP.dtype.element_ty), mask=(parts * part < q_len)[:, None])
@@ -95,8 +91,8 @@ class Representatives(NamedTuple):
     scale: Tensor | None
 
 
-def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
-    """Algorithm 1, line 7, for all parts of all segments of a call: so that products with keys are scores in base 2.
+def make_representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
+    """Average the queries of all parts of all segments (Algorithm 1, line 7), for scores in base 2.
 
     Args:
         q: [B, Hq, Lq, D].
@@ -104,22 +100,22 @@ def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
         call: the call, with a head that has a prefix.
     """
     shape, tables, int8 = call.shape, call.tables, keys.unit is not None
-    size = shape.batch, shape.query_heads, -(-shape.q_len // tables.shortest_part)
+    size = shape.batch, shape.query_heads, -(-shape.q_len // tables.min_rows_per_representative)
     out = torch.empty(*size, shape.head_dim, dtype=torch.int8 if int8 else q.dtype, device=q.device)
     scale = torch.empty(size, dtype=torch.float32, device=q.device) if int8 else None
-    for count in tables.counts:
-        parts = parts_at_once(count)
+    for count in tables.representative_counts:
+        parts = count_parts_at_once(count)
         launch(
             _representatives,
             (-(-out.shape[2] // parts), shape.query_heads, shape.batch),
             {
-                "Q": q, "REP": out, "REP_SCALE": scale, "STARTS": call.starts, "PART": tables.part,
+                "Q": q, "REP": out, "REP_SCALE": scale, "STARTS": call.starts, "PART": tables.rows_per_representative,
                 "REPRESENTATIVES": tables.representatives, "K_UNIT": keys.unit, "qk_scale": call.scale * LOG2E,
                 "q_len": shape.q_len, "offset": shape.offset, **stride_groups(q=q, r=out),
             },
             {
-                "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": representative_rows(shape.head_dim),
-                "STAGES": REPRESENTATIVE_STAGES, "HAS_START": call.padded, "PACKED": call.packed,
+                "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": count_representative_rows(shape.head_dim),
+                "STAGES": REPRESENTATIVE_STAGES, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
                 "GROUP": shape.group, "INT8": int8,
             },
             num_warps=REPRESENTATIVE_WARPS,
@@ -127,11 +123,11 @@ def representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
     return Representatives(out, scale)
 
 
-def parts_at_once(count: int) -> int:
-    """Parts of a segment with `count` representatives that a program of `_representatives` computes."""
+def count_parts_at_once(count: int) -> int:
+    """Count the parts of a segment with `count` representatives that a program of `_representatives` computes."""
     return 1 if count < 8 else 16
 
 
-def representative_rows(head_dim: int) -> int:
-    """Query rows that a program of `_representatives` loads at once."""
+def count_representative_rows(head_dim: int) -> int:
+    """Count the query rows that a program of `_representatives` loads at once."""
     return 64 if head_dim <= 128 else 32

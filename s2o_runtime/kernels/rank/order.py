@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.devices import interpreted
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import GRAIN, cache_rows, sequence, window_start
+from s2o_runtime.kernels.primitives import GRAIN, find_window_start, load_cache_rows, load_sequence
 from s2o_runtime.kernels.rank.scores import SCORE_LIMIT
+from s2o_runtime.sequences import Starts
 
 ORDER_WARPS = 4
 SAMPLES = 512  # with 256 or 1024 heads visit about as much; sorting 1024 took up to a third of the kernel's time
@@ -72,7 +73,7 @@ RANK_ASM = tl.constexpr(
 
 @triton.jit
 def _bucket_of(score, highest, per_bin, table, inside, BUCKETS: tl.constexpr):
-    """The bucket of each score [W, 32]: a linear bin (bin 0 is above `highest`), then a table.
+    """Look up the bucket of each score [W, 32]: a linear bin (bin 0 is above `highest`), then a table.
 
     table: int32 [W, 32], four bins of 8 bits in a word. A score that is not `inside` gets BUCKETS, which is no bucket.
     """
@@ -83,7 +84,7 @@ def _bucket_of(score, highest, per_bin, table, inside, BUCKETS: tl.constexpr):
 
 @triton.jit
 def _count(bucket, count, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
-    """count [W, BUCKETS] plus how many of `bucket` [W, 32] belong to each bucket, row by row."""
+    """Add to count [W, BUCKETS] how many of `bucket` [W, 32] belong to each bucket, row by row."""
     if PORTABLE:
         same = bucket[:, :, None] == tl.arange(0, BUCKETS)[None, None, :]
         return count + tl.sum(same.to(tl.int32), 1)
@@ -92,7 +93,7 @@ def _count(bucket, count, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
 
 @triton.jit
 def _rank(bucket, base, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
-    """The rank of each step in the order [W, 32], counting on from its bucket's base; and the new base [W, BUCKETS]."""
+    """Rank each step in the order [W, 32], counting on from its bucket's base; with the new base [W, BUCKETS]."""
     if PORTABLE:
         same = (bucket[:, :, None] == tl.arange(0, BUCKETS)[None, None, :]).to(tl.int32)
         rank = tl.sum(same * (base[:, None, :] + tl.cumsum(same, 1) - same), 2)
@@ -103,8 +104,8 @@ def _rank(bucket, base, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
 
 
 @triton.jit
-def _four(SCORE, first, prefix):
-    """Four scores for each lane, from `first` [W, 32] on, as four tensors of vectors [W, 32]."""
+def _load_four(SCORE, first, prefix):
+    """Load four scores for each lane, from `first` [W, 32] on, as four tensors of vectors [W, 32]."""
     index = first[:, :, None] + tl.arange(0, 4)[None, None, :]
     scores = tl.load(SCORE + index, mask=index < prefix, other=0.0)
     even, odd = tl.split(tl.reshape(scores, [first.shape[0], first.shape[1], 2, 2]))
@@ -115,7 +116,7 @@ def _four(SCORE, first, prefix):
 
 @triton.jit
 def _count_one(s, step, prefix, highest, per_bin, table, count, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
-    """`count` with the steps `step` [W, 32], whose scores are s."""
+    """Add to `count` the steps `step` [W, 32], whose scores are s."""
     return _count(_bucket_of(s, highest, per_bin, table, step < prefix, BUCKETS), count, BUCKETS, PORTABLE)
 
 
@@ -132,7 +133,7 @@ def _write_one(
     rank, base = _rank(_bucket_of(s, highest, per_bin, table, inside, BUCKETS), base, BUCKETS, PORTABLE)
     first = start + step * GRAIN
     if PAGED:
-        first = cache_rows(tl.where(inside, first, 0), pages, page_shift, page_rows)
+        first = load_cache_rows(tl.where(inside, first, 0), pages, page_shift, page_rows)
     tl.store(order + rank, first, mask=inside)
     return base
 
@@ -144,7 +145,7 @@ def _order(
     SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr,
     HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """ORDER[b, h, n] = the steps of the prefix of segment n of the slice by falling bucket: their first keys.
+    """Write to ORDER[b, h, n] the first keys of the steps of the prefix of segment n of the slice, by falling bucket.
 
     Programs: (segments of the slice, the last ones first; Hq; B). N' counts the segments of the slice of rows
     row_begin .. rows_end. Only a prefix's entries are read and written. With PAGED it has the rows of those keys in the
@@ -155,10 +156,6 @@ def _order(
         FIRST               int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (written if HAS_TAIL)
         EDGE                float32 [B, Hq, N', BUCKETS]: the highest score of each bucket (written if HAS_TAIL)
         SHARE_OF_RANK       float32 [BUCKETS]: as `bucket_shares` gives it
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
-        SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
 
     A counting sort: every warp owns a stretch of the row, every lane a step of a vector of 32 and one bucket, so a few
     ballots rank 32 steps and the loops are free of barriers. Scores are loaded four to a lane, one turn ahead; the four
@@ -171,8 +168,8 @@ def _order(
     b = tl.program_id(2)
     segment = tl.load(SEGMENT + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
-    _, _, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
-    first = window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, start, BN)
+    _, _, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
+    first = find_window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, start, BN)
     prefix = (first - start) // GRAIN
     if (segment > 0) & (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (prefix > 0):
         score = SCORE + b.to(tl.int64) * stride_s.batch + h.to(tl.int64) * stride_s.head + n.to(tl.int64) * stride_s.row
@@ -204,9 +201,9 @@ def _order(
         stretch = tl.cdiv(prefix, WARPS * TURN) * TURN
         mine = tl.arange(0, WARPS)[:, None] * stretch + tl.arange(0, BUCKETS)[None, :] * 4
         count = tl.zeros([WARPS, BUCKETS], tl.int32)
-        s0, s1, s2, s3 = _four(score, mine, prefix)
+        s0, s1, s2, s3 = _load_four(score, mine, prefix)
         for t in range(0, stretch, TURN):
-            n0, n1, n2, n3 = _four(score, mine + t + TURN, prefix)
+            n0, n1, n2, n3 = _load_four(score, mine + t + TURN, prefix)
             step = mine + t
             count = _count_one(s0, step, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
             count = _count_one(s1, step + 1, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
@@ -228,9 +225,9 @@ def _order(
             earlier = tl.minimum(tl.maximum(earlier, 0.0), 4.0 * BUCKETS)
             edge = highest - (earlier - 1.25) / per_bin
             tl.store(EDGE + row + bucket, tl.where((bucket > 0) & (earlier > 0.0), edge, float("inf")))
-        s0, s1, s2, s3 = _four(score, mine, prefix)
+        s0, s1, s2, s3 = _load_four(score, mine, prefix)
         for t in range(0, stretch, TURN):
-            n0, n1, n2, n3 = _four(score, mine + t + TURN, prefix)
+            n0, n1, n2, n3 = _load_four(score, mine + t + TURN, prefix)
             step = mine + t
             base = _write_one(
                 s0, step, prefix, highest, per_bin, table, base, order, start, pages,
@@ -267,7 +264,7 @@ class Ranked(NamedTuple):
 
 
 def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None) -> Ranked:
-    """Algorithm 1, line 19, coarsely: the prefixes' steps by falling score.
+    """Order the prefixes' steps by falling score, coarsely (Algorithm 1, line 19).
 
     Args:
         scores: float16 [B, Hq, N', P / GRAIN], as `scores.score` gave them.
@@ -294,7 +291,7 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
         },
         {
             "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,
-            "HAS_TAIL": call.tables.tail, "HAS_START": call.padded, "PACKED": call.packed,
+            "HAS_TAIL": call.tables.tail, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
             "PORTABLE": portable, "PAGED": call.pages is not None,
         },
         num_warps=ORDER_WARPS,
@@ -304,6 +301,6 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
 
 @lru_cache(maxsize=8)
 def bucket_shares(device: torch.device) -> Tensor:
-    """The share of a row before the end of each bucket but the last, float32 [BUCKETS]; the last repeats."""
+    """Return the share of a row before the end of each bucket but the last, float32 [BUCKETS]; the last repeats."""
     shares = FINEST * (COARSEST / FINEST) ** torch.linspace(0, 1, BUCKETS - 1, dtype=torch.float64)
     return torch.cat((shares, shares[-1:])).to(device, torch.float32)

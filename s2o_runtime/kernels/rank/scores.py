@@ -13,12 +13,21 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime import config
-from s2o_runtime.call import Call, Starts
+from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import GRAIN, MAX_REGISTERS, at_head, cache_rows, capped, sequence, window_start
+from s2o_runtime.kernels.primitives import (
+    GRAIN,
+    MAX_REGISTERS,
+    at_head,
+    cap_scores,
+    find_window_start,
+    load_cache_rows,
+    load_sequence,
+)
 from s2o_runtime.kernels.rank.means import Representatives
+from s2o_runtime.sequences import Starts
 
 LOG_SUM_KEYS = 64
 # A denominator moves all scores of a representative alike, so it only says what representatives count against one
@@ -40,19 +49,14 @@ def _log_sums(
     GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
     SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """LOG_SUM[b, h, n] = log-sum-exp in base 2 of part n's scores with its prefix, from about SAMPLE keys of all.
+    """Write to LOG_SUM[b, h, n] the log-sum-exp in base 2 of part n's scores, from about SAMPLE keys of its prefix.
 
     It is infinite for parts that hold only padding or have no prefix. Scores that are NaN or infinite do not count.
     Programs: (parts / BR, the last ones first; Hq; B). BK: keys at once; BN: keys of a tile, a multiple of which a
-    prefix has; CAP: the soft cap of scores in base 2, 0 for none. T is the input type.
+    prefix has; CAP: the soft cap of scores in base 2, 0 for none.
 
         REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
-        K                   T [B, Hkv, Lk, D], strides k
         LOG_SUM             float32 [B, Hq, parts]
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES               int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
-        SEGMENT, PART       int32 [Hq]: queries of a segment and of a part, 0 for a head without a prefix
         REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
 
     With INT8 REP and K are int8. With PAGED K is rows of a cache, T [rows, D] of each KV head; `primitives.cache_rows`
@@ -65,7 +69,7 @@ def _log_sums(
     segment = tl.load(SEGMENT + h)
     part = tl.load(PART + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
-    _, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
+    _, k_first, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     inside = (n * part < q_len) & (segment > 0)
     if tl.max(inside.to(tl.int32), 0) > 0:
         offs_d = tl.arange(0, D)
@@ -74,7 +78,7 @@ def _log_sums(
         if INT8:
             of_head = (b * tl.num_programs(1) + h).to(tl.int64) * parts
             r_scale = tl.load(REP_SCALE + of_head + n, mask=inside, other=1.0)
-        first = window_start(n * part // segment, segment, offset, start, BN)
+        first = find_window_start(n * part // segment, segment, offset, start, BN)
         first = tl.where(inside & (offset + (n + 1) * part > start), first, 0)
         last = tl.max(first, 0)
         every = tl.maximum((offset + q_len) // SAMPLE, 1)  # by the sequence, which may be packed with longer ones
@@ -86,7 +90,9 @@ def _log_sums(
             t = t0 + tl.arange(0, BK) * every
             row = k_first + t
             if PAGED:
-                row = cache_rows(tl.minimum(t, last - 1), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
+                row = load_cache_rows(
+                    tl.minimum(t, last - 1), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows
+                )
             k = tl.load(
                 key + row[None, :].to(tl.int64) * stride_k.row + offs_d[:, None],
                 mask=t[None, :] < last,
@@ -94,7 +100,7 @@ def _log_sums(
             )
             s = tl.dot(r, k).to(tl.float32) * r_scale[:, None] if INT8 else tl.dot(r, k, input_precision="ieee")
             if CAP > 0:
-                s = capped(s, 1.0, CAP)
+                s = cap_scores(s, 1.0, CAP)
             s = tl.where((t[None, :] < first[:, None]) & (tl.abs(s) < float("inf")), s, NOTHING)
             smaller = tl.exp2(-tl.abs(s - m))  # of the two terms, over the larger one
             l = tl.where(s > m, l * smaller + 1.0, l + smaller)
@@ -107,8 +113,8 @@ def _log_sums(
 
 
 @triton.jit
-def _together(s, WARPS: tl.constexpr):
-    """Scores [32 * WARPS, BS], in the order of rows that `_scores` has, as [steps, GRAIN, BS]."""
+def _group_rows_by_step(s, WARPS: tl.constexpr):
+    """Return scores [32 * WARPS, BS], in the order of rows that `_scores` has, as [steps, GRAIN, BS]."""
     BS: tl.constexpr = s.shape[1]
     parted = tl.permute(tl.reshape(s, [2, WARPS, 2, 8, BS]), [1, 3, 0, 2, 4])
     return tl.reshape(parted, [32 * WARPS // GRAIN, GRAIN, BS])
@@ -124,7 +130,7 @@ def _scores(
     BN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
     INT8: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """SCORE[b, h, n, g] = the logarithm in base 2 of what step g of the prefix weighs for segment n of the slice.
+    """Write to SCORE[b, h, n, g] the logarithm in base 2 of the weight of step g for segment n of the slice.
 
     For the keys t of step g and the representatives r of the segment: log2 sum_t 2^(max_r(r . k_t - LOG_SUM[r])), each
     term limited to -limit .. limit, and each product soft-capped with CAP > 0. A term that is NaN or infinite is limit:
@@ -134,17 +140,11 @@ def _scores(
     segments of the slice of rows row_begin .. rows_end.
 
         REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
-        K                   T [B, Hkv, Lk, D], strides k
         LOG_SUM             float32 [B, Hq, parts]: as `_log_sums` wrote it
         SCORE               float16 [B, Hq, N', P / GRAIN], strides s
-        STARTS.kv_start     int64 or int32 [B]: the first key that counts (HAS_START)
-        STARTS.cu_q, .cu_k  int32 [B + 1]: where packed sequences begin (PACKED)
-        PAGES               int32 [B, M], stride p: as for `_log_sums` (PAGED)
-        SEGMENT             int32 [Hq]: queries of a segment, 0 for a head without a prefix
-        REPRESENTATIVES     int32 [Hq]: parts of a segment
         REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
 
-    With INT8 REP and K are int8; with PAGED K is as for `_log_sums`. The rows of the product with the keys are keys in
+    With INT8 REP and K are int8. The rows of the product with the keys are keys in
     such an order that the keys of a step belong to one thread, which adds them up without a shuffle: of 32 * WARPS
     rows, written [2, WARPS, 2, 8], a thread holds those that differ in the two dimensions of 2.
     """
@@ -154,7 +154,7 @@ def _scores(
     heads = tl.num_programs(1) * HEADS
     b = tl.program_id(2)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
-    _, k_first, q_len, offset = sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
+    _, k_first, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
     kv_len = offset + q_len
     t0 = start + block * BK
     wanted = True
@@ -169,7 +169,9 @@ def _scores(
         key = at_head(K, stride_k, b, head // GROUP)
         key_row = k_first + t
         if PAGED:
-            key_row = cache_rows(tl.minimum(t, kv_len - 1), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows)
+            key_row = load_cache_rows(
+                tl.minimum(t, kv_len - 1), PAGES + b.to(tl.int64) * stride_pb, page_shift, page_rows
+            )
         k = tl.load(
             key + key_row[:, None].to(tl.int64) * stride_k.row + offs_d[None, :], mask=t[:, None] < kv_len, other=0
         )
@@ -198,15 +200,15 @@ def _scores(
                     else:
                         s = tl.dot(k, r, input_precision="ieee")
                     if CAP > 0:
-                        s = capped(s, 1.0, CAP)
+                        s = cap_scores(s, 1.0, CAP)
                     s -= tl.load(log_sum + p, mask=there, other=float("inf"))[None, :]
                     s = tl.max(tl.reshape(s, [BK, BS, R]), 2) if R > 1 else s
                     s = tl.where(tl.abs(s) < float("inf"), tl.minimum(tl.maximum(s, -limit), limit), limit)
-                    s = _together(s, WARPS)
+                    s = _group_rows_by_step(s, WARPS)
                     most = tl.max(s, 1)
                     s = most + tl.log2(tl.sum(tl.exp2(s - most[:, None, :]), 1))
                     n = n0 + tl.arange(0, BS)
-                    first = window_start(before + n, segment, offset, start, BN)
+                    first = find_window_start(before + n, segment, offset, start, BN)
                     steps = tl.where(n < last, (first - start) // GRAIN, 0)
                     tl.store(
                         out + n[None, :].to(tl.int64) * stride_s.row + step[:, None],
@@ -216,7 +218,7 @@ def _scores(
 
 
 def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
-    """The log-sum-exp, in base 2, of each representative's scores with a sample of its prefix.
+    """Compute the log-sum-exp, in base 2, of each representative's scores with a sample of its prefix.
 
     Args:
         representative: as `means.representatives` gave it.
@@ -228,19 +230,18 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
     """
     shape, (r, r_scale), k = call.shape, representative, keys.rows
     out = torch.empty(r.shape[:3], dtype=torch.float32, device=k.device)
-    rows = 64 if call.tables.several else 16
+    rows = 64 if max(call.tables.representative_counts) > 1 else 16
     launch(
         _log_sums,
         (-(-out.shape[2] // rows), shape.query_heads, shape.batch),
         {
             "REP": r, "K": k, "LOG_SUM": out, "STARTS": call.starts, **call.paging, "SEGMENT": call.tables.segment,
-            "PART": call.tables.part, "REP_SCALE": r_scale, "q_len": shape.q_len, "offset": shape.offset,
-            "parts": out.shape[2],
-            **stride_groups(r=r, k=k),
+            "PART": call.tables.rows_per_representative, "REP_SCALE": r_scale, "q_len": shape.q_len,
+            "offset": shape.offset, "parts": out.shape[2], **stride_groups(r=r, k=k),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
-            "CAP": call.cap, "SAMPLE": LOG_SUM_SAMPLE, "HAS_START": call.padded, "PACKED": call.packed,
+            "CAP": call.cap, "SAMPLE": LOG_SUM_SAMPLE, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
             "INT8": r_scale is not None, "PAGED": call.pages is not None,
         },
         num_warps=LOG_SUM_WARPS,
@@ -249,7 +250,7 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
 
 
 def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Call, rows: range) -> Tensor:
-    """Algorithm 1, line 17: what each step of the prefixes of all segments that begin in `rows` weighs.
+    """Weigh each step of the prefixes of all segments that begin in `rows` (Algorithm 1, line 17).
 
     Args:
         representative: as `means.representatives` gave it.
@@ -264,13 +265,13 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
     """
     shape, tables = call.shape, call.tables
     (r, r_scale), k = representative, keys.rows
-    segments = -(-len(rows) // tables.shortest)
-    longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest
+    segments = -(-len(rows) // tables.shortest_segment)
+    longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest_segment
     steps = max(1, -(-longest // (config.GRAIN * ROW_ALIGNMENT))) * ROW_ALIGNMENT  # one compiled kernel for all lengths
     scores = torch.empty(shape.batch, shape.query_heads, segments, steps, dtype=torch.float16, device=k.device)
-    for count in tables.counts:
-        at_once = segments_at_once(segments, count, shape.head_dim)
-        heads = heads_at_once(count, shape.group)
+    for count in tables.representative_counts:
+        at_once = count_segments_at_once(segments, count, shape.head_dim)
+        heads = count_heads_at_once(count, shape.group)
         launch(
             _scores,
             (-(-longest // (32 * SCORE_WARPS)) or 1, shape.query_heads // heads, shape.batch),
@@ -285,7 +286,7 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
             {
                 "GROUP": shape.group, "HEADS": heads, "D": shape.head_dim, "R": count, "BS": at_once,
                 "WARPS": SCORE_WARPS, "BN": call.config.tile.block_n, "CAP": call.cap,
-                "HAS_START": call.padded, "PACKED": call.packed, "INT8": r_scale is not None,
+                "HAS_START": call.kv_start is not None, "PACKED": call.packed, "INT8": r_scale is not None,
                 "PAGED": call.pages is not None,
             },
             num_warps=SCORE_WARPS,
@@ -295,15 +296,15 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
     return scores
 
 
-def segments_at_once(segments: int, count: int, head_dim: int) -> int:
-    """Segments with `count` representatives each that a program of `_scores` computes at once, of so many."""
+def count_segments_at_once(segments: int, count: int, head_dim: int) -> int:
+    """Count the segments, of so many with `count` representatives, that a program of `_scores` computes at once."""
     if count == 1:
         return 32 if segments > 16 else 16
     return (128 if head_dim <= 128 else 64) // count
 
 
-def heads_at_once(count: int, group: int) -> int:
-    """Query heads of a KV head that a program of `_scores` computes: all, which share the keys that it reads.
+def count_heads_at_once(count: int, group: int) -> int:
+    """Count the query heads of a KV head that a program of `_scores` computes: all, which share the keys that it reads.
 
     With several representatives there are few segments at once, so that early keys, which all segments score, would
     keep one program busy for as long as all others together.

@@ -12,7 +12,7 @@ from s2o_runtime.devices import resources
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.prefill import s2o_prefill
-from s2o_runtime.kernels.shares import key_shares
+from s2o_runtime.kernels.splits import count_key_splits
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.sequences import CallShape
 from support.gpu import drawn, inputs, relative_error
@@ -43,11 +43,11 @@ def config_of(tile, scores="input"):
     return LayerConfig(HEADS * 2, tile, scores=scores)
 
 
-def both(monkeypatch, call, shares):
+def both(monkeypatch, call, splits):
     """What the kernels give unsplit and split, each with its keys visited and its log-sum-exp."""
     outputs = []
-    for count in (1, shares):
-        monkeypatch.setattr(prefill_module, "key_shares", lambda *_, count=count: count)
+    for count in (1, splits):
+        monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_, count=count: count)
         outputs.append(s2o_prefill(call))
     return outputs
 
@@ -71,13 +71,13 @@ SHAPES += [(1, 2048, 20000, None)]
 
 
 @pytest.mark.parametrize(
-    ("batch", "q_len", "kv_len", "starts", "shares", "tile", "head_dim"), pairwise(SHAPES, [4, 16], TILES_AND_DIMS)
+    ("batch", "q_len", "kv_len", "starts", "splits", "tile", "head_dim"), pairwise(SHAPES, [4, 16], TILES_AND_DIMS)
 )
-def test_split_is_unsplit(batch, q_len, kv_len, starts, shares, tile, head_dim, monkeypatch, nan_filled):
+def test_split_is_unsplit(batch, q_len, kv_len, starts, splits, tile, head_dim, monkeypatch, nan_filled):
     q, k, v, kv_start = drawn((batch, 8, 2, q_len, kv_len, head_dim, starts))
     call = Call.of(q, k, v, config_of(tile), kv_start=kv_start, with_lse=True)
     exact = exact_attention(q, k, v, kv_start=kv_start)
-    same_within_rounding(*both(monkeypatch, call, shares), exact)
+    same_within_rounding(*both(monkeypatch, call, splits), exact)
 
 
 @pytest.mark.parametrize(("tile", "head_dim"), TILES_AND_DIMS)
@@ -92,7 +92,7 @@ def test_with_sinks_and_caps_and_int8_scores(cap, scores, tile, head_dim, monkey
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_packed_sequences(head_dim, tile, monkeypatch, nan_filled):
-    """Of very different lengths: shares of short ones are empty."""
+    """Of very different lengths: splits of short ones are empty."""
     q_lens, k_lens = [700, 0, 1, 300, 130], [9000, 0, 40, 300, 2222]
     q, k, v = (
         torch.randn(1, heads, sum(lengths), head_dim, device="cuda").bfloat16()
@@ -122,7 +122,7 @@ def test_pages_change_nothing(page_size, tile, head_dim, monkeypatch, nan_filled
     batch = PagedBatch([700, 1, 300, 130], [9000, 40, 300, 2222], page_size, **sizes)
     config = config_of(tile)
     forget_plans()
-    monkeypatch.setattr(prefill_module, "key_shares", lambda *_: 8)
+    monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: 8)
     monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
     for _ in range(3):
         out = torch.full_like(batch.q, float("nan"))
@@ -139,8 +139,8 @@ def test_a_chunk_behind_a_long_prompt_is_split_here():
     gpu = resources(torch.device("cuda"))
     programs = max(1, gpu.sm_count // 8)
     sizes = (8, 128 * programs), (2, 256 * programs + 131072), (2, 256 * programs + 131072)
-    tensors = (torch.empty(1, *size, 128, dtype=torch.bfloat16, device="cuda") for size in sizes)
-    assert key_shares(Call.of(*tensors, config_of(HOPPER)), programs, gpu) >= 4
+    tensors = (torch.empty(1).expand(1, *size, 128) for size in sizes)
+    assert count_key_splits(Call.of(*tensors, config_of(HOPPER)), programs, gpu) >= 4
 
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[2]])

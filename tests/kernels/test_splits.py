@@ -13,7 +13,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.prefill import s2o_prefill
-from s2o_runtime.kernels.shares import DENSITY, FEWEST_KEYS, LAST, SHARE_BYTES, SHARES, key_shares
+from s2o_runtime.kernels.splits import DENSITY, FEWEST_KEYS, LAST, SPLIT_BYTES, SPLITS, count_key_splits
 from s2o_runtime.reference.attention import s2o_attention_reference
 from support.kernels import TILE, call_of, drawn, inputs, run_both
 from support.layouts import pack, unpacked
@@ -36,65 +36,65 @@ CONFIG = LayerConfig(HEADS, TILE)
 DENSE = [1, 3]
 
 
-def shares_of(q_len, kv_len, dense=2, heads=8, batch=1, gpu=GPU):
+def splits_of(q_len, kv_len, dense=2, heads=8, batch=1, gpu=GPU):
     """In a layer with so many dense heads, all others alike, and programs of 128 rows."""
     others = replace(HEADS[0], segment=HOPPER.rows)
     config = LayerConfig((HeadConfig(mode="dense"),) * dense + (others,) * (heads - dense), HOPPER)
     sizes = (heads, q_len), (heads // 4, kv_len), (heads // 4, kv_len)
-    tensors = (torch.empty(batch, *size, 128, device="meta") for size in sizes)
-    return key_shares(Call.of(*tensors, config), -(-q_len // HOPPER.rows), gpu)
+    tensors = (torch.empty(1).expand(batch, *size, 128) for size in sizes)
+    return count_key_splits(Call.of(*tensors, config), -(-q_len // HOPPER.rows), gpu)
 
 
 def test_few_queries_behind_many_keys_are_split():
-    assert [shares_of(2048, 1 << power) for power in range(11, 18)] == [1, 1, 4, 8, 16, 16, 16]
-    assert shares_of(4096, 131072) == 8
-    assert shares_of(8192, 131072) == 1  # a dense program takes 0.6 times the mean work of an SM
-    assert shares_of(2048, 131072, dense=0) == 1
-    assert shares_of(2048, 131072, dense=8, heads=32) == 1
-    assert shares_of(2048, 131072, dense=4, heads=32) == 8
-    assert shares_of(2048, 131072, batch=4) == 1  # whose programs are enough
-    assert shares_of(2048, 131072, gpu=Resources(1, 0)) == 1
+    assert [splits_of(2048, 1 << power) for power in range(11, 18)] == [1, 1, 4, 8, 16, 16, 16]
+    assert splits_of(4096, 131072) == 8
+    assert splits_of(8192, 131072) == 1  # a dense program takes 0.6 times the mean work of an SM
+    assert splits_of(2048, 131072, dense=0) == 1
+    assert splits_of(2048, 131072, dense=8, heads=32) == 1
+    assert splits_of(2048, 131072, dense=4, heads=32) == 8
+    assert splits_of(2048, 131072, batch=4) == 1  # whose programs are enough
+    assert splits_of(2048, 131072, gpu=Resources(1, 0)) == 1
 
 
 @pytest.mark.parametrize(("dense", "heads"), [(1, 4), (2, 8), (1, 32), (4, 32), (16, 32)])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_shares_are_few_enough_and_short_enough(dense, heads, batch):
-    fewest, most = SHARES
+def test_splits_are_few_enough_and_short_enough(dense, heads, batch):
+    fewest, most = SPLITS
     for q_len, kv_len in itertools.product((1, 100, 500, 1000, 2048, 5000), (3000, 9000, 33000, 131072, 1 << 20)):
-        shares = shares_of(q_len, kv_len, dense, heads, batch) if q_len <= kv_len else 1
-        if shares == 1:
+        splits = splits_of(q_len, kv_len, dense, heads, batch) if q_len <= kv_len else 1
+        if splits == 1:
             continue
-        assert shares in (4, 8, 16)
-        assert fewest <= shares <= most
+        assert splits in (4, 8, 16)
+        assert fewest <= splits <= most
         assert kv_len >= 2 * q_len
-        assert kv_len / shares >= FEWEST_KEYS
+        assert kv_len / splits >= FEWEST_KEYS
         programs = batch * -(-q_len // HOPPER.rows)
-        share_bytes = 4 * 128 * dense * programs * HOPPER.rows
-        assert shares * share_bytes <= SHARE_BYTES
+        split_bytes = 4 * 128 * dense * programs * HOPPER.rows
+        assert splits * split_bytes <= SPLIT_BYTES
         of_sm = programs * (dense + DENSITY * (heads - dense)) / GPU.sm_count
-        bounded = shares == most or kv_len / (2 * shares) < FEWEST_KEYS or 2 * shares * share_bytes > SHARE_BYTES
-        assert bounded or 1 / shares <= LAST * of_sm
+        bounded = splits == most or kv_len / (2 * splits) < FEWEST_KEYS or 2 * splits * split_bytes > SPLIT_BYTES
+        assert bounded or 1 / splits <= LAST * of_sm
 
 
 def test_warming_up_compiles_what_splits():
     for heads, dense in ((4, 1), (8, 2), (64, 32), (128, 64)):
-        assert shares_of(*SPLIT_CALL, dense, heads) > 1
+        assert splits_of(*SPLIT_CALL, dense, heads) > 1
     assert split_calls(CONFIG) == [SPLIT_CALL]
     assert split_calls(LayerConfig.uniform(4)) == split_calls(CONFIG.as_dense()) == []
 
 
-def split(monkeypatch, shares):
+def split(monkeypatch, splits):
     """Split every call with dense heads and others; returns a list with a 1 for every combination."""
     combined = []
     combine = prefill_module.combine
-    monkeypatch.setattr(prefill_module, "key_shares", lambda *_: shares)
+    monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: splits)
     monkeypatch.setattr(prefill_module, "combine", lambda *arguments: combined.append(1) or combine(*arguments))
     return combined
 
 
 def unsplit(call, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(prefill_module, "key_shares", lambda *_: 1)
+        patch.setattr(prefill_module, "count_key_splits", lambda *_: 1)
         return s2o_prefill(call)
 
 
@@ -110,7 +110,7 @@ SINKS = torch.tensor([1.0, 9.0, -2.0, 3.0])
 @INTERPRETED
 @SLOW
 @pytest.mark.parametrize(
-    ("shape", "features", "shares", "scores"),
+    ("shape", "features", "splits", "scores"),
     [
         pytest.param((1, 4, 2, 60, 211, 64, None), {}, 4, "input", id="q60-kv211"),
         pytest.param((2, 4, 2, 70, 171, 64, [40, 0]), {}, 8, "int8", id="left-padded"),
@@ -119,13 +119,13 @@ SINKS = torch.tensor([1.0, 9.0, -2.0, 3.0])
         pytest.param((1, 4, 2, 1, 250, 64, None), {}, 4, "input", id="one-query"),
     ],
 )
-def test_a_split_call_equals_the_reference(shape, features, shares, scores, monkeypatch, nan_filled):
-    """With 16 shares of at most 7 tiles, most are empty."""
+def test_a_split_call_equals_the_reference(shape, features, splits, scores, monkeypatch, nan_filled):
+    """With 16 splits of at most 7 tiles, most are empty."""
     q, k, v, kv_start = drawn(shape)
     config = replace(CONFIG, scores=scores)
     call = call_of(q, k, v, config, kv_start, lse=True, **features)
     whole, visited, whole_lse = unsplit(call, monkeypatch)
-    combined = split(monkeypatch, shares)
+    combined = split(monkeypatch, splits)
     (out, split_visited, lse), expected = run_both(q, k, v, config, kv_start, 0.125, **features)
     assert combined == [1]
     assert torch.equal(split_visited, visited)
@@ -134,7 +134,7 @@ def test_a_split_call_equals_the_reference(shape, features, shares, scores, monk
     assert torch.equal(lse[:, others], whole_lse[:, others])
     near((out, lse), (whole, whole_lse))
     near((out[:, DENSE], lse[:, DENSE]), (expected.out[:, DENSE], expected.lse[:, DENSE]))
-    alone, _, none = s2o_prefill(replace(call, with_lse=False))  # whose shares have a log-sum-exp all the same
+    alone, _, none = s2o_prefill(replace(call, with_lse=False))  # whose splits have a log-sum-exp all the same
     assert none is None
     torch.testing.assert_close(alone, out, rtol=1e-5, atol=1e-6)
 
@@ -153,7 +153,7 @@ def test_fp16_outputs_are_rounded_once(monkeypatch, nan_filled):
 @INTERPRETED
 @SLOW
 def test_packed_sequences_are_sequences_on_their_own(monkeypatch, nan_filled):
-    """One has no tokens, one so few keys that shares are empty, one no more keys than queries."""
+    """One has no tokens, one so few keys that splits are empty, one no more keys than queries."""
     q_lens, k_lens = [70, 0, 1, 66], [171, 0, 40, 66]
     parts, (q, k, v, cu_q, cu_k) = pack(q_lens, k_lens, 4, 2, 64)
     combined = split(monkeypatch, 8)
@@ -171,7 +171,7 @@ def test_packed_sequences_are_sequences_on_their_own(monkeypatch, nan_filled):
 @INTERPRETED
 @SLOW
 def test_pages_change_nothing(monkeypatch, nan_filled):
-    """A share of keys in pages is what it is of the same keys one behind another, bit for bit."""
+    """A split of keys in pages is what it is of the same keys one behind another, bit for bit."""
     batch = PagedBatch([70, 1, 66], [171, 40, 66])
     combined = split(monkeypatch, 4)
     monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
