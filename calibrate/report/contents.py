@@ -20,7 +20,6 @@ from calibrate.recipe import Recipe
 from calibrate.report.plan import option_lines
 from calibrate.report.summary import head_counts
 from calibrate.search.choice import Choice, search_constraints
-from calibrate.search.choose import Chosen
 from calibrate.versions import versions
 from s2o_runtime.config import Tail
 from s2o_runtime.profile.record import BudgetKind, Certificate, ErrorUnit
@@ -274,20 +273,13 @@ def _length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> 
         **_copied(proof, "kl", "top1", "needles", "prefill_seconds", "dense_prefill_seconds"),
         length=length,
         calibrated=chosen is not None,
-        uniform=_uniform(chosen),
+        uniform=None,
         cost=None if chosen is None else statistics.fmean(choice.allocation.cost for choice in chosen.choices),
         attention_seconds=_total(layer.seconds for layer in proof.layers),
         dense_attention_seconds=_total(layer.dense_seconds for layer in proof.layers),
         groups=() if chosen is None else tuple(tuple(map(layer_number, group)) for group in chosen.groups),
         layers=tuple(_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
     )
-
-
-def _uniform(chosen: Chosen | None) -> UniformReport | None:
-    if chosen is None or chosen.uniform is None:
-        return None
-    head = _copied(chosen.uniform.head, "tau", "segment", "representatives", "tail")
-    return UniformReport(**head, **_copied(chosen.uniform, "cost", "seconds"))
 
 
 def _layer(recipe: Recipe, result: Result, length: int, index: int, proof: LayerProof) -> LayerReport:

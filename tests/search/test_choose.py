@@ -1,4 +1,4 @@
-"""From curves to what every layer does: groups that share a study, one budget over all layers, one setting for all."""
+"""From curves to the settings of every layer: groups that share a study, and one budget over all layers."""
 
 import itertools
 from pathlib import Path
@@ -7,20 +7,30 @@ from typing import ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from calibrate.compiling import form
 from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, overhead, unpacked
-from calibrate.curves.measure import combined, of_prompt
+from calibrate.curves.measure import combine_prompts, of_prompt
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.search import choose as choose_module
-from calibrate.search.allocate import ErrorWeights, allocate_together
+from calibrate.search.allocate import ErrorWeights, SearchConstraints, allocate_together
 from calibrate.search.choice import search_constraints
-from calibrate.search.choose import CallTime, CapturedLayers, _timed, _uniform, choose
+from calibrate.search.choose import (
+    BUDGETS,
+    MAX_GROUP_WIDTH,
+    CallTime,
+    CapturedLayers,
+    _time_call,
+    choose,
+    group_layers,
+)
 from calibrate.timing import Timing
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.executors import CPU, GPU, Pickling, pretended
@@ -59,7 +69,7 @@ def recipe(**changes):
 @pytest.fixture(scope="module")
 def curves():
     shapes = [Shape.of(tile) for tile in TILES]
-    return [unpacked(combined([of_prompt(layer, shapes, recipe())])) for layer in LAYERS]
+    return [unpacked(combine_prompts([of_prompt(layer, shapes, recipe())])) for layer in LAYERS]
 
 
 @pytest.fixture
@@ -163,37 +173,8 @@ def test_a_ceiling_holds_beside_an_mse(scope, curves, journal):
     assert sum(rel for _, rel in true_errors(laxer)) / 4 > 1.5 * ceiling
 
 
-def random_curve(generator):
-    mse, tail = (torch.rand(2, len(TAUS), generator=generator).double().cumsum(1) / 10 for _ in range(2))
-    density = torch.rand(2, len(TAUS), generator=generator).double().sort(1, descending=True).values
-    return Curve(mse, tail, mse, tail, density, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("budget", "allowed"), [(1e-3, ["none"]), (0.05, ["none", "mean"]), (0.2, ["none"]), (1.0, ["none", "mean"])]
-)
-def test_the_best_single_setting_by_trying_them_all(budget, allowed):
-    generator = torch.Generator().manual_seed(3)
-    methods = (RankingConfig(512), RankingConfig(512, 16), RankingConfig(1024))
-    layers = [{method: random_curve(generator) for method in methods} for _ in range(3)]
-    budgets = [budget, 2 * budget, budget / 2]
-    best = (1.0, None)
-    for method, tail, (index, tau) in itertools.product(methods, allowed, enumerate(TAUS)):
-        spent = density = 0.0
-        for layer, of_layer in zip(layers, budgets, strict=True):
-            curve = layer[method]
-            for head in range(2):
-                spent += float(curve.errors(tail)[0][head, index]) / of_layer / 6
-                density += float(curve.density[head, index]) / 6
-        cost = density + overhead(method, tail)
-        if spent <= 1 and cost < best[0]:
-            best = cost, HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
-    found = _uniform(layers, budgets, allowed)
-    if best[1] is None:
-        assert found is None
-    else:
-        assert found.head == best[1]
-        assert found.cost == pytest.approx(best[0])
+def pickling(geometry, device):
+    return Pickling(pretended(geometry)._worker, device)
 
 
 def timings(monkeypatch, seconds_of):
@@ -235,14 +216,10 @@ def test_layers_that_are_searched_beside_one_another_choose_the_same(curves, jou
     )
     one = run(curves, journal, GPU)
     with Journal.open(tmp_path / "other", {}) as other:
-
-        def pickling(geometry, device):
-            return Pickling(pretended(geometry)._worker, device)
-
         many = run(curves, other, GPU, pickling)
     assert [choice.config for choice in many.choices] == [choice.config for choice in one.choices]
     assert [choice.timing for choice in many.choices] == [choice.timing for choice in one.choices]
-    assert (many.uniform, many.tried, many.failures) == (one.uniform, one.tried, one.failures)
+    assert (many.tried, many.failures) == (one.tried, one.failures)
 
 
 def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
@@ -259,7 +236,7 @@ def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
     assert [{form(config) for config in of_call} for of_call in compiled] == [{form(plain), form(tail)}, {form(int8)}]
 
 
-def test_a_search_compiles_for_the_first_trial_of_every_group_and_the_single_setting(curves, journal, monkeypatch):
+def test_a_search_compiles_for_the_first_trial_of_every_group(curves, journal, monkeypatch):
     seen = timings(monkeypatch, lambda layer, config: 0.5)
     compiled = []
     monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
@@ -284,7 +261,7 @@ def test_the_inputs_kept_are_those_used_last_and_take_a_share_of_the_memory(monk
     for name in "ab":  # 100 of 400 bytes; 200 of 400
         kept.add(name, captured_of(100))
     assert [name for name in "ab" if kept.get(name)] == ["b"]
-    monkeypatch.setattr(choose_module, "KEPT", 0.75)
+    monkeypatch.setattr(choose_module, "MEMORY_SHARE", 0.75)
     kept.add("c", captured_of(100))  # 200 of 300
     assert kept.get("b") is not None
     kept.add("d", captured_of(100))  # 300 of 400
@@ -326,7 +303,6 @@ def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
     assert {choice.point.tile for choice in chosen.choices} == {TILES[0]}
     assert set(chosen.failures) <= {"CUDA out of memory"}
     assert sum(chosen.failures.values()) <= chosen.trials
-    assert chosen.uniform.seconds is None  # there is no sum of what cannot be timed
 
 
 def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, monkeypatch):
@@ -334,7 +310,7 @@ def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, m
     config = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
 
     def timed(best):
-        return _timed(CallTime(0, LENGTH, "a", config, best, TILES, ()), pretended(None, GPU), journal)
+        return _time_call(CallTime(0, LENGTH, "a", config, best, TILES, ()), pretended(None, GPU), journal)
 
     assert timed(1.0).rejected
     assert timed(1.5).rejected
@@ -368,9 +344,48 @@ def test_a_worker_that_searches_several_layers_moves_through_the_model_once(curv
     timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100)
     monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
     monkeypatch.setattr(Walk, "moved", [])
-
-    def pickling(geometry, device):
-        return Pickling(pretended(geometry)._worker, device)
-
     run(curves, journal, GPU, pickling, trials=8)
     assert sorted(Walk.moved) == [0, 1, 2, 3]
+
+
+def layer_of(costs, budget=1.0):
+    """Curves of a layer of two equal heads. costs: by segment, its cost at each of `BUDGETS` times its budget."""
+    by_segment = {}
+    for segment, segment_costs in zip(SEGMENTS, costs, strict=True):
+        mse = torch.full((2, len(TAUS)), 1e9, dtype=torch.float64)
+        density = torch.ones(2, len(TAUS), dtype=torch.float64)
+        ranking = RankingConfig(segment)
+        for index, (share, cost) in enumerate(zip(BUDGETS, segment_costs, strict=True)):
+            mse[:, index] = 0.99 * share * budget  # both heads can just afford it
+            density[:, index] = cost - overhead(ranking, "none")
+        by_segment[segment] = {ranking: Curve(mse, torch.full_like(mse, 1e9), 0 * mse, 0 * mse, density, 1.0)}
+    return by_segment
+
+
+def test_errors_count_relative_to_the_budget_when_layers_are_grouped():
+    """One layer's errors are a thousand times the other's, and so may its budget be."""
+    even = [[0.5] * 3] * 2
+    layers = [layer_of(even, 1.0), layer_of(even, 1e-3)]
+    for budgets, expected in (([1.0, 1e-3], [[0, 1]]), ([1.0, 1.0], [[0, 1]]), ([1e-3, 1e-3], [[0], [1]])):
+        assert group_layers(layers, budgets, SearchConstraints()) == expected
+
+
+tables = st.lists(st.lists(st.floats(0.3, 0.5), min_size=6, max_size=6), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables)
+def test_layers_share_a_group_exactly_if_no_budget_tells_them_apart(rows):
+    """No group is wider than allowed at any segment and budget, and no two groups would fit together."""
+    table = torch.tensor(rows, dtype=torch.float64).view(-1, 2, 3).sort(dim=-1, descending=True).values
+    groups = group_layers([layer_of(costs) for costs in table.tolist()], [1.0] * len(table), SearchConstraints())
+    assert sorted(layer for group in groups for layer in group) == list(range(len(table)))
+    assert all(group == sorted(group) for group in groups)
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+
+    def width(group):
+        costs = table[group].flatten(1)
+        return float((costs.amax(0) - costs.amin(0)).max())
+
+    assert all(width(group) < MAX_GROUP_WIDTH + 1e-9 for group in groups)
+    assert all(width(first + second) >= MAX_GROUP_WIDTH - 1e-9 for first, second in itertools.combinations(groups, 2))

@@ -129,7 +129,7 @@ def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
 
 def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, tmp_path):
     """One call for each kernel: strides and representatives make none."""
-    monkeypatch.setattr(tiles, "_crossover", lambda *_: (512, 16))
+    monkeypatch.setattr(tiles, "_measure_crossover", lambda *_: (512, 16))
     compiled = []
     monkeypatch.setattr(tiles, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
     layers = {

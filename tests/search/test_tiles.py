@@ -4,7 +4,7 @@ import pytest
 
 from calibrate.journal import Journal
 from calibrate.search import tiles
-from calibrate.search.tiles import CPU_TILES, SLOWER, tiles_for
+from calibrate.search.tiles import CPU_TILES, MAX_SLOWDOWN, tiles_for
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, InputError
@@ -69,7 +69,7 @@ def said_of_tiles(caplog):
 
 def test_slow_tiles_and_failing_ones_are_left_out_with_the_reason(timed, journal, caplog):
     assert len(SHAPES) == 4
-    timed.seconds = [2.0, 2.0 * SLOWER - 0.01, 3.0, RuntimeError("out of shared memory\nmore")]
+    timed.seconds = [2.0, 2.0 * MAX_SLOWDOWN - 0.01, 3.0, RuntimeError("out of shared memory\nmore")]
     assert find(journal) == tuple(tile for tile in CANDIDATES if shape_of(tile) in SHAPES[:2])
     left_out = said_of_tiles(caplog)
     assert len(left_out) == 2
