@@ -262,7 +262,7 @@ class RankingCost(WorkItem):
     """Measurement of `ranking_cost`; heads: query heads, KV heads, head dim."""
 
     length: int
-    ranking: RankingConfig
+    segment: int
     heads: tuple[int, int, int]
     stage: str = "ranking cost"
     kind: ClassVar[str] = RANKING_COST
@@ -270,43 +270,37 @@ class RankingCost(WorkItem):
 
     @classmethod
     def from_recipe(cls, geometry: Geometry, length: int, recipe: Recipe) -> RankingCost:
-        ranking = RankingConfig(recipe.segments_for(length)[-1])
-        return cls(length, ranking, (geometry.query_heads, geometry.kv_heads, geometry.head_dim))
+        heads = geometry.query_heads, geometry.kv_heads, geometry.head_dim
+        return cls(length, recipe.segments_for(length)[-1], heads)
 
     @property
     def key(self) -> dict[str, Any]:
-        return {"length": self.length, "segment": self.ranking.segment, "grain": GRAIN, "heads": list(self.heads)}
+        return {"length": self.length, "segment": self.segment, "grain": GRAIN, "heads": list(self.heads)}
 
     def __str__(self) -> str:
         return f"cost of ranking {self.length} tokens"
 
     def run(self, worker: WorkerState) -> float:
-        return _measure_cost(worker.loaded.geometry, worker.loaded.weights.device, self.length, self.ranking)
-
-
-def _measure_cost(geometry: Geometry, device: torch.device, length: int, ranking: RankingConfig) -> float:
-    """Time a call that stops as early as it can, less the time of the pairs it computes and `overhead`; at least 0."""
-    tiles = [
-        tile
-        for tile in candidate_tiles(geometry.head_dim, torch.cuda.get_device_capability(device))
-        if ranking.segment % tile.rows == 0
-    ]
-    if not tiles:
-        return fixed_cost(length)
-    q, k, v = (
-        torch.randn(1, length, heads, geometry.head_dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
-        for heads in (geometry.query_heads, geometry.kv_heads, geometry.kv_heads)
-    )
-    config = LayerConfig.uniform(geometry.query_heads, tau=MAX_TAU, segment=ranking.segment, tile=tiles[0])
-    try:
-        seconds = medians(
-            {"s2o": partial(s2o_attention, q, k, v, config), "dense": partial(dense_attention, q, k, v)}, device, ROUNDS
+        """Time a call that stops as early as it can, less the time of its pairs and `overhead`; at least 0."""
+        device, (query_heads, kv_heads, head_dim) = worker.loaded.weights.device, self.heads
+        candidates = candidate_tiles(head_dim, torch.cuda.get_device_capability(device))
+        tile = next((tile for tile in candidates if self.segment % tile.rows == 0), None)
+        if tile is None:
+            return fixed_cost(self.length)
+        q, k, v = (
+            torch.randn(1, self.length, heads, head_dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
+            for heads in (query_heads, kv_heads, kv_heads)
         )
-        stats = s2o_attention(q, k, v, config, return_stats=True).stats
-    except FAILURES:
-        return fixed_cost(length)
-    assert stats is not None
-    return max(0.0, seconds["s2o"] / seconds["dense"] - float(stats.density.mean()) - overhead(ranking, "none"))
+        config = LayerConfig.uniform(query_heads, tau=MAX_TAU, segment=self.segment, tile=tile)
+        calls = {"s2o": partial(s2o_attention, q, k, v, config), "dense": partial(dense_attention, q, k, v)}
+        try:
+            seconds = medians(calls, device, ROUNDS)
+            stats = s2o_attention(q, k, v, config, return_stats=True).stats
+        except FAILURES:
+            return fixed_cost(self.length)
+        assert stats is not None
+        overhead_share = overhead(RankingConfig(self.segment), "none")
+        return max(0.0, seconds["s2o"] / seconds["dense"] - float(stats.density.mean()) - overhead_share)
 
 
 def measured_sensitivity(

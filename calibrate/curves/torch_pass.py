@@ -56,8 +56,8 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
     keys = [(ranking, shape) for ranking in rankings for shape in shapes]
     dense = prompt.truth()
     norms = head_norms(dense)
-    totals: dict[tuple[RankingConfig, Shape], list[Tensor]] = {key: [] for key in keys}  # per slice of heads
-    worst: dict[tuple[RankingConfig, Shape], list[Tensor]] = {key: [] for key in keys}
+    # of every slice of heads: sums over its rows, and errors of its worst rows, as `_find_stops` returns them
+    slices: dict[tuple[RankingConfig, Shape], list[tuple[Tensor, Tensor]]] = {key: [] for key in keys}
     for heads in _slice_heads(prompt, size):
         group = prompt.q.shape[1] // prompt.k.shape[1]
         kv = torch.arange(heads.start, heads.stop, device=prompt.q.device) // group
@@ -82,15 +82,16 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
                         stops[ranking, shape].append(_find_stops(trace, shape, norms[heads], sparse))
         for key, segments in stops.items():
             sums, tile_errors = zip(*segments, strict=True)
-            totals[key].append(torch.stack(sums).sum(0))
-            worst[key].append(worst_of(torch.cat(tile_errors, 2), -2).sqrt())
+            worst = worst_of(torch.cat(tile_errors, 2), -2).sqrt()
+            slices[key].append((torch.stack(sums).sum(0), worst))
     values, causal = length * head_dim, length * (length + 1) / 2
     curves = {}
     for key in keys:
-        squared, tail_squared, visited = torch.cat(totals[key], 1).cpu()
+        (squared, tail_squared, visited), (row, tail_row) = (
+            torch.cat(of_slices, 1).cpu() for of_slices in zip(*slices[key], strict=True)
+        )
         sparse = dense_from(length, last_rows, key[1].block_m)
         density = (visited + window_pairs(range(sparse), size, STEP) + pairs_from(sparse, length)) / causal
-        row, tail_row = torch.cat(worst[key], 1).cpu()
         power = float(norms.mean()) / head_dim
         curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)
     return curves

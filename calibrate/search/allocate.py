@@ -30,17 +30,12 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """Limits on the points of a head.
-
-    Attributes:
-        tails: the `HeadConfig.tail` that it may have.
-        worst_rows: the largest `Point.worst` that it may have; None for no limit.
-        head_cap: how many times its equal part of the budget it may spend. A layer whose error lies in one or two
-            heads is the first to break on text unlike the calibration's.
-    """
+    """Limits on the points of a head."""
 
     tails: tuple[Tail, ...] = ("none", "mean")
-    worst_rows: float | None = None
+    worst_rows: float | None = None  # the largest `Point.worst`; None for no limit
+    # times its equal part of the budget that a head may spend: a layer whose error lies in one or two heads is the
+    # first to break on text unlike the calibration's
     head_cap: float = math.inf
 
 
@@ -78,15 +73,10 @@ def make_dense_point(segment: int, mse: float = 0.0, worst: float = 0.0) -> Poin
 
 @dataclass(frozen=True)
 class ErrorWeights:
-    """Weights of a layer's and its heads' errors in the budget.
+    """Weights of a layer's and its heads' errors in the budget."""
 
-    Attributes:
-        layer: factor that converts the mean over its heads to the budget's unit.
-        heads: weight of each head's mean squared error in that mean; 1 on average. None: all the same.
-    """
-
-    layer: float = 1.0
-    heads: tuple[float, ...] | None = None
+    layer: float = 1.0  # converts the mean over its heads to the budget's unit
+    heads: tuple[float, ...] | None = None  # of each head's error in that mean, 1 on average; None: all the same
 
     def mean(self, allocation: Allocation) -> float:
         """Return the weighted mean over the heads of their mean squared errors."""
@@ -144,7 +134,7 @@ def allocate_together(
         for layer_weights, count in zip(weights, counts, strict=True)
         for head_weight in layer_weights.heads or (1.0,) * count
     ]
-    points = iter(_spend(options, head_weights, budget * len(layers), constraints.head_cap))
+    points = iter(_choose_points(options, head_weights, budget * len(layers), constraints.head_cap))
     return [Allocation(tuple(islice(points, count))) for count in counts]
 
 
@@ -195,7 +185,9 @@ def _count_heads(curves: Mapping[RankingConfig, Curve]) -> int:
     return len(next(iter(curves.values())).mse)
 
 
-def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float, head_cap: float) -> list[Point]:
+def _choose_points(
+    options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float, head_cap: float
+) -> list[Point]:
     """Choose a point of every head, such that the sum of their weighted errors is at most the budget.
 
     Where the first points alone cost more, as those of int8 scores may, they are returned.
@@ -210,9 +202,9 @@ def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget:
     if left < 0.0:  # rounded scores alone cost more
         return chosen
     steps = [
-        (_slope(near, far) / weights[head], head, rank, near, far)
+        (_compute_slope(near, far) / weights[head], head, rank, near, far)
         for head, points in enumerate(options)
-        for rank, (near, far) in enumerate(pairwise(_hull(points)))
+        for rank, (near, far) in enumerate(pairwise(_build_hull(points)))
     ]
     blocked: set[int] = set()
     for _, head, _, near, far in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
@@ -231,18 +223,18 @@ def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget:
     return chosen
 
 
-def _hull(points: Sequence[Point]) -> list[Point]:
+def _build_hull(points: Sequence[Point]) -> list[Point]:
     """Return the lower left convex hull of points sorted by error."""
     hull: list[Point] = []
     for point in points:
         while hull and hull[-1].mse == point.mse:
             hull.pop()
-        while len(hull) >= 2 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], point):
+        while len(hull) >= 2 and _compute_slope(hull[-2], hull[-1]) <= _compute_slope(hull[-2], point):
             hull.pop()
         hull.append(point)
     return hull
 
 
-def _slope(near: Point, far: Point) -> float:
+def _compute_slope(near: Point, far: Point) -> float:
     """Return the cost that is saved for each unit of error."""
     return (near.cost - far.cost) / (far.mse - near.mse)

@@ -57,29 +57,17 @@ class SearchPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of one layer at one length, with their predictions.
+    """The settings of one layer at one length, with their predictions."""
 
-    Attributes:
-        point: what the heads share; its scores are "input" where the layer is dense as a whole.
-        curves: of every ranking that a head could choose.
-        budget_mse: what the heads may spend, as mean squared error, weighted as `weights` says.
-        allocation: each head's settings.
-        timing: of the layer's attention; None on a CPU, and after the allocation changed.
-        why_dense: why the layer was made dense as a whole; None if it was not.
-        measured: sentence on the measurement that made it dense, in place of the reason's own; empty if there is none.
-        weights: of the errors of the layer and its heads.
-        last_rows: so many rows at a prompt's end are dense, as the curves were measured.
-    """
-
-    point: SearchPoint
-    curves: Mapping[RankingConfig, Curve]
-    budget_mse: float
+    point: SearchPoint  # its scores are "input" where the layer is dense as a whole
+    curves: Mapping[RankingConfig, Curve]  # of every ranking that a head could choose
+    budget_mse: float  # what the heads may spend, as mean squared error with `weights`
     allocation: Allocation
-    timing: Timing | None = None
-    why_dense: ChosenDense | None = None
-    measured: str = ""
+    timing: Timing | None = None  # of the layer's attention; None on a CPU, and after the allocation changed
+    why_dense: ChosenDense | None = None  # None if the layer was not made dense as a whole
+    measured: str = ""  # on the measurement that made it dense, in place of the reason's own sentence
     weights: ErrorWeights = UNWEIGHTED
-    last_rows: int = 0
+    last_rows: int = 0  # dense ones at a prompt's end, as the curves were measured
 
     @property
     def spent(self) -> float:
@@ -131,13 +119,12 @@ class Choice:
             return self
         if self.config.is_dense:  # with int8 scores too: no kernel of its own has shown to gain there
             return self.as_dense(ChosenDense.NO_GAIN)
-        timing = self.timing
-        if timing is not None and timing.seconds >= timing.dense_seconds:
-            times = f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense"
-            return self.as_dense(ChosenDense.TIMED_SLOWER, times)
-        if timing is None and self.cost >= 1.0:
-            return self.as_dense(ChosenDense.PREDICTED_SLOWER)
-        return self
+        if (timing := self.timing) is None:
+            return self.as_dense(ChosenDense.PREDICTED_SLOWER) if self.cost >= 1.0 else self
+        if timing.seconds < timing.dense_seconds:
+            return self
+        times = f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense"
+        return self.as_dense(ChosenDense.TIMED_SLOWER, times)
 
     def predicted(self) -> PredictedLayer:
         """Return a profile's record of it: the curves' predictions, and the times if there are."""
@@ -158,11 +145,9 @@ def search_constraints(recipe: Recipe) -> SearchConstraints:
 
 
 def weights_of(curves: Curves, recipe: Recipe) -> ErrorWeights:
-    """Return the weight of one layer's errors against a recipe's budget.
-
-    It converts to the budget's unit, and is larger where a ceiling allows the layer less than the budget's value.
-    """
+    """Return the weight that converts one layer's errors to the unit of a recipe's budget."""
     budget, power = recipe.budget, dense_power(curves)
+    # larger where a ceiling allows the layer less than the budget's value
     return ErrorWeights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
 
 
@@ -172,10 +157,7 @@ def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
 
 
 def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe, last_rows: int = 0) -> Choice:
-    """Spend a layer's budget at one search point; nothing is timed.
-
-    last_rows: number of dense rows at a prompt's end, as the curves were measured.
-    """
+    """Spend a layer's budget at one search point, without timing it. last_rows: as `Choice.last_rows`."""
     point_curves = methods(curves, point.segment, Shape.of(point.tile), point.scores)
     weights = weights_of(curves, recipe)
     unspent = Choice(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
@@ -203,11 +185,10 @@ def allocate_model_budget(choices: Sequence[Choice], recipe: Recipe) -> tuple[li
     )
     after, limits = list(choices), [0.0] * len(choices)
     for layer, allocation in zip(live, allocations, strict=True):
-        new = replace(after[layer], allocation=allocation, timing=None, why_dense=None, measured="")
-        new = replace(new, budget_mse=new.spent)
-        if new.config.is_dense:
-            after[layer] = new.as_dense(ChosenDense.OTHERS_GAIN)
+        spent = choices[layer].weights.mean(allocation)
+        after[layer] = choice = replace(choices[layer], allocation=allocation, timing=None, budget_mse=spent)
+        if choice.config.is_dense:
+            after[layer] = choice.as_dense(ChosenDense.OTHERS_GAIN)
         else:
-            after[layer] = new
-            limits[layer] = recipe.budget.error(allocation.mse, dense_power(new.curves)) / recipe.margin
+            limits[layer] = recipe.budget.error(allocation.mse, dense_power(choice.curves)) / recipe.margin
     return after, limits

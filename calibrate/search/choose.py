@@ -15,7 +15,7 @@ import torch
 from sklearn.cluster import AgglomerativeClustering
 
 from calibrate.compiling import compile_ahead, form, with_tiles
-from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, methods
+from calibrate.curves.curves import Curves, Shape, dense_power, methods
 from calibrate.curves.measure import LayersCurves, dense_forward
 from calibrate.journal import Journal, taken_on
 from calibrate.model.estimate import free_memory
@@ -42,21 +42,13 @@ MEMORY_SHARE = 0.25  # of the memory that would be free without them: inputs of 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Settings that a search chose at one length.
-
-    Attributes:
-        choices: every layer's.
-        limits: the error every layer may have, in the budget's unit.
-        groups: layer numbers that shared a search, made on the first of them.
-        failures: reasons why trials failed, with their counts.
-        tried: number of combinations of segment, tile and scores that each group's search tried, none of them twice.
-    """
+    """Settings that a search chose at one length, layer by layer."""
 
     choices: list[Choice]
-    limits: list[float]
-    groups: list[list[int]]
-    failures: Counter[str]
-    tried: tuple[int, ...]
+    limits: list[float]  # the error every layer may have, in the budget's unit
+    groups: list[list[int]]  # layer numbers that shared a search, made on the first of them
+    failures: Counter[str]  # of trials, by reason
+    tried: tuple[int, ...]  # number of search points that each group's search tried, none of them twice
 
     @property
     def trials(self) -> int:
@@ -119,14 +111,14 @@ def choose(
 
         return search.run(studies, report_trial, lambda: time.monotonic() > deadline)
 
-    def follow(search: LayerSearch, leader: Pending[Choice]) -> Choice:
+    def apply_best(search: LayerSearch, leader: Pending[Choice]) -> Choice:
         return search.apply_point(leader.result().point)
 
     searches: dict[tuple[int, int], LayerSearch] = {}
     groups: dict[int, list[list[int]]] = {}
     for length in recipe.lengths:
         executor.register_prompts([prompts.calibration[length][0]])
-        groups[length] = _group_by_curves(curves[length], length, Shape.of(tiles[length][0]), recipe)
+        groups[length] = group_layers(_predict_costs(curves[length], length, Shape.of(tiles[length][0]), recipe))
         for layer, layer_curves in enumerate(curves[length]):
             timer = partial(time_config, length, layer) if on_gpu else None
             searches[length, layer] = LayerSearch(layer, length, layer_curves, recipe, tiles[length], timer)
@@ -140,7 +132,7 @@ def choose(
         for length in groups:
             search, first = searches[length, layer], next(group[0] for group in groups[length] if layer in group)
             is_first = first == layer
-            call = partial(search_group, search) if is_first else partial(follow, search, pending[length, first])
+            call = partial(search_group, search) if is_first else partial(apply_best, search, pending[length, first])
             pending[length, layer] = run(call)
     found = {name: choice.result() for name, choice in pending.items()}
     chosen = {}
@@ -155,37 +147,31 @@ def choose(
     return chosen
 
 
-def _group_by_curves(curves: Sequence[Curves], length: int, shape: Shape, recipe: Recipe) -> list[list[int]]:
-    """Group layers by the curves of one tile shape and the first scores, against the layers' own budgets."""
-    by_segment = [
-        {segment: methods(layer_curves, segment, shape, recipe.scores[0]) for segment in recipe.segments_for(length)}
+def _predict_costs(curves: Sequence[Curves], length: int, shape: Shape, recipe: Recipe) -> list[list[float]]:
+    """Return every layer's cost with one tile shape and the first scores, at all segments and `BUDGETS`."""
+    constraints, scores = search_constraints(recipe), recipe.scores[0]
+    return [
+        [
+            allocate(segment_curves, share * budget, constraints).cost
+            for segment in recipe.segments_for(length)
+            for segment_curves in [methods(layer_curves, segment, shape, scores)]
+            for share in BUDGETS
+        ]
         for layer_curves in curves
+        for budget in [budget_mse(weights_of(layer_curves, recipe), recipe)]
     ]
-    budgets = [budget_mse(weights_of(layer_curves, recipe), recipe) for layer_curves in curves]
-    return group_layers(by_segment, budgets, search_constraints(recipe))
 
 
-def group_layers(
-    layers: Sequence[Mapping[int, Mapping[RankingConfig, Curve]]],
-    budgets: Sequence[float],
-    constraints: SearchConstraints,
-) -> list[list[int]]:
-    """Group layers by complete linkage: no two layers of a group are further apart than `MAX_GROUP_WIDTH`.
+def group_layers(costs: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Group layers by complete linkage: no costs of two layers of a group are `MAX_GROUP_WIDTH` apart.
 
-    Args:
-        layers: of each layer, by segment, the curves that its heads may choose among.
-        budgets: each layer's, as mean squared error.
-        constraints: on the points that heads may choose.
+    costs: of each layer, at the same segments and shares of the layer's own budget.
 
     Returns:
         Layer numbers, group by group, each ascending, the groups by their first layer.
     """
-    if len(layers) < 2:
-        return [[layer] for layer in range(len(layers))]
-    costs = [
-        [allocate(curves, share * budget, constraints).cost for curves in by_segment.values() for share in BUDGETS]
-        for by_segment, budget in zip(layers, budgets, strict=True)
-    ]
+    if len(costs) < 2:
+        return [[layer] for layer in range(len(costs))]
     clustering = AgglomerativeClustering(
         n_clusters=None, metric="chebyshev", linkage="complete", distance_threshold=MAX_GROUP_WIDTH
     )

@@ -115,26 +115,16 @@ def open_storage(url: str | None) -> optuna.storages.BaseStorage | None:
 
 @dataclass
 class LayerSearch:
-    """Search for one group of layers at one length, on the curves of one of them.
-
-    Attributes:
-        layer, length: number of the layer, and tokens.
-        curves: of the layer.
-        recipe: says the segments, the scores, the budget and how many trials there are.
-        tiles: those that get trials, the safe default first.
-        timer: times a configuration on this layer's inputs; None on a CPU.
-        tried: the choice at each search point that was tried, without those that failed.
-        failures: reasons why points failed, with their counts.
-    """
+    """Search for one group of layers at one length, on the curves of one of them."""
 
     layer: int
     length: int
     curves: Curves
     recipe: Recipe
-    tiles: Sequence[TileConfig]
-    timer: Timer | None = None
-    tried: dict[SearchPoint, Choice] = field(default_factory=dict)
-    failures: Counter[str] = field(default_factory=Counter)
+    tiles: Sequence[TileConfig]  # those that get trials, the safe default first
+    timer: Timer | None = None  # on this layer's inputs; None on a CPU
+    tried: dict[SearchPoint, Choice] = field(default_factory=dict)  # without points that failed
+    failures: Counter[str] = field(default_factory=Counter)  # by reason
     _allocated: dict[Hashable, Choice] = field(default_factory=dict)
 
     @property
@@ -165,16 +155,9 @@ class LayerSearch:
         on_trial: Callable[[], None] = lambda: None,
         out_of_time: Callable[[], bool] = lambda: False,
     ) -> Choice:
-        """Search for the cheapest point.
+        """Return the choice at the cheapest point; dense if nothing beats dense attention, or everything failed.
 
-        Args:
-            studies: creates the study.
-            on_trial: called after each trial.
-            out_of_time: called after each trial; True makes it the last.
-
-        Returns:
-            The best choice, of equally good ones the first that was tried; dense if nothing beats dense attention, or
-            everything failed.
+        on_trial is called after each trial, and then out_of_time, which makes it the last if it returns True.
 
         Raises:
             ResourceError: the Optuna storage failed.

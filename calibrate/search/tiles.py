@@ -133,13 +133,10 @@ class TileTime(WorkItem):
 
 @dataclass(frozen=True)
 class Compilation(WorkItem):
-    """Compilation of the kernels of several layers that are timed next, beside one another.
+    """Compilation of the kernels of several layers that are timed next, on several cores."""
 
-    configs: one for each kernel. length: of the prompts that they are compiled on, in tokens.
-    """
-
-    configs: tuple[LayerConfig, ...]
-    length: int
+    configs: tuple[LayerConfig, ...]  # one for each kernel
+    length: int  # of the prompts that they are compiled on, in tokens
     stage: str = "tiles"
 
     def __str__(self) -> str:
@@ -168,13 +165,10 @@ def _never_stop(tile: TileConfig, geometry: Geometry, segment: int) -> LayerConf
 
 @dataclass(frozen=True)
 class CrossoverKey:
-    """Settings shared by layers whose crossovers differ by their density only.
+    """Settings shared by layers whose crossovers differ by their density only."""
 
-    tile: without crossovers. head: the settings of all heads of a timed call. scores: of the layers.
-    """
-
-    tile: TileConfig
-    head: HeadConfig
+    tile: TileConfig  # without crossovers
+    head: HeadConfig  # of all heads of a timed call
     scores: Scores = "input"
 
     @classmethod
@@ -196,15 +190,11 @@ Case = tuple[float, int | None]  # the density, in hundredths, and `faster_at` o
 
 @dataclass(frozen=True)
 class Layer:
-    """The part of a layer that its crossovers depend on.
-
-    density: the query-key pairs that it computes over causal pairs, which calls have to pay for. faster_at: a length at
-    which it was faster than dense attention, so that it does not go dense there; None if it was not timed.
-    """
+    """The part of a layer that its crossovers depend on."""
 
     config: LayerConfig
-    density: float = 0.0
-    faster_at: int | None = None
+    density: float = 0.0  # query-key pairs that it computes over causal pairs: calls have to pay for them
+    faster_at: int | None = None  # a length at which it was timed faster than dense, so it does not go dense there
 
     @property
     def case(self) -> Case:

@@ -22,7 +22,7 @@ from calibrate.curves.curves import (
     tile_worst,
     window_pairs,
 )
-from calibrate.curves.measure import RANKING_COST, measure, ranking_cost, stored_cost
+from calibrate.curves.measure import RANKING_COST, RankingCost, measure, ranking_cost, stored_cost
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
@@ -175,7 +175,7 @@ def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
 
 def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
     measured = iter([0.123])
-    monkeypatch.setattr(measure_module, "_measure_cost", lambda *_: next(measured))
+    monkeypatch.setattr(RankingCost, "run", lambda *_: next(measured))
     with Journal.open(tmp_path / "journal", {"model": "tiny"}) as journal:
         for _ in range(2):
             assert ranking_cost(pretended(GEOMETRY, GPU), 8192, recipe(), journal) == 0.123
@@ -198,8 +198,8 @@ def test_the_measured_call_stops_as_early_as_it_can(monkeypatch):
 
     monkeypatch.setattr(measure_module, "medians", medians)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    ranking = RankingConfig(256)
-    cost = measure_module._measure_cost(GEOMETRY, torch.device("cpu"), 1024, ranking)
+    executor = pretended(GEOMETRY, GPU)
+    cost = executor.submit(RankingCost(1024, 256, (4, 2, 64))).result()
     assert [out.shape for out in ran] == [(1, 4, 1024, 64)] * 2
-    density = 0.6 - overhead(ranking, "none") - cost
+    density = 0.6 - overhead(RankingConfig(256), "none") - cost
     assert 0.25 < density < 0.6  # windows of 256 have 0.25 of the pairs; to it comes one chunk for each row tile

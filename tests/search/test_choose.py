@@ -11,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrate.compiling import form
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, overhead, unpacked
+from calibrate.curves.curves import Shape, unpacked
 from calibrate.curves.measure import combine_prompts, of_prompt
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.search import choose as choose_module
-from calibrate.search.allocate import ErrorWeights, SearchConstraints, allocate_together
+from calibrate.search.allocate import ErrorWeights, allocate_together
 from calibrate.search.choice import search_constraints
 from calibrate.search.choose import (
-    BUDGETS,
     MAX_GROUP_WIDTH,
     CallTime,
     CapturedLayers,
@@ -348,28 +347,6 @@ def test_a_worker_that_searches_several_layers_moves_through_the_model_once(curv
     assert sorted(Walk.moved) == [0, 1, 2, 3]
 
 
-def layer_of(costs, budget=1.0):
-    """Curves of a layer of two equal heads. costs: by segment, its cost at each of `BUDGETS` times its budget."""
-    by_segment = {}
-    for segment, segment_costs in zip(SEGMENTS, costs, strict=True):
-        mse = torch.full((2, len(TAUS)), 1e9, dtype=torch.float64)
-        density = torch.ones(2, len(TAUS), dtype=torch.float64)
-        ranking = RankingConfig(segment)
-        for index, (share, cost) in enumerate(zip(BUDGETS, segment_costs, strict=True)):
-            mse[:, index] = 0.99 * share * budget  # both heads can just afford it
-            density[:, index] = cost - overhead(ranking, "none")
-        by_segment[segment] = {ranking: Curve(mse, torch.full_like(mse, 1e9), 0 * mse, 0 * mse, density, 1.0)}
-    return by_segment
-
-
-def test_errors_count_relative_to_the_budget_when_layers_are_grouped():
-    """One layer's errors are a thousand times the other's, and so may its budget be."""
-    even = [[0.5] * 3] * 2
-    layers = [layer_of(even, 1.0), layer_of(even, 1e-3)]
-    for budgets, expected in (([1.0, 1e-3], [[0, 1]]), ([1.0, 1.0], [[0, 1]]), ([1e-3, 1e-3], [[0], [1]])):
-        assert group_layers(layers, budgets, SearchConstraints()) == expected
-
-
 tables = st.lists(st.lists(st.floats(0.3, 0.5), min_size=6, max_size=6), min_size=1, max_size=8)
 
 
@@ -377,14 +354,14 @@ tables = st.lists(st.lists(st.floats(0.3, 0.5), min_size=6, max_size=6), min_siz
 @given(tables)
 def test_layers_share_a_group_exactly_if_no_budget_tells_them_apart(rows):
     """No group is wider than allowed at any segment and budget, and no two groups would fit together."""
-    table = torch.tensor(rows, dtype=torch.float64).view(-1, 2, 3).sort(dim=-1, descending=True).values
-    groups = group_layers([layer_of(costs) for costs in table.tolist()], [1.0] * len(table), SearchConstraints())
+    table = torch.tensor(rows, dtype=torch.float64)
+    groups = group_layers(rows)
     assert sorted(layer for group in groups for layer in group) == list(range(len(table)))
     assert all(group == sorted(group) for group in groups)
     assert [group[0] for group in groups] == sorted(group[0] for group in groups)
 
     def width(group):
-        costs = table[group].flatten(1)
+        costs = table[group]
         return float((costs.amax(0) - costs.amin(0)).max())
 
     assert all(width(group) < MAX_GROUP_WIDTH + 1e-9 for group in groups)
