@@ -17,7 +17,7 @@ TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 1
 
 
 @lru_cache(maxsize=8)
-def taus_on(device: torch.device) -> Tensor:
+def place_taus(device: torch.device) -> Tensor:
     """Return `TAUS` as float32 on a device."""
     return torch.tensor(TAUS, dtype=torch.float32, device=device)
 
@@ -89,7 +89,7 @@ def methods(curves: Curves, segment: int, shape: Shape, scores: Scores = "input"
     }
 
 
-def mean_curve(curves: Sequence[Curve]) -> Curve:
+def combine_curves(curves: Sequence[Curve]) -> Curve:
     """Return the curve of several prompts together.
 
     A mean squared error is the mean plus one standard deviation over the prompts: heads whose error depends on the
@@ -112,12 +112,12 @@ def head_norms(dense: Tensor) -> Tensor:
     return torch.stack([head.float().square().sum(-1).mean() for head in dense[0]])
 
 
-def pairs_from(row: int, length: int) -> int:
+def count_pairs(row: int, length: int) -> int:
     """Return the number of causal pairs of a head's rows from this one on."""
     return (length * (length + 1) - row * (row + 1)) // 2
 
 
-def window_pairs(rows: range, segment: int, step: int) -> int:
+def count_window_pairs(rows: range, segment: int, step: int) -> int:
     """Return the number of causal pairs of whole segments of rows that lie in their windows.
 
     A window begins before its segment, at a multiple of `step` keys.

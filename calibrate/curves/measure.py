@@ -15,8 +15,8 @@ from calibrate.curves.curves import (
     Curves,
     RankingConfig,
     Shape,
+    combine_curves,
     fixed_cost,
-    mean_curve,
     overhead,
     pack,
     unpacked,
@@ -129,7 +129,7 @@ def measure_model(
             if len(splits[item.length]) > 1:
                 journal.put(PARTS, make_part_key(item), [pack(curves, torch.float64) for curves in prompt_curves])
             add_part(item, prompt_curves)
-        costs = {length: ranking_cost(executor, length, recipe, journal) for length in prompts}
+        costs = {length: measure_ranking_cost(executor, length, recipe, journal) for length in prompts}
         layer_numbers = range(executor.geometry.layers)
     return {length: [unpacked(entries[layer, length], costs[length]) for layer in layer_numbers] for length in prompts}
 
@@ -158,7 +158,7 @@ def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
 
 def combine_prompts(prompt_curves: Sequence[Curves]) -> list[dict[str, Any]]:
     """Return the mean curves over some prompts, as a journal keeps them."""
-    return pack({key: mean_curve([curves[key] for curves in prompt_curves]) for key in prompt_curves[0]})
+    return pack({key: combine_curves([curves[key] for curves in prompt_curves]) for key in prompt_curves[0]})
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class LayerCurves(WorkItem):
     def run(self, worker: WorkerState) -> list[Curves]:
         weights = worker.loaded.weights
         with within_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
-            forward = dense_forward(worker, self.prompts)
+            forward = get_forward(worker, self.prompts)
             prompt_curves = [
                 of_prompt(captured.cached(self.recipe.kv_cache_dtype), self.shapes, self.recipe)
                 for captured in forward.inputs(self.layer)
@@ -194,7 +194,7 @@ class LayerCurves(WorkItem):
         return prompt_curves
 
 
-def dense_forward(worker: WorkerState, prompts: tuple[str, ...]) -> layers.DenseForward:
+def get_forward(worker: WorkerState, prompts: tuple[str, ...]) -> layers.DenseForward:
     """Return the forward pass of these prompts through the dense model; a worker keeps it and goes on with it."""
     loaded = worker.loaded
     layers.register()
@@ -235,7 +235,7 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
     return torch_pass.measure(prompt, rankings, shapes, last_rows)
 
 
-def ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journal) -> float:
+def measure_ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journal) -> float:
     """Measure the time of every head's ranking at a length beside `overhead`, over dense attention's time.
 
     Without a GPU, and where the GPU cannot run the call, it is `fixed_cost`.
@@ -252,14 +252,14 @@ def stored_cost(
     length: int,
     recipe: Recipe,
 ) -> float:
-    """Return `ranking_cost` from a journal's entries; `fixed_cost` if there is none for this length and GPU."""
+    """Return `measure_ranking_cost` from a journal's entries; `fixed_cost` if there is none for this length and GPU."""
     key = {**RankingCost.from_recipe(geometry, length, recipe).key, **taken_on(device)}
     return next((float(value) for entry, value in entries if entry == key), fixed_cost(length))
 
 
 @dataclass(frozen=True)
 class RankingCost(WorkItem):
-    """Measurement of `ranking_cost`; heads: query heads, KV heads, head dim."""
+    """Measurement of `measure_ranking_cost`; heads: query heads, KV heads, head dim."""
 
     length: int
     segment: int

@@ -20,10 +20,10 @@ from calibrate.curves.curves import (
     Curves,
     RankingConfig,
     Shape,
+    count_pairs,
+    count_window_pairs,
     head_norms,
-    pairs_from,
-    taus_on,
-    window_pairs,
+    place_taus,
     worst_of,
 )
 from calibrate.model.layers import Captured
@@ -91,7 +91,7 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
             torch.cat(of_slices, 1).cpu() for of_slices in zip(*slices[key], strict=True)
         )
         sparse = dense_from(length, last_rows, key[1].block_m)
-        density = (visited + window_pairs(range(sparse), size, STEP) + pairs_from(sparse, length)) / causal
+        density = (visited + count_window_pairs(range(sparse), size, STEP) + count_pairs(sparse, length)) / causal
         power = float(norms.mean()) / head_dim
         curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)
     return curves
@@ -255,7 +255,7 @@ def _find_stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> tupl
     rest = (gain * ((steps - ends[1:]) / ends.diff()))[..., :-1]  # after the last chunk there is nothing to skip
     lowest = rest.cummin(-1).values.flip(-1)
     # the chunk whose gain falls below tau is kept: it comes after those that do not
-    stop = chunks - 1 - torch.searchsorted(lowest, taus_on(device).expand(heads, tiles, -1).contiguous())
+    stop = chunks - 1 - torch.searchsorted(lowest, place_taus(device).expand(heads, tiles, -1).contiguous())
     pairs = ends[1:][stop] * STEP * count[:, None]
     size = trace.dense.square().sum(-1).maximum(norms[:, None])[:, None]
     errors = (trace.xx[:, ends[1:] - 1], _add_tail(trace, ends))

@@ -14,10 +14,10 @@ from calibrate.curves.curves import (
     Curves,
     RankingConfig,
     Shape,
+    count_pairs,
+    count_window_pairs,
     head_norms,
-    pairs_from,
-    taus_on,
-    window_pairs,
+    place_taus,
     worst_of,
 )
 from calibrate.model.layers import Captured
@@ -96,7 +96,7 @@ def traced(
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
     sample, sparse = sample_rows(length, ranking.segment), dense_from(length, last_rows, tile.block_m)
-    for part in trace(call, truth, norms, taus_on(q.device), sample):
+    for part in trace(call, truth, norms, place_taus(q.device), sample):
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
         kept = (edges < sparse)[:, None]
@@ -106,10 +106,10 @@ def traced(
     row, tail_row = worst_of(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()
     rows = [range(part.start, min(part.stop, sparse)) for part in sample or [range(length)] if part.start < sparse]
-    windows = sum(window_pairs(part, ranking.segment, tile.block_n) for part in rows)
-    causal = sum(pairs_from(part.start, part.stop) for part in rows)
-    sparse_pairs = (visited + windows) * (pairs_from(0, sparse) / max(causal, 1))
-    density = (sparse_pairs + pairs_from(sparse, length)) / pairs_from(0, length)
+    windows = sum(count_window_pairs(part, ranking.segment, tile.block_n) for part in rows)
+    causal = sum(count_pairs(part.start, part.stop) for part in rows)
+    sparse_pairs = (visited + windows) * (count_pairs(0, sparse) / max(causal, 1))
+    density = (sparse_pairs + count_pairs(sparse, length)) / count_pairs(0, length)
     values = max(sum(map(len, rows)), 1) * value_dim * (length / max(sparse, 1))
     power = float(norms.mean()) / value_dim
     return {

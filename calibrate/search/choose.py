@@ -16,7 +16,7 @@ from sklearn.cluster import AgglomerativeClustering
 
 from calibrate.compiling import compile_ahead, form, with_tiles
 from calibrate.curves.curves import Curves, Shape, dense_power, methods
-from calibrate.curves.measure import LayersCurves, dense_forward
+from calibrate.curves.measure import LayersCurves, get_forward
 from calibrate.journal import Journal, taken_on
 from calibrate.model.estimate import free_memory
 from calibrate.model.layers import Captured
@@ -239,7 +239,7 @@ class CallTime(WorkItem):
         kept = worker.cached("captured", CapturedLayers)
         captured = kept.get(self.affinity)
         if captured is None:
-            forward = dense_forward(worker, (self.prompt,))
+            forward = get_forward(worker, (self.prompt,))
             for captured in forward.inputs_up_to(self.layer):
                 kept.add((self.length, captured.layer), captured)
         assert captured is not None

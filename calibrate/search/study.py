@@ -167,13 +167,13 @@ class LayerSearch:
         parameters: dict[str, tuple[Any, ...]] = {"segment": segments, "tile": tuple(tiles), "scores": scores}
         study = studies.create(self.length, self.layer)
 
-        def objective(trial: optuna.Trial) -> float:
+        def evaluate_trial(trial: optuna.Trial) -> float:
             params = {name: trial.suggest_categorical(name, values) for name, values in parameters.items()}
             return self._try_point(SearchPoint(**params | {"tile": tiles[params["tile"]]}), trial)
 
         for point in self.list_candidates():
             study.enqueue_trial(point._asdict() | {"tile": str(point.tile)})
-            study.optimize(objective, 1, catch=(TrialFailedError,))
+            study.optimize(evaluate_trial, 1, catch=(TrialFailedError,))
             on_trial()
             if out_of_time():
                 break

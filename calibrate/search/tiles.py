@@ -98,7 +98,7 @@ def _time_tiles(
     items = [TileTime(first_of[tile], length, segment) for tile in tiles]
     unknown = unmeasured(items, executor, journal)
     if len(unknown) > 1:
-        config = _never_stop(unknown[0].tile, executor.geometry, segment)
+        config = _make_exact_layer(unknown[0].tile, executor.geometry, segment)
         executor.submit(Compilation(tuple(with_tiles(config, [item.tile for item in unknown])), length)).result()
     return zip(tiles, measured(items, executor, journal), strict=True)
 
@@ -124,7 +124,7 @@ class TileTime(WorkItem):
     def run(self, worker: WorkerState) -> tuple[float, str]:
         geometry, device = worker.loaded.geometry, worker.loaded.weights.device
         q, k, v = random_inputs(geometry, self.length, self.length, torch.bfloat16, device)
-        call = partial(s2o_attention, q, k, v, _never_stop(self.tile, geometry, self.segment))
+        call = partial(s2o_attention, q, k, v, _make_exact_layer(self.tile, geometry, self.segment))
         try:
             return medians({"tile": call}, device, ROUNDS)["tile"], ""
         except FAILURES as failure:
@@ -159,7 +159,7 @@ def random_inputs(
     return q, k, v
 
 
-def _never_stop(tile: TileConfig, geometry: Geometry, segment: int) -> LayerConfig:
+def _make_exact_layer(tile: TileConfig, geometry: Geometry, segment: int) -> LayerConfig:
     return LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile)
 
 
@@ -172,7 +172,7 @@ class CrossoverKey:
     scores: Scores = "input"
 
     @classmethod
-    def of(cls, config: LayerConfig) -> CrossoverKey:
+    def from_layer(cls, config: LayerConfig) -> CrossoverKey:
         """Return a layer's key: its heads' dearest ranking, in a head that stops as early as it can."""
         ranked = [head for head in config.heads if head.mode == "s2o"] or [HeadConfig(segment=config.segment)]
         dearest = max(ranked, key=lambda head: (head.representatives, head.tail == "mean"))
@@ -205,17 +205,19 @@ class Layer:
 def with_crossover(layer: Layer, geometry: Geometry, device: torch.device) -> TileConfig:
     """Measure a layer's crossovers on a GPU, and return its tile with `dense_below`, in keys, and `min_queries`."""
     return _set_crossover(
-        layer.config.tile, *_measure_crossover(CrossoverKey.of(layer.config), geometry, device, layer.case)
+        layer.config.tile, *_measure_crossover(CrossoverKey.from_layer(layer.config), geometry, device, layer.case)
     )
 
 
 def _measure_crossover(key: CrossoverKey, geometry: Geometry, device: torch.device, case: Case) -> tuple[int, int]:
     """Measure `dense_below` and `min_queries` of layers of one key and density."""
     density, faster_at = case
-    below = dense_below(key, geometry, device, density)
+    below = find_dense_below(key, geometry, device, density)
     if faster_at is not None:
         below = min(below, faster_at)
-    return below, min_queries(replace(key, tile=_set_crossover(key.tile, below, DECODE)), geometry, device, density)
+    return below, find_min_queries(
+        replace(key, tile=_set_crossover(key.tile, below, DECODE)), geometry, device, density
+    )
 
 
 def _set_crossover(tile: TileConfig, below: int, fewest: int) -> TileConfig:
@@ -260,7 +262,7 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
     """
     cases: dict[CrossoverKey, dict[Case, None]] = {}
     for layer in layers.values():
-        cases.setdefault(CrossoverKey.of(layer.config), {})[layer.case] = None
+        cases.setdefault(CrossoverKey.from_layer(layer.config), {})[layer.case] = None
     items = [Crossovers(key, tuple(key_cases)) for key, key_cases in cases.items()]
     configs = [item.of.make_config(executor.geometry) for item in unmeasured(items, executor, journal)]
     if len(kernels := {(any_stride(config.tile), form(config)): config for config in configs}) > 1:
@@ -272,13 +274,13 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
         for case, crossover in zip(item.cases, item_crossovers, strict=True)
     }
     return {
-        name: _set_crossover(layer.config.tile, *by_case[CrossoverKey.of(layer.config), layer.case])
+        name: _set_crossover(layer.config.tile, *by_case[CrossoverKey.from_layer(layer.config), layer.case])
         for name, layer in layers.items()
     }
 
 
 @lru_cache(maxsize=256)
-def dense_below(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
+def find_dense_below(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
     """Find the shortest of `LENGTHS` at which a whole prompt beats dense attention.
 
     Shorter prompts compute a larger share of their pairs than the layer's density, not a smaller one. A prompt of one
@@ -288,12 +290,12 @@ def dense_below(key: CrossoverKey, geometry: Geometry, device: torch.device, den
         Tokens; twice the longest of `LENGTHS` if dense attention is faster at all of them.
     """
     for length in (length for length in LENGTHS if length > key.head.segment):
-        if _is_faster(*seconds(key, geometry, device, length, length), density, MAX_SHARE):
+        if _is_faster(*time_calls(key, geometry, device, length, length), density, MAX_SHARE):
             return length
     return 2 * LENGTHS[-1]
 
 
-def min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
+def find_min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
     """Find the fewest queries from which on calls behind a cached prefix beat dense attention.
 
     A query behind a segment's end ranks the whole prefix once more, so calls that end there are timed too. The count
@@ -317,7 +319,7 @@ def min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device, den
             if CallShape(1, 1, 1, queries, keys, 1, 1).is_little_for(key.tile):
                 continue
             try:
-                s2o, dense = seconds(key, geometry, device, queries, keys)
+                s2o, dense = time_calls(key, geometry, device, queries, keys)
             except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
                 continue
             if not _is_faster(s2o, dense, density, MAX_TAIL_SHARE):
@@ -336,7 +338,7 @@ def _is_faster(s2o: float, dense: float, density: float, share: float) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def seconds(
+def time_calls(
     key: CrossoverKey, geometry: Geometry, device: torch.device, queries: int, keys: int
 ) -> tuple[float, float]:
     """Measure the median times of S2O, wherever its tile would go dense, and of dense attention for one call.

@@ -15,14 +15,14 @@ from calibrate.curves.curves import (
     WORST,
     RankingConfig,
     Shape,
+    combine_curves,
+    count_window_pairs,
     fixed_cost,
-    mean_curve,
     overhead,
     row_errors,
     tile_worst,
-    window_pairs,
 )
-from calibrate.curves.measure import RANKING_COST, RankingCost, measure, ranking_cost, stored_cost
+from calibrate.curves.measure import RANKING_COST, RankingCost, measure, measure_ranking_cost, stored_cost
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
@@ -127,7 +127,7 @@ def test_measuring_few_heads_at_a_time_changes_nothing(monkeypatch):
 def test_the_curve_of_two_prompts_has_the_larger_error_and_the_mean_density():
     key = (RankingConfig(256), Shape(64, 128))
     first, second = (measure(prompt(400), key[:1], key[1:])[key] for _ in range(2))
-    mean = mean_curve([first, second])
+    mean = combine_curves([first, second])
     for name in ("mse", "tail_mse", "worst", "tail_worst"):  # the mean plus one deviation, or the worst of all
         larger = torch.maximum(getattr(first, name), getattr(second, name))
         torch.testing.assert_close(getattr(mean, name), larger, rtol=1e-9, atol=1e-12)
@@ -147,8 +147,8 @@ def test_rows_that_stand_for_a_long_prompt_are_spread_evenly_over_it(segment):
 
 
 def test_pairs_in_windows_of_parts_add_up():
-    parts = [window_pairs(range(begin, min(begin + 640, 1900)), 320, 128) for begin in (0, 640, 1280)]
-    assert sum(parts) == window_pairs(range(1900), 320, 128)
+    parts = [count_window_pairs(range(begin, min(begin + 640, 1900)), 320, 128) for begin in (0, 640, 1280)]
+    assert sum(parts) == count_window_pairs(range(1900), 320, 128)
 
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -178,8 +178,8 @@ def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(RankingCost, "run", lambda *_: next(measured))
     with Journal.open(tmp_path / "journal", {"model": "tiny"}) as journal:
         for _ in range(2):
-            assert ranking_cost(pretended(GEOMETRY, GPU), 8192, recipe(), journal) == 0.123
-        assert ranking_cost(pretended(GEOMETRY), 8192, recipe(), journal) == fixed_cost(8192)
+            assert measure_ranking_cost(pretended(GEOMETRY, GPU), 8192, recipe(), journal) == 0.123
+        assert measure_ranking_cost(pretended(GEOMETRY), 8192, recipe(), journal) == fixed_cost(8192)
         entries = journal.entries(RANKING_COST)
     assert stored_cost(entries, GEOMETRY, GPU, 8192, recipe()) == 0.123
     assert stored_cost(entries, GEOMETRY, replace(GPU, name="another"), 8192, recipe()) == fixed_cost(8192)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from calibrate.curves import measure
-from calibrate.curves.curves import RankingConfig, Shape, mean_curve
+from calibrate.curves.curves import RankingConfig, Shape, combine_curves
 from calibrate.curves.measure import PARTS, _find_with_all_shapes, measure_model
 from calibrate.journal import Journal
 from calibrate.model import layers
@@ -101,7 +101,7 @@ def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
             assert set(curves[length][layer]) == {(ranking, shape) for ranking in rankings for shape in SHAPES[length]}
             for key, curve in curves[length][layer].items():
                 of_prompts = [measure.measure(prompt[layer][0], key[:1], key[1:])[key] for prompt in alone]
-                expected = mean_curve(of_prompts)
+                expected = combine_curves(of_prompts)
                 torch.testing.assert_close(curve.stacked(), expected.stacked(), rtol=1e-4, atol=1e-9)
                 assert curve.dense_power == pytest.approx(expected.dense_power, rel=1e-5)
             assert max(float(curve.mse.max()) for curve in curves[length][layer].values()) > 1e-4

@@ -188,7 +188,7 @@ def timings(monkeypatch, seconds_of):
 
     monkeypatch.setattr(choose_module, "against_dense", against_dense)
     monkeypatch.setattr(choose_module, "compile_ahead", list)
-    monkeypatch.setattr(choose_module, "dense_forward", lambda worker, prompts: worker.cached(("walk", prompts), Walk))
+    monkeypatch.setattr(choose_module, "get_forward", lambda worker, prompts: worker.cached(("walk", prompts), Walk))
     return seen
 
 
