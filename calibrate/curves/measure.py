@@ -218,17 +218,7 @@ def of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curv
 
 
 def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0) -> Curves:
-    """Measure one prompt's curves at one layer.
-
-    Args:
-        prompt: the layer's q, k and v.
-        rankings: all of one segment length.
-        shapes: of the tiles that may run the layer.
-        last_rows: so many rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
-
-    Returns:
-        A curve for every ranking and shape.
-    """
+    """Measure one prompt's curves at one layer as `torch_pass.measure` does, with the kernel where it can."""
     if trace_pass.supports(prompt):
         with launching_on(prompt.q.device):  # a model on several GPUs has layers on others than the current one
             return trace_pass.measure(prompt, rankings, shapes, last_rows)

@@ -46,7 +46,7 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
         prompt: q [1, Hq, L, D], k [1, Hkv, L, D] and v [1, Hkv, L, Dv] of the layer.
         rankings: all of one segment length.
         shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights.
-        last_rows: so many rows at the prompt's end are dense.
+        last_rows: so many rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
 
     Returns:
         A curve for every ranking and shape.

@@ -97,11 +97,7 @@ def allocate(
 ) -> Allocation:
     """Return the settings of a layer's heads with the least mean cost whose mean error is at most `budget_mse`.
 
-    Args:
-        curves: of every ranking that a head may choose.
-        budget_mse: mean squared error; with weights of heads their weighted mean.
-        constraints: which of their points it may choose.
-        weights: of its heads; that of the layer does not count here.
+    curves: of every ranking that a head may choose. weights: of its heads; that of the layer does not count here.
     """
     return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, constraints)[0]
 
@@ -112,17 +108,7 @@ def allocate_together(
     budget: float,
     constraints: SearchConstraints = SearchConstraints(),
 ) -> list[Allocation]:
-    """Allocate one budget to several layers: the mean over them of weight times error is at most this.
-
-    Args:
-        layers: the curves of every layer.
-        weights: of every layer's mean squared error, and of its heads'.
-        budget: in the unit that the weights give.
-        constraints: which points heads may choose.
-
-    Returns:
-        An allocation for every layer.
-    """
+    """Allocate one budget to several layers: it is the limit of the mean over them of weight times error."""
     counts = [_count_heads(curves) for curves in layers]
     options = [
         points_of(curves, head, constraints)

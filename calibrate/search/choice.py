@@ -165,11 +165,9 @@ def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe, last_rows: int
 
 
 def allocate_model_budget(choices: Sequence[Choice], recipe: Recipe) -> tuple[list[Choice], list[float]]:
-    """Spend one budget over all layers where it saves most.
+    """Spend a recipe's budget, the limit of the mean over all layers, where it saves most.
 
-    Args:
-        choices: of every layer; those that are dense for a reason which another budget does not change take no part.
-        recipe: its budget is the limit of the mean over all layers.
+    Layers that are dense for a reason which another budget does not change take no part.
 
     Returns:
         The layers' choices, and the limit of each: its spending with the margin given back, in the budget's unit.

@@ -45,11 +45,7 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
     A tile is legal if its rows divide every segment that is tried. Tiles that differ only in the stride of their stop
     check are not told apart: which is best depends on where heads stop.
 
-    Args:
-        executor: times them; its device is the one that they are for.
-        length: of the prompts, in tokens.
-        segments: those that are tried.
-        journal: keeps the times.
+    length is of the prompts, in tokens; segments are those that are tried.
 
     Returns:
         Those that get trials, the safe default first. The log says why the others do not.
@@ -250,15 +246,9 @@ class Crossovers(WorkItem):
 
 
 def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Journal) -> dict[Hashable, TileConfig]:
-    """Return the tiles of many layers with their crossovers, as `with_crossover` measures them.
+    """Return the tiles of many layers, by any name, with their crossovers, as `with_crossover` measures them.
 
-    Args:
-        executor: measures; layers that differ in their density only are measured together.
-        layers: by any name.
-        journal: keeps the crossovers.
-
-    Returns:
-        The tile of every layer, by its name.
+    Layers that differ in their density only are one item of work.
     """
     cases: dict[CrossoverKey, dict[Case, None]] = {}
     for layer in layers.values():
@@ -301,11 +291,8 @@ def find_min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device
     A query behind a segment's end ranks the whole prefix once more, so calls that end there are timed too. The count
     holds for every number of keys in `TAIL_KEYS` and for all longer tails that were timed.
 
-    Args:
-        key: of the layer, its tile with `dense_below` and `tail_keys`: calls that run dense anyway, because their
-            prefix is not longer than their queries and their work is less than such a prompt's, are not compared.
-        geometry, device: of the calls.
-        density: as `_is_faster` takes it.
+    The key's tile has `dense_below` and `tail_keys`: calls that run dense anyway, because their prefix is not longer
+    than their queries and their work is less than such a prompt's, are not compared. density: as `_is_faster` takes it.
 
     Returns:
         Queries, at least 2; twice the longest tail if dense attention is faster even there.

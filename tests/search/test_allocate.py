@@ -40,6 +40,9 @@ def test_the_budget_goes_where_it_saves_most():
     # a budget may be spent to its last bit: the steepest step costs all there is
     allocation = spend([[(0.9, 0.5)], [(1.0, 0.2)]], 0.5)
     assert (allocation.mse, allocation.density) == (0.5, 0.6)
+    # an error that weighs more saves less for its price
+    weighted = allocate({RANKING: curve([[(0.5, 0.2)], [(1.0, 0.25)]])}, 1.0, weights=ErrorWeights(1.0, (4.0, 1.0)))
+    assert [point.density for point in weighted.points] == [1.0, 0.25]
     # a head whose ranking costs more than it saves is dense
     assert spend([[(0.0, 1.0 - EXTRA / 2)]], 1.0).heads[0].mode == "dense"
     assert spend([[(0.0, 1.0 - EXTRA * 2)]], 1.0).heads[0].mode == "s2o"
@@ -72,6 +75,9 @@ def test_an_allocation_is_within_its_limits_monotone_and_nearly_the_best(instanc
         constraints = SearchConstraints(("none",), head_cap=head_cap)
         return allocate({RANKING: curve(heads)}, budget, constraints, ErrorWeights(7.0, weights))
 
+    for head in range(len(heads)):
+        points = points_of({RANKING: curve(heads)}, head, SearchConstraints())
+        assert all(near.mse <= far.mse and near.cost > far.cost for near, far in itertools.pairwise(points))
     allocation = spend_on(budget)
     spent = [weight * point.mse for weight, point in zip(weights, allocation.points, strict=True)]
     assert sum(spent) / len(heads) <= budget + 1e-12

@@ -172,10 +172,6 @@ def test_a_ceiling_holds_beside_an_mse(scope, curves, journal):
     assert sum(rel for _, rel in true_errors(laxer)) / 4 > 1.5 * ceiling
 
 
-def pickling(geometry, device):
-    return Pickling(pretended(geometry)._worker, device)
-
-
 def timings(monkeypatch, seconds_of):
     """A GPU whose times are made up; what was timed: (layer, config)."""
     seen = []
@@ -209,15 +205,21 @@ class Walk:
 
 
 def test_layers_that_are_searched_beside_one_another_choose_the_same(curves, journal, tmp_path, monkeypatch):
-    """With items from their pickles, and calls that wait in threads."""
-    timings(
-        monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100 + config.heads[0].segment / 1e4
-    )
-    one = run(curves, journal, GPU)
+    """With items from their pickles, and calls that wait in threads; a worker moves through the model once."""
+    timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100 + config.segment / 1e4)
+    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
+    one = run(curves, journal, GPU, trials=8)
+    monkeypatch.setattr(Walk, "moved", [])
+
+    def pickling(geometry, device):
+        return Pickling(pretended(geometry)._worker, device)
+
     with Journal.open(tmp_path / "other", {}) as other:
-        many = run(curves, other, GPU, pickling)
-    assert [choice.config for choice in many.choices] == [choice.config for choice in one.choices]
-    assert [choice.timing for choice in many.choices] == [choice.timing for choice in one.choices]
+        many = run(curves, other, GPU, pickling, trials=8)
+    assert sorted(Walk.moved) == [0, 1, 2, 3]
+    assert [(choice.config, choice.timing) for choice in many.choices] == [
+        (choice.config, choice.timing) for choice in one.choices
+    ]
     assert (many.tried, many.failures) == (one.tried, one.failures)
 
 
@@ -336,15 +338,6 @@ def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monke
     assert shared.limits[1] == 0.0
     errors = [error for _, error in true_errors(shared)]
     assert 0.8e-2 * 3 / 4 < sum(errors) / 4 <= 0.8e-2 * (1 + 1e-3)
-
-
-def test_a_worker_that_searches_several_layers_moves_through_the_model_once(curves, journal, monkeypatch):
-    """Though their trials take turns on it."""
-    timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100)
-    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
-    monkeypatch.setattr(Walk, "moved", [])
-    run(curves, journal, GPU, pickling, trials=8)
-    assert sorted(Walk.moved) == [0, 1, 2, 3]
 
 
 tables = st.lists(st.lists(st.floats(0.3, 0.5), min_size=6, max_size=6), min_size=1, max_size=8)
