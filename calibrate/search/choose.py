@@ -124,20 +124,22 @@ def choose(
             searches[length, layer] = LayerSearch(layer, length, layer_curves, recipe, tiles[length], timer)
     leaders = {length: [searches[length, group[0]] for group in groups[length]] for length in groups}
     first_trials = [search.choice_at(search.default).config for length in groups for search in leaders[length]]
-    likely = tuple({form(config): config for config in first_trials}.values())
+    likely = tuple({form(config): config for config in first_trials}.values())  # one for each kernel they need
 
     run = executor.background if on_gpu else completed
     pending: dict[tuple[int, int], Pending[Choice]] = {}
     for layer in range(executor.geometry.layers):  # layer by layer: a call may wait only for earlier ones
         for length in groups:
-            search, first = searches[length, layer], next(group[0] for group in groups[length] if layer in group)
-            is_first = first == layer
-            call = partial(search_group, search) if is_first else partial(apply_best, search, pending[length, first])
-            pending[length, layer] = run(call)
-    found = {name: choice.result() for name, choice in pending.items()}
+            search = searches[length, layer]
+            leader = next(group[0] for group in groups[length] if layer in group)
+            if layer == leader:
+                pending[length, layer] = run(partial(search_group, search))
+            else:
+                pending[length, layer] = run(partial(apply_best, search, pending[length, leader]))
+    results = {name: choice.result() for name, choice in pending.items()}
     chosen = {}
     for length in groups:
-        choices = [found[length, layer] for layer in range(len(curves[length]))]
+        choices = [results[length, layer] for layer in range(len(curves[length]))]
         limits = [recipe.budget.limit(dense_power(layer_curves)) for layer_curves in curves[length]]
         if recipe.scope == "model":
             choices, limits = allocate_model_budget(choices, recipe)
@@ -149,17 +151,15 @@ def choose(
 
 def _predict_costs(curves: Sequence[Curves], length: int, shape: Shape, recipe: Recipe) -> list[list[float]]:
     """Return every layer's cost with one tile shape and the first scores, at all segments and `BUDGETS`."""
-    constraints, scores = search_constraints(recipe), recipe.scores[0]
-    return [
-        [
-            allocate(segment_curves, share * budget, constraints).cost
-            for segment in recipe.segments_for(length)
-            for segment_curves in [methods(layer_curves, segment, shape, scores)]
-            for share in BUDGETS
-        ]
-        for layer_curves in curves
-        for budget in [budget_mse(weights_of(layer_curves, recipe), recipe)]
-    ]
+    constraints = search_constraints(recipe)
+    costs: list[list[float]] = []
+    for layer_curves in curves:
+        budget = budget_mse(weights_of(layer_curves, recipe), recipe)
+        costs.append([])
+        for segment in recipe.segments_for(length):
+            segment_curves = methods(layer_curves, segment, shape, recipe.scores[0])
+            costs[-1] += [allocate(segment_curves, share * budget, constraints).cost for share in BUDGETS]
+    return costs
 
 
 def group_layers(costs: Sequence[Sequence[float]]) -> list[list[int]]:

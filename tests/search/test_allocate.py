@@ -40,6 +40,8 @@ def test_the_budget_goes_where_it_saves_most():
     # a budget may be spent to its last bit: the steepest step costs all there is
     allocation = spend([[(0.9, 0.5)], [(1.0, 0.2)]], 0.5)
     assert (allocation.mse, allocation.density) == (0.5, 0.6)
+    # points between hull corners are bought with the rest, which is spent once
+    assert spend([[(0.4, 0.9), (2.0, 0.05)]] * 2, 0.3).mse == 0.2
     # an error that weighs more saves less for its price
     weighted = allocate({RANKING: curve([[(0.5, 0.2)], [(1.0, 0.25)]])}, 1.0, weights=ErrorWeights(1.0, (4.0, 1.0)))
     assert [point.density for point in weighted.points] == [1.0, 0.25]

@@ -78,7 +78,7 @@ def journal(tmp_path):
 
 
 def run(curves, journal, device=CPU, executor=pretended, **changes):
-    said = []
+    texts = []
     chosen = choose(
         executor(SimpleNamespace(layers=len(curves)), device),
         {LENGTH: curves},
@@ -86,10 +86,10 @@ def run(curves, journal, device=CPU, executor=pretended, **changes):
         prompts=PROMPTS,
         recipe=recipe(**changes),
         journal=journal,
-        on_trial=said.append,
+        on_trial=texts.append,
     )
     assert list(chosen) == [LENGTH]
-    assert len(said) == chosen[LENGTH].trials
+    assert len(texts) == chosen[LENGTH].trials
     return chosen[LENGTH]
 
 

@@ -70,6 +70,12 @@ def run(search, out_of_time=lambda: False):
     return search.run(studies, lambda: steps.append(1), out_of_time), len(steps)
 
 
+def attend(prompt, config):
+    """A prompt's output with a configuration by the reference, and the exact one."""
+    qkv = prompt.q, prompt.k, prompt.v
+    return s2o_attention_reference(*qkv, config, scale=prompt.scale).out, exact_attention(*qkv, scale=prompt.scale)
+
+
 @pytest.fixture
 def every_point(monkeypatch):
     """Every point may win, whatever is predicted of it."""
@@ -90,8 +96,7 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value, count, every_p
     assert choice.allocation.density < choice.allocation.cost
     errors, powers = [], []
     for prompt in prompts:
-        out, _, _ = s2o_attention_reference(prompt.q, prompt.k, prompt.v, choice.config, scale=prompt.scale)
-        truth = exact_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
+        out, truth = attend(prompt, choice.config)
         errors.append(float((out - truth).square().mean()))
         powers.append(float(truth.square().mean()))
         worst = tile_worst(row_errors(out, truth), choice.point.tile.block_m)[0]
@@ -292,8 +297,7 @@ def test_int8_scores_are_taken_where_they_are_faster(every_point):
         assert steps == 2 * ALL
         assert choice.config.scores == choice.point.scores == faster
         assert choice.spent <= choice.budget_mse
-    out, _, _ = s2o_attention_reference(prompt[0].q, prompt[0].k, prompt[0].v, choice.config, scale=prompt[0].scale)
-    truth = exact_attention(prompt[0].q, prompt[0].k, prompt[0].v, scale=prompt[0].scale)
+    out, truth = attend(prompt[0], choice.config)
     assert float((out - truth).square().mean()) == pytest.approx(choice.allocation.mse, rel=1e-2)
 
 
