@@ -149,6 +149,8 @@ def test_workers_share_prompts_and_an_interrupted_run_keeps_their_parts(loaded, 
         with pytest.raises(KeyboardInterrupt):
             measure_model(executor, make_prompts(), SHAPES, recipe(), journal, watched.step)
         assert [len(journal.keys(kind)) for kind in ("curves", PARTS)] == [2, 1]
+        ((_, [part]),) = journal.entries(PARTS)
+        assert all(entry["curve"].dtype == torch.float64 for entry in part)  # only the mean is rounded
         executor.spread = remaining
         assert_same(first, measure_model(executor, make_prompts(), SHAPES, recipe(), journal, watched.step))
         assert [len(journal.keys(kind)) for kind in ("curves", PARTS)] == [4, 0]
