@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,9 +16,15 @@ from s2o_runtime.config import GRAIN, Scores, Tail, TileConfig
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
 
 
+@lru_cache(maxsize=8)
+def place_taus(device: torch.device) -> Tensor:
+    """Return `TAUS` as float32 on a device."""
+    return torch.tensor(TAUS, dtype=torch.float32, device=device)
+
+
 @dataclass(frozen=True)
 class RankingConfig:
-    """What decides in which order a head visits its keys; the fields are those of HeadConfig and LayerConfig."""
+    """Settings that decide the order in which a head visits its keys; fields of HeadConfig and LayerConfig."""
 
     segment: int
     representatives: int = 1
@@ -26,19 +33,14 @@ class RankingConfig:
 
 @dataclass(frozen=True)
 class Shape:
-    """What, beside tau, decides where a head stops.
+    """The part of a tile that decides, beside tau, where a head stops."""
 
-    Attributes:
-        block_m: rows of a tile, which stop together.
-        stride: keys between two stop checks.
-    """
-
-    block_m: int
-    stride: int
+    block_m: int  # rows, which stop together
+    stride: int  # keys between two stop checks
 
     @classmethod
     def of(cls, tile: TileConfig) -> Shape:
-        """The shape of a tile."""
+        """Return the shape of a tile."""
         return cls(tile.block_m, tile.stride)
 
 
@@ -52,11 +54,10 @@ class Curve:
     Attributes:
         mse: mean squared error without a tail.
         tail_mse: mean squared error with a tail.
-        worst, tail_worst: `row_errors.worst_of`, over row tiles, of the largest error of a row over its norm, as
-            `row_errors` defines it; without and with a tail.
+        worst, tail_worst: `worst_of`, over row tiles, of the largest of a tile's `row_errors`; without and with a tail.
         density: computed query-key pairs over causal pairs.
         dense_power: mean square of the layer's dense output.
-        fixed_cost: what its ranking takes at this length beside `costs.overhead`, over a head's dense time.
+        fixed_cost: time of its ranking at this length beside `overhead`, over a head's dense time.
     """
 
     mse: Tensor
@@ -68,21 +69,19 @@ class Curve:
     fixed_cost: float = 0.0
 
     def errors(self, tail: Tail) -> tuple[Tensor, Tensor]:
-        """The mean squared error and that of the worst rows with this `HeadConfig.tail`."""
+        """Return the mean squared error and the worst-row error with this `HeadConfig.tail`."""
         return (self.mse, self.worst) if tail == "none" else (self.tail_mse, self.tail_worst)
 
     def stacked(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Errors and density in the order of the fields, in this type: [5, Hq, len(TAUS)]."""
+        """Return errors and density in the order of the fields, in this type: [5, Hq, len(TAUS)]."""
         return torch.stack([self.mse, self.tail_mse, self.worst, self.tail_worst, self.density]).to(dtype)
 
 
 Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one length
 
 
-def methods(
-    curves: Curves, segment: int, shape: Shape, scores: Scores = "input"
-) -> dict[RankingConfig, Curve]:  # fmt: skip
-    """The curves that heads choose among once segment, tile shape and scores are fixed."""
+def methods(curves: Curves, segment: int, shape: Shape, scores: Scores = "input") -> dict[RankingConfig, Curve]:
+    """Return the curves that heads choose among once segment, tile shape and scores are fixed."""
     return {
         ranking: curve
         for (ranking, curve_shape), curve in curves.items()
@@ -90,48 +89,38 @@ def methods(
     }
 
 
-def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The curve of several prompts together.
+def combine_curves(curves: Sequence[Curve]) -> Curve:
+    """Return the curve of several prompts together.
 
     A mean squared error is the mean plus one standard deviation over the prompts: heads whose error depends on the
     prompt must stay within their budget on prompts that were not seen. The worst-row error is the maximum over prompts.
     """
-
-    def stacked(name: str) -> Tensor:
-        return torch.stack([getattr(curve, name) for curve in curves])
-
-    def careful(name: str) -> Tensor:
-        return stacked(name).mean(0) + stacked(name).std(0, correction=0)
-
-    return Curve(
-        careful("mse"),
-        careful("tail_mse"),
-        stacked("worst").amax(0),
-        stacked("tail_worst").amax(0),
-        stacked("density").mean(0),
-        sum(curve.dense_power for curve in curves) / len(curves),
-    )
+    stacked = torch.stack([curve.stacked(torch.float64) for curve in curves])
+    mse, tail_mse = stacked[:, :2].mean(0) + stacked[:, :2].std(0, correction=0)
+    worst, tail_worst = stacked[:, 2:4].amax(0)
+    power = sum(curve.dense_power for curve in curves) / len(curves)
+    return Curve(mse, tail_mse, worst, tail_worst, stacked[:, 4].mean(0), power)
 
 
 def dense_power(curves_of_layer: Mapping[Any, Curve]) -> float:
-    """The mean square of a layer's dense output, which all its curves name."""
+    """Return the mean square of a layer's dense output, which all its curves name."""
     return next(iter(curves_of_layer.values())).dense_power
 
 
 def head_norms(dense: Tensor) -> Tensor:
-    """The mean squared norm of a head's rows, float32 [Hq], of a dense output [1, Hq, L, D]."""
+    """Return the mean squared norm of each head's rows, float32 [Hq], of a dense output [1, Hq, L, D]."""
     return torch.stack([head.float().square().sum(-1).mean() for head in dense[0]])
 
 
-def pairs_from(row: int, length: int) -> int:
-    """Causal pairs of the rows of a head from this one on."""
+def count_pairs(row: int, length: int) -> int:
+    """Return the number of causal pairs of a head's rows from this one on."""
     return (length * (length + 1) - row * (row + 1)) // 2
 
 
-def window_pairs(rows: range, segment: int, step: int) -> int:
-    """Causal pairs of some rows of a head, whole segments, in their windows.
+def count_window_pairs(rows: range, segment: int, step: int) -> int:
+    """Return the number of causal pairs of whole segments of rows that lie in their windows.
 
-    A window begins at a multiple of `step` keys, before its segment.
+    A window begins before its segment, at a multiple of `step` keys.
     """
     total = 0
     for begin in range(rows.start, rows.stop, segment):
@@ -140,8 +129,8 @@ def window_pairs(rows: range, segment: int, step: int) -> int:
     return total
 
 
-def packed(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
-    """Curves as a journal keeps them: JSON with tensors of this type in it."""
+def pack(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
+    """Return curves as a journal keeps them: JSON that holds tensors of this type."""
     return [
         {
             "power": curve.dense_power,
@@ -153,19 +142,14 @@ def packed(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str,
     ]
 
 
-def unpacked(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[RankingConfig, Shape], Curve]:
-    """The curves that `packed` packed."""
+def unpacked(entries: Sequence[Mapping[str, Any]], cost: float = 0.0) -> Curves:
+    """Return the curves that `pack` packed. cost: their `Curve.fixed_cost`, which a journal keeps apart."""
     curves = {}
     for entry in entries:
         mse, tail_mse, worst, tail_worst, density = entry["curve"].double()
-        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]))
+        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]), cost)
         curves[RankingConfig(*entry["ranking"]), Shape(*entry["shape"])] = curve
     return curves
-
-
-def with_fixed_cost(curves: Curves, cost: float) -> dict[tuple[RankingConfig, Shape], Curve]:
-    """The same curves, with what every ranking takes at their length beside `overhead`."""
-    return {key: replace(curve, fixed_cost=cost) for key, curve in curves.items()}
 
 
 # Measured on an H200 at 131072 tokens (docs/results/ranking-h200.txt).
@@ -185,7 +169,7 @@ RECORDED = 8192  # the shortest length that these are from: shorter ones are tak
 
 
 def overhead(ranking: RankingConfig, tail: Tail) -> float:
-    """The time of a head's ranking, and of its tail if it has one, over the head's dense time."""
+    """Return the time of a head's ranking, and of its tail if it has one, over the head's dense time."""
     scoring = ranking.representatives / (2 * ranking.segment) / SCORING_RATE  # q k only, half of dense's products
     passes = (READING + ORDER / GRAIN) * UNIT_SEGMENT / ranking.segment
     sums = TAIL / (ranking.segment * GRAIN) if tail == "mean" else 0.0
@@ -193,7 +177,7 @@ def overhead(ranking: RankingConfig, tail: Tail) -> float:
 
 
 def fixed_cost(length: int) -> float:
-    """What ranking takes beside `overhead` in a call of this many tokens, over a head's dense time; not measured."""
+    """Estimate the time of ranking beside `overhead` at this length, in tokens, over a head's dense time."""
     tokens = max(length, RECORDED)
     return LINEAR / tokens + (QUADRATIC / tokens) ** 2
 
@@ -202,10 +186,10 @@ WORST = 0.99  # the quantile of the errors, of rows or of row tiles, that stands
 
 
 def row_errors(out: Tensor, truth: Tensor) -> Tensor:
-    """The relative error of every row: the norm of what it is off by, over its norm.
+    """Return the relative error of every row, |out - truth| / |truth|.
 
-    It is |out - truth| over |truth|, or over the root mean square of |truth| in the head where that is larger, so that
-    a row whose values cancel out is not taken for a bad one.
+    Where the root mean square of |truth| in the head is larger than a row's own norm, it is the divisor, so that a row
+    whose values cancel out is not taken for a bad one.
 
     Args:
         out, truth: outputs [B, H, L, D].
@@ -218,20 +202,16 @@ def row_errors(out: Tensor, truth: Tensor) -> Tensor:
 
 
 def relative_errors(squared: Tensor, power: Tensor) -> Tensor:
-    """The same from each row's squared error and squared norm of the truth, float32 [..., L]."""
+    """Return `row_errors` from each row's squared error and squared norm of the truth, float32 [..., L]."""
     scale = power.maximum(power.mean(-1, keepdim=True)).clamp(min=1e-30)
     return (squared / scale).sqrt()
 
 
 def worst_of(errors: Tensor, dim: int = -1) -> Tensor:
-    """The `WORST` quantile of errors, by the nearest rank: one of the errors, so that a root may be taken after it.
+    """Return the `WORST` quantile of errors along `dim` by the nearest rank, float64 without that dimension.
 
-    Args:
-        errors: of rows or of row tiles, of any shape and floating type; nan counts as the largest.
-        dim: the dimension that goes.
-
-    Returns:
-        float64, without that dimension.
+    It is one of the errors, so a root may be taken after it. NaN counts as the largest. errors: of rows or of row
+    tiles, any shape and floating type.
     """
     count = errors.shape[dim]
     rank = min(count, int(WORST * (count - 1) + 0.5) + 1)  # kthvalue counts from 1
@@ -239,6 +219,6 @@ def worst_of(errors: Tensor, dim: int = -1) -> Tensor:
 
 
 def tile_worst(errors: Tensor, block: int = 64) -> Tensor:
-    """The largest of each `block` adjacent row errors: [..., L] -> [..., ceil(L / block)]."""
+    """Return the largest of each `block` adjacent row errors: [..., L] -> [..., ceil(L / block)]."""
     padded = F.pad(errors, (0, -errors.shape[-1] % block))
     return padded.view(*padded.shape[:-1], -1, block).amax(-1)

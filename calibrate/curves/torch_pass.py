@@ -1,22 +1,31 @@
-"""Measuring curves in plain torch: what runs on a CPU, and what the trace kernel is compared with.
+"""Measure curves in plain torch, on any device; the trace kernel is compared with this.
 
 For each ranking the prefix is visited once, in order, in steps of `STEP` keys. For every row the pass keeps how much
-each step added to l (the online softmax's sum), and what the error would be after it, with and without a tail. That is
-enough to know, without running anything again, where any tile height, stride and threshold would stop, and what error
-and density would follow.
+each step added to l (the online softmax's sum), and the error that would be left after it, with and without a tail.
+From that follows where any tile height, stride and threshold would stop, with its error and density.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs, worst_of
+from calibrate.curves.curves import (
+    TAUS,
+    Curve,
+    Curves,
+    RankingConfig,
+    Shape,
+    count_pairs,
+    count_window_pairs,
+    head_norms,
+    place_taus,
+    worst_of,
+)
 from calibrate.model.layers import Captured
 from s2o_runtime.call import capped
 from s2o_runtime.config import GRAIN, dense_from
@@ -30,16 +39,14 @@ LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
 
 
 @torch.no_grad()
-def measure(
-    prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0
-) -> dict[tuple[RankingConfig, Shape], Curve]:
-    """One prompt's curves at one layer.
+def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0) -> Curves:
+    """Measure one prompt's curves at one layer.
 
     Args:
         prompt: q [1, Hq, L, D], k [1, Hkv, L, D] and v [1, Hkv, L, Dv] of the layer.
         rankings: all of one segment length.
         shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights.
-        last_rows: so many rows at the prompt's end are dense.
+        last_rows: so many rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
 
     Returns:
         A curve for every ranking and shape.
@@ -49,46 +56,49 @@ def measure(
     keys = [(ranking, shape) for ranking in rankings for shape in shapes]
     dense = prompt.truth()
     norms = head_norms(dense)
-    totals: dict[tuple[RankingConfig, Shape], list[Tensor]] = {key: [] for key in keys}  # per slice of heads
-    worst: dict[tuple[RankingConfig, Shape], list[Tensor]] = {key: [] for key in keys}
-    for heads in _head_slices(prompt, size):
-        q, k, v = _heads(prompt, heads)
+    # of every slice of heads: sums over its rows, and errors of its worst rows, as `_find_stops` returns them
+    slices: dict[tuple[RankingConfig, Shape], list[tuple[Tensor, Tensor]]] = {key: [] for key in keys}
+    for heads in _slice_heads(prompt, size):
+        group = prompt.q.shape[1] // prompt.k.shape[1]
+        kv = torch.arange(heads.start, heads.stop, device=prompt.q.device) // group
+        q, k, v = prompt.q[0, heads].float() * prompt.scale, prompt.k[0, kv].float(), prompt.v[0, kv].float()
         sinks = None if prompt.sinks is None else prompt.sinks[heads].float()[:, None]
-        stopped: dict[tuple[RankingConfig, Shape], list[_Stopped]] = {key: [] for key in keys}  # segment by segment
+        stops: dict[tuple[RankingConfig, Shape], list[tuple[Tensor, Tensor]]] = {key: [] for key in keys}
         for scores in dict.fromkeys(ranking.scores for ranking in rankings):
             int8 = Int8Operands.of_heads(q, k) if scores == "int8" else None
-            same_scores = [ranking for ranking in rankings if ranking.scores == scores]
             for begin in range(0, length, size):
                 rows = slice(begin, begin + size)
                 if int8 is None:
-                    segment = _segment(q[:, rows], k, v, begin, prompt.softcap, sinks)
+                    segment = _attend_segment(q[:, rows], k, v, begin, prompt.softcap, sinks)
                     if prompt.exact is not None:
                         segment = replace(segment, truth=dense[0, heads, rows].float())
                 else:
-                    segment = _segment(int8.q[:, rows], int8.k, v, begin, prompt.softcap, sinks)
+                    segment = _attend_segment(int8.q[:, rows], int8.k, v, begin, prompt.softcap, sinks)
                     segment = replace(segment, exact=q[:, rows], int8=int8, truth=dense[0, heads, rows].float())
-                for ranking in same_scores:
-                    trace = _trace(segment, ranking)
+                for ranking in (ranking for ranking in rankings if ranking.scores == scores):
+                    trace = _trace_prefix(segment, ranking)
                     for shape in shapes:
                         sparse = dense_from(length, last_rows, shape.block_m) - begin
-                        stopped[ranking, shape].append(_stops(trace, shape, norms[heads], sparse))
-        for key, segments in stopped.items():
-            totals[key].append(torch.stack([segment.sums for segment in segments]).sum(0))
-            worst[key].append(worst_of(torch.cat([segment.worst for segment in segments], 2), -2).sqrt())
+                        stops[ranking, shape].append(_find_stops(trace, shape, norms[heads], sparse))
+        for key, segments in stops.items():
+            sums, tile_errors = zip(*segments, strict=True)
+            worst = worst_of(torch.cat(tile_errors, 2), -2).sqrt()
+            slices[key].append((torch.stack(sums).sum(0), worst))
     values, causal = length * head_dim, length * (length + 1) / 2
     curves = {}
     for key in keys:
-        squared, tail_squared, visited = torch.cat(totals[key], 1).cpu()
+        (squared, tail_squared, visited), (row, tail_row) = (
+            torch.cat(of_slices, 1).cpu() for of_slices in zip(*slices[key], strict=True)
+        )
         sparse = dense_from(length, last_rows, key[1].block_m)
-        density = (visited + window_pairs(range(sparse), size, STEP) + pairs_from(sparse, length)) / causal
-        row, tail_row = torch.cat(worst[key], 1).cpu()
+        density = (visited + count_window_pairs(range(sparse), size, STEP) + count_pairs(sparse, length)) / causal
         power = float(norms.mean()) / head_dim
         curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)
     return curves
 
 
-def _head_slices(prompt: Captured, segment: int) -> list[slice]:
-    """Heads that are measured together: as many as fit the workspace."""
+def _slice_heads(prompt: Captured, segment: int) -> list[slice]:
+    """Split the heads into slices that are measured together: as many as fit the workspace."""
     heads, length, head_dim = prompt.q.shape[1:]
     limit = GPU_BYTES if prompt.q.device.type == "cuda" else CPU_BYTES
     copy = min(segment, length) * length * max(1, head_dim // STEP) * 4
@@ -96,21 +106,13 @@ def _head_slices(prompt: Captured, segment: int) -> list[slice]:
     return [slice(begin, min(begin + count, heads)) for begin in range(0, heads, count)]
 
 
-def _heads(prompt: Captured, heads: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of some query heads in float32, each [H, L, D]; q is scaled."""
-    group = prompt.q.shape[1] // prompt.k.shape[1]
-    kv = torch.arange(heads.start, heads.stop, device=prompt.q.device) // group
-    return prompt.q[0, heads].float() * prompt.scale, prompt.k[0, kv].float(), prompt.v[0, kv].float()
-
-
 @dataclass(frozen=True)
 class _Segment:
-    """A segment of some heads, and what does not depend on the order of its prefix.
+    """A segment of some heads, independent of the order of its prefix.
 
     weights is exp(scores - m), where m is a row's largest score; l (the sum of weights) and acc (the weighted sum of
-    values) are those of the window, relative to the same m. Where scores are int8, q and k are those of `int8`, `exact`
-    holds the queries that representatives are means of. Where scores, keys or values are rounded, `truth` is what
-    errors are taken from.
+    values) are those of the window, relative to the same m. Where scores are int8, q and k are those of `int8`, and
+    `exact` holds the queries that representatives are means of.
     """
 
     q: Tensor  # [H, S, D], scaled
@@ -122,18 +124,17 @@ class _Segment:
     softcap: float | None
     exact: Tensor | None = None  # [H, S, D], scaled
     int8: Int8Operands | None = None
-    truth: Tensor | None = None  # [H, S, Dv]; None: what all keys together give
+    truth: Tensor | None = None  # [H, S, Dv], the dense output where scores, keys or values are rounded
 
 
-def _segment(
+def _attend_segment(
     q: Tensor, k: Tensor, v: Tensor, begin: int, softcap: float | None, sinks: Tensor | None
 ) -> _Segment:  # fmt: skip
-    """A segment of some heads.
+    """Compute a segment's window and the weights of its prefix.
 
     Args:
-        q: [H, S, D], scaled, the segment's queries.
+        q: [H, S, D], scaled, the segment's queries; the first is at position `begin`.
         k, v: [H, L, D] and [H, L, Dv].
-        begin: position of the first query.
         softcap: bounds the scores; None for no bound.
         sinks: [H, 1]; they are part of the window's denominator. None for none.
     """
@@ -167,7 +168,7 @@ class _Trace:
     last: Tensor  # [H, S], the squared error once all keys are visited: 0 unless scores are rounded
 
 
-def _trace(segment: _Segment, ranking: RankingConfig) -> _Trace:
+def _trace_prefix(segment: _Segment, ranking: RankingConfig) -> _Trace:
     """Visit the whole prefix in the order of one ranking."""
     if not segment.k.shape[1]:
         none, out = segment.weights, segment.acc / segment.l[..., None]
@@ -180,61 +181,55 @@ def _trace(segment: _Segment, ranking: RankingConfig) -> _Trace:
         parts = segment.int8.representatives(parts)
     log_mass = log_weights(parts, segment.k, GRAIN, segment.softcap)
     order = order_of(log_mass, GRAIN)
-    weights, v = _in_order(segment.weights, order), _in_order(segment.v, order)
+    weights, v = _order_rows(segment.weights, order), _order_rows(segment.v, order)
     l = torch.cat([segment.l[:, None], weights.sum(2)], 1).cumsum_(1)
     acc = (weights.transpose(2, 3) @ v).cumsum_(1).add_(segment.acc[:, None])  # [H, T, S, D]
     del weights
     out = acc.div_(l[:, 1:, :, None])
     dense = out[:, -1].clone() if segment.truth is None else segment.truth
     x = out.sub_(dense[:, None])
-    mass, mean = _left((log_mass - log_mass.amax(-1, keepdim=True)).exp_(), order, v)
+    mass, mean = _sum_left((log_mass - log_mass.amax(-1, keepdim=True)).exp_(), order, v)
     xy = (x @ mean[..., None])[..., 0] - (x * dense[:, None]).sum(-1)
     yy = mean.square().sum(-1)[..., None] - 2 * mean @ dense.transpose(1, 2) + dense.square().sum(-1)[:, None]
     xx = x.square_().sum(-1)
     return _Trace(l, xx, xy, yy, mass, dense, xx[:, -1])
 
 
-def _in_order(rows: Tensor, order: Tensor) -> Tensor:
-    """Rows [H, P, X] of every head in its own order [H, P], by steps: [H, T, STEP, X]."""
+def _order_rows(rows: Tensor, order: Tensor) -> Tensor:
+    """Return rows [H, P, X] of every head in its own order [H, P], by steps: [H, T, STEP, X]."""
     heads, prefix = order.shape
     indices = order + prefix * torch.arange(heads, device=order.device)[:, None]
     return rows.flatten(0, 1).index_select(0, indices.flatten()).view(heads, -1, STEP, rows.shape[-1])
 
 
-def _left(mass: Tensor, order: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The mass of the keys left before and after every step [H, T + 1], and their mean value after it [H, T, D].
+def _sum_left(mass: Tensor, order: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mass of the keys left around each step [H, T + 1], and their mean value after it [H, T, D].
 
     mass: [H, P / GRAIN] by position; order: [H, P]; v: [H, T, STEP, D], in that order. See ranking.Ranking.
     """
     key_mass = (mass.gather(1, order // GRAIN) / GRAIN).view(v.shape[:3])
-    left = _suffix_sums(key_mass.sum(-1))
-    values = _suffix_sums((key_mass[:, :, None] @ v)[:, :, 0])[:, 1:]
+    left = _sum_suffixes(key_mass.sum(-1))
+    values = _sum_suffixes((key_mass[:, :, None] @ v)[:, :, 0])[:, 1:]
     return left, values / torch.where(left > 0, left, 1.0)[:, 1:, None]
 
 
-def _suffix_sums(terms: Tensor) -> Tensor:
-    """Sums over dimension 1 from each entry to the end, and a last entry of 0."""
+def _sum_suffixes(terms: Tensor) -> Tensor:
+    """Return sums over dimension 1 from each entry to the end, and a last entry of 0."""
     return torch.cat([terms.flip(1).cumsum(1).flip(1), torch.zeros_like(terms[:, :1])], 1)
 
 
-@dataclass(frozen=True)
-class _Stopped:
-    """A segment at every threshold.
+def _find_stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> tuple[Tensor, Tensor]:
+    """Find where each threshold stops a segment, and what follows from it.
 
-    sums holds the squared error without a tail, the one with a tail, and the visited pairs: float64 [3, H, len(TAUS)].
-    worst holds the largest squared error of a row over its squared norm, without and with a tail:
-    [2, H, row tiles, len(TAUS)].
-    """
+    Args:
+        trace: of the segment.
+        shape: of the tile.
+        norms: [H], a row's error is taken relative to its own norm or to this, if larger.
+        sparse: the rows from this one on are dense, so they have no error and no prefix.
 
-    sums: Tensor
-    worst: Tensor
-
-
-def _stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> _Stopped:
-    """Where each threshold stops.
-
-    norms [H]: a row's error is taken relative to its own norm or to this, if larger. sparse: the rows from this one on
-    are dense, so they have no error and no prefix.
+    Returns:
+        The squared error without a tail, the one with a tail, and the visited pairs, float64 [3, H, len(TAUS)]; and the
+        largest squared error of a row over its squared norm, without and with a tail, [2, H, row tiles, len(TAUS)].
     """
     heads, steps, rows = trace.xx.shape
     device = trace.l.device
@@ -246,33 +241,32 @@ def _stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> _Stopped:
         sums[:2] = last.double().sum(-1)[:, None]
         row_errors = last / trace.dense.square().sum(-1).maximum(norms[:, None])[:, : max(sparse, 0)]
         tile_errors = F.pad(row_errors, (0, tiles * shape.block_m - last.shape[1])).view(heads, tiles, -1).amax(-1)
-        return _Stopped(sums, tile_errors[..., None].expand(2, heads, tiles, len(TAUS)))
+        return sums, tile_errors[..., None].expand(2, heads, tiles, len(TAUS))
     chunks = -(-steps // (shape.stride // STEP))
     ends = (torch.arange(chunks + 1, device=device) * (shape.stride // STEP)).clamp_max(steps)
     count = (rows - torch.arange(tiles, device=device) * shape.block_m).clamp_max(shape.block_m)
 
-    def by_tile(row_errors: Tensor) -> Tensor:
-        """[H, C, S] -> [H, tiles, C, block_m]"""
+    def split_by_tile(row_errors: Tensor) -> Tensor:  # [H, C, S] -> [H, tiles, C, block_m]
         padded = F.pad(row_errors, (0, tiles * shape.block_m - rows))
         return padded.view(heads, chunks, tiles, shape.block_m).transpose(1, 2)
 
     l = trace.l[:, ends]
-    gain = by_tile(l.diff(dim=1) / l[:, :-1]).sum(-1) / count[:, None]
+    gain = split_by_tile(l.diff(dim=1) / l[:, :-1]).sum(-1) / count[:, None]
     rest = (gain * ((steps - ends[1:]) / ends.diff()))[..., :-1]  # after the last chunk there is nothing to skip
     lowest = rest.cummin(-1).values.flip(-1)
     # the chunk whose gain falls below tau is kept: it comes after those that do not
-    stop = chunks - 1 - torch.searchsorted(lowest, _taus(device).expand(heads, tiles, -1).contiguous())
+    stop = chunks - 1 - torch.searchsorted(lowest, place_taus(device).expand(heads, tiles, -1).contiguous())
     pairs = ends[1:][stop] * STEP * count[:, None]
     size = trace.dense.square().sum(-1).maximum(norms[:, None])[:, None]
-    errors = (trace.xx[:, ends[1:] - 1], _with_tail(trace, ends))
-    squared = [by_tile(error).sum(-1).gather(2, stop) for error in errors]
-    worst = [by_tile(error / size).amax(-1).gather(2, stop) for error in errors]
+    errors = (trace.xx[:, ends[1:] - 1], _add_tail(trace, ends))
+    squared = [split_by_tile(error).sum(-1).gather(2, stop) for error in errors]
+    worst = [split_by_tile(error / size).amax(-1).gather(2, stop) for error in errors]
     squared_and_pairs = (torch.where(kept, tile_errors, 0).double().sum(1) for tile_errors in (*squared, pairs))
-    return _Stopped(torch.stack([*squared_and_pairs]), torch.where(kept, torch.stack(worst), 0))
+    return torch.stack([*squared_and_pairs]), torch.where(kept, torch.stack(worst), 0)
 
 
-def _with_tail(trace: _Trace, ends: Tensor) -> Tensor:
-    """Squared error of every row at the end of every chunk [H, C, S] with the tail added: reference.with_tail."""
+def _add_tail(trace: _Trace, ends: Tensor) -> Tensor:
+    """Return the squared error of every row at every chunk's end with a tail, as reference.with_tail: [H, C, S]."""
     begin, end = ends[:-1], ends[1:]
     mass = trace.mass[:, end]
     chunk = trace.mass[:, begin] - mass
@@ -283,8 +277,3 @@ def _with_tail(trace: _Trace, ends: Tensor) -> Tensor:
     tail = added / (l + added)
     xx, xy, yy = (product[:, end - 1] for product in (trace.xx, trace.xy, trace.yy))
     return ((1 - tail).square() * xx + 2 * (1 - tail) * tail * xy + tail.square() * yy).clamp_min_(0)
-
-
-@lru_cache(maxsize=8)
-def _taus(device: torch.device) -> Tensor:
-    return torch.tensor(TAUS, dtype=torch.float32, device=device)

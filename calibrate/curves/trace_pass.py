@@ -1,15 +1,25 @@
-"""The trace kernel's way to measure curves: one launch for a ranking and a tile height, all thresholds and strides."""
+"""Measure curves with the trace kernel: one launch for a ranking and a tile height, all thresholds and strides."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
 from torch import Tensor
 
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, head_norms, pairs_from, window_pairs, worst_of
+from calibrate.curves.curves import (
+    TAUS,
+    Curve,
+    Curves,
+    RankingConfig,
+    Shape,
+    count_pairs,
+    count_window_pairs,
+    head_norms,
+    place_taus,
+    worst_of,
+)
 from calibrate.model.layers import Captured
 from calibrate.recipe import SAMPLED_ROWS
 from s2o_runtime.call import Call
@@ -23,43 +33,41 @@ FIRST_TRITON_FOR_SM_100 = 3, 9  # older ones fail to compile the kernel there
 
 
 def supports(prompt: Captured) -> bool:
-    """Whether the kernel can measure this prompt here."""
-    if not prompt.q.is_cuda or prompt.q.dtype == torch.float32 or _widest(prompt) > HEAD_DIMS[-1]:
+    """Return True if the kernel can measure this prompt here."""
+    if not prompt.q.is_cuda or prompt.q.dtype == torch.float32 or _get_head_dim(prompt) > HEAD_DIMS[-1]:
         return False
     here = capability(prompt.q.device)
     return here >= MIN_CAPABILITY and compiles(here, triton.__version__)
 
 
-def _widest(prompt: Captured) -> int:
-    """The larger of the head dims of keys and values: the kernel fills both up to one that it is compiled for."""
+def _get_head_dim(prompt: Captured) -> int:
+    """Return the larger head dim of keys and values: the kernel pads both up to one that it is compiled for."""
     return max(prompt.q.shape[3], prompt.v.shape[3])
 
 
 def compiles(capability: tuple[int, int], triton_version: str) -> bool:
-    """Whether this Triton can compile the kernel for such a GPU."""
+    """Return True if this Triton can compile the kernel for such a GPU."""
     version = tuple(int(part) for part in triton_version.split(".")[:2])
     return capability[0] not in (10, 11) or version >= FIRST_TRITON_FOR_SM_100
 
 
 @torch.no_grad()
-def measure(
-    prompt: Captured, methods: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0
-) -> dict[tuple[RankingConfig, Shape], Curve]:
-    """As torch_pass.measure, with the order that the kernels make."""
+def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0) -> Curves:
+    """Measure as torch_pass.measure does, with the order that the kernels make."""
     dense = prompt.truth()
     norms = head_norms(dense)
     curves: dict[tuple[RankingConfig, Shape], Curve] = {}
-    for method in methods:
+    for ranking in rankings:
         for block_m in sorted({shape.block_m for shape in shapes}):
-            same_height = [s for s in shapes if s.block_m == block_m]
-            curves |= traced(prompt, method, same_height, dense, norms, last_rows)
+            same_height = [shape for shape in shapes if shape.block_m == block_m]
+            curves |= traced(prompt, ranking, same_height, dense, norms, last_rows)
     return curves
 
 
 def traced(
-    prompt: Captured, method: RankingConfig, shapes: Sequence[Shape], dense: Tensor, norms: Tensor, last_rows: int = 0
-) -> dict[tuple[RankingConfig, Shape], Curve]:
-    """The curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
+    prompt: Captured, ranking: RankingConfig, shapes: Sequence[Shape], dense: Tensor, norms: Tensor, last_rows: int = 0
+) -> Curves:
+    """Measure the curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
 
     dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq]; last_rows: so many
     rows at the prompt's end are dense.
@@ -67,7 +75,7 @@ def traced(
     from s2o_runtime.kernels.trace import STRIDES, trace
 
     heads, length, value_dim = prompt.q.shape[1], *prompt.v.shape[2:]
-    head_dim = _widest(prompt)
+    head_dim = _get_head_dim(prompt)
     padded = padded_head_dim(head_dim)
     first = min(shape.stride for shape in shapes)
     spacings = {shape.stride: (shape.stride // first).bit_length() - 1 for shape in shapes}
@@ -75,16 +83,20 @@ def traced(
     assert max(spacings.values()) < STRIDES
     tile = trace_tile(head_dim, capability(prompt.q.device), shapes[0].block_m, first)
     config = LayerConfig.uniform(
-        heads, segment=method.segment, representatives=method.representatives, tail="mean", tile=tile,
-        scores=method.scores,
-    )  # fmt: skip
+        heads,
+        segment=ranking.segment,
+        representatives=ranking.representatives,
+        tail="mean",
+        tile=tile,
+        scores=ranking.scores,
+    )
     q, k, v, truth = (laid_out(tensor, padded) for tensor in (prompt.q, prompt.k, prompt.v, dense))
     sinks = None if prompt.sinks is None else prompt.sinks.contiguous()
     call = Call.of(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
-    sample, sparse = sampled_rows(length, method.segment), dense_from(length, last_rows, tile.block_m)
-    for part in trace(call, truth, norms, _taus(q.device), sample):
+    sample, sparse = sample_rows(length, ranking.segment), dense_from(length, last_rows, tile.block_m)
+    for part in trace(call, truth, norms, place_taus(q.device), sample):
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
         kept = (edges < sparse)[:, None]
@@ -94,29 +106,24 @@ def traced(
     row, tail_row = worst_of(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()
     rows = [range(part.start, min(part.stop, sparse)) for part in sample or [range(length)] if part.start < sparse]
-    windows = sum(window_pairs(part, method.segment, tile.block_n) for part in rows)
-    causal = sum(pairs_from(part.start, part.stop) for part in rows)
-    sparse_pairs = (visited + windows) * (pairs_from(0, sparse) / max(causal, 1))
-    density = (sparse_pairs + pairs_from(sparse, length)) / pairs_from(0, length)
+    windows = sum(count_window_pairs(part, ranking.segment, tile.block_n) for part in rows)
+    causal = sum(count_pairs(part.start, part.stop) for part in rows)
+    sparse_pairs = (visited + windows) * (count_pairs(0, sparse) / max(causal, 1))
+    density = (sparse_pairs + count_pairs(sparse, length)) / count_pairs(0, length)
     values = max(sum(map(len, rows)), 1) * value_dim * (length / max(sparse, 1))
     power = float(norms.mean()) / value_dim
     return {
-        (method, shape): Curve(squared[i] / values, tail_squared[i] / values, row[i], tail_row[i], density[i], power)
+        (ranking, shape): Curve(squared[i] / values, tail_squared[i] / values, row[i], tail_row[i], density[i], power)
         for shape in shapes
         for i in (spacings[shape.stride],)
     }
 
 
-def sampled_rows(length: int, segment: int) -> list[range] | None:
-    """Windows of whole segments, evenly over a long prompt, that stand for all its rows; None for all rows."""
+def sample_rows(length: int, segment: int) -> list[range] | None:
+    """Choose windows of whole segments, evenly over a long prompt, to stand for all its rows; None for all rows."""
     every = length // SAMPLED_ROWS
     if every < 2:
         return None
     window = segment * max(1, WINDOW // segment)
     begins = range(every // 2 * window, length, every * window)
     return [range(begin, min(begin + window, length)) for begin in begins]
-
-
-@lru_cache(maxsize=8)
-def _taus(device: torch.device) -> Tensor:
-    return torch.tensor(TAUS, dtype=torch.float32, device=device)

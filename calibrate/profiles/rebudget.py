@@ -101,9 +101,8 @@ def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Pa
 
 def _apply_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) -> Choice:
     """Return a layer as it was in segment and tile, with its new budget spent."""
-    weights = weights_of(curves, after)
-    budget = budget_mse(weights, after)
-    choice = choice_at(SearchPoint(config.segment, config.tile, config.scores), curves, after, weights)
+    budget = budget_mse(weights_of(curves, after), after)
+    choice = choice_at(SearchPoint(config.segment, config.tile, config.scores), curves, after)
     if choice.config.is_dense:
         return choice if choice.why_dense else choice.as_dense(ChosenDense.NO_GAIN)
     if config.is_dense and budget <= budget_mse(weights_of(curves, before), before):

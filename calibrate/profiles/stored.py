@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.curves import measure
-from calibrate.curves.curves import Curves, Shape, methods, unpacked, with_fixed_cost
+from calibrate.curves.curves import Curves, Shape, methods, unpacked
 from calibrate.curves.measure import recipe_key
 from calibrate.journal import Journal
 from calibrate.recipe import DEFAULT_CEILING, Recipe
@@ -41,7 +41,7 @@ class StoredCurves:
                 cost = measure.stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
-                curves = with_fixed_cost(unpacked(value), cost)
+                curves = unpacked(value, cost)
                 matching = methods(curves, config.segment, shape, config.scores)
                 return curves if matching else None
         return None

@@ -77,18 +77,6 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
-class UniformReport:
-    """The best single setting for all heads of all layers, to compare with."""
-
-    tau: float
-    segment: int
-    representatives: int
-    tail: Tail
-    cost: float
-    seconds: float | None
-
-
-@dataclass(frozen=True)
 class LengthReport:
     """One prompt length."""
 
@@ -99,7 +87,6 @@ class LengthReport:
     needles: tuple[int, int] | None  # kept by the patched model, of those that the dense one finds; None without any
     prefill_seconds: float
     dense_prefill_seconds: float
-    uniform: UniformReport | None  # None where only checked, or if no single setting is within the budget
     cost: float | None  # as predicted, of all layers
     attention_seconds: float | None  # of all layers; None on a CPU, as the next
     dense_attention_seconds: float | None
@@ -215,15 +202,11 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
 
 
 def _report_length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
-    chosen, layer_number, uniform = result.chosen.get(length), result.profile.geometry.layer_number, None
-    if chosen and chosen.uniform:
-        settings = _copy_fields(chosen.uniform.head, "tau", "segment", "representatives", "tail")
-        uniform = UniformReport(**settings, **_copy_fields(chosen.uniform, "cost", "seconds"))
+    chosen, layer_number = result.chosen.get(length), result.profile.geometry.layer_number
     return LengthReport(
         **_copy_fields(proof, "kl", "top1", "needles", "prefill_seconds", "dense_prefill_seconds"),
         length=length,
         calibrated=chosen is not None,
-        uniform=uniform,
         cost=None if chosen is None else statistics.fmean(choice.allocation.cost for choice in chosen.choices),
         attention_seconds=_sum_if_complete(layer.seconds for layer in proof.layers),
         dense_attention_seconds=_sum_if_complete(layer.dense_seconds for layer in proof.layers),

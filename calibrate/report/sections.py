@@ -433,8 +433,6 @@ def list_length_notes(report: Report, length: LengthReport) -> list[str]:
         f"against the dense model: KL {length.kl:.1e} nats, top-1 the same at {length.top1:.2%} of positions"
         + ("" if length.needles is None else ", needles {} of {}".format(*length.needles)),
     ]
-    if uniform := _compare_uniform(length):
-        notes.append(uniform)
     reasons: dict[str, list[int]] = {}
     for layer in length.layers:
         if layer.why_dense:
@@ -472,22 +470,6 @@ def _describe_loose(report: Report, length: LengthReport) -> str | None:
     return (
         f"{format_layers(loose)}: this mse is up to {max(allowed[layer] for layer in loose):.1%} of the output's mean "
         f"square, where {LOOSE:.1%} is much: --ceiling-rel-mse limits that"
-    )
-
-
-def _compare_uniform(length: LengthReport) -> str | None:
-    """Compare with one setting for all heads, measured where both are, otherwise predicted."""
-    uniform = length.uniform
-    if uniform is None:
-        return None
-    measured = divide(uniform.seconds, length.attention_seconds)
-    gained = measured or divide(uniform.cost, length.cost)
-    if not gained:
-        return None
-    verdict = f"{gained:.2f}x faster" if gained >= 1 else f"{1 / gained:.2f}x slower"
-    return (
-        f"attention: {'' if measured else 'predicted '}{verdict} than the best single threshold at the same error (tau "
-        f"{format_tau(uniform.tau)}, segment {uniform.segment}, repr. {uniform.representatives}, tail {uniform.tail})"
     )
 
 

@@ -1,4 +1,4 @@
-"""Spending an error budget over heads.
+"""Spend an error budget over heads.
 
 A layer's error is the mean over its heads of each head's error, so heads compete for one sum. Every head may choose
 among several curves; their points together are replaced by their lower convex hull, beginning at the dense point. The
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from operator import itemgetter
+from functools import lru_cache
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from calibrate.curves.curves import TAUS, Curve, RankingConfig, overhead
@@ -19,47 +19,29 @@ from s2o_runtime.config import HeadConfig, Tail
 
 
 class Point(NamedTuple):
-    """One way to run a head.
+    """A setting of a head with its predictions."""
 
-    Attributes:
-        mse: its mean squared error.
-        cost: its time over the dense head's.
-        density: computed query-key pairs over causal pairs.
-        worst: the error of its worst rows, as `Curve.worst`.
-        head: its settings.
-    """
-
-    mse: float
-    cost: float
-    density: float
-    worst: float
+    mse: float  # mean squared error
+    cost: float  # its time over the dense head's
+    density: float  # computed query-key pairs over causal pairs
+    worst: float  # the error of its worst rows, as `Curve.worst`
     head: HeadConfig
-
-
-# a point whose head is not made yet: mse, cost, density, worst, and what the head is made of
-_Candidate = tuple[float, float, float, float, RankingConfig, float, Tail]
-_MSE_AND_COST = itemgetter(0, 1)
 
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """What a head may be given.
-
-    Attributes:
-        tails: which `HeadConfig.tail` it may have.
-        worst_rows: the largest `Point.worst` it may have; None does not look at rows.
-        head_cap: how many times its equal part of the budget it may spend. A layer whose error lies in one or two
-            heads is the first to break on text unlike the calibration's.
-    """
+    """Limits on the points of a head."""
 
     tails: tuple[Tail, ...] = ("none", "mean")
-    worst_rows: float | None = None
+    worst_rows: float | None = None  # the largest `Point.worst`; None for no limit
+    # times its equal part of the budget that a head may spend: a layer whose error lies in one or two heads is the
+    # first to break on text unlike the calibration's
     head_cap: float = math.inf
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The chosen point of every head, and what the layer then is: means over its heads."""
+    """The chosen point of every head, and the layer's means over its heads."""
 
     points: tuple[Point, ...]
 
@@ -80,29 +62,24 @@ class Allocation:
         return tuple(point.head for point in self.points)
 
     def as_dense(self) -> Allocation:
-        """The same heads, all dense."""
-        return Allocation(tuple(dense_point(head.segment) for head in self.heads))
+        """Return the same heads, all dense."""
+        return Allocation(tuple(make_dense_point(head.segment) for head in self.heads))
 
 
-def dense_point(segment: int, mse: float = 0.0, worst: float = 0.0) -> Point:
-    """A dense head of a layer with this segment; its errors are those of the layer's scores, if these are rounded."""
+def make_dense_point(segment: int, mse: float = 0.0, worst: float = 0.0) -> Point:
+    """Return a dense head of this segment; its errors are those of rounded scores, 0 without rounding."""
     return Point(mse, 1.0, 1.0, worst, HeadConfig(segment=segment, mode="dense"))
 
 
 @dataclass(frozen=True)
 class ErrorWeights:
-    """What the errors of one layer count.
+    """Weights of a layer's and its heads' errors in the budget."""
 
-    Attributes:
-        layer: what the mean over its heads is multiplied by to be in the budget's unit.
-        heads: what each head's mean squared error counts in that mean; 1 on average. None: all the same.
-    """
-
-    layer: float = 1.0
-    heads: tuple[float, ...] | None = None
+    layer: float = 1.0  # converts the mean over its heads to the budget's unit
+    heads: tuple[float, ...] | None = None  # of each head's error in that mean, 1 on average; None: all the same
 
     def mean(self, allocation: Allocation) -> float:
-        """The mean over the heads of what their mean squared errors count."""
+        """Return the weighted mean over the heads of their mean squared errors."""
         if self.heads is None:
             return allocation.mse
         points = allocation.points
@@ -118,26 +95,11 @@ def allocate(
     constraints: SearchConstraints = SearchConstraints(),
     weights: ErrorWeights = UNWEIGHTED,
 ) -> Allocation:
-    """The heads' settings of a layer with the least mean cost whose mean error is at most `budget_mse`.
+    """Return the settings of a layer's heads with the least mean cost whose mean error is at most `budget_mse`.
 
-    Args:
-        curves: of every ranking that a head may choose.
-        budget_mse: mean squared error; with weights of heads their weighted mean.
-        constraints: which of their points it may choose.
-        weights: of its heads; that of the layer does not count here.
+    curves: of every ranking that a head may choose. weights: of its heads; that of the layer does not count here.
     """
     return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, constraints)[0]
-
-
-def allocate_each(
-    curves: Mapping[RankingConfig, Curve],
-    budgets: Sequence[float],
-    constraints: SearchConstraints = SearchConstraints(),
-) -> list[Allocation]:
-    """`allocate` of one layer with each of several budgets."""
-    options = [points_of(curves, head, constraints) for head in range(_heads(curves))]
-    equal = [1.0 / len(options)] * len(options)
-    return [Allocation(tuple(_spend(options, equal, budget, constraints.head_cap))) for budget in budgets]
 
 
 def allocate_together(
@@ -146,58 +108,57 @@ def allocate_together(
     budget: float,
     constraints: SearchConstraints = SearchConstraints(),
 ) -> list[Allocation]:
-    """The same for several layers with one budget.
-
-    Args:
-        layers: the curves of every layer.
-        weights: of every layer's mean squared error, and of its heads'.
-        budget: the mean over the layers of weight times error is at most this.
-        constraints: which points heads may choose.
-
-    Returns:
-        An allocation for every layer.
-    """
-    options = [points_of(curves, head, constraints) for curves in layers for head in range(_heads(curves))]
-    weighted = zip(layers, weights, strict=True)
-    head_weights = [
-        layer_weights.layer * head_weight / _heads(curves)
-        for curves, layer_weights in weighted
-        for head_weight in layer_weights.heads or (1.0,) * _heads(curves)
+    """Allocate one budget to several layers: it is the limit of the mean over them of weight times error."""
+    counts = [_count_heads(curves) for curves in layers]
+    options = [
+        points_of(curves, head, constraints)
+        for curves, count in zip(layers, counts, strict=True)
+        for head in range(count)
     ]
-    chosen = iter(_spend(options, head_weights, budget * len(layers), constraints.head_cap))
-    return [Allocation(tuple(next(chosen) for _ in range(_heads(curves)))) for curves in layers]
+    head_weights = [
+        layer_weights.layer * head_weight / count
+        for layer_weights, count in zip(weights, counts, strict=True)
+        for head_weight in layer_weights.heads or (1.0,) * count
+    ]
+    points = iter(_choose_points(options, head_weights, budget * len(layers), constraints.head_cap))
+    return [Allocation(tuple(islice(points, count))) for count in counts]
 
 
 def points_of(curves: Mapping[RankingConfig, Curve], head: int, constraints: SearchConstraints) -> list[Point]:
-    """A head's useful points by rising error, the dense one first; each is cheaper than all before it."""
+    """Return a head's useful points by rising error, the dense one first; each is cheaper than all before it."""
     limit = math.inf if constraints.worst_rows is None else constraints.worst_rows
-    candidates: list[_Candidate] = []
-    for method, curve in curves.items():
+    candidates: list[Point] = []
+    for ranking, curve in curves.items():
         densities = curve.density[head].tolist()
         for tail in constraints.tails:
-            errors, worst = curve.errors(tail)
-            extra = overhead(method, tail) + curve.fixed_cost
-            by_tau = zip(TAUS, errors[head].tolist(), densities, worst[head].tolist(), strict=True)
+            errors, worst = (values[head].tolist() for values in curve.errors(tail))
+            extra = overhead(ranking, tail) + curve.fixed_cost
+            by_tau = zip(errors, densities, worst, _list_heads(ranking, tail), strict=True)
             candidates += [
-                (mse, density + extra, density, row, method, tau, tail)
-                for tau, mse, density, row in by_tau
+                Point(mse, density + extra, density, row, config)
+                for mse, density, row, config in by_tau
                 if row <= limit
             ]
-    points = [dense_point(next(iter(curves)).segment, *rounding_error(curves, head))]
-    for mse, cost, density, row, method, tau, tail in sorted(candidates, key=_MSE_AND_COST):
-        if cost < points[-1].cost:
-            settings = HeadConfig(tau, method.segment, representatives=method.representatives, tail=tail)
-            points.append(Point(mse, cost, density, row, settings))
+    points = [make_dense_point(next(iter(curves)).segment, *_find_rounding_error(curves, head))]
+    for point in sorted(candidates, key=lambda point: point[:2]):
+        if point.cost < points[-1].cost:
+            points.append(point)
     return points
 
 
-def rounding_error(curves: Mapping[RankingConfig, Curve], head: int) -> tuple[float, float]:
-    """What int8 scores cost a head that visits all keys: its mse, and the error of its worst rows; 0 for others.
+@lru_cache(maxsize=256)
+def _list_heads(ranking: RankingConfig, tail: Tail) -> tuple[HeadConfig, ...]:
+    """Return the settings of a head at every threshold of `TAUS`."""
+    return tuple(HeadConfig(tau, ranking.segment, representatives=ranking.representatives, tail=tail) for tau in TAUS)
 
-    That is the least error of any threshold, with a tail or without, because a low one leaves next to nothing out; no
+
+def _find_rounding_error(curves: Mapping[RankingConfig, Curve], head: int) -> tuple[float, float]:
+    """Return the mse and the worst-row error of a head that visits all keys with int8 scores; 0 for other scores.
+
+    Each is the least error of any threshold, with a tail or without, because a low one leaves next to nothing out; no
     point of the head has a smaller one.
     """
-    int8 = [curve for method, curve in curves.items() if method.scores == "int8"]
+    int8 = [curve for ranking, curve in curves.items() if ranking.scores == "int8"]
     if not int8:
         return 0.0, 0.0
     return (
@@ -206,29 +167,31 @@ def rounding_error(curves: Mapping[RankingConfig, Curve], head: int) -> tuple[fl
     )
 
 
-def _heads(curves: Mapping[RankingConfig, Curve]) -> int:
+def _count_heads(curves: Mapping[RankingConfig, Curve]) -> int:
     return len(next(iter(curves.values())).mse)
 
 
-def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float, head_cap: float) -> list[Point]:
-    """One point of every head, such that the sum of their weighted errors is at most the budget.
+def _choose_points(
+    options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float, head_cap: float
+) -> list[Point]:
+    """Choose a point of every head, such that the sum of their weighted errors is at most the budget.
 
-    Where the first points alone cost more, as those of int8 scores may, it is these.
+    Where the first points alone cost more, as those of int8 scores may, they are returned.
     """
     chosen = [points[0] for points in options]
-    most = head_cap * budget / len(options)
+    cap = head_cap * budget / len(options)
     options = [
-        [first, *(point for point in rest if point.mse * weight <= most)]
+        [first, *(point for point in rest if point.mse * weight <= cap)]
         for (first, *rest), weight in zip(options, weights, strict=True)
     ]
     left = budget - sum(point.mse * weight for point, weight in zip(chosen, weights, strict=True))
     if left < 0.0:  # rounded scores alone cost more
         return chosen
-    steps = []
-    for head, points in enumerate(options):
-        hull = _hull(points)
-        for rank, (near, far) in enumerate(pairwise(hull)):
-            steps.append((_slope(near, far) / weights[head], head, rank, near, far))
+    steps = [
+        (_compute_slope(near, far) / weights[head], head, rank, near, far)
+        for head, points in enumerate(options)
+        for rank, (near, far) in enumerate(pairwise(_build_hull(points)))
+    ]
     blocked: set[int] = set()
     for _, head, _, near, far in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
         price = (far.mse - near.mse) * weights[head]
@@ -237,7 +200,7 @@ def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget:
             chosen[head] = far
         else:
             blocked.add(head)  # a hull's later steps build on its earlier ones
-    for head, points in enumerate(options):  # what is left buys the best single point between hull corners
+    for head, points in enumerate(options):  # the rest buys the best single point between hull corners
         affordable = [point for point in points if (point.mse - chosen[head].mse) * weights[head] <= left]
         best = min(affordable, key=lambda point: (point.cost, point.mse))
         if best.cost < chosen[head].cost:
@@ -246,18 +209,18 @@ def _spend(options: Sequence[Sequence[Point]], weights: Sequence[float], budget:
     return chosen
 
 
-def _hull(points: Sequence[Point]) -> list[Point]:
-    """The lower left convex hull of points sorted by error."""
+def _build_hull(points: Sequence[Point]) -> list[Point]:
+    """Return the lower left convex hull of points sorted by error."""
     hull: list[Point] = []
     for point in points:
         while hull and hull[-1].mse == point.mse:
             hull.pop()
-        while len(hull) >= 2 and _slope(hull[-2], hull[-1]) <= _slope(hull[-2], point):
+        while len(hull) >= 2 and _compute_slope(hull[-2], hull[-1]) <= _compute_slope(hull[-2], point):
             hull.pop()
         hull.append(point)
     return hull
 
 
-def _slope(near: Point, far: Point) -> float:
-    """The cost that is saved for each unit of error."""
+def _compute_slope(near: Point, far: Point) -> float:
+    """Return the cost that is saved for each unit of error."""
     return (near.cost - far.cost) / (far.mse - near.mse)

@@ -1,4 +1,4 @@
-"""What was chosen for a layer at one length, and how it follows from the layer's curves, a budget and a search point.
+"""The settings of a layer at one length, as they follow from its curves, a budget and a search point.
 
 A search point fixes what all heads of a layer share: segment, tile and scores. Each head's threshold,
 representatives and tail then follow from its curves and the budget, exactly (`allocate.py`).
@@ -30,7 +30,7 @@ HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (doc
 
 
 class ChosenDense(Enum):
-    """Why a layer was chosen to be dense, each with its sentence; of a call, `s2o_runtime.dense_reason` says why."""
+    """Reasons of a calibration to make a layer dense, with their sentences; `s2o_runtime.dense_reason` is for calls."""
 
     NO_GAIN = "no head gains anything within the budget"
     OTHERS_GAIN = "other layers gain more"
@@ -48,7 +48,7 @@ class ChosenDense(Enum):
 
 
 class SearchPoint(NamedTuple):
-    """What a trial of the search names."""
+    """Settings shared by all heads of a layer; one Optuna trial."""
 
     segment: int
     tile: TileConfig
@@ -57,38 +57,26 @@ class SearchPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one layer at one length, and what it is predicted to do.
+    """The settings of one layer at one length, with their predictions."""
 
-    Attributes:
-        point: what the heads share; its scores are "input" where the layer is dense as a whole.
-        curves: of every ranking that a head could choose.
-        budget_mse: what the heads may spend, as mean squared error, weighted as `weights` says.
-        allocation: each head's settings.
-        timing: of the layer's attention; None on a CPU, and after the allocation changed.
-        why_dense: why the layer was made dense as a whole; None if it was not.
-        measured: what was measured that made it dense, as a sentence in place of the reason's own; empty if nothing.
-        weights: what the errors of the layer and its heads count.
-        last_rows: so many rows at a prompt's end are dense, as the curves were measured.
-    """
-
-    point: SearchPoint
-    curves: Mapping[RankingConfig, Curve]
-    budget_mse: float
+    point: SearchPoint  # its scores are "input" where the layer is dense as a whole
+    curves: Mapping[RankingConfig, Curve]  # of every ranking that a head could choose
+    budget_mse: float  # what the heads may spend, as mean squared error with `weights`
     allocation: Allocation
-    timing: Timing | None = None
-    why_dense: ChosenDense | None = None
-    measured: str = ""
+    timing: Timing | None = None  # of the layer's attention; None on a CPU, and after the allocation changed
+    why_dense: ChosenDense | None = None  # None if the layer was not made dense as a whole
+    measured: str = ""  # on the measurement that made it dense, in place of the reason's own sentence
     weights: ErrorWeights = UNWEIGHTED
-    last_rows: int = 0
+    last_rows: int = 0  # dense ones at a prompt's end, as the curves were measured
 
     @property
     def spent(self) -> float:
-        """What the heads are predicted to spend, in the unit of `budget_mse`."""
+        """Predicted spending of the heads, in the unit of `budget_mse`."""
         return self.weights.mean(self.allocation)
 
     @property
     def config(self) -> LayerConfig:
-        """The layer as the runtime takes it."""
+        """Layer as the runtime takes it."""
         _, tile, scores = self.point
         heads = self.allocation.heads
         last_rows = self.last_rows if any(head.mode == "s2o" for head in heads) else 0
@@ -96,40 +84,50 @@ class Choice:
 
     @property
     def cost(self) -> float:
-        """What the search minimises: seconds, or without a GPU the predicted share of dense attention's time."""
+        """Objective of the search: seconds, or without a GPU the predicted share of dense attention's time."""
         return self.allocation.cost if self.timing is None else self.timing.seconds
 
     @property
     def seconds(self) -> float | None:
-        """What the layer's attention will take; None where it was not timed."""
+        """Time that the layer's attention will take; None where it was not timed."""
         if self.timing is None:
             return None
         return self.timing.dense_seconds if self.config.is_dense else self.timing.seconds
 
-    def spending(self, budget_mse: float, constraints: SearchConstraints) -> Choice:
-        """The same search point with another budget; dense where int8 scores alone cost more than that."""
-        allocation = allocate(self.curves, budget_mse, constraints, self.weights)
-        spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
-        return spending.as_dense(ChosenDense.ROUNDING_COSTS) if spending._over_budget else spending
-
-    @property
-    def _over_budget(self) -> bool:
-        """Whether rounded scores cost more than there is; other errors are only allocated as far as the budget goes."""
-        return self.point.scores != "input" and self.spent > self.budget_mse
-
-    def as_dense(self, why: ChosenDense, measured: str = "") -> Choice:
-        """The same layer with every head dense."""
-        dense, point = self.allocation.as_dense(), self.point._replace(scores="input")
-        return replace(self, allocation=dense, why_dense=why, measured=measured, point=point)
-
     @property
     def dense_sentence(self) -> str | None:
-        """Why the layer is dense as a whole, in words; None if it is not."""
+        """Sentence on why the layer is dense as a whole; None if it is not."""
         why = self.why_dense or (ChosenDense.NO_GAIN if self.config.is_dense else None)
         return self.measured or (why and why.value)
 
+    def spending(self, budget_mse: float, constraints: SearchConstraints) -> Choice:
+        """Return the same search point with another budget; dense where int8 scores alone cost more than that."""
+        allocation = allocate(self.curves, budget_mse, constraints, self.weights)
+        spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
+        # only rounded scores can be over: other errors are allocated as far as the budget goes
+        is_over = self.point.scores != "input" and spending.spent > budget_mse
+        return spending.as_dense(ChosenDense.ROUNDING_COSTS) if is_over else spending
+
+    def as_dense(self, why: ChosenDense, measured: str = "") -> Choice:
+        """Return the same layer with every head dense."""
+        dense, point = self.allocation.as_dense(), self.point._replace(scores="input")
+        return replace(self, allocation=dense, why_dense=why, measured=measured, point=point)
+
+    def dense_if_no_gain(self) -> Choice:
+        """Return the same choice, made dense where it gains nothing over dense attention."""
+        if self.why_dense:
+            return self
+        if self.config.is_dense:  # with int8 scores too: no kernel of its own has shown to gain there
+            return self.as_dense(ChosenDense.NO_GAIN)
+        if (timing := self.timing) is None:
+            return self.as_dense(ChosenDense.PREDICTED_SLOWER) if self.cost >= 1.0 else self
+        if timing.seconds < timing.dense_seconds:
+            return self
+        times = f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense"
+        return self.as_dense(ChosenDense.TIMED_SLOWER, times)
+
     def predicted(self) -> PredictedLayer:
-        """What a profile keeps of it: what the curves say, and the times if there are."""
+        """Return a profile's record of it: the curves' predictions, and the times if there are."""
         allocation, timing = self.allocation, self.timing
         return PredictedLayer(
             mse=allocation.mse,
@@ -139,86 +137,56 @@ class Choice:
             dense_seconds=timing.dense_seconds if timing else None,
         )
 
-    def dense_if_no_gain(self) -> Choice:
-        """The same choice, made dense where it gains nothing over dense attention."""
-        if self.why_dense:
-            return self
-        if self.config.is_dense:  # with int8 scores too: no kernel of its own has shown to gain there
-            return self.as_dense(ChosenDense.NO_GAIN)
-        timing = self.timing
-        if timing is not None and timing.seconds >= timing.dense_seconds:
-            times = f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense"
-            return self.as_dense(ChosenDense.TIMED_SLOWER, times)
-        if timing is None and self.cost >= 1.0:
-            return self.as_dense(ChosenDense.PREDICTED_SLOWER)
-        return self
-
-
-def default_segment(segments: Sequence[int]) -> int:
-    """The segment that is tried first: the second shortest, because the shortest ranks most often."""
-    return segments[min(1, len(segments) - 1)]
-
 
 def search_constraints(recipe: Recipe) -> SearchConstraints:
-    """What a recipe lets heads choose. One budget over the model has no equal parts: it goes where it saves most."""
+    """Return a recipe's limits on heads. One budget over the model has no equal parts: it goes where it saves most."""
     tails: tuple[Tail, ...] = tuple("mean" if has_tail else "none" for has_tail in recipe.tails)
     return SearchConstraints(tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
 
 
 def weights_of(curves: Curves, recipe: Recipe) -> ErrorWeights:
-    """What the errors of one layer count against a recipe's budget.
-
-    An error counts in the budget's unit, and more where a ceiling allows the layer less than the budget's value.
-    """
+    """Return the weight that converts one layer's errors to the unit of a recipe's budget."""
     budget, power = recipe.budget, dense_power(curves)
+    # larger where a ceiling allows the layer less than the budget's value
     return ErrorWeights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
 
 
 def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
-    """What a layer's calibration may spend, as mean squared error weighted by head: the budget without its margin."""
+    """Return a layer's budget without its margin, as mean squared error weighted by head."""
     return recipe.budget.value * recipe.margin / weights.layer
 
 
-def choice_at(
-    point: SearchPoint, curves: Curves, recipe: Recipe, weights: ErrorWeights | None = None, last_rows: int = 0
-) -> Choice:
-    """A layer's budget spent at one search point, not timed.
-
-    weights: by default those of a budget that is no KL. last_rows: dense ones at a prompt's end, that curves count so.
-    """
+def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe, last_rows: int = 0) -> Choice:
+    """Spend a layer's budget at one search point, without timing it. last_rows: as `Choice.last_rows`."""
     point_curves = methods(curves, point.segment, Shape.of(point.tile), point.scores)
-    weights = weights_of(curves, recipe) if weights is None else weights
+    weights = weights_of(curves, recipe)
     unspent = Choice(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
     return unspent.spending(budget_mse(weights, recipe), search_constraints(recipe))
 
 
 def allocate_model_budget(choices: Sequence[Choice], recipe: Recipe) -> tuple[list[Choice], list[float]]:
-    """One budget over all layers, spent where it saves most.
+    """Spend a recipe's budget, the limit of the mean over all layers, where it saves most.
 
-    Args:
-        choices: of every layer; those that are dense for a reason which another budget does not change take no part.
-        recipe: its budget is what the mean over all layers may be.
+    Layers that are dense for a reason which another budget does not change take no part.
 
     Returns:
-        The layers' choices, and the limit of each: what it spends, with the margin given back, in the unit of the
-        budget's layers.
+        The layers' choices, and the limit of each: its spending with the margin given back, in the budget's unit.
     """
     live = [layer for layer, choice in enumerate(choices) if choice.why_dense is None]
     if not live:
         return list(choices), [recipe.budget.value] * len(choices)
-    budget = recipe.budget.value * recipe.margin * len(choices) / len(live)
     allocations = allocate_together(
         [choices[layer].curves for layer in live],
         [choices[layer].weights for layer in live],
-        budget,
+        recipe.budget.value * recipe.margin * len(choices) / len(live),
         search_constraints(recipe),
     )
     after, limits = list(choices), [0.0] * len(choices)
     for layer, allocation in zip(live, allocations, strict=True):
-        new = replace(after[layer], allocation=allocation, timing=None, why_dense=None, measured="")
-        new = replace(new, budget_mse=new.spent)
-        after[layer] = new.as_dense(ChosenDense.OTHERS_GAIN) if new.config.is_dense else new
-        if new.config.is_dense:
-            continue
-        limits[layer] = recipe.budget.error(allocation.mse, dense_power(new.curves)) / recipe.margin
+        spent = choices[layer].weights.mean(allocation)
+        after[layer] = choice = replace(choices[layer], allocation=allocation, timing=None, budget_mse=spent)
+        if choice.config.is_dense:
+            after[layer] = choice.as_dense(ChosenDense.OTHERS_GAIN)
+        else:
+            limits[layer] = recipe.budget.error(allocation.mse, dense_power(choice.curves)) / recipe.margin
     return after, limits

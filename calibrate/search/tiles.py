@@ -1,4 +1,4 @@
-"""Tiles worth a trial, and the length from which they are faster than dense attention."""
+"""Choose the tiles worth a trial, and measure from which length on they are faster than dense attention."""
 
 from __future__ import annotations
 
@@ -24,24 +24,28 @@ from s2o_runtime.sequences import CallShape
 from s2o_runtime.tiles import DECODE, candidate_tiles
 
 CPU_TILES = tuple(TileConfig(block_m, 64, chunk) for block_m in (64, 128) for chunk in (2, 4, 8))
-SLOWER = 1.2  # times the fastest tile: slower ones get no trial
+MAX_SLOWDOWN = 1.2  # times the fastest tile: slower ones get no trial
 LONGEST = 32768  # tiles are compared at this length at most
 ROUNDS = 3
+
+LENGTHS = tuple(1 << power for power in range(9, 18))
+TAIL_KEYS = (8192, 32768, 131072)  # keys that tails are timed behind
+TAILS = tuple(1 << power for power in range(4, 14))  # queries; some beyond the end of a segment join them
+ENDED_SEGMENTS = (1, 2, 4)
+COMPILED_SEGMENTS = 4  # of the prompt that kernels are compiled on
+MAX_SHARE = 0.95  # of dense attention's time: a near tie in so few rounds may be slower in the next
+MAX_TAIL_SHARE = 0.85  # the same for tails: with few row tiles the one that visits most is what takes the time
 
 log = logging.getLogger("calibrate")
 
 
 def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journal: Journal) -> tuple[TileConfig, ...]:
-    """The tiles to try for a model: on a GPU those that are nearly the fastest for a whole prefix without any stop.
+    """Choose the tiles to try for a model: on a GPU those nearly the fastest for a whole prefix without any stop.
 
     A tile is legal if its rows divide every segment that is tried. Tiles that differ only in the stride of their stop
     check are not told apart: which is best depends on where heads stop.
 
-    Args:
-        executor: who times them; its device is what the tiles are for.
-        length: of the prompts, in tokens.
-        segments: those that are tried.
-        journal: where times are kept.
+    length is of the prompts, in tokens; segments are those that are tried.
 
     Returns:
         Those that get trials, the safe default first. The log says why the others do not.
@@ -53,63 +57,51 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
     device = executor.device
     on_gpu = device.kind == "cuda"
     candidates = candidate_tiles(executor.geometry.head_dim, device.capability) if on_gpu else CPU_TILES
-    legal, left_out = _legal(candidates, segments)
-    if not on_gpu:
-        return legal
-    seconds = _times(legal, executor, min(length, LONGEST), max(segments), journal, left_out)
-    limit = SLOWER * min(seconds.values())
-    for tile, tile_seconds in seconds.items():
-        if tile_seconds > limit:
-            left_out[str(tile)] = f"{tile_seconds / limit * SLOWER:.2f} times as slow as the fastest"
-    for name, why in left_out.items():
-        log.info("tile %s gets no trial: %s", name, why)
-    return tuple(tile for tile in legal if str(any_stride(tile)) not in left_out)
-
-
-def _legal(candidates: Sequence[TileConfig], segments: Sequence[int]) -> tuple[tuple[TileConfig, ...], dict[str, str]]:
-    """The tiles that fit all segments, and why the others do not."""
-    left_out: dict[str, str] = {}
+    excluded: dict[TileConfig, str] = {}  # the reason, by the tile without its stride
     for tile in candidates:
-        crossed = [segment for segment in segments if segment % tile.rows]
-        if crossed:
-            left_out[str(any_stride(tile))] = f"its {tile.rows} rows do not divide segments of {crossed[0]}"
-    legal = tuple(tile for tile in candidates if str(any_stride(tile)) not in left_out)
+        if crossed := [segment for segment in segments if segment % tile.rows]:
+            excluded[any_stride(tile)] = f"its {tile.rows} rows do not divide segments of {crossed[0]}"
+    legal = tuple(tile for tile in candidates if any_stride(tile) not in excluded)
     if candidates and not legal:
         rows = min(tile.rows for tile in candidates)
         raise ConfigError(f"segments {tuple(segments)} fit no tile of this device: use multiples of {rows}")
-    return legal, left_out
-
-
-def _times(
-    legal: Sequence[TileConfig],
-    executor: Executor,
-    length: int,
-    segment: int,
-    journal: Journal,
-    left_out: dict[str, str],
-) -> dict[TileConfig, float]:
-    """The seconds of every tile that runs, whatever its stride; `left_out` gets the reason why another failed."""
-    first_of = {any_stride(tile): tile for tile in reversed(legal)}
-    items = {timed: TileTime(first_of[timed], length, segment) for timed in dict.fromkeys(map(any_stride, legal))}
-    unknown = unmeasured(list(items.values()), executor, journal)
-    if len(unknown) > 1:
-        config = _whole_prefix(unknown[0].tile, executor.geometry, segment)
-        executor.submit(Compilation(tuple(with_tiles(config, [item.tile for item in unknown])), length)).result()
+    if not on_gpu:
+        return legal
     seconds: dict[TileConfig, float] = {}
-    for timed, (tile_seconds, failed) in zip(items, measured(list(items.values()), executor, journal), strict=True):
+    for tile, (tile_seconds, failed) in _time_tiles(legal, executor, min(length, LONGEST), max(segments), journal):
         if failed:
-            left_out[str(timed)] = failed
+            excluded[tile] = failed
         else:
-            seconds[timed] = tile_seconds
+            seconds[tile] = tile_seconds
     if not seconds:
-        why = next(iter(left_out.values()), f"head_dim {executor.geometry.head_dim} has none")
-        raise InputError(f"no tile runs on this GPU ({why}): leave the model dense, or calibrate with --device cpu")
-    return seconds
+        cause = next(iter(excluded.values()), f"head_dim {executor.geometry.head_dim} has none")
+        raise InputError(f"no tile runs on this GPU ({cause}): leave the model dense, or calibrate with --device cpu")
+    fastest = min(seconds.values())
+    for tile, tile_seconds in seconds.items():
+        if tile_seconds > MAX_SLOWDOWN * fastest:
+            excluded[tile] = f"{tile_seconds / fastest:.2f} times as slow as the fastest"
+    for tile, cause in excluded.items():
+        log.info("tile %s gets no trial: %s", str(tile), cause)
+    return tuple(tile for tile in legal if any_stride(tile) not in excluded)
+
+
+def _time_tiles(
+    legal: Sequence[TileConfig], executor: Executor, length: int, segment: int, journal: Journal
+) -> Iterator[tuple[TileConfig, tuple[float, str]]]:
+    """Yield each tile without its stride, its seconds, and why it failed, empty if it did not."""
+    first_of = {any_stride(tile): tile for tile in reversed(legal)}
+    tiles = list(dict.fromkeys(map(any_stride, legal)))
+    items = [TileTime(first_of[tile], length, segment) for tile in tiles]
+    unknown = unmeasured(items, executor, journal)
+    if len(unknown) > 1:
+        config = _make_exact_layer(unknown[0].tile, executor.geometry, segment)
+        executor.submit(Compilation(tuple(with_tiles(config, [item.tile for item in unknown])), length)).result()
+    return zip(tiles, measured(items, executor, journal), strict=True)
 
 
 @dataclass(frozen=True)
 class TileTime(WorkItem):
-    """The time of one tile for a whole prefix without any stop, as an item of work."""
+    """Measurement of one tile for a whole prefix without any stop: its median seconds, and why it failed, if it did."""
 
     tile: TileConfig
     length: int
@@ -126,44 +118,36 @@ class TileTime(WorkItem):
         return f"tile {self.tile} at {self.length} tokens"
 
     def run(self, worker: WorkerState) -> tuple[float, str]:
-        loaded = worker.loaded
-        return _seconds(self.tile, loaded.geometry, loaded.weights.device, self.length, self.segment)
+        geometry, device = worker.loaded.geometry, worker.loaded.weights.device
+        q, k, v = random_inputs(geometry, self.length, self.length, torch.bfloat16, device)
+        call = partial(s2o_attention, q, k, v, _make_exact_layer(self.tile, geometry, self.segment))
+        try:
+            return medians({"tile": call}, device, ROUNDS)["tile"], ""
+        except FAILURES as failure:
+            return 0.0, reason(failure)
 
 
 @dataclass(frozen=True)
 class Compilation(WorkItem):
-    """The kernels of several layers that are timed next, compiled beside one another, as an item of work.
+    """Compilation of the kernels of several layers that are timed next, on several cores."""
 
-    configs: one for each kernel. length: of the prompts that they are compiled on, in tokens.
-    """
-
-    configs: tuple[LayerConfig, ...]
-    length: int
+    configs: tuple[LayerConfig, ...]  # one for each kernel
+    length: int  # of the prompts that they are compiled on, in tokens
     stage: str = "tiles"
 
     def __str__(self) -> str:
         return f"compilation of {len(self.configs)} layers"
 
     def run(self, worker: WorkerState) -> None:
-        geometry, where = worker.loaded.geometry, worker.loaded.weights.device
-        q, k, v = random_inputs(geometry, self.length, self.length, torch.bfloat16, where)
+        geometry, device = worker.loaded.geometry, worker.loaded.weights.device
+        q, k, v = random_inputs(geometry, self.length, self.length, torch.bfloat16, device)
         compile_ahead(partial(s2o_attention, q, k, v, config) for config in self.configs)
-
-
-def _seconds(tile: TileConfig, geometry: Geometry, where: torch.device, length: int, segment: int) -> tuple[float, str]:
-    """The median seconds of a call, and why it could not be made, "" if it could."""
-    q, k, v = random_inputs(geometry, length, length, torch.bfloat16, where)
-    config = _whole_prefix(tile, geometry, segment)
-    try:
-        return medians({"tile": partial(s2o_attention, q, k, v, config)}, where, ROUNDS)["tile"], ""
-    except FAILURES as failure:
-        return 0.0, reason(failure)
 
 
 def random_inputs(
     geometry: Geometry, queries: int, keys: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries, keys and values of a layer, [1, H, L, D]."""
+    """Draw random queries, keys and values of a layer, [1, H, L, D]."""
     q, k, v = (
         torch.randn(1, length, heads, geometry.head_dim, dtype=dtype, device=device).transpose(1, 2)
         for length, heads in ((queries, geometry.query_heads), (keys, geometry.kv_heads), (keys, geometry.kv_heads))
@@ -171,89 +155,75 @@ def random_inputs(
     return q, k, v
 
 
-def _whole_prefix(tile: TileConfig, geometry: Geometry, segment: int) -> LayerConfig:
-    """A layer without any stop."""
+def _make_exact_layer(tile: TileConfig, geometry: Geometry, segment: int) -> LayerConfig:
     return LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile)
-
-
-LENGTHS = tuple(1 << power for power in range(9, 18))
-TAIL_KEYS = (8192, 32768, 131072)  # keys that tails are timed behind
-TAILS = tuple(1 << power for power in range(4, 14))  # queries; some beyond the end of a segment join them
-ENDED_SEGMENTS = (1, 2, 4)
-SEGMENTS = 4  # of the prompt that kernels are compiled on
-ROUNDS = 3
-PAYS = 0.95  # of dense attention's time: what is nearly a tie in so few rounds may be slower in the next
-TAIL_PAYS = 0.85  # the same for tails: with few row tiles the one that visits most is what takes the time
 
 
 @dataclass(frozen=True)
 class CrossoverKey:
-    """What layers have in common whose crossovers differ by their density only.
+    """Settings shared by layers whose crossovers differ by their density only."""
 
-    tile: without crossovers. head: the settings of all heads of a timed call. scores: of the layers.
-    """
-
-    tile: TileConfig
-    head: HeadConfig
+    tile: TileConfig  # without crossovers
+    head: HeadConfig  # of all heads of a timed call
     scores: Scores = "input"
 
     @classmethod
-    def of(cls, config: LayerConfig) -> CrossoverKey:
-        """A layer's key: its heads' dearest ranking, in a head that stops as early as it can."""
+    def from_layer(cls, config: LayerConfig) -> CrossoverKey:
+        """Return a layer's key: its heads' dearest ranking, in a head that stops as early as it can."""
         ranked = [head for head in config.heads if head.mode == "s2o"] or [HeadConfig(segment=config.segment)]
         dearest = max(ranked, key=lambda head: (head.representatives, head.tail == "mean"))
         bare = replace(config.tile, dense_below=0, min_queries=0, tail_keys=0)
         return cls(bare, replace(dearest, tau=MAX_TAU), config.scores)
 
-    def call(self, geometry: Geometry) -> LayerConfig:
-        """What is timed: all heads alike, with a tile that sends no short call to dense attention."""
+    def make_config(self, geometry: Geometry) -> LayerConfig:
+        """Return the layer that is timed: all heads alike, with a tile that sends no short call to dense attention."""
         tile = replace(self.tile, dense_below=0, min_queries=DECODE, tail_keys=0)
         return LayerConfig((self.head,) * geometry.query_heads, tile, scores=self.scores).validate()
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What of a layer its crossovers depend on.
-
-    density: the query-key pairs that it computes over causal pairs, which calls have to pay for. faster_at: a length at
-    which it was faster than dense attention, so that it does not go dense there; None if it was not timed.
-    """
-
-    config: LayerConfig
-    density: float = 0.0
-    faster_at: int | None = None
-
-    @property
-    def case(self) -> Case:
-        """What it differs by from others of its key."""
-        return round(self.density, 2), self.faster_at
 
 
 Case = tuple[float, int | None]  # the density, in hundredths, and `faster_at` of a layer
 
 
+@dataclass(frozen=True)
+class Layer:
+    """The part of a layer that its crossovers depend on."""
+
+    config: LayerConfig
+    density: float = 0.0  # query-key pairs that it computes over causal pairs: calls have to pay for them
+    faster_at: int | None = None  # a length at which it was timed faster than dense, so it does not go dense there
+
+    @property
+    def case(self) -> Case:
+        """Its difference to others of its key."""
+        return round(self.density, 2), self.faster_at
+
+
 def with_crossover(layer: Layer, geometry: Geometry, device: torch.device) -> TileConfig:
-    """A layer's tile with its `dense_below`, in keys, and its `min_queries` measured on a GPU."""
-    return _with(layer.config.tile, *_crossover(CrossoverKey.of(layer.config), geometry, device, layer.case))
+    """Measure a layer's crossovers on a GPU, and return its tile with `dense_below`, in keys, and `min_queries`."""
+    return _set_crossover(
+        layer.config.tile, *_measure_crossover(CrossoverKey.from_layer(layer.config), geometry, device, layer.case)
+    )
 
 
-def _crossover(key: CrossoverKey, geometry: Geometry, device: torch.device, case: Case) -> tuple[int, int]:
-    """`dense_below` and `min_queries` of layers of one key and density."""
+def _measure_crossover(key: CrossoverKey, geometry: Geometry, device: torch.device, case: Case) -> tuple[int, int]:
+    """Measure `dense_below` and `min_queries` of layers of one key and density."""
     density, faster_at = case
-    below = dense_below(key, geometry, device, density)
+    below = find_dense_below(key, geometry, device, density)
     if faster_at is not None:
         below = min(below, faster_at)
-    return below, min_queries(replace(key, tile=_with(key.tile, below, DECODE)), geometry, device, density)
+    return below, find_min_queries(
+        replace(key, tile=_set_crossover(key.tile, below, DECODE)), geometry, device, density
+    )
 
 
-def _with(tile: TileConfig, below: int, fewest: int) -> TileConfig:
-    """The tile with its crossovers: `dense_below` and `min_queries`, which was measured from `TAIL_KEYS` on."""
+def _set_crossover(tile: TileConfig, below: int, fewest: int) -> TileConfig:
+    # `min_queries` was measured from the fewest of `TAIL_KEYS` on
     return replace(tile, dense_below=below, min_queries=fewest, tail_keys=TAIL_KEYS[0]).validate()
 
 
 @dataclass(frozen=True)
 class Crossovers(WorkItem):
-    """The crossovers of layers of one key, as an item of work: `dense_below` and `min_queries` of each case."""
+    """Measurement of `dense_below` and `min_queries` of each case of layers of one key."""
 
     of: CrossoverKey
     cases: tuple[Case, ...]
@@ -266,128 +236,104 @@ class Crossovers(WorkItem):
 
     @property
     def key(self) -> dict[str, object]:
-        """What the measurement depends on beside the GPU and the model."""
         tile, head, scores = self.of.tile, self.of.head, self.of.scores
         key = {"tile": asdict(tile), "head": repr(head), "grain": GRAIN, "cases": self.cases}
         return key if scores == "input" else key | {"scores": scores}
 
     def run(self, worker: WorkerState) -> list[tuple[int, int]]:
         geometry, device = worker.loaded.geometry, worker.loaded.weights.device
-        return [_crossover(self.of, geometry, device, case) for case in self.cases]
+        return [_measure_crossover(self.of, geometry, device, case) for case in self.cases]
 
 
 def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Journal) -> dict[Hashable, TileConfig]:
-    """The tiles of many layers with their crossovers, as `with_crossover` gives them.
+    """Return the tiles of many layers, by any name, with their crossovers, as `with_crossover` measures them.
 
-    Args:
-        executor: who measures; layers that differ in their density only are measured together.
-        layers: by any name.
-        journal: where they are kept.
-
-    Returns:
-        The tile of every layer, by its name.
+    Layers that differ in their density only are one item of work.
     """
     cases: dict[CrossoverKey, dict[Case, None]] = {}
     for layer in layers.values():
-        cases.setdefault(CrossoverKey.of(layer.config), {})[layer.case] = None
+        cases.setdefault(CrossoverKey.from_layer(layer.config), {})[layer.case] = None
     items = [Crossovers(key, tuple(key_cases)) for key, key_cases in cases.items()]
-    calls = [item.of.call(executor.geometry) for item in unmeasured(items, executor, journal)]
-    if len(kernels := {(any_stride(config.tile), form(config)): config for config in calls}) > 1:
-        length = SEGMENTS * max(config.segment for config in kernels.values())
+    configs = [item.of.make_config(executor.geometry) for item in unmeasured(items, executor, journal)]
+    if len(kernels := {(any_stride(config.tile), form(config)): config for config in configs}) > 1:
+        length = COMPILED_SEGMENTS * max(config.segment for config in kernels.values())
         executor.submit(Compilation(tuple(kernels.values()), length, stage=Crossovers.stage)).result()
-    found = {
+    by_case = {
         (item.of, case): crossover
         for item, item_crossovers in zip(items, measured(items, executor, journal), strict=True)
         for case, crossover in zip(item.cases, item_crossovers, strict=True)
     }
     return {
-        name: _with(layer.config.tile, *found[CrossoverKey.of(layer.config), layer.case])
+        name: _set_crossover(layer.config.tile, *by_case[CrossoverKey.from_layer(layer.config), layer.case])
         for name, layer in layers.items()
     }
 
 
 @lru_cache(maxsize=256)
-def dense_below(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
-    """The shortest of `LENGTHS` at which a whole prompt beats dense attention.
+def find_dense_below(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
+    """Find the shortest of `LENGTHS` at which a whole prompt beats dense attention.
 
-    Its time is taken as a tail's is (`_pays`): shorter prompts compute a larger share of their pairs, not a smaller
-    one. A prompt of one segment runs dense anyway, so there is nothing to compare.
-
-    Args:
-        key: of the layer.
-        geometry: the model's.
-        device: the GPU.
-        density: the pairs that the layer computes over causal pairs.
+    Shorter prompts compute a larger share of their pairs than the layer's density, not a smaller one. A prompt of one
+    segment runs dense anyway, so there is nothing to compare. density: as `_is_faster` takes it.
 
     Returns:
         Tokens; twice the longest of `LENGTHS` if dense attention is faster at all of them.
     """
     for length in (length for length in LENGTHS if length > key.head.segment):
-        if _pays(*seconds(key, geometry, device, length, length), density):
+        if _is_faster(*time_calls(key, geometry, device, length, length), density, MAX_SHARE):
             return length
     return 2 * LENGTHS[-1]
 
 
-def min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
-    """The fewest queries from which on calls behind a cached prefix beat dense attention.
+def find_min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
+    """Find the fewest queries from which on calls behind a cached prefix beat dense attention.
 
-    A tail's time is taken as `_pays` says. A query behind a segment's end ranks the whole prefix once more, so calls
-    that end there are timed too. The count holds for every number of keys in `TAIL_KEYS` and for all longer tails that
-    were timed.
+    A query behind a segment's end ranks the whole prefix once more, so calls that end there are timed too. The count
+    holds for every number of keys in `TAIL_KEYS` and for all longer tails that were timed.
 
-    Args:
-        key: of the layer, its tile with `dense_below` and `tail_keys`: what runs dense anyway, because it is no tail
-            whose prefix is as long as its queries and has less work than such a prompt, is not compared.
-        geometry, device, density: as for `dense_below`.
+    The key's tile has `dense_below` and `tail_keys`: calls that run dense anyway, because their prefix is not longer
+    than their queries and their work is less than such a prompt's, are not compared. density: as `_is_faster` takes it.
 
     Returns:
         Queries, at least 2; twice the longest tail if dense attention is faster even there.
     """
     fewest = DECODE
     for keys in TAIL_KEYS:
-        for queries, more in _from_the_longest(_tails(key.head, keys)):
+        ended = {count * key.head.segment + 1 for count in ENDED_SEGMENTS}
+        tails = sorted(queries for queries in {*TAILS, *ended} if queries < min(keys, TAILS[-1] + 1))
+        # the longest tail first, each with the next longer one; behind the longest stands its double
+        for queries, longer in zip(reversed(tails), [2 * tails[-1], *reversed(tails[1:])], strict=True):
             if CallShape(1, 1, 1, queries, keys, 1, 1).is_little_for(key.tile):
                 continue
             try:
-                s2o, dense = seconds(key, geometry, device, queries, keys)
+                s2o, dense = time_calls(key, geometry, device, queries, keys)
             except torch.OutOfMemoryError:  # where a model's weights leave no room for so many keys
                 continue
-            if not _pays(s2o, dense, density, TAIL_PAYS):
-                fewest = max(fewest, more)
+            if not _is_faster(s2o, dense, density, MAX_TAIL_SHARE):
+                fewest = max(fewest, longer)
                 break
     return fewest
 
 
-def _pays(s2o: float, dense: float, density: float, share: float = PAYS) -> bool:
-    """Whether a call takes less than a share of dense attention's time if it takes the time `s2o` of one that stops as
-    early as it can, and `density` of dense attention's time for the keys that the layer visits."""
+def _is_faster(s2o: float, dense: float, density: float, share: float) -> bool:
+    """Return True if a layer's call takes less than a share of dense attention's seconds.
+
+    It is taken to need the seconds of a call that stops as early as it can, and `density`, the pairs that the layer
+    computes over causal pairs, of dense attention's.
+    """
     return s2o + density * dense < share * dense
 
 
-def _tails(head: HeadConfig, keys: int) -> list[int]:
-    """The queries of the calls that are timed behind a prefix, `keys` with their own, ascending."""
-    ended = {count * head.segment + 1 for count in ENDED_SEGMENTS}
-    return sorted(queries for queries in {*TAILS, *ended} if queries < min(keys, TAILS[-1] + 1))
-
-
-def _from_the_longest(tails: list[int]) -> Iterator[tuple[int, int]]:
-    """Every tail with the next longer one, the longest first; behind the longest stands its double."""
-    return zip(reversed(tails), [2 * tails[-1], *reversed(tails[1:])], strict=True)
-
-
 @lru_cache(maxsize=1024)
-def seconds(
+def time_calls(
     key: CrossoverKey, geometry: Geometry, device: torch.device, queries: int, keys: int
 ) -> tuple[float, float]:
-    """The median times of S2O, wherever its tile would go dense, and of dense attention for one call.
+    """Measure the median times of S2O, wherever its tile would go dense, and of dense attention for one call.
 
-    Args:
-        key, geometry, device: of all heads of the call.
-        queries: the last positions.
-        keys: all of them, those before the queries included.
+    queries: the last positions. keys: all of them, those before the queries included.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = key.call(geometry)
+    config = key.make_config(geometry)
     q, k, v = random_inputs(geometry, queries, keys, dtype, device)
     times = medians(
         {"dense": partial(dense_attention, q, k, v), "s2o": partial(s2o_attention, q, k, v, config)}, device, ROUNDS

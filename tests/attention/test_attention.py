@@ -228,7 +228,7 @@ def edges(*values):
         ({"config": None}, "config is a NoneType"),
         ({"q": Q.numpy()}, "q is a ndarray"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_bad_edges_of_packed_sequences_are_named_where_they_are_read(change, message, backend):
     call = PACKED | {"cu_seqlens_q": edges(0, 100, 150), "cu_seqlens_k": edges(0, 100, 150), "config": config()}

@@ -1,20 +1,21 @@
-"""The first pass: curves of the whole model are those of its parts, and are measured once."""
+"""Curves of the whole model are those of its prompts, and are measured once."""
 
 import dataclasses
-import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from calibrate.curves import measure
-from calibrate.curves.curves import RankingConfig, Shape, mean_curve
-from calibrate.curves.measure import _with_all_shapes, measure_model
+from calibrate.curves.curves import RankingConfig, Shape, combine_curves
+from calibrate.curves.measure import PARTS, _find_with_all_shapes, measure_model
 from calibrate.journal import Journal
 from calibrate.model import layers
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
+from calibrate.work.executor import local_executor
 from support.models import save, stream
 
 SLOW = pytest.mark.slow(reason="measures a model several times, or starts a process of its own")
@@ -79,30 +80,13 @@ def watched(loaded, tmp_path, monkeypatch):
     return Watched(loaded, tmp_path / "journal", monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def journal(loaded, tmp_path_factory):
-    """The journal of a first run, and the curves."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        first = Watched(loaded, tmp_path_factory.mktemp("first") / "journal", monkeypatch)
-        curves = first.run()
-    return first.path, curves
-
-
-@pytest.fixture
-def again(journal, watched):
-    """What measures with a journal of that run, and its curves."""
-    path, curves = journal
-    shutil.copy(path, watched.path)
-    return watched, curves
-
-
-def assert_same(one, other):
-    assert list(one) == list(other) == list(LENGTHS)
+def assert_same(first, second):
+    assert list(first) == list(second) == list(LENGTHS)
     for length in LENGTHS:
-        for mine, theirs in zip(one[length], other[length], strict=True):
+        for mine, theirs in zip(first[length], second[length], strict=True):
             assert list(mine) == list(theirs)
             for key, curve in mine.items():
-                assert torch.equal(curve.stacked(), theirs[key].stacked())
+                assert torch.equal(curve.stacked(torch.float64), theirs[key].stacked(torch.float64))
                 assert curve.dense_power == theirs[key].dense_power
 
 
@@ -111,42 +95,65 @@ def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
     curves = watched.run(prompts)
     for length in LENGTHS:
         segments = (64,) if length == 450 else (64, 256)  # at least half of a prompt lies in some prefix
-        methods = [RankingConfig(segment, each) for segment in segments for each in (1, 16)]
+        rankings = [RankingConfig(segment, count) for segment in segments for count in (1, 16)]
         alone = [list(map(list, layers.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
         for layer in range(2):
-            assert set(curves[length][layer]) == {(method, shape) for method in methods for shape in SHAPES[length]}
-            for (method, shape), curve in curves[length][layer].items():
-                of_prompts = [measure.measure(each[layer][0], [method], [shape])[method, shape] for each in alone]
-                expected = mean_curve(of_prompts)
+            assert set(curves[length][layer]) == {(ranking, shape) for ranking in rankings for shape in SHAPES[length]}
+            for key, curve in curves[length][layer].items():
+                of_prompts = [measure.measure(prompt[layer][0], key[:1], key[1:])[key] for prompt in alone]
+                expected = combine_curves(of_prompts)
                 torch.testing.assert_close(curve.stacked(), expected.stacked(), rtol=1e-4, atol=1e-9)
                 assert curve.dense_power == pytest.approx(expected.dense_power, rel=1e-5)
             assert max(float(curve.mse.max()) for curve in curves[length][layer].values()) > 1e-4
 
 
-def test_the_journal_answers_the_second_time_without_the_model(watched, monkeypatch):
+def test_the_journal_answers_for_what_it_has(watched, monkeypatch):
+    """All that is there is not measured again, whatever the budget; one layer that is missing is measured alone."""
     first = watched.run()
     assert watched.reused == 0
     # four prompts, each once for every one of its segments
     assert sorted(watched.measured) == sorted(
         (layer, length) for layer in range(2) for length in (450, 450, 600, 600, 600, 600)
     )
+    for layer, length, segments in ((0, 600, "[64,256]"), (1, 450, "[64]")):
+        with closing(sqlite3.connect(watched.path)) as database, database:
+            where = "json_extract(key, '$.layer') = ? AND json_extract(key, '$.segments') = ?"
+            assert database.execute(f"DELETE FROM entries WHERE {where}", (layer, segments)).rowcount == 1
+        assert_same(first, watched.run())
+        assert (set(watched.measured), watched.reused) == ({(layer, length)}, 3)
     monkeypatch.setattr(layers, "DenseForward", None)
-    assert_same(first, watched.run())
+    changes = {"budget_mse": 1.0, "budget_scope": "model", "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
+    assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, keep_needles=0.0))
     assert (watched.measured, watched.reused) == ([], 4)
 
 
-@pytest.mark.parametrize("missing", [(0, 600), (1, 450)])
-def test_only_what_is_missing_is_measured(missing, again):
-    watched, first = again
-    layer, length = missing
-    with sqlite3.connect(watched.path) as database:
-        segments = "[64]" if length == LENGTHS[0] else "[64,256]"
-        where = "json_extract(key, '$.layer') = ? AND json_extract(key, '$.segments') = ?"
-        assert database.execute(f"DELETE FROM entries WHERE {where}", (layer, segments)).rowcount == 1
-    database.close()
-    assert_same(first, watched.run())
-    assert set(watched.measured) == {missing}
-    assert watched.reused == 3
+def test_workers_share_prompts_and_an_interrupted_run_keeps_their_parts(loaded, watched):
+    """Each of two workers measures one prompt of every length; a part is kept until the mean takes its place."""
+    first = watched.run()
+    with local_executor(loaded) as executor, Journal.open(watched.path.with_name("parts"), {}) as journal:
+        executor.size, spread, done = 2, executor.spread, []
+
+        def interrupted(tracks):
+            assert [len(track) for track in tracks] == [2] * 4
+            for item, curves in spread(tracks):
+                done.append((item.layer, item.length, item.prompts))
+                yield item, curves
+                if len(done) == 5:  # all workers in the first layer, and one in the second
+                    raise KeyboardInterrupt
+
+        def remaining(tracks):
+            assert sum(map(len, tracks)) == 3
+            return spread(tracks)
+
+        executor.spread = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            measure_model(executor, make_prompts(), SHAPES, recipe(), journal, watched.step)
+        assert [len(journal.keys(kind)) for kind in ("curves", PARTS)] == [2, 1]
+        ((_, [part]),) = journal.entries(PARTS)
+        assert all(entry["curve"].dtype == torch.float64 for entry in part)  # only the mean is rounded
+        executor.spread = remaining
+        assert_same(first, measure_model(executor, make_prompts(), SHAPES, recipe(), journal, watched.step))
+        assert [len(journal.keys(kind)) for kind in ("curves", PARTS)] == [4, 0]
 
 
 @SLOW
@@ -168,21 +175,13 @@ def test_what_is_not_the_same_measurement_is_made_again(watched):
     assert watched.measured == []
 
 
-def test_a_budget_is_not_part_of_a_measurement(again):
-    watched, first = again
-    changes = {"budget_mse": 1.0, "budget_scope": "model", "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
-    assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, keep_needles=0.0))
-    assert watched.measured == []
-
-
 def test_curves_are_found_with_further_shapes():
     def key(*shapes, layer=0):
         return {"layer": layer, "shapes": [list(shape) for shape in shapes], "prompts": ["p"]}
 
     small, large = (64, 256), (128, 512)
     there = [key(small, large), key(small), key(large, (128, 1024), small), key(large, layer=1)]
-    assert _with_all_shapes(key(small), there) == there[1]  # itself, before others
-    assert _with_all_shapes(key(large), there) == there[2]
-    assert _with_all_shapes(key(large, (64, 1024)), there) is None
-    assert _with_all_shapes(key(small, layer=1), there) is None
-    assert _with_all_shapes(key(large) | {"gpu": ["A", 1, 1]}, there) is None
+    assert _find_with_all_shapes(key(small), there) == there[1]  # itself, before others
+    assert _find_with_all_shapes(key(large), there) == there[2]
+    for absent in (key(large, (64, 1024)), key(small, layer=1), key(large) | {"gpu": ["A", 1, 1]}):
+        assert _find_with_all_shapes(absent, there) is None

@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from calibrate.curves.measure import PROMPTS, SENSITIVITY, TOKENS, measured_sensitivity, stored_sensitivity
+from calibrate.curves.measure import (
+    SENSITIVITY,
+    SENSITIVITY_PROMPTS,
+    SENSITIVITY_TOKENS,
+    measured_sensitivity,
+    stored_sensitivity,
+)
 from calibrate.journal import Journal
 from calibrate.model.sensitivity import sensitivity
 from calibrate.prompts.prompt import Prompt
@@ -113,13 +119,16 @@ def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder
         return Prompt(torch.full((length,), 3 + number))
 
     loaded, settings = stream(folder, resident=True), recipe("tiny", tmp_path / "p", seed=5)
-    by_length = {length: [prompt(length, number) for number in range(PROMPTS + 1)] for length in (32, 64, TOKENS + 64)}
+    by_length = {
+        length: [prompt(length, number) for number in range(SENSITIVITY_PROMPTS + 1)]
+        for length in (32, 64, SENSITIVITY_TOKENS + 64)
+    }
     with Journal.open(tmp_path / "journal", {}) as journal:
         measured = measured_sensitivity(loaded, by_length, settings, journal)
         ((key, value),) = journal.entries(SENSITIVITY)
-        assert key == {"prompts": [one.sha256 for one in by_length[64][:PROMPTS]], "tokens": 64, "seed": 5}
+        assert key == {"prompts": [one.sha256 for one in by_length[64][:SENSITIVITY_PROMPTS]], "tokens": 64, "seed": 5}
         assert measured == tuple(map(tuple, value))
-        assert measured == sensitivity(loaded, [one.ids for one in by_length[64][:PROMPTS]], 5)
+        assert measured == sensitivity(loaded, [one.ids for one in by_length[64][:SENSITIVITY_PROMPTS]], 5)
         journal.put(SENSITIVITY, key, [[7.0]])
         assert measured_sensitivity(loaded, by_length, settings, journal) == ((7.0,),)
         hashes = {one.sha256 for one in by_length[64]}

@@ -25,7 +25,6 @@ PARTS = {  # of a report, by the fields that hold them
     "certificate": Certificate,
     "journal": contents.JournalReport,
     "lengths": contents.LengthReport,
-    "uniform": contents.UniformReport,
     "layers": contents.LayerReport,
     "heads": contents.HeadReport,
 }
@@ -69,12 +68,10 @@ def made(layers=6, heads=8, lengths=(8192, 16384, 32768), on_gpu=True, checked=(
             unknown = dict.fromkeys(("predicted_error", "predicted_seconds", "frontier", "why_dense"))
             of_length = [layer | unknown | {"heads": []} for layer in of_length]
         together = {name: sum(layer[name] for layer in of_length) if on_gpu else None for name in SECONDS}
-        uniform = {"tau": 0.15, "segment": 1024, "representatives": 16, "tail": "mean", "cost": 0.52}
         rows.append({
             "length": length, "calibrated": length not in checked, "kl": 1.25e-5, "top1": 0.99871,
             "needles": [11, 12], "prefill_seconds": 0.0141, "dense_prefill_seconds": 0.0282,
             "cost": None if length in checked else 0.4,
-            "uniform": uniform | {"seconds": together["seconds"] and together["seconds"] * 1.31},
             "attention_seconds": together["seconds"], "dense_attention_seconds": together["dense_seconds"],
             "groups": [] if length in checked else [[0, 1], list(range(2, layers))], "layers": of_length,
         })  # fmt: skip

@@ -1,4 +1,4 @@
-"""From curves to what every layer does: groups that share a study, one budget over all layers, one setting for all."""
+"""From curves to the settings of every layer: groups that share a study, and one budget over all layers."""
 
 import itertools
 from pathlib import Path
@@ -7,10 +7,12 @@ from typing import ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from calibrate.compiling import form
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, Shape, overhead, unpacked
-from calibrate.curves.measure import combined, of_prompt
+from calibrate.curves.curves import Shape, unpacked
+from calibrate.curves.measure import combine_prompts, of_prompt
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import Prompt, PromptSet
@@ -18,9 +20,16 @@ from calibrate.recipe import OPTIONS, Recipe
 from calibrate.search import choose as choose_module
 from calibrate.search.allocate import ErrorWeights, allocate_together
 from calibrate.search.choice import search_constraints
-from calibrate.search.choose import CallTime, CapturedLayers, _timed, _uniform, choose
+from calibrate.search.choose import (
+    MAX_GROUP_WIDTH,
+    CallTime,
+    CapturedLayers,
+    _time_call,
+    choose,
+    group_layers,
+)
 from calibrate.timing import Timing
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.executors import CPU, GPU, Pickling, pretended
@@ -59,7 +68,7 @@ def recipe(**changes):
 @pytest.fixture(scope="module")
 def curves():
     shapes = [Shape.of(tile) for tile in TILES]
-    return [unpacked(combined([of_prompt(layer, shapes, recipe())])) for layer in LAYERS]
+    return [unpacked(combine_prompts([of_prompt(layer, shapes, recipe())])) for layer in LAYERS]
 
 
 @pytest.fixture
@@ -69,7 +78,7 @@ def journal(tmp_path):
 
 
 def run(curves, journal, device=CPU, executor=pretended, **changes):
-    said = []
+    texts = []
     chosen = choose(
         executor(SimpleNamespace(layers=len(curves)), device),
         {LENGTH: curves},
@@ -77,10 +86,10 @@ def run(curves, journal, device=CPU, executor=pretended, **changes):
         prompts=PROMPTS,
         recipe=recipe(**changes),
         journal=journal,
-        on_trial=said.append,
+        on_trial=texts.append,
     )
     assert list(chosen) == [LENGTH]
-    assert len(said) == chosen[LENGTH].trials
+    assert len(texts) == chosen[LENGTH].trials
     return chosen[LENGTH]
 
 
@@ -163,39 +172,6 @@ def test_a_ceiling_holds_beside_an_mse(scope, curves, journal):
     assert sum(rel for _, rel in true_errors(laxer)) / 4 > 1.5 * ceiling
 
 
-def random_curve(generator):
-    mse, tail = (torch.rand(2, len(TAUS), generator=generator).double().cumsum(1) / 10 for _ in range(2))
-    density = torch.rand(2, len(TAUS), generator=generator).double().sort(1, descending=True).values
-    return Curve(mse, tail, mse, tail, density, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("budget", "allowed"), [(1e-3, ["none"]), (0.05, ["none", "mean"]), (0.2, ["none"]), (1.0, ["none", "mean"])]
-)
-def test_the_best_single_setting_by_trying_them_all(budget, allowed):
-    generator = torch.Generator().manual_seed(3)
-    methods = (RankingConfig(512), RankingConfig(512, 16), RankingConfig(1024))
-    layers = [{method: random_curve(generator) for method in methods} for _ in range(3)]
-    budgets = [budget, 2 * budget, budget / 2]
-    best = (1.0, None)
-    for method, tail, (index, tau) in itertools.product(methods, allowed, enumerate(TAUS)):
-        spent = density = 0.0
-        for layer, of_layer in zip(layers, budgets, strict=True):
-            curve = layer[method]
-            for head in range(2):
-                spent += float(curve.errors(tail)[0][head, index]) / of_layer / 6
-                density += float(curve.density[head, index]) / 6
-        cost = density + overhead(method, tail)
-        if spent <= 1 and cost < best[0]:
-            best = cost, HeadConfig(tau, method.segment, "s2o", StopRule.REST, method.representatives, tail)
-    found = _uniform(layers, budgets, allowed)
-    if best[1] is None:
-        assert found is None
-    else:
-        assert found.head == best[1]
-        assert found.cost == pytest.approx(best[0])
-
-
 def timings(monkeypatch, seconds_of):
     """A GPU whose times are made up; what was timed: (layer, config)."""
     seen = []
@@ -208,7 +184,7 @@ def timings(monkeypatch, seconds_of):
 
     monkeypatch.setattr(choose_module, "against_dense", against_dense)
     monkeypatch.setattr(choose_module, "compile_ahead", list)
-    monkeypatch.setattr(choose_module, "dense_forward", lambda worker, prompts: worker.cached(("walk", prompts), Walk))
+    monkeypatch.setattr(choose_module, "get_forward", lambda worker, prompts: worker.cached(("walk", prompts), Walk))
     return seen
 
 
@@ -229,20 +205,22 @@ class Walk:
 
 
 def test_layers_that_are_searched_beside_one_another_choose_the_same(curves, journal, tmp_path, monkeypatch):
-    """With items from their pickles, and calls that wait in threads."""
-    timings(
-        monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100 + config.heads[0].segment / 1e4
-    )
-    one = run(curves, journal, GPU)
+    """With items from their pickles, and calls that wait in threads; a worker moves through the model once."""
+    timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100 + config.segment / 1e4)
+    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
+    one = run(curves, journal, GPU, trials=8)
+    monkeypatch.setattr(Walk, "moved", [])
+
+    def pickling(geometry, device):
+        return Pickling(pretended(geometry)._worker, device)
+
     with Journal.open(tmp_path / "other", {}) as other:
-
-        def pickling(geometry, device):
-            return Pickling(pretended(geometry)._worker, device)
-
-        many = run(curves, other, GPU, pickling)
-    assert [choice.config for choice in many.choices] == [choice.config for choice in one.choices]
-    assert [choice.timing for choice in many.choices] == [choice.timing for choice in one.choices]
-    assert (many.uniform, many.tried, many.failures) == (one.uniform, one.tried, one.failures)
+        many = run(curves, other, GPU, pickling, trials=8)
+    assert sorted(Walk.moved) == [0, 1, 2, 3]
+    assert [(choice.config, choice.timing) for choice in many.choices] == [
+        (choice.config, choice.timing) for choice in one.choices
+    ]
+    assert (many.tried, many.failures) == (one.tried, one.failures)
 
 
 def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
@@ -259,7 +237,7 @@ def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
     assert [{form(config) for config in of_call} for of_call in compiled] == [{form(plain), form(tail)}, {form(int8)}]
 
 
-def test_a_search_compiles_for_the_first_trial_of_every_group_and_the_single_setting(curves, journal, monkeypatch):
+def test_a_search_compiles_for_the_first_trial_of_every_group(curves, journal, monkeypatch):
     seen = timings(monkeypatch, lambda layer, config: 0.5)
     compiled = []
     monkeypatch.setattr(choose_module, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
@@ -284,7 +262,7 @@ def test_the_inputs_kept_are_those_used_last_and_take_a_share_of_the_memory(monk
     for name in "ab":  # 100 of 400 bytes; 200 of 400
         kept.add(name, captured_of(100))
     assert [name for name in "ab" if kept.get(name)] == ["b"]
-    monkeypatch.setattr(choose_module, "KEPT", 0.75)
+    monkeypatch.setattr(choose_module, "MEMORY_SHARE", 0.75)
     kept.add("c", captured_of(100))  # 200 of 300
     assert kept.get("b") is not None
     kept.add("d", captured_of(100))  # 300 of 400
@@ -326,7 +304,6 @@ def test_a_failure_is_dense_in_its_layer_only(curves, journal, monkeypatch):
     assert {choice.point.tile for choice in chosen.choices} == {TILES[0]}
     assert set(chosen.failures) <= {"CUDA out of memory"}
     assert sum(chosen.failures.values()) <= chosen.trials
-    assert chosen.uniform.seconds is None  # there is no sum of what cannot be timed
 
 
 def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, monkeypatch):
@@ -334,7 +311,7 @@ def test_a_time_that_was_hopeless_against_a_better_one_is_taken_again(journal, m
     config = LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0])
 
     def timed(best):
-        return _timed(CallTime(0, LENGTH, "a", config, best, TILES, ()), pretended(None, GPU), journal)
+        return _time_call(CallTime(0, LENGTH, "a", config, best, TILES, ()), pretended(None, GPU), journal)
 
     assert timed(1.0).rejected
     assert timed(1.5).rejected
@@ -363,14 +340,22 @@ def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monke
     assert 0.8e-2 * 3 / 4 < sum(errors) / 4 <= 0.8e-2 * (1 + 1e-3)
 
 
-def test_a_worker_that_searches_several_layers_moves_through_the_model_once(curves, journal, monkeypatch):
-    """Though their trials take turns on it."""
-    timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100)
-    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
-    monkeypatch.setattr(Walk, "moved", [])
+tables = st.lists(st.lists(st.floats(0.3, 0.45), min_size=2, max_size=2), min_size=1, max_size=8)
 
-    def pickling(geometry, device):
-        return Pickling(pretended(geometry)._worker, device)
 
-    run(curves, journal, GPU, pickling, trials=8)
-    assert sorted(Walk.moved) == [0, 1, 2, 3]
+@settings(max_examples=60, deadline=None)
+@given(tables)
+def test_layers_share_a_group_exactly_if_no_budget_tells_them_apart(rows):
+    """No group is wider than allowed at any segment and budget, and no two groups would fit together."""
+    table = torch.tensor(rows, dtype=torch.float64)
+    groups = group_layers(rows)
+    assert sorted(layer for group in groups for layer in group) == list(range(len(table)))
+    assert all(group == sorted(group) for group in groups)
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+
+    def width(group):
+        costs = table[group]
+        return float((costs.amax(0) - costs.amin(0)).max())
+
+    assert all(width(group) < MAX_GROUP_WIDTH + 1e-9 for group in groups)
+    assert all(width(first + second) >= MAX_GROUP_WIDTH - 1e-9 for first, second in itertools.combinations(groups, 2))

@@ -19,7 +19,7 @@ KEY = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024))
 
 
 def forget():
-    for cached in (tiles.dense_below, tiles.seconds):
+    for cached in (tiles.find_dense_below, tiles.time_calls):
         cached.cache_clear()
 
 
@@ -40,14 +40,14 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected)
     monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
     forget()
     config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=16, tail="mean")))
-    assert tiles.dense_below(CrossoverKey.of(config), GEOMETRY, CPU, density) == expected
+    assert tiles.find_dense_below(CrossoverKey.from_layer(config), GEOMETRY, CPU, density) == expected
     assert seen[-1] == min(expected, tiles.LENGTHS[-1])
 
 
 def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch):
     calls = []
-    monkeypatch.setattr(tiles, "dense_below", lambda kind, *_: calls.append(kind) or 7)
-    monkeypatch.setattr(tiles, "min_queries", lambda kind, *_: calls.append(kind) or 9)
+    monkeypatch.setattr(tiles, "find_dense_below", lambda kind, *_: calls.append(kind) or 7)
+    monkeypatch.setattr(tiles, "find_min_queries", lambda kind, *_: calls.append(kind) or 9)
     cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=16, tail="mean")
     dense = HeadConfig(segment=512, mode="dense", representatives=16)
     for heads, timed in (((cheap, dear, dense), dear), ((dense,), HeadConfig(segment=512))):
@@ -65,8 +65,8 @@ def test_a_layer_is_timed_with_its_dearest_ranking_even_if_all_dense(monkeypatch
 @pytest.mark.parametrize(("faster_at", "kept"), [(None, 8192), (8192, 8192), (4096, 4096)])
 def test_a_layer_does_not_go_dense_where_it_was_faster(monkeypatch, faster_at, kept):
     seen = []
-    monkeypatch.setattr(tiles, "dense_below", lambda *_: 8192)
-    monkeypatch.setattr(tiles, "min_queries", lambda kind, *_: seen.append(kind.tile.dense_below) or 16)
+    monkeypatch.setattr(tiles, "find_dense_below", lambda *_: 8192)
+    monkeypatch.setattr(tiles, "find_min_queries", lambda kind, *_: seen.append(kind.tile.dense_below) or 16)
     layer = Layer(LayerConfig.uniform(4, tau=0.5), 0.5, faster_at)
     assert tiles.with_crossover(layer, GEOMETRY, CPU).dense_below == kept
     assert seen == [kept]  # shorter calls than these need not pay behind a prefix either
@@ -78,7 +78,7 @@ def modelled(monkeypatch, ranking):
     def seconds(kind, geometry, device, queries, keys):
         return ranking * keys * -(-queries // kind.head.segment), queries * keys - queries * (queries - 1) / 2
 
-    monkeypatch.setattr(tiles, "seconds", seconds)
+    monkeypatch.setattr(tiles, "time_calls", seconds)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def modelled(monkeypatch, ranking):
 )
 def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, density, expected):
     modelled(monkeypatch, ranking)
-    assert tiles.min_queries(KEY, GEOMETRY, CPU, density) == expected
+    assert tiles.find_min_queries(KEY, GEOMETRY, CPU, density) == expected
 
 
 def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatch):
@@ -102,15 +102,15 @@ def test_tails_of_less_work_than_the_shortest_prompt_are_not_compared(monkeypatc
     def seconds(kind, geometry, device, queries, keys):
         return (1.0 if queries <= (4096 if keys == 8192 else 512) else 0.0), 0.5
 
-    monkeypatch.setattr(tiles, "seconds", seconds)
-    assert tiles.min_queries(KEY, GEOMETRY, CPU, 0.0) == 4097
-    assert tiles.min_queries(replace(KEY, tile=TileConfig(dense_below=8192)), GEOMETRY, CPU, 0.0) == 1024
+    monkeypatch.setattr(tiles, "time_calls", seconds)
+    assert tiles.find_min_queries(KEY, GEOMETRY, CPU, 0.0) == 4097
+    assert tiles.find_min_queries(replace(KEY, tile=TileConfig(dense_below=8192)), GEOMETRY, CPU, 0.0) == 1024
 
 
 def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
     """Layers that differ in their density alone are one item, and the journal answers the second time."""
-    monkeypatch.setattr(tiles, "dense_below", lambda kind, *_: 1000 + kind.head.segment)
-    monkeypatch.setattr(tiles, "min_queries", lambda kind, *rest: kind.tile.dense_below + round(100 * rest[-1]))
+    monkeypatch.setattr(tiles, "find_dense_below", lambda kind, *_: 1000 + kind.head.segment)
+    monkeypatch.setattr(tiles, "find_min_queries", lambda kind, *rest: kind.tile.dense_below + round(100 * rest[-1]))
     layers = {
         name: Layer(LayerConfig.uniform(4, tau=0.5, segment=segment), density, faster_at)
         for name, segment, density, faster_at in [
@@ -129,7 +129,7 @@ def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
 
 def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, tmp_path):
     """One call for each kernel: strides and representatives make none."""
-    monkeypatch.setattr(tiles, "_crossover", lambda *_: (512, 16))
+    monkeypatch.setattr(tiles, "_measure_crossover", lambda *_: (512, 16))
     compiled = []
     monkeypatch.setattr(tiles, "compile_ahead", lambda calls: compiled.append([call.args[3] for call in calls]))
     layers = {
@@ -151,7 +151,7 @@ def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
     """It runs dense on both sides, and either could win."""
     monkeypatch.setattr(tiles, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
     forget()
-    assert tiles.dense_below(KEY, GEOMETRY, CPU, 0.0) == 2048
+    assert tiles.find_dense_below(KEY, GEOMETRY, CPU, 0.0) == 2048
 
 
 def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
@@ -160,5 +160,5 @@ def test_keys_that_do_not_fit_the_memory_are_left_out(monkeypatch):
             raise torch.OutOfMemoryError
         return (1.0 if queries <= 64 else 0.0), 0.5
 
-    monkeypatch.setattr(tiles, "seconds", seconds)
-    assert tiles.min_queries(KEY, GEOMETRY, CPU, 0.0) == 128
+    monkeypatch.setattr(tiles, "time_calls", seconds)
+    assert tiles.find_min_queries(KEY, GEOMETRY, CPU, 0.0) == 128

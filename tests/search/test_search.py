@@ -1,4 +1,4 @@
-"""What a search chooses does what it promises; what it cannot run is counted and left out."""
+"""A search's choice keeps its promises; points that cannot run are counted and left out."""
 
 import itertools
 import math
@@ -11,11 +11,11 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from calibrate.curves.curves import Shape, row_errors, tile_worst, unpacked
-from calibrate.curves.measure import combined, of_prompt
+from calibrate.curves.measure import combine_prompts, of_prompt
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
 from calibrate.search import study
-from calibrate.search.choice import SearchPoint, choice_at, search_constraints
+from calibrate.search.choice import ChosenDense, SearchPoint, choice_at, search_constraints
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import Timing
 from s2o_runtime.config import TileConfig
@@ -51,7 +51,7 @@ def recipe(kind="rel_mse", value=1e-2, **changes):
 
 def measured(prompts, **changes):
     shapes = sorted({Shape.of(tile) for tile in TILES}, key=str)
-    return unpacked(combined([of_prompt(prompt, shapes, recipe(**changes)) for prompt in prompts]))
+    return unpacked(combine_prompts([of_prompt(prompt, shapes, recipe(**changes)) for prompt in prompts]))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def curves():
 
 
 def make_search(curves, timer=None, layer=0, **changes):
-    return LayerSearch(layer, 768, curves, recipe(**changes), SEGMENTS, TILES, timer)
+    return LayerSearch(layer, 768, curves, recipe(**changes), TILES, timer)
 
 
 def run(search, out_of_time=lambda: False):
@@ -70,10 +70,16 @@ def run(search, out_of_time=lambda: False):
     return search.run(studies, lambda: steps.append(1), out_of_time), len(steps)
 
 
+def attend(prompt, config):
+    """A prompt's output with a configuration by the reference, and the exact one."""
+    qkv = prompt.q, prompt.k, prompt.v
+    return s2o_attention_reference(*qkv, config, scale=prompt.scale).out, exact_attention(*qkv, scale=prompt.scale)
+
+
 @pytest.fixture
 def every_point(monkeypatch):
     """Every point may win, whatever is predicted of it."""
-    monkeypatch.setattr(study, "PROMISING", math.inf)
+    monkeypatch.setattr(study, "MAX_PREDICTED_COST", math.inf)
 
 
 @pytest.mark.parametrize(("kind", "value"), all_but_first([("rel_mse", 1e-2), ("mse", 1e-3)], SLOW))
@@ -90,8 +96,7 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value, count, every_p
     assert choice.allocation.density < choice.allocation.cost
     errors, powers = [], []
     for prompt in prompts:
-        out, _, _ = s2o_attention_reference(prompt.q, prompt.k, prompt.v, choice.config, scale=prompt.scale)
-        truth = exact_attention(prompt.q, prompt.k, prompt.v, scale=prompt.scale)
+        out, truth = attend(prompt, choice.config)
         errors.append(float((out - truth).square().mean()))
         powers.append(float(truth.square().mean()))
         worst = tile_worst(row_errors(out, truth), choice.point.tile.block_m)[0]
@@ -104,28 +109,26 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value, count, every_p
     assert 0 < spent <= search.recipe.margin * value
 
 
-@pytest.mark.parametrize("trials", [1, 6, 12, 15])
-def test_the_default_comes_first_and_then_the_points_by_what_is_predicted(trials, curves, every_point):
+@pytest.mark.parametrize("trials", [1, 6, 15])
+@pytest.mark.parametrize("worth_a_trial", [ALL // 2, ALL])
+def test_the_default_comes_first_and_then_the_points_by_predicted_cost(trials, worth_a_trial, curves, monkeypatch):
+    """As many as there are trials for; points that are predicted to be much slower get none."""
+    predicted = {point: choice_at(point, curves, recipe()).cost for point in POINTS}
+    limit = sorted(predicted.values())[worth_a_trial - 1]
+    monkeypatch.setattr(study, "MAX_PREDICTED_COST", limit / min(predicted.values()) * (1 + 1e-9))
     search = make_search(curves, trials=trials)
     choice, steps = run(search)
-    tried = list(search.tried)
-    assert steps == search.trials == len(tried) == min(trials, ALL)
-    predicted = {point: choice_at(point, curves, recipe()).cost for point in POINTS}
-    assert tried[0] == DEFAULT
-    assert [predicted[point] for point in tried[1:]] == sorted(predicted[point] for point in tried[1:])
-    untried = [predicted[point] for point in POINTS - set(tried)]
-    assert max([predicted[point] for point in tried[1:]], default=0.0) <= min(untried, default=math.inf)
-    assert choice.cost == min(predicted.values()) or trials == 1
-
-
-def test_points_that_are_predicted_to_be_much_slower_get_no_trial(curves, monkeypatch):
-    predicted = {point: choice_at(point, curves, recipe()).cost for point in POINTS}
-    most = sorted(predicted.values())[ALL // 2]
-    monkeypatch.setattr(study, "PROMISING", most / min(predicted.values()) * (1 + 1e-9))
-    search = make_search(curves, trials=ALL)
-    run(search)
-    assert set(search.tried) == {DEFAULT} | {point for point, cost in predicted.items() if cost <= most}
-    assert len(search.tried) < ALL
+    first, *others = search.tried
+    assert first == DEFAULT
+    assert steps == search.trials == len(search.tried)
+    costs = [predicted[point] for point in others]
+    assert costs == sorted(costs)
+    candidates = {DEFAULT} | {point for point, cost in predicted.items() if cost <= limit}
+    assert set(search.tried) <= candidates
+    assert len(search.tried) == min(trials, len(candidates))
+    untried = [predicted[point] for point in candidates - set(search.tried)]
+    assert max(costs, default=0.0) <= min(untried, default=math.inf)
+    assert choice.cost == min(predicted[point] for point in search.tried)
 
 
 def seconds_of(config):
@@ -161,6 +164,7 @@ def test_a_layer_that_is_not_faster_than_dense_becomes_dense_and_says_why(curves
     assert choice.point == DEFAULT
 
 
+@pytest.mark.parametrize("runs", [TILES[1], None], ids=["one tile runs", "none runs"])
 @pytest.mark.parametrize(
     ("failure", "why"),
     [
@@ -172,9 +176,9 @@ def test_a_layer_that_is_not_faster_than_dense_becomes_dense_and_says_why(curves
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_fails_is_counted_by_its_reason_and_left_out_unless_it_is_a_bug(failure, why, curves, every_point, caplog):
+def test_failures_are_counted_by_reason_unless_they_are_bugs(failure, why, runs, curves, every_point, caplog):
     def timer(config, best):
-        if config.tile != TILES[1]:
+        if config.tile != runs:
             raise failure
         return Timing(0.5, 0.5, 0.5, 1.0, 3)
 
@@ -184,24 +188,17 @@ def test_what_fails_is_counted_by_its_reason_and_left_out_unless_it_is_a_bug(fai
             run(search)
         return
     choice, steps = run(search)
-    assert choice.point.tile == TILES[1]
-    assert {point.tile for point in search.tried} == {TILES[1]}
+    assert {point.tile for point in search.tried} == ({runs} if runs else set())
     ((text, count),) = search.failures.items()
     assert text.startswith(why)
-    assert (count, steps) == (9, 12)
+    assert (count, steps) == (9 if runs else ALL, ALL)
     assert why in caplog.text
-
-
-def test_all_failing_means_dense(curves):
-    def timer(config, best):
-        raise RuntimeError("no")
-
-    search = make_search(curves, timer, trials=3)
-    choice, _ = run(search)
-    assert search.failures == {"no": 3}
-    assert (choice.point, choice.dense_sentence) == (DEFAULT, "no trial ran")
-    assert choice.config.is_dense
-    assert (choice.allocation.mse, choice.allocation.cost) == (0.0, 1.0)
+    if runs:
+        assert choice.point.tile == runs
+    else:
+        assert (choice.point, choice.why_dense) == (DEFAULT, ChosenDense.NO_TRIAL)
+        assert choice.config.is_dense
+        assert (choice.allocation.mse, choice.allocation.cost) == (0.0, 1.0)
 
 
 def test_an_error_outside_the_timed_call_is_not_a_failed_trial(curves, monkeypatch):
@@ -227,12 +224,12 @@ def test_a_time_limit_stops_a_search_that_has_had_one_trial(checks, expected, cu
 def test_what_a_neighbour_found_best_is_taken_with_ones_own_budget(curves):
     """Whatever it is: cheaper points are not looked for."""
     point = SearchPoint(128, TILES[1])
-    choice = make_search(curves).adopted(point)
+    choice = make_search(curves).apply_point(point)
     assert choice.point == point
     assert choice.config == choice_at(point, curves, recipe()).config
     budget = recipe().budget.value * recipe().margin * next(iter(curves.values())).dense_power
     assert choice.allocation.mse <= choice.budget_mse == pytest.approx(budget)
-    slow = make_search(curves, lambda config, best: Timing(0.002, 0.0, 1.0, 0.001, 7)).adopted(point)
+    slow = make_search(curves, lambda config, best: Timing(0.002, 0.0, 1.0, 0.001, 7)).apply_point(point)
     assert (slow.point, slow.dense_sentence) == (point, "2.00 ms against 1.00 ms dense")
 
 
@@ -248,7 +245,7 @@ def in_storage(tmp_path, curves, every_point):
 
     def run(timer=None, layer=0, **changes):
         changes = {"trials": 4, "storage": f"sqlite:///{tmp_path / 'studies.db'}"} | changes
-        search = LayerSearch(layer, 768, curves, recipe(**changes), SEGMENTS[:2], TILES[:2], timer)
+        search = LayerSearch(layer, 768, curves, recipe(segments=SEGMENTS[:2], **changes), TILES[:2], timer)
         return search, search.run(Studies(search.recipe, "demo", "NVIDIA H200"))
 
     return run
@@ -272,20 +269,20 @@ def test_a_storage_keeps_every_trial_with_its_heads(in_storage, curves, tmp_path
             assert attributes["error"][index] == point.mse
             assert attributes["mode"][index] == point.head.mode
             assert attributes["tau"][index] == (None if point.head.mode == "dense" else point.head.tau)
-    in_memory = LayerSearch(0, 768, curves, replace(search.recipe, storage=None), SEGMENTS[:2], TILES[:2], None)
+    in_memory = LayerSearch(0, 768, curves, replace(search.recipe, storage=None), TILES[:2])
     assert run(in_memory)[0].config == choice.config  # that it is kept changes nothing
 
 
 @pytest.mark.parametrize(
-    ("url", "error", "said"),
+    ("url", "error"),
     [
-        ("nonsense", ConfigError, "--storage is no URL of a database that is known here: give one such as sqlite:///"),
-        ("none://user:secret@host/db", ConfigError, "--storage is no URL of a database that is known here"),
-        ("sqlite:////proc/none/studies.db", ResourceError, r"--storage cannot be opened \(.*\): give the URL of an"),
+        ("nonsense", ConfigError),
+        ("none://user:secret@host/db", ConfigError),
+        ("sqlite:////proc/none/studies.db", ResourceError),
     ],
 )
-def test_a_storage_that_cannot_be_opened_is_one_sentence(url, error, said):
-    with pytest.raises(error, match=said) as raised:
+def test_a_storage_that_cannot_be_opened_is_one_sentence_without_its_password(url, error):
+    with pytest.raises(error, match="--storage") as raised:
         Studies(recipe(storage=url), "demo", "cpu")
     assert "\n" not in str(raised.value)
     assert "secret" not in str(raised.value)
@@ -300,8 +297,7 @@ def test_int8_scores_are_taken_where_they_are_faster(every_point):
         assert steps == 2 * ALL
         assert choice.config.scores == choice.point.scores == faster
         assert choice.spent <= choice.budget_mse
-    out, _, _ = s2o_attention_reference(prompt[0].q, prompt[0].k, prompt[0].v, choice.config, scale=prompt[0].scale)
-    truth = exact_attention(prompt[0].q, prompt[0].k, prompt[0].v, scale=prompt[0].scale)
+    out, truth = attend(prompt[0], choice.config)
     assert float((out - truth).square().mean()) == pytest.approx(choice.allocation.mse, rel=1e-2)
 
 
@@ -314,13 +310,11 @@ def test_int8_scores_that_cost_more_than_the_budget_are_given_up():
     both = measured(make_prompts(1), scores=("int8",))
     point = DEFAULT._replace(scores="int8")
     choice = choice_at(point, both, recipe(value=1e-9, scores=("int8",)))
-    assert choice.dense_sentence == "int8 scores alone cost more than the budget"
+    assert choice.why_dense == ChosenDense.ROUNDING_COSTS
     assert (choice.config.scores, choice.config.is_dense, choice.spent) == ("input", True, 0.0)
-    in_16_bits = choice_at(
-        DEFAULT, measured(make_prompts(1)), recipe(value=1e-30)
-    )  # nothing made it dense but its budget
-    assert in_16_bits.why_dense is None
-    assert in_16_bits.dense_sentence == "no head gains anything within the budget"
+    in_16_bits = choice_at(DEFAULT, measured(make_prompts(1)), recipe(value=1e-30))
+    assert in_16_bits.why_dense is None  # nothing made it dense but its budget
+    assert in_16_bits.dense_sentence == ChosenDense.NO_GAIN.value
     affordable = choice_at(point, both, recipe(value=0.1, scores=("int8",)))
     assert affordable.config.scores == "int8"
     assert affordable.spending(1e-12, search_constraints(recipe())).config.scores == "input"
