@@ -16,13 +16,8 @@ from support.pages import ROOT
 LEAST_SHARE_OF_VERBS = 0.38  # of functions; the goal is 0.6
 MOST_SHARE_OF_QUESTIONS = 0.184  # of docstrings; the goal is 0.01
 MOST_PARAMETERS = 10  # of a function that runs on the host
-# Functions with more: why each has them.
-PUBLIC = "the public op: tensors, sequences and the parts of the scoring, which callers give by name"
-MANY_PARAMETERS = {
-    "s2o_runtime/attention/api.py:s2o_attention": PUBLIC,
-    "s2o_runtime/attention/api.py:s2o_attention_varlen": PUBLIC,
-    "s2o_runtime/attention/paged.py:s2o_attention_paged": PUBLIC,
-}
+# Functions with more, by path and name: why each has them.
+MANY_PARAMETERS: dict[str, str] = {}
 
 # Frozen. Other names are a constructor's (`from_...`), a property's, or one of mathematics.
 VERBS = frozenset((ROOT / "tests" / "repository" / "verbs.txt").read_text(encoding="utf-8").split())
