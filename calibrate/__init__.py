@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from s2o_runtime.lazy import lazily
+from s2o_runtime.lazy import load_lazily
 
 if TYPE_CHECKING:
     from calibrate.api import calibrate
@@ -22,4 +22,4 @@ __all__ = ["Budget", "Recipe", "Result", "calibrate"]
 
 _HOMES = {"api": ("calibrate",), "pipeline": ("Result",), "recipe": ("Budget", "Recipe")}
 
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = load_lazily(__name__, _HOMES)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibrate.machine import check_files, find_gpu, resolve_recipe, wrap_write_errors
 from calibrate.options import read_options
-from calibrate.progress import PhaseClock, duration
+from calibrate.progress import PhaseClock, format_duration
 from calibrate.recipe import OPTIONS, Recipe, check_limit
-from s2o_runtime.errors import ConfigError, ModelError, ResourceError, first_line
+from s2o_runtime.errors import ConfigError, ModelError, ResourceError, get_first_line
 
 if TYPE_CHECKING:
     from calibrate.model.estimate import Estimate
@@ -88,19 +88,19 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
 
 def _plan_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> tuple[Recipe, LoadedModel, Estimate]:
     from calibrate.model.estimate import ModelSizes, estimate
-    from calibrate.model.models import in_memory
-    from s2o_runtime.layer_kinds import positions
+    from calibrate.model.models import from_memory
+    from s2o_runtime.layer_kinds import get_max_positions
 
     known = [name for name in ("device", "random_weights", "trust_remote_code") if name in options]
     if known:
         raise ConfigError(
             f"calibrate() got a model in memory and {known[0]}, which it has already: leave {known[0]} out"
         )
-    loaded = in_memory(model, tokenizer)
+    loaded = from_memory(model, tokenizer)
     given = {**options, "model": loaded.name, "device": str(loaded.weights.device)}
     recipe, device = resolve_recipe(read_options(OPTIONS, given, "calibrate()"))
-    check_limit(max(recipe.all_lengths), positions(loaded.model.config))
-    return recipe, loaded, estimate(recipe, ModelSizes.of(loaded.model, recipe.device), loaded.geometry, device)
+    check_limit(max(recipe.all_lengths), get_max_positions(loaded.model.config))
+    return recipe, loaded, estimate(recipe, ModelSizes.from_model(loaded.model, recipe.device), loaded.geometry, device)
 
 
 def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bool = True) -> Plan:
@@ -122,14 +122,14 @@ def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bo
 
     from calibrate.model.estimate import estimate
     from calibrate.model.models import is_gguf, load_config, load_tokenizer
-    from calibrate.model.preflight import preflight
-    from s2o_runtime.layer_kinds import positions
+    from calibrate.model.preflight import make_preflight
+    from s2o_runtime.layer_kinds import get_max_positions
 
     shipped = dry_run or recipe.random_weights
     config = load_config(recipe.model, random_weights=shipped, trust_remote_code=recipe.trust_remote_code)
     if recipe.tokenizer is not None or is_gguf(recipe.model):
         load_tokenizer(recipe.model, **recipe.loading)
-    check_limit(max(recipe.all_lengths), positions(config))
+    check_limit(max(recipe.all_lengths), get_max_positions(config))
     if recipe.storage is not None:
         from calibrate.search.study import check_storage
 
@@ -137,10 +137,12 @@ def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bo
     if recipe.scheduler is not None:
         from calibrate.work.cluster import CONNECT_TIMEOUT_S, connect
 
-        with PhaseClock().phase(f"waiting for scheduler {recipe.scheduler}, at most {CONNECT_TIMEOUT_S:g} s", progress):
+        with PhaseClock().time_phase(
+            f"waiting for scheduler {recipe.scheduler}, at most {CONNECT_TIMEOUT_S:g} s", progress
+        ):
             connect(recipe.scheduler).close()
     memory = device.memory_bytes if gpu else 0
-    seen = preflight(
+    seen = make_preflight(
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights,
         memory=memory,
     )  # fmt: skip
@@ -157,7 +159,7 @@ def warn_without_gpu(model: str, preflight: Preflight, seconds: float, device: D
             "(--lengths, --num-certify), or calibrate on a GPU, for which the plan is --dry-run --target-gpu H100",
             model,
             preflight.sizes.parameters / 1e9,
-            duration(seconds),
+            format_duration(seconds),
         )
 
 
@@ -167,14 +169,17 @@ def _count_prompts(recipe: Recipe) -> str:
     Raises:
         InputError: a prompt file is bad, or they are too few for the run.
     """
-    from calibrate.model.models import load_config, load_tokenizer, shipped_sizes
+    from calibrate.model.models import find_shipped_config, load_config, load_tokenizer
     from calibrate.pipeline import check_certifiable
     from calibrate.prompts.documents import FOUND, read_documents
     from calibrate.prompts.prompts import load_prompts
 
     others = recipe.held_out + recipe.num_certify
     needed = {length: others + recipe.num_prompts * (length in recipe.lengths) for length in recipe.all_lengths}
-    is_alias, is_endless = shipped_sizes(recipe.model), bool(set(recipe.used_domains) - set(FOUND))  # generated text
+    is_alias, is_endless = (
+        find_shipped_config(recipe.model),
+        bool(set(recipe.used_domains) - set(FOUND)),
+    )  # generated text
     try:
         if is_alias and not is_endless:
             load_config(recipe.model, random_weights=recipe.random_weights)  # fails at once without a way to the Hub
@@ -205,15 +210,15 @@ def run(
     command: the command line for the report, if there was one. estimate: of the run's time, for progress.
     """
     from calibrate import pipeline
-    from calibrate.report.contents import report_of
+    from calibrate.report.contents import make_report
     from calibrate.report.page import write_report
 
     expected = estimate.seconds if estimate else {}
     with wrap_write_errors(recipe.out):
         result = pipeline.calibrate(recipe, progress=progress, loaded=loaded, expected=expected)
     try:
-        result = replace(result, report=report_of(recipe, result, command=command))
+        result = replace(result, report=make_report(recipe, result, command=command))
         files, failure = write_report(result.report, recipe.out)
         return replace(result, report_files=tuple(files), report_failure=failure)
     except Exception as error:  # a report that fails, for whatever reason, takes no profile away
-        return replace(result, report_failure=f"the report cannot be written ({first_line(error)})")
+        return replace(result, report_failure=f"the report cannot be written ({get_first_line(error)})")

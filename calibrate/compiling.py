@@ -19,12 +19,12 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
     Triton leaves Python's lock while it compiles, so threads share the work. A call that fails here fails again where
     it is timed, and is reported there. Calls that need the same kernels would only compile them several times.
     """
-    with compiling(calls) as finish:
+    with start_compiling(calls) as finish:
         finish()
 
 
 @contextmanager
-def compiling(calls: Iterable[Callable[[], object]]) -> Iterator[Callable[[], None]]:
+def start_compiling(calls: Iterable[Callable[[], object]]) -> Iterator[Callable[[], None]]:
     """Make calls as `compile_ahead` does, concurrently with the block.
 
     Yields:
@@ -46,16 +46,16 @@ def compiling(calls: Iterable[Callable[[], object]]) -> Iterator[Callable[[], No
 
 def with_tiles(config: LayerConfig, tiles: Iterable[TileConfig]) -> list[LayerConfig]:
     """Return the layer with each tile that has a kernel of its own: the stride of the stop check makes none."""
-    first_of = {any_stride(tile): tile for tile in reversed(list(tiles))}
+    first_of = {without_stride(tile): tile for tile in reversed(list(tiles))}
     return [config.with_tile(tile) for tile in reversed(first_of.values())]
 
 
-def any_stride(tile: TileConfig) -> TileConfig:
+def without_stride(tile: TileConfig) -> TileConfig:
     """Return the tile without the stride of its stop check."""
     return replace(tile, chunk=1)
 
 
-def form(config: LayerConfig) -> Hashable:
+def get_kernel_form(config: LayerConfig) -> Hashable:
     """Return all that decides, beside a layer's tile, about the kernels that it needs."""
     modes = frozenset(head.mode for head in config.heads)
     return modes, config.has_tail, config.last_rows > 0, config.scores

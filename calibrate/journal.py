@@ -90,7 +90,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise write_failure(path, error) from error
+            raise make_write_error(path, error) from error
         return cls(path, json.loads(json.dumps(identity, allow_nan=False)), option)
 
     @classmethod
@@ -237,7 +237,7 @@ class Journal:
                     "the same command again"
                 ) from error
             code = errno.ENOSPC if "full" in str(error) else errno.EIO
-            raise write_failure(self.path, OSError(code, str(error))) from error
+            raise make_write_error(self.path, OSError(code, str(error))) from error
         except sqlite3.DatabaseError as error:
             if "not a database" not in str(error):
                 raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
@@ -247,12 +247,12 @@ class Journal:
         return InputError(f"{self.path} is not a journal of S2O (found {content}): give another {self._option}")
 
 
-def taken_on(device: DeviceIdentity) -> dict[str, Any]:
+def gpu_key(device: DeviceIdentity) -> dict[str, Any]:
     """Return the GPU's part of the key of a time: times of unlike GPUs are never mixed."""
     return {"gpu": [device.name, device.sm_count, round(device.memory_bytes / 2**30)]}
 
 
-def write_failure(path: Path | str, error: OSError) -> ResourceError:
+def make_write_error(path: Path | str, error: OSError) -> ResourceError:
     """Return the error of a file of this run that could not be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return ResourceError(

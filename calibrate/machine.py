@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, default_out, report_paths
+from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, list_report_paths, place_profile
 from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.files import resolve_destination
@@ -36,15 +36,15 @@ def resolve_recipe(options: Mapping[str, Any], gpu: DeviceIdentity | None = None
     Args:
         options: those that were given, in the types of their fields.
 
-    Raises what `check_files` and `named_device` do, and ConfigError for options that are missing or do not fit.
+    Raises what `check_files` and `resolve_device` do, and ConfigError for options that are missing or do not fit.
     """
     if "model" not in options:
         raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
     # A wrong option is refused before torch is imported, which takes seconds: until then placeholders stand for what
     # depends on the device. This length is too short for no segment, and leaves check lengths aside.
     unknown = {} if "lengths" in options else {"lengths": (MAX_SEGMENT,), "check_lengths": None}
-    out = default_out(options["model"], "gpu", Budget.of(options))
-    check_files(Recipe.of({"out": out} | dict(options) | unknown))
+    out = place_profile(options["model"], "gpu", Budget.from_options(options))
+    check_files(Recipe.from_options({"out": out} | dict(options) | unknown))
 
     import torch
 
@@ -53,10 +53,10 @@ def resolve_recipe(options: Mapping[str, Any], gpu: DeviceIdentity | None = None
     name = options.get("device") or ""
     if gpu is None and "scheduler" in options and name.startswith("cuda") and not torch.cuda.is_available():
         gpu = DeviceIdentity("cuda", options.get("target_gpu") or "gpu")  # the workers', whose host has none itself
-    name, identity = ("cuda", gpu) if gpu else named_device(options.get("device"))
-    out = default_out(options["model"], identity.name, Budget.of(options))
+    name, identity = ("cuda", gpu) if gpu else resolve_device(options.get("device"))
+    out = place_profile(options["model"], identity.name, Budget.from_options(options))
     defaults = {"lengths": DEFAULT_LENGTHS[identity.kind], "out": out}
-    return check_files(Recipe.of(defaults | dict(options) | {"device": name})), identity
+    return check_files(Recipe.from_options(defaults | dict(options) | {"device": name})), identity
 
 
 def check_files(recipe: Recipe) -> Recipe:
@@ -72,7 +72,7 @@ def check_files(recipe: Recipe) -> Recipe:
         if not path.exists():
             raise ConfigError(f"prompt file {path} does not exist: check the path")
     check_output("--out", recipe.out, recipe.prompts or (), is_profile=True)
-    for path in report_paths(recipe.out):
+    for path in list_report_paths(recipe.out):
         check_output("beside --out,", path, recipe.prompts or ())
     check_writable("--journal", recipe.journal_path)
     if recipe.journal_path.exists() and recipe.journal_path.stat().st_size:  # an empty file becomes a journal
@@ -90,7 +90,7 @@ def find_gpu(word: str) -> DeviceIdentity:
     raise ConfigError(f"a plan for target_gpu {word!r} is not known: name one of {', '.join(GPUS)}")
 
 
-def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
+def resolve_device(name: str | None) -> tuple[str, DeviceIdentity]:
     """Return a device's name, by default a GPU's if there is one, and its identity.
 
     Raises:
@@ -99,7 +99,7 @@ def named_device(name: str | None) -> tuple[str, DeviceIdentity]:
     """
     from s2o_runtime import devices
 
-    device = devices.named_device(name)
+    device = devices.get_device(name)
     if (identity := devices.identify(device)).kind not in DEFAULT_LENGTHS:
         raise ConfigError(f"device {name!r} is a {identity.kind} device, which has no kernels yet: use --device cpu")
     return name or device.type, identity
@@ -152,7 +152,7 @@ def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_pro
         )
 
 
-def json_file(document: Mapping[str, Any]) -> bytes:
+def format_json_file(document: Mapping[str, Any]) -> bytes:
     """Return the content of a file of JSON, with its origin."""
     return (json.dumps({"origin": MARK, **document}, indent=1) + "\n").encode()
 
@@ -165,6 +165,6 @@ def wrap_write_errors(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
-        from calibrate.journal import write_failure
+        from calibrate.journal import make_write_error
 
-        raise write_failure(error.filename or out, error) from error
+        raise make_write_error(error.filename or out, error) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.fields import DURATION, NONE, Rule, did_you_mean, shown
+from s2o_runtime.fields import DURATION, NONE, Rule, did_you_mean, short_repr
 
 _KEY = "options"  # of a field's metadata
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE", bool: "on|off"}
@@ -36,7 +36,7 @@ class Option:
             by default the value itself.
         unset: in the plan in place of a value that is None, 0 or off.
         repeatable: the flag gives one of several values and may be given again.
-        field, default, required: of the dataclass, filled in by `options_of`.
+        field, default, required: of the dataclass, filled in by `collect_options`.
     """
 
     rule: Rule
@@ -56,7 +56,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return flag(self.name)
+        return format_flag(self.name)
 
     @property
     def is_switch(self) -> bool:
@@ -143,7 +143,7 @@ def either(*options: Option) -> Any:
     return field(metadata={_KEY: options})
 
 
-def options_of(settings: type, groups: Iterable[str]) -> dict[str, Option]:
+def collect_options(settings: type, groups: Iterable[str]) -> dict[str, Option]:
     """Return the options of a dataclass by name, in the order of the groups and, in a group, of the fields."""
     all_options = [
         replace(
@@ -190,10 +190,10 @@ def check_names(options: Mapping[str, Option], names: Iterable[Any], where: str)
     for name in names:
         if name not in options:
             hint = did_you_mean(str(name), options, "docs/options.md lists them")
-            raise ConfigError(f"{where} has {shown(name)}, which is no option: {hint}")
+            raise ConfigError(f"{where} has {short_repr(name)}, which is no option: {hint}")
 
 
-def flag(name: str) -> str:
+def format_flag(name: str) -> str:
     """Return the flag of an option's name."""
     return f"--{name.replace('_', '-')}"
 

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.compiling import compiling
+from calibrate.compiling import start_compiling
 from calibrate.curves.curves import Shape
-from calibrate.curves.measure import measure_model, of_prompt
+from calibrate.curves.measure import measure_model, measure_prompt
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel, load, load_config, load_tokenizer
-from calibrate.model.self_test import SEGMENTS, choose_test_config, self_test
-from calibrate.progress import PhaseClock, progress_bar
+from calibrate.model.self_test import SEGMENTS, choose_test_config, run_self_test
+from calibrate.progress import PhaseClock, show_progress
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.adjust import Proven, prove_and_adjust
+from calibrate.proof.adjust import ProofResult, prove_and_adjust
 from calibrate.proof.certify import (
     TextGroups,
     certify,
@@ -40,28 +40,28 @@ from calibrate.proof.certify import (
     without_slower_layers,
     without_slower_lengths,
 )
-from calibrate.proof.record import record_of
+from calibrate.proof.record import make_record
 from calibrate.proof.state import Candidate
 from calibrate.proof.verify import Prover
 from calibrate.recipe import Recipe
-from calibrate.search.choice import Choice
-from calibrate.search.choose import Chosen, choose
+from calibrate.search.choice import LayerPlan
+from calibrate.search.choose import SearchResult, choose
 from calibrate.search.study import open_storage
-from calibrate.search.tiles import LONGEST, Layer, crossovers, random_inputs, tiles_for
-from calibrate.versions import versions
-from calibrate.work.executor import Executor, StageWork, local_executor
+from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, measure_crossovers
+from calibrate.versions import collect_versions
+from calibrate.work.executor import Executor, StageWork, open_local_executor
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.devices import DeviceIdentity, capability
+from s2o_runtime.devices import DeviceIdentity, get_capability
 from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.identity import geometry, split_fingerprint
 from s2o_runtime.profile import Profile, save_profile
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 
 log = logging.getLogger("calibrate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(Proven):
+class Result(ProofResult):
     """A finished calibration: the proof with its profile and report.
 
     profile: with its record. written: whether the profile was saved. seconds: the time of each phase. journal_reused:
@@ -105,8 +105,8 @@ def calibrate(
     clock = PhaseClock(expected)
     with ExitStack() as stack:
         # The first kernels compile while prompts are made and weights are read.
-        wait_for_kernels = stack.enter_context(compiling(_list_first_calls(recipe, loaded)))
-        with clock.phase("making prompts", progress):
+        wait_for_kernels = stack.enter_context(start_compiling(_list_first_calls(recipe, loaded)))
+        with clock.time_phase("making prompts", progress):
             tokenizer = load_tokenizer(recipe.model, **recipe.loading) if loaded is None else loaded.tokenizer
             prompts = load_prompts(recipe, tokenizer)
             open_storage(recipe.storage)
@@ -115,42 +115,44 @@ def calibrate(
         recipe.out.parent.mkdir(parents=True, exist_ok=True)
         executor: Executor
         if recipe.is_distributed:
-            from calibrate.work.cluster import cluster_executor
+            from calibrate.work.cluster import connect_cluster
 
             by_length = chain.from_iterable(purpose.values() for purpose in prompts.by_purpose)
-            executor = stack.enter_context(cluster_executor(recipe, list(chain.from_iterable(by_length))))
+            executor = stack.enter_context(connect_cluster(recipe, list(chain.from_iterable(by_length))))
         else:
             if loaded is None:
-                with clock.phase("loading the model", progress):
+                with clock.time_phase("loading the model", progress):
                     loaded = load(recipe.model, recipe.device, seed=recipe.seed, **recipe.loading)
-            with clock.phase("testing the model's attention", progress):
+            with clock.time_phase("testing the model's attention", progress):
                 wait_for_kernels()
-                self_test(loaded)
-            executor = stack.enter_context(local_executor(loaded))
-        journal = stack.enter_context(Journal.open(recipe.journal_path, journal_identity(executor, executor.device)))
+                run_self_test(loaded)
+            executor = stack.enter_context(open_local_executor(loaded))
+        journal = stack.enter_context(
+            Journal.open(recipe.journal_path, make_journal_identity(executor, executor.device))
+        )
         prover, held_out = Prover(executor, journal, recipe.chunk, progress), prompts.held_out
         log.info("calibrating for %s", executor.device)
 
-        with clock.phase("measuring"):
+        with clock.time_phase("measuring"):
             tiles = {
-                length: tiles_for(executor, length=length, segments=recipe.segments_for(length), journal=journal)
+                length: choose_tiles(executor, length=length, segments=recipe.select_segments(length), journal=journal)
                 for length in recipe.lengths
             }
             by_size = attrgetter("block_m", "stride")
-            shapes = {length: sorted({*map(Shape.of, tiles[length])}, key=by_size) for length in recipe.lengths}
+            shapes = {length: sorted({*map(Shape.from_tile, tiles[length])}, key=by_size) for length in recipe.lengths}
             steps = executor.geometry.layers * len(recipe.lengths)
-            with progress_bar("measuring curves", steps, "layer", shown=progress) as step:
+            with show_progress("measuring curves", steps, "layer", shown=progress) as step:
                 curves = measure_model(executor, prompts.calibration, shapes, recipe, journal, step)
             if journal.reused:
                 log.info("resumed: %d measurements reused", journal.reused)
-        with clock.phase("searching"):
-            with progress_bar("searching", None, "trial", shown=progress) as step:
+        with clock.time_phase("searching"):
+            with show_progress("searching", None, "trial", shown=progress) as step:
                 chosen = choose(executor, curves, tiles, prompts=prompts, recipe=recipe, journal=journal, on_trial=step)
             if executor.device.kind == "cuda":  # on a CPU nothing is timed
                 chosen = _with_crossovers(executor, chosen, journal)
             model = executor.name, executor.geometry, executor.fingerprint, executor.device
             candidate = Candidate(recipe, *model, chosen)
-        with clock.phase("proving"):
+        with clock.time_phase("proving"):
             texts = {length: len(TextGroups.from_prompts(of_length)) for length, of_length in prompts.certify.items()}
             proven = prove_and_adjust(prover, held_out, candidate, texts)
             proven = without_slower_lengths(prover, held_out, proven)
@@ -158,14 +160,14 @@ def calibrate(
             # The record is of what is written, so whatever changes after the proof is measured again.
             certified = without_slower_layers(proven)
             if prompts.certify:
-                with clock.phase("certifying"):
+                with clock.time_phase("certifying"):
                     certified = certify(prover, prompts.certify, certified)
                     proven = remeasure(prover, held_out, proven, certified)
             elif certified.candidate is not proven.candidate:
-                with clock.phase("measuring again"):
+                with clock.time_phase("measuring again"):
                     proven = remeasure(prover, held_out, proven, certified)
 
-        profile = replace(proven.candidate.build_profile(), record=record_of(recipe, prompts, proven).to_json())
+        profile = replace(proven.candidate.build_profile(), record=make_record(recipe, prompts, proven).to_json())
         written = proven.met or recipe.allow_regression  # the record says that the proof failed
         if written:
             save_profile(profile, recipe.out)
@@ -193,19 +195,19 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
         return []
 
     def make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
-        return random_inputs(shape, length, length, torch.bfloat16, device)
+        return draw_inputs(shape, length, length, torch.bfloat16, device)
 
     def run_test(padded: bool) -> None:
         start = torch.zeros(1, dtype=torch.int64, device=device) if padded else None
         s2o_attention(*make_inputs(SEGMENTS * tested.segment), tested, kv_start=start)
 
     def run_curves() -> None:
-        segments = recipe.segments_for(max(recipe.lengths))
-        candidates = candidate_tiles(shape.head_dim, capability(device))
+        segments = recipe.select_segments(max(recipe.lengths))
+        candidates = list_candidate_tiles(shape.head_dim, get_capability(device))
         tiles = [tile for tile in candidates if not any(segment % tile.rows for segment in segments)]
-        shapes = {Shape.of(tile) for tile in tiles if tile.block_m == tiles[0].block_m}
+        shapes = {Shape.from_tile(tile) for tile in tiles if tile.block_m == tiles[0].block_m}
         prompt = Captured(*make_inputs(min(max(recipe.lengths), LONGEST)), shape.head_dim**-0.5)
-        of_prompt(prompt, sorted(shapes, key=attrgetter("stride")), recipe)
+        measure_prompt(prompt, sorted(shapes, key=attrgetter("stride")), recipe)
 
     def try_call(call: Callable[[], None]) -> None:
         with suppress(S2OError):  # the model's own call reports what is wrong
@@ -226,14 +228,16 @@ def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], c
                 raise InputError(f"{before}{problem}: {problem.kind.value}, or say --allow-regression")
 
 
-def _with_crossovers(executor: Executor, chosen: Mapping[int, Chosen], journal: Journal) -> dict[int, Chosen]:
+def _with_crossovers(
+    executor: Executor, chosen: Mapping[int, SearchResult], journal: Journal
+) -> dict[int, SearchResult]:
     """Return the choices with the lengths below which their tiles are slower than dense attention on the GPU."""
     layers: dict[Hashable, Layer] = {
         (length, index): describe_crossing(choice, length)
         for length, length_chosen in chosen.items()
         for index, choice in enumerate(length_chosen.choices)
     }
-    tiles = crossovers(executor, layers, journal)
+    tiles = measure_crossovers(executor, layers, journal)
     choices = {
         length: [
             replace(choice, point=choice.point._replace(tile=tiles[length, index]))
@@ -244,15 +248,15 @@ def _with_crossovers(executor: Executor, chosen: Mapping[int, Chosen], journal: 
     return {length: replace(chosen[length], choices=choices[length]) for length in chosen}
 
 
-def describe_crossing(choice: Choice, length: int) -> Layer:
+def describe_crossing(choice: LayerPlan, length: int) -> Layer:
     """Return what a layer's crossovers depend on; one that was faster than dense at its length stays sparse there."""
     return Layer(choice.config, choice.allocation.density, None if choice.config.is_dense else length)
 
 
-def journal_identity(model: LoadedModel | Executor, device: DeviceIdentity) -> dict[str, Any]:
+def make_journal_identity(model: LoadedModel | Executor, device: DeviceIdentity) -> dict[str, Any]:
     """Return the model, the kind of device and the versions that a journal's measurements hold for."""
     return {
         "model": {"name": model.name, **split_fingerprint(model.fingerprint), **model.geometry.as_json()},
         "device": {"kind": device.kind},  # keys of times say which GPU
-        "versions": {name: text for name, text in versions().items() if name not in ("python", "optuna")},
+        "versions": {name: text for name, text in collect_versions().items() if name not in ("python", "optuna")},
     }

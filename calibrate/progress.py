@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from tqdm import tqdm
 
-from s2o_runtime.logs import say, wants_json
+from s2o_runtime.logs import emit_line, should_write_json
 
 SILENCE = 30.0  # seconds after which a line of progress is written even if no tenth is reached
 _status: ContextVar[Callable[[], str] | None] = ContextVar("status", default=None)
@@ -19,7 +19,7 @@ _run: ContextVar[PhaseClock | None] = ContextVar("run", default=None)
 
 
 @contextmanager
-def showing(status: Callable[[], str]) -> Iterator[None]:
+def show_status(status: Callable[[], str]) -> Iterator[None]:
     """Show this text behind every bar inside the block, such as what many workers do."""
     token = _status.set(status)
     try:
@@ -44,10 +44,10 @@ class PhaseClock:
         self._phase, self._start = "", clock()
 
     @contextmanager
-    def phase(self, name: str, announced: bool = False) -> Iterator[None]:
+    def time_phase(self, name: str, announced: bool = False) -> Iterator[None]:
         """Time the block as the phase `name`, and say first that it begins if it is to be `announced`."""
         if announced:
-            say("calibrate.progress", f"{name} ..", {"phase": name})
+            emit_line("calibrate.progress", f"{name} ..", {"phase": name})
         self._phase, self._start = name, self._clock()
         token = _run.set(self)
         try:
@@ -102,7 +102,7 @@ class ProgressLines:
             self._known += steps
             self._tenths = tenths
             counts = f"{self._done} of {self._total} {self._unit}s"
-            say("calibrate.progress", f"{self._description}: continuing: {counts} {text}", {"done": self._done})
+            emit_line("calibrate.progress", f"{self._description}: continuing: {counts} {text}", {"done": self._done})
         elif tenths > self._tenths or self._clock() - self._last >= SILENCE:
             self._tenths = tenths
             self.say()
@@ -113,25 +113,25 @@ class ProgressLines:
         seconds, left = self._last - self._start, None
         fields: dict[str, object] = {"phase": self._description, "done": self._done, "seconds": round(seconds, 1)}
         if not self._total:
-            line = f"{self._done} {self._unit}{'' if self._done == 1 else 's'}, {duration(seconds)} so far"
+            line = f"{self._done} {self._unit}{'' if self._done == 1 else 's'}, {format_duration(seconds)} so far"
         else:
             share = self._done / self._total
             fields |= {"total": self._total, "percent": round(100 * share)}
             line = f"{share:.0%} ({self._done} of {self._total} {self._unit}s), "
             if self._done >= self._total:
                 left = 0.0
-                line += f"took {duration(seconds)}"
+                line += f"took {format_duration(seconds)}"
             else:
                 left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
-                line += f"{duration(left)} left"
+                line += f"{format_duration(left)} left"
         if (run_left := _estimate_run_left(left)) is not None:
-            line += f", {duration(run_left)} until the end"
+            line += f", {format_duration(run_left)} until the end"
             fields["run_seconds_left"] = round(run_left, 1)
         if (status := _status.get()) is not None and status():
             line = f"{line}; {status()}"
             fields["status"] = status()
-        say("calibrate.progress", f"{self._description}: {line}", fields)
+        emit_line("calibrate.progress", f"{self._description}: {line}", fields)
 
 
 def _estimate_run_left(phase_left: float | None) -> float | None:
@@ -139,7 +139,7 @@ def _estimate_run_left(phase_left: float | None) -> float | None:
     return None if clock is None else clock.estimate_left(phase_left)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds: "45 s", "12 min", "3 h 20 min"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
@@ -148,7 +148,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def progress_bar(description: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[..., None]]:
+def show_progress(description: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[..., None]]:
     """Show progress inside the block if it is to be `shown`: a bar on a terminal, else `ProgressLines`.
 
     Args:
@@ -161,7 +161,7 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
     if not shown:
         yield lambda text="", steps=1, known=False: None
         return
-    if wants_json() or not sys.stderr.isatty():
+    if should_write_json() or not sys.stderr.isatty():
         lines = ProgressLines(description, total, unit)
         yield lines.step
         if total is None:
@@ -180,7 +180,7 @@ def progress_bar(description: str, total: int | None, unit: str, *, shown: bool)
             left = None if total is None else seconds * (total - bar.n) / max(1, bar.n - bar.initial)
             status, run_left = _status.get(), _estimate_run_left(left)
             text = text or ("" if status is None else status())
-            until_end = "" if run_left is None else f"{duration(run_left)} until the end"
+            until_end = "" if run_left is None else f"{format_duration(run_left)} until the end"
             if text or until_end:
                 bar.set_postfix_str(", ".join(filter(None, (text, until_end))), refresh=False)
 

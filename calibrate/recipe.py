@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from calibrate.options import Option, check_names, either, format_value, option, options_of, read_options
+from calibrate.options import Option, check_names, collect_options, either, format_value, option, read_options
 from calibrate.record import RecordedBudget
 from s2o_runtime.config import (
     LAST_ROWS,
@@ -23,7 +23,7 @@ from s2o_runtime.config import (
 )
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
-from s2o_runtime.lengths import MAX_LENGTH, far_apart
+from s2o_runtime.lengths import MAX_LENGTH, is_far_apart
 from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit
 
 SEGMENTS = (256, 512, 1024, 2048)
@@ -62,7 +62,7 @@ class Budget:
         value: above 0, in the kind's unit.
         ceiling: the largest rel_mse beside an mse, so that a layer of small outputs keeps them; None or 0: no ceiling.
 
-    >>> Budget.of({"budget_mse": 1e-4})
+    >>> Budget.from_options({"budget_mse": 1e-4})
     Budget(kind='mse', value=0.0001, ceiling=0.01)
     """
 
@@ -71,7 +71,7 @@ class Budget:
     ceiling: float | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Budget:
+    def from_options(cls, options: Mapping[str, Any]) -> Budget:
         """Return the budget of budget_mse with ceiling_rel_mse or budget_rel_mse; without any the default.
 
         Raises:
@@ -133,7 +133,7 @@ def _format_budget(recipe: Recipe) -> str:
 
 
 def _format_segments(recipe: Recipe) -> str:
-    return "; ".join(f"{format_value(recipe.segments_for(length), ', ')} at {length}" for length in recipe.lengths)
+    return "; ".join(f"{format_value(recipe.select_segments(length), ', ')} at {length}" for length in recipe.lengths)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Recipe:
     is the option budget_scope and `needles` the option keep_needles. docs/options.md lists all of them.
 
     >>> from pathlib import Path
-    >>> Recipe.of({"model": "demo", "lengths": (1024, 2048), "out": Path("p.safetensors")}).budget
+    >>> Recipe.from_options({"model": "demo", "lengths": (1024, 2048), "out": Path("p.safetensors")}).budget
     Budget(kind='rel_mse', value=0.001, ceiling=None)
     """
 
@@ -234,7 +234,7 @@ class Recipe:
         Rule(int, allowed=LAST_ROWS, optional=True), "queries at a prompt's end that run dense, because they answer",
         PROOF, default=None, example="256",
         default_text=f"{DEFAULT_LAST_ROWS}, fewer where that is more than one in {LAST_PART} of a prompt",
-        plan_text=lambda recipe: "; ".join(f"{recipe.last_rows_at(length)} at {length}" for length in recipe.lengths))
+        plan_text=lambda recipe: "; ".join(f"{recipe.count_last_rows(long)} at {long}" for long in recipe.lengths))
     time_limit: float | None = option(
         Rule(float, 0, MAX_SECONDS, above=True, unit=DURATION, optional=True), "time for the whole search", SPACE,
         default=None, example="90, 5m or 1h", plan_text="{:g} s", unset="none")
@@ -283,11 +283,11 @@ class Recipe:
     # fmt: on
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Recipe:
+    def from_options(cls, options: Mapping[str, Any]) -> Recipe:
         """Return the validated recipe of `OPTIONS` in their fields' types; model, lengths and out must be there."""
         check_names(OPTIONS, options, "the recipe")
         settings = {OPTIONS[name].field: value for name, value in options.items()}
-        budget = Budget.of(options)
+        budget = Budget.from_options(options)
         return cls(**settings | {"budget": budget}).validate()
 
     @classmethod
@@ -329,7 +329,7 @@ class Recipe:
             return self.check_lengths
         between = ((a, round(math.sqrt(a * b) / CHECK_STEP) * CHECK_STEP, b) for a, b in pairwise(self.lengths))
         return tuple(
-            check for shorter, check, longer in between if far_apart(shorter, check) and far_apart(check, longer)
+            check for shorter, check, longer in between if is_far_apart(shorter, check) and is_far_apart(check, longer)
         )
 
     @property
@@ -386,7 +386,7 @@ class Recipe:
                     "prompts stay dense: use a longer one"
                 )
         for shorter, longer in pairwise(sorted(self.lengths + self.checked_lengths)):
-            if not far_apart(shorter, longer):
+            if not is_far_apart(shorter, longer):
                 yield (
                     f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
                     "not tell apart: leave one out"
@@ -403,15 +403,15 @@ class Recipe:
         if not self.is_distributed and self.target_gpu is not None:
             remedy = "give gpus, scheduler or --dry-run too, or leave it out"
             yield f"target_gpu is for many workers, or for a plan: {remedy}"
-        for path in (self.out, *report_paths(self.out)):
+        for path in (self.out, *list_report_paths(self.out)):
             if self.journal_path.resolve() == path.resolve():
                 yield f"{path} cannot be the journal too: give another --journal or --out"
 
-    def segments_for(self, length: int) -> tuple[int, ...]:
+    def select_segments(self, length: int) -> tuple[int, ...]:
         """Return the segments worth trying at a length: at least half of a prompt must lie in some prefix."""
         return tuple(segment for segment in self.segments if segment <= max(self.segments[0], length // 2))
 
-    def last_rows_at(self, length: int) -> int:
+    def count_last_rows(self, length: int) -> int:
         """Return the number of queries at the end of a prompt of so many tokens that run dense."""
         if self.last_rows is not None:
             return self.last_rows
@@ -442,7 +442,7 @@ class Recipe:
         return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None))
 
 
-OPTIONS = options_of(Recipe, GROUPS)
+OPTIONS = collect_options(Recipe, GROUPS)
 
 
 def check_limit(length: int, limit: int) -> None:
@@ -454,12 +454,12 @@ def check_limit(length: int, limit: int) -> None:
         )
 
 
-def default_out(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:
+def place_profile(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:
     """Return profiles/<model>/<gpu>/<budget>.safetensors."""
     return root / make_slug(model) / make_slug(device_name) / f"{budget}.safetensors"
 
 
-def report_paths(profile: Path) -> list[Path]:
+def list_report_paths(profile: Path) -> list[Path]:
     """Return the files of the report beside a profile; the page that holds all of it is the last."""
     return [profile.parent / f"{profile.stem}.{name}" for name in REPORT]
 

@@ -22,7 +22,7 @@ from rich.measure import Measurement
 from rich.segment import Segments
 from rich.text import Text
 
-from s2o_runtime.logs import say, wants_json
+from s2o_runtime.logs import emit_line, should_write_json
 
 WIDTH = 120  # columns of a table on a terminal
 UNLIMITED = 100_000  # columns: more than any table needs
@@ -43,7 +43,7 @@ class Table:
     wrap: str | None = None  # the column whose cells may take several lines on a terminal; no other cell is broken
 
     @classmethod
-    def of(
+    def from_rows(
         cls, rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]], title: str = "", **layout: Any
     ) -> Table:
         """Return a table with a row for each value, whose cells the columns make; layout: `align` and `wrap`."""
@@ -77,53 +77,55 @@ class Number(str):
         return cell
 
 
-def integer(count: int) -> Number:
+def format_integer(count: int) -> Number:
     """Format a whole number."""
     return Number(str(count), count)
 
 
-def formatted(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     """Format a number with a format of Python's; "-" for None."""
     return "-" if value is None else Number(format(value, form), value)
 
 
-def kept_of(kept: int, found: int) -> Number:
+def format_kept(kept: int, found: int) -> Number:
     """Format how many of those that were found are kept; sorted by the share."""
     return Number(f"{kept} of {found}", kept / found if found else 0.0)
 
 
-def markdown(table: Table) -> str:
+def format_markdown(table: Table) -> str:
     """Return the table in Markdown, without its title."""
     head = table.titles
     rule = [ALIGNMENTS[table.get_alignment(column)][1] for column in range(len(head))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *(map(escaped, row) for row in table.rows)))
+    return "\n".join(
+        f"| {' | '.join(line)} |" for line in (head, rule, *(map(escape_markdown, row) for row in table.rows))
+    )
 
 
-def bullets(lines: Iterable[str]) -> str:
+def format_bullets(lines: Iterable[str]) -> str:
     """Return a Markdown list; a line that is indented becomes an item below the one before it."""
-    return "\n".join(f"{' ' * (len(line) - len(line.lstrip()))}- {escaped(line.lstrip())}" for line in lines)
+    return "\n".join(f"{' ' * (len(line) - len(line.lstrip()))}- {escape_markdown(line.lstrip())}" for line in lines)
 
 
-def escaped(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return the text in Markdown, where it cannot start a cell, a line or markup. `Markup` stays as it is."""
     if isinstance(text, Markup):
         return text
-    return "".join(f"\\{character}" if character in MARKUP else character for character in printable(text))
+    return "".join(f"\\{character}" if character in MARKUP else character for character in replace_controls(text))
 
 
-def printable(text: str) -> str:
+def replace_controls(text: str) -> str:
     """Replace every control character by a space, so that a text can neither move nor colour anything."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def terminal(*, stderr: bool = False) -> Console:
+def open_console(*, stderr: bool = False) -> Console:
     """Return what the commands print to, as wide as the terminal or COLUMNS, `WIDTH` where neither says it.
 
     Colours are for terminals only, and for none if NO_COLOR is set, as rich has it. On standard error each line is one
     of JSON if the log is.
     """
     stream = sys.stderr if stderr else sys.stdout
-    if stderr and wants_json():
+    if stderr and should_write_json():
         return Console(file=cast(IO[str], _LogLines()), width=WIDTH)
     return Console(stderr=stderr, width=None if stream.isatty() or "COLUMNS" in os.environ else WIDTH)
 
@@ -137,7 +139,7 @@ class _LogLines(TextIOBase):
     def write(self, text: str) -> int:
         *lines, self._unfinished = (self._unfinished + text).split("\n")
         for line in lines:
-            say("calibrate", line)
+            emit_line("calibrate", line)
         return len(text)
 
 
@@ -149,16 +151,16 @@ def print_table(table: Table, console: Console) -> None:
     """
     if not table.rows:
         return
-    title = Text(printable(table.title)) if table.title else None
+    title = Text(replace_controls(table.title)) if table.title else None
     grid = rich_table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column, name in enumerate(table.names):
-        cells = [*name.split("\n"), *(printable(row[column]) for row in table.rows)]
+        cells = [*name.split("\n"), *(replace_controls(row[column]) for row in table.rows)]
         wraps = name == table.wrap
         longest = 1 if wraps else max(map(cell_len, cells))  # rich would shorten a cell rather than widen the table
         justify, _ = ALIGNMENTS[table.get_alignment(column)]
         grid.add_column(Text(name), justify=justify, min_width=longest, no_wrap=not wraps, overflow="fold")
     for row in table.rows:
-        grid.add_row(*(Text(printable(cell)) for cell in row))
+        grid.add_row(*(Text(replace_controls(cell)) for cell in row))
     unlimited, width = console.options.update_width(UNLIMITED), min(WIDTH, console.width)
     if Measurement.get(console, unlimited, grid).maximum > width:
         grid.padding = (0, 0)
@@ -173,7 +175,7 @@ def print_table(table: Table, console: Console) -> None:
 def print_lines(lines: Iterable[str], console: Console) -> None:
     """Print lines as they are; only the terminal itself breaks long ones."""
     for line in lines:
-        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+        console.print(replace_controls(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def print_fields(fields: Mapping[str, object], console: Console) -> None:

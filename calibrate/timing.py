@@ -20,9 +20,9 @@ ROUNDS = 7
 FEWEST_ROUNDS = 3
 FLUSHES = 8  # about 0.3 ms of work ahead of a call, so that its launch is not counted unless it takes longer
 MORE = 4  # times as much work ahead of a call that was launched too late, because the host was busy
-LONG = 0.02  # seconds: in a call as long as that a late launch does not count, and dense attention is timed once
+LONG_CALL_S = 0.02  # seconds: in a call as long as that a late launch does not count, and dense attention is timed once
 CERTAIN = 0.02  # half the confidence interval over the median: a time as certain as this is not taken again
-HOPELESS = 1.3  # times the best known: a call that is slower than this in its first round is not timed again
+MAX_SLOWDOWN = 1.3  # times the best known: a call that is slower than this in its first round is not timed again
 FAILURES = (RuntimeError, TritonError)  # of a call that this GPU cannot run; out of memory is one of them
 
 
@@ -46,7 +46,7 @@ class Timing:
     rejected: bool = False
 
 
-def against_dense(
+def time_against_dense(
     call: Callable[[], Any],
     dense: Callable[[], Any],
     device: torch.device,
@@ -68,7 +68,7 @@ def against_dense(
     measure(call)  # compiles
     measure(call)
     seconds: list[float] = []
-    dense_times = [dense_seconds] if dense_seconds and dense_seconds >= LONG else []
+    dense_times = [dense_seconds] if dense_seconds and dense_seconds >= LONG_CALL_S else []
     with_dense = not dense_times
     if with_dense:
         measure(dense)
@@ -78,13 +78,13 @@ def against_dense(
         if with_dense:
             dense_times.append(measure(dense))
         median, (low, high) = statistics.median(seconds), interval(seconds)
-        rejected = seconds[0] > HOPELESS * best
+        rejected = seconds[0] > MAX_SLOWDOWN * best
         if len(seconds) >= FEWEST_ROUNDS and high - low < 2 * CERTAIN * median:
             break
     return Timing(median, low, high, statistics.median(dense_times), len(seconds), rejected)
 
 
-def reason(failure: Exception) -> str:
+def describe_failure(failure: Exception) -> str:
     """Return the first line of an exception's text, or its type's name if it has none."""
     return (str(failure).strip().splitlines() or [type(failure).__name__])[0]
 
@@ -99,14 +99,14 @@ def interval(seconds: list[float]) -> tuple[float, float]:
     return median - half, median + half
 
 
-def medians(
+def measure_medians(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS, flushes: int = FLUSHES
 ) -> dict[str, float]:
     """Return the median time of each call in seconds, as `samples` takes them."""
-    return {name: statistics.median(seconds) for name, seconds in samples(calls, device, rounds, flushes).items()}
+    return {name: statistics.median(seconds) for name, seconds in sample_times(calls, device, rounds, flushes).items()}
 
 
-def samples(
+def sample_times(
     calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, flushes: int = FLUSHES
 ) -> dict[str, list[float]]:
     """Return the seconds of each call in each round.
@@ -148,7 +148,7 @@ def _time_on_gpu(device: torch.device, flushes: int = FLUSHES) -> Callable[[Call
 
     def measure(call: Callable[[], Any]) -> float:
         seconds, too_late = time_once(call, flushes)
-        return time_once(call, MORE * flushes)[0] if too_late and seconds < LONG else seconds
+        return time_once(call, MORE * flushes)[0] if too_late and seconds < LONG_CALL_S else seconds
 
     return measure
 

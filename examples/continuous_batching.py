@@ -16,7 +16,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from calibrate.model.models import load
-from calibrate.prompts.documents import built_in
+from calibrate.prompts.documents import make_held_out_prompts
 from s2o_runtime import explain, load_profile, patch
 
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
@@ -28,7 +28,7 @@ def main(path: Path, tokens: int) -> None:
     profile = load_profile(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(profile.model_name, device, resident=True)
-    prompts = built_in(loaded.tokenizer, tokens, 2, seed=1234)
+    prompts = make_held_out_prompts(loaded.tokenizer, tokens, 2, seed=1234)
     asked = [prompt.ids[: prompt.answers[0][0]].tolist() for prompt in prompts]
     asked.append(asked[0][-100:])  # a short one, which stays dense
 

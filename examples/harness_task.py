@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from calibrate.model.models import load
-from calibrate.prompts.documents import built_in
+from calibrate.prompts.documents import make_held_out_prompts
 from s2o_runtime import explain, load_profile, patched
 
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
@@ -35,7 +35,7 @@ def main(path: Path, tokens: int, count: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(profile.model_name, device, resident=True)
     decode = loaded.tokenizer.decode
-    prompts = built_in(loaded.tokenizer, tokens, count, seed=1234)
+    prompts = make_held_out_prompts(loaded.tokenizer, tokens, count, seed=1234)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "needles.jsonl"
         lines = []

@@ -16,7 +16,7 @@ import torch
 from calibrate.profiles.retile import retile
 from calibrate.record import read_record
 from s2o_runtime import load_profile
-from s2o_runtime.devices import fit, identify
+from s2o_runtime.devices import decide_fit, identify
 
 SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "nvidia-h200" / "rel-mse-0.001.safetensors"
 
@@ -24,7 +24,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "profiles" / "demo" / "nvidia
 def main(out: Path, path: Path = SHIPPED) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     profile = load_profile(path)
-    verdict = fit(profile.device, identify(torch.device(device)))
+    verdict = decide_fit(profile.device, identify(torch.device(device)))
     print(f"as it is: {verdict.reason}")
     if verdict.tiles is None:
         return

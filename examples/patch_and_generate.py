@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from calibrate.model.models import LoadedModel, load
-from calibrate.prompts.documents import built_in
+from calibrate.prompts.documents import make_held_out_prompts
 from s2o_runtime import explain, load_profile, patched
 
 
@@ -23,7 +23,7 @@ def main(path: str, tokens: int | None = None) -> None:
     profile = load_profile(path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load(profile.model_name, device, resident=True)
-    prompt = built_in(loaded.tokenizer, tokens or profile.lengths[-1], 1, seed=1234)[0]
+    prompt = make_held_out_prompts(loaded.tokenizer, tokens or profile.lengths[-1], 1, seed=1234)[0]
     print(f"{profile.model_name}, {prompt.length} tokens, on {device}")
 
     dense, dense_seconds = generate_answers(loaded, prompt.ids, prompt.answers), time_prefill(loaded, prompt.ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from calibrate.prompts.documents import built_in
+from calibrate.prompts.documents import make_held_out_prompts
 from s2o_runtime import load_profile
 
 
@@ -22,7 +22,7 @@ def main(model: str, profile_path: str, tokens: int | None = None) -> None:
 
     profile = load_profile(profile_path)
     length = tokens or profile.lengths[-1]
-    prompt = built_in(AutoTokenizer.from_pretrained(model), length, 1, seed=1234)[0]
+    prompt = make_held_out_prompts(AutoTokenizer.from_pretrained(model), length, 1, seed=1234)[0]
     first, end = prompt.answers[0]
     engine = LLM(
         model=model,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from s2o_runtime.lazy import lazily
+from s2o_runtime.lazy import load_lazily
 from s2o_runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -64,4 +64,4 @@ _HOMES = {
     "profile": ("Profile", "load_profile", "save_profile"),
 }
 
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = load_lazily(__name__, _HOMES)

@@ -60,7 +60,7 @@ class Scoring(NamedTuple):
         Raises:
             InputError: a number is not positive, or the sinks do not fit the call.
         """
-        scale, softcap, sinks = checked_scale(self.scale, shape.head_dim), self.softcap, self.sinks
+        scale, softcap, sinks = validate_scale(self.scale, shape.head_dim), self.softcap, self.sinks
         if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
             raise InputError(f"softcap is {softcap}: expected a positive number, or None for scores without a cap")
         if sinks is not None:
@@ -94,7 +94,7 @@ def without_gradients(sinks: Tensor | None) -> Tensor | None:
     return sinks.detach() if isinstance(sinks, Tensor) and not torch.is_grad_enabled() else sinks
 
 
-def capped(scores: Tensor, softcap: float | None) -> Tensor:
+def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
     """Cap scores of any shape softly, `softcap * tanh(scores / softcap)`; without a cap return themselves."""
     return scores if softcap is None else (scores / softcap).tanh() * softcap
 
@@ -106,7 +106,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat([sinks.expand(*scores.shape[:-1], 1), scores], -1).softmax(-1)[..., 1:]
 
 
-def checked_scale(scale: float | None, head_dim: int) -> float:
+def validate_scale(scale: float | None, head_dim: int) -> float:
     """Return the factor of the scores: `scale`, or `head_dim ** -0.5` for None.
 
     Raises:
@@ -188,7 +188,7 @@ class Call:
     pages: PageTable | None = None
 
     @classmethod
-    def of(
+    def from_tensors(
         cls, q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, packed: Packed | None = None,
         *, scoring: Scoring = PLAIN, kv_start: Tensor | None = None, with_lse: bool = False,
     ) -> Call:  # fmt: skip

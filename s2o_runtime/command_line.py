@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from s2o_runtime.errors import ResourceError, S2OError
 from s2o_runtime.fields import SWITCHES, did_you_mean
-from s2o_runtime.logs import say
+from s2o_runtime.logs import emit_line
 from s2o_runtime.version import __version__
 
 OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED = 0, 2, 3, 4, 130
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(ALL, action=_HelpAll, nargs=0, help="show every option and stop")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(failed(self.prog, BAD_INPUT, message + self._propose_remedy(message)))
+        self.exit(report_failure(self.prog, BAD_INPUT, message + self._propose_remedy(message)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but read --flag false and --flag=false as --no-flag."""
@@ -115,12 +115,12 @@ def add_information(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--version", action="version", version=f"s2o {__version__}", help="print the version")
 
 
-def exit_codes(*codes: int) -> str:
+def describe_exit_codes(*codes: int) -> str:
     """Return the sentence about exit codes at the end of a command's --help: about these, by default about all."""
     return f"Exit codes: {'; '.join(f'{code} {EXIT_CODES[code]}' for code in codes or EXIT_CODES)}."
 
 
-def exit_code(program: str, command: Callable[[], int], if_interrupted: str = "") -> int:
+def call_command(program: str, command: Callable[[], int], if_interrupted: str = "") -> int:
     """Run a command and return its exit code.
 
     Args:
@@ -131,17 +131,19 @@ def exit_code(program: str, command: Callable[[], int], if_interrupted: str = ""
     try:
         return command()
     except S2OError as error:
-        return failed(program, failure_code(error), str(error))
+        return report_failure(program, get_exit_code(error), str(error))
     except KeyboardInterrupt:
-        return failed(program, INTERRUPTED, f"interrupted; {if_interrupted}" if if_interrupted else "interrupted")
+        return report_failure(
+            program, INTERRUPTED, f"interrupted; {if_interrupted}" if if_interrupted else "interrupted"
+        )
 
 
-def failure_code(error: S2OError) -> int:
+def get_exit_code(error: S2OError) -> int:
     """Return the exit code of an error."""
     return NO_RESOURCE if isinstance(error, ResourceError) else BAD_INPUT
 
 
-def failed(program: str, code: int, sentence: str) -> int:
+def report_failure(program: str, code: int, sentence: str) -> int:
     """Print why a command failed, on one line, and return its exit code."""
-    say(program, f"{program}: {' '.join(sentence.split())}", {"exit_code": code}, logging.ERROR)
+    emit_line(program, f"{program}: {' '.join(sentence.split())}", {"exit_code": code}, logging.ERROR)
     return code

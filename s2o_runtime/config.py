@@ -28,7 +28,7 @@ MAX_SEGMENT = 1 << 16
 MAX_TAU = 1e6
 MAX_CHUNK = 64
 MAX_KEYS = (1 << 31) - 1
-GRAIN = 4  # adjacent keys that are ranked and visited together, a step; 1 in the paper
+KEY_BLOCK = 4  # adjacent keys that are ranked and visited together, a step; 1 in the paper
 REPRESENTATIVES = (1, 16)
 LAST_ROWS = (0, 128, 256, 512)
 
@@ -209,7 +209,8 @@ class LayerConfig:
         tile: the tile of all heads.
         scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
             bits ("int8"), also where keys are ranked and where heads are dense (docs/how-it-works.md).
-        last_rows: so many queries at the end of each sequence of a call run dense, as in a dense head (`dense_from`).
+        last_rows: so many queries at the end of each sequence of a call run dense, as in a dense head
+            (`find_first_dense_row`).
 
     >>> LayerConfig((HeadConfig(tau=0.3), HeadConfig(mode="dense"))).is_dense
     False
@@ -272,16 +273,16 @@ class LayerConfig:
         """True if any head that is not dense estimates the keys after its stop."""
         return any(head.mode == "s2o" and head.tail == "mean" for head in self.heads)
 
-    def dense_from(self, q_len: int) -> int:
+    def find_first_dense_row(self, q_len: int) -> int:
         """Return the first of the last rows of a sequence of `q_len` queries that run dense; `q_len` if none do.
 
         Programs run dense as a whole, so up to `tile.rows - 1` rows before the last `last_rows` do too. The rows before
         them are what they would be without: rankings are of whole segments, and row tiles stop by themselves.
 
-        >>> LayerConfig.uniform(1, last_rows=256).dense_from(1000)  # row tiles of 128
+        >>> LayerConfig.uniform(1, last_rows=256).find_first_dense_row(1000)  # row tiles of 128
         640
         """
-        return dense_from(q_len, self.last_rows, self.tile.rows)
+        return find_first_dense_row(q_len, self.last_rows, self.tile.rows)
 
     def as_dense(self) -> LayerConfig:
         """Return the layer with every head dense, and scores in the type of the inputs."""
@@ -356,12 +357,12 @@ class LayerConfig:
         return hash(self.__reduce__()[1])
 
 
-def dense_from(q_len: int, last_rows: int, rows: int) -> int:
+def find_first_dense_row(q_len: int, last_rows: int, rows: int) -> int:
     """Return `LayerConfig.dense_from` for programs of `rows` rows."""
     return max(q_len - last_rows, 0) // rows * rows if last_rows else q_len
 
 
-def plain(config: HeadConfig | LayerConfig) -> dict[str, Any]:
+def convert_to_json(config: HeadConfig | LayerConfig) -> dict[str, Any]:
     """Return the fields of a config as JSON can hold them, with every stop rule as its text."""
 
     def make_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -27,12 +27,12 @@ class DenseReason(str, Enum):
     __str__ = str.__str__
 
     @lru_cache(maxsize=256)
-    def about(self, *numbers: float) -> FormattedReason:
+    def with_numbers(self, *numbers: float) -> FormattedReason:
         """Return the sentence with these numbers in it."""
         return FormattedReason(self.value.format(*numbers), self)
 
     @staticmethod
-    def of(reason: str) -> DenseReason | None:
+    def from_sentence(reason: str) -> DenseReason | None:
         """Return the reason of a sentence; None for those of one device, type or model, which nothing compares."""
         return reason if isinstance(reason, DenseReason) else getattr(reason, "reason", None)
 

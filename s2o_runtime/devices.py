@@ -13,7 +13,7 @@ from torch import Tensor
 
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.sequences import KERNEL_TYPES
-from s2o_runtime.tiles import MIN_CAPABILITY, Capability, families, family, sm
+from s2o_runtime.tiles import MIN_CAPABILITY, Capability, format_capability, get_family, list_families
 
 MEMORY_SLACK = 0.1  # of a GPU's memory: drivers and error correction take different parts of it
 
@@ -31,7 +31,7 @@ class DeviceIdentity:
     def __str__(self) -> str:
         if self.kind != "cuda":
             return self.name
-        return f"{self.name} ({sm(self.capability)}, {self.sm_count} SMs)"
+        return f"{self.name} ({format_capability(self.capability)}, {self.sm_count} SMs)"
 
 
 class Fit(NamedTuple):
@@ -41,7 +41,7 @@ class Fit(NamedTuple):
     reason: str
 
 
-def named_device(name: str | None) -> torch.device:
+def get_device(name: str | None) -> torch.device:
     """Return the device of a name that a user gave, by default a GPU if there is one.
 
     Raises:
@@ -76,7 +76,7 @@ def identify(device: torch.device) -> DeviceIdentity:
 
 
 @lru_cache(maxsize=64)
-def capability(device: torch.device) -> Capability:
+def get_capability(device: torch.device) -> Capability:
     """Return the compute capability, (0, 0) for what is not a GPU of NVIDIA's."""
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
@@ -91,7 +91,7 @@ class Resources(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def resources(device: torch.device) -> Resources:
+def get_resources(device: torch.device) -> Resources:
     """Return the resources of a GPU; one SM and no cache for a CPU, where programs run one after another."""
     if device.type != "cuda":
         return Resources(1, 0)
@@ -99,13 +99,13 @@ def resources(device: torch.device) -> Resources:
     return Resources(properties.multi_processor_count, properties.L2_cache_size)
 
 
-def launching_on(device: torch.device) -> AbstractContextManager[object]:
+def launch_on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which kernels are launched on this GPU; an empty one on a CPU or the current GPU."""
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if elsewhere else nullcontext()
 
 
-def tensor_obstacle(tensor: Tensor) -> str | None:
+def find_tensor_obstacle(tensor: Tensor) -> str | None:
     """Return the reason that no compiled kernel reads a tensor, by its device and type; None if kernels do."""
     if tensor.device.type != "cuda":
         return f"the tensors are on {tensor.device.type}, the kernel needs a GPU"
@@ -114,12 +114,12 @@ def tensor_obstacle(tensor: Tensor) -> str | None:
     return None
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Return True if Triton kernels run in its interpreter (TRITON_INTERPRET=1), for tests without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
+def decide_fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
     """Return the tiles with which a profile made on one device can be used on another.
 
     Thresholds and segments depend on the model only; tiles depend on the GPU. So the same GPU takes everything, another
@@ -132,9 +132,9 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
         return Fit(None, f"there is no kernel for {device}: the model stays dense")
     if here.capability < MIN_CAPABILITY:
         return Fit(None, f"{here} is older than sm_80, the oldest the kernels support: the model stays dense")
-    if family(here.capability) is None:
-        return Fit(None, f"{here} is none of {families()}, which the kernels are made for: the model stays dense")
-    if same_product(made_on, here):
+    if get_family(here.capability) is None:
+        return Fit(None, f"{here} is none of {list_families()}, which the kernels are made for: the model stays dense")
+    if is_same_product(made_on, here):
         return Fit("profile", "the profile was made on this GPU")
     return Fit(
         "safe",
@@ -144,7 +144,7 @@ def fit(made_on: DeviceIdentity, here: DeviceIdentity) -> Fit:
     )
 
 
-def same_product(first: DeviceIdentity, second: DeviceIdentity) -> bool:
+def is_same_product(first: DeviceIdentity, second: DeviceIdentity) -> bool:
     """Return True if two GPUs are alike: by name, compute capability and SMs exactly, and nearly by memory."""
     memories = first.memory_bytes, second.memory_bytes
     return replace(first, memory_bytes=0) == replace(second, memory_bytes=0) and (

@@ -46,6 +46,6 @@ class ResourceError(S2OError):
     """
 
 
-def first_line(error: BaseException) -> str:
+def get_first_line(error: BaseException) -> str:
     """Return an error's first line without a stop, as a part of one sentence, or its type's name if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

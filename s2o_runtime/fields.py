@@ -111,7 +111,7 @@ class Rule:
     def error_message(self, value: object, name: str, example: str = "") -> str:
         """Return the sentence about a value that is not accepted."""
         unsorted = self.many and isinstance(value, tuple) and value and all(map(self._accepts_single, value))
-        problem = "empty" if value == () else shown(value) + (", not ascending" if unsorted else "")
+        problem = "empty" if value == () else short_repr(value) + (", not ascending" if unsorted else "")
         return f"{name} is {problem}: expected {self}" + (f", such as {example}" if example else "")
 
     def __str__(self) -> str:
@@ -157,19 +157,19 @@ class Rule:
         return is_finite and not beyond and value <= self.high and (self.multiple == 1 or value % self.multiple == 0)
 
 
-def ruled(default: Any, rule: Rule) -> Any:
+def validated_field(default: Any, rule: Rule) -> Any:
     """Return a dataclass field with a default and the rule of its values."""
     return field(default=default, metadata={"rule": rule})
 
 
-def rules_of(options: Any) -> dict[str, Rule]:
+def get_rules(options: Any) -> dict[str, Rule]:
     """Return the rules of a dataclass whose fields are `ruled`, by their names."""
     return {ruled_field.name: ruled_field.metadata["rule"] for ruled_field in fields(options)}
 
 
 def check_fields(options: Any, owner: str) -> None:
     """Raise ConfigError, which names the owner, for a field of such a dataclass that its rule does not accept."""
-    for name, rule in rules_of(options).items():
+    for name, rule in get_rules(options).items():
         if not rule.accepts(value := getattr(options, name)):
             raise ConfigError(rule.error_message(value, f"{name} of {owner}"))
 
@@ -203,11 +203,11 @@ def did_you_mean(word: str, names: Iterable[str], otherwise: str) -> str:
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
-def counted(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """Return a number and its noun: "1 layer", "2 layers"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a value's repr for a message, short however long or deeply nested the value is."""
     return _SHORT.repr(value)

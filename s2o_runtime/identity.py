@@ -22,8 +22,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from s2o_runtime.errors import ModelError
-from s2o_runtime.fields import counted
-from s2o_runtime.layer_kinds import FULL, layer_kinds, text_config
+from s2o_runtime.fields import pluralize
+from s2o_runtime.layer_kinds import FULL, get_text_config, list_layer_kinds
 
 SAMPLES_PER_TENSOR = 64
 RANDOM = "random-"  # how the fingerprint of random weights starts
@@ -79,12 +79,12 @@ class Geometry:
     others: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        layers = counted(self.layers, "layer")
+        layers = pluralize(self.layers, "layer")
         if self.others:
             layers = f"{self.layers} of {self.decoder_layers} layers have full attention ({self.other_layers} stay)"
         return (
-            f"{self.architecture}, {layers}, {counted(self.query_heads, 'query head')}, "
-            f"{counted(self.kv_heads, 'KV head')}, head dim {self.head_dim}"
+            f"{self.architecture}, {layers}, {pluralize(self.query_heads, 'query head')}, "
+            f"{pluralize(self.kv_heads, 'KV head')}, head dim {self.head_dim}"
         )
 
     @property
@@ -97,11 +97,11 @@ class Geometry:
         """The layers of other kinds, in words: "22 sliding_attention"; empty if there are none."""
         return ", ".join(f"{count} {kind}" for kind, count in self.others)
 
-    def layer_number(self, row: int) -> int:
+    def get_layer_number(self, row: int) -> int:
         """Return the decoder layer that a row of the tables is of."""
         return self.layer_numbers[row] if self.layer_numbers else row
 
-    def row_of(self, number: int) -> int | None:
+    def find_row(self, number: int) -> int | None:
         """Return the row of a decoder layer in the tables; None for a layer that has none."""
         if self.layer_numbers:
             return self.layer_numbers.index(number) if number in self.layer_numbers else None
@@ -113,7 +113,7 @@ class Geometry:
         numbers, others = values.pop("layer_numbers"), values.pop("others")
         return values | ({"layer_numbers": list(numbers), "other_layers": dict(others)} if numbers else {})
 
-    def difference(self, profiled: Geometry) -> str | None:
+    def describe_difference(self, profiled: Geometry) -> str | None:
         """Return the first difference from a profile, worded to follow "the model has"; None if they are equal.
 
         Args:
@@ -143,7 +143,7 @@ def geometry(config: Any) -> Geometry:
     Raises:
         ModelError: the configuration is of no decoder, or no layer has full attention.
     """
-    kinds, config = layer_kinds(config), text_config(config)
+    kinds, config = list_layer_kinds(config), get_text_config(config)
     architecture = str(getattr(config, "model_type", type(config).__name__))
     numbers = tuple(number for number, kind in enumerate(kinds) if kind == FULL)
     others = tuple(sorted(Counter(kind for kind in kinds if kind != FULL).items()))
@@ -171,26 +171,26 @@ def geometry(config: Any) -> Geometry:
         ) from error
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
+def list_attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the attention modules of the model's layers of full attention, in their order.
 
     Raises:
         ModelError: one of these layers has none, or more than one.
     """
-    return [module for _, module in numbered_modules(model)]
+    return [module for _, module in number_modules(model)]
 
 
-def numbered_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
+def number_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
     """Return the number in the decoder and the attention module of each layer of full attention.
 
     Raises:
-        ModelError: as `attention_modules` does.
+        ModelError: as `list_attention_modules` does.
     """
     shape = geometry(model.config)
-    by_layer = decoder_attention(model)
+    by_layer = find_decoder_attention(model)
     modules = []
     for row in range(shape.layers):
-        number = shape.layer_number(row)
+        number = shape.get_layer_number(row)
         layer_modules = by_layer.get(number, [])
         if len(layer_modules) != 1:
             raise ModelError(
@@ -201,13 +201,13 @@ def numbered_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
     return modules
 
 
-def decoder_attention(model: nn.Module) -> dict[int, list[nn.Module]]:
+def find_decoder_attention(model: nn.Module) -> dict[int, list[nn.Module]]:
     """Return the attention modules of a model's text part by their own layer numbers.
 
     They are known by attributes that transformers' attention function and caches need: `layer_idx`, and `is_causal`
     or `num_key_value_groups`.
     """
-    config = text_config(model.config)
+    config = get_text_config(model.config)
     by_layer: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         number = getattr(module, "layer_idx", None)
@@ -250,20 +250,20 @@ def compose_fingerprint(weights_hash: str, config: Any, adapters_hash: str = "")
     """Return a fingerprint: hashes of weights, RoPE parameters and active adapters, and the values of config.json.
 
     Args:
-        weights_hash: as `sampled_fingerprint` gives it.
+        weights_hash: as `compute_sampled_fingerprint` gives it.
         config: the model's transformers configuration; without RoPE parameters they are left out.
         adapters_hash: of the adapters that are active and not merged; empty without any.
     """
     weights, separator, base = weights_hash.partition(BASE)
-    rope = _rope_parameters(config)
+    rope = _read_rope_parameters(config)
     if rope:
         weights += ROPE + hashlib.sha256(dump_json(rope).encode()).hexdigest()[:16]
     if adapters_hash:
         weights += ADAPTERS + adapters_hash[:16]
-    return f"{weights}{separator}{base}{CONFIG}{dump_json(config_values(config))}"
+    return f"{weights}{separator}{base}{CONFIG}{dump_json(select_config_values(config))}"
 
 
-def config_values(config: Any) -> dict[str, Any]:
+def select_config_values(config: Any) -> dict[str, Any]:
     """Return the fields of a configuration's text part that may decide what its weights compute, as JSON.
 
     Args:
@@ -274,7 +274,7 @@ def config_values(config: Any) -> dict[str, Any]:
         value = float(f"{float(text):.7g}")  # GGUF files have float32
         return int(value) if value.is_integer() and abs(value) < 1 << 53 else value
 
-    values = vars(text_config(config))
+    values = vars(get_text_config(config))
     by_positions = BY_POSITIONS.search(str(values.get("rope_parameters"))) is not None
     limits = () if by_positions else ("max_position_embeddings", "original_max_position_embeddings")
     values = {name: values[name] for name in values if not WITHOUT_EFFECT.fullmatch(name) and name not in limits}
@@ -302,7 +302,7 @@ def join_fingerprint(hashes: str, base: str | None, config: Mapping[str, Any] | 
     return f"{hashes}{BASE + base if base else ''}{'' if config is None else CONFIG + dump_json(config)}"
 
 
-def not_finite(model: nn.Module) -> str | None:
+def find_not_finite(model: nn.Module) -> str | None:
     """Return the first parameter that holds NaN or inf, in words; None if no plain one in memory does. All are read."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta or type(parameter.data) is not Tensor or not parameter.is_floating_point():
@@ -314,7 +314,7 @@ def not_finite(model: nn.Module) -> str | None:
     return None
 
 
-def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str) -> str | None:
+def explain_mismatch(model_fingerprint: str, profile_fingerprint: str) -> str | None:
     """Return how a model differs from the one a profile was calibrated on, in words; None if it is the same.
 
     Of config.json those fields are compared that both have: versions of transformers add some. A model without a
@@ -332,10 +332,10 @@ def fingerprint_mismatch(model_fingerprint: str, profile_fingerprint: str) -> st
     if different := {*parts} ^ {*calibrated_parts}:
         rope = "RoPE parameters (rope_parameters in the model's config)"
         return f"the {rope if any(part.startswith(ROPE) for part in different) else 'active adapters'} are not those"
-    return config_mismatch(model.get("config", {}), profile.get("config", {}))
+    return explain_config_mismatch(model.get("config", {}), profile.get("config", {}))
 
 
-def config_mismatch(model: Mapping[str, Any], profile: Mapping[str, Any]) -> str | None:
+def explain_config_mismatch(model: Mapping[str, Any], profile: Mapping[str, Any]) -> str | None:
     """Return the first field of config.json whose values differ, in words; None if none that both have does."""
     for name in sorted(model.keys() & profile.keys()):
         if model[name] != profile[name]:
@@ -344,7 +344,7 @@ def config_mismatch(model: Mapping[str, Any], profile: Mapping[str, Any]) -> str
     return None
 
 
-def device_of(module: nn.Module) -> torch.device:
+def get_device_of(module: nn.Module) -> torch.device:
     """Return the device of a part of a model: the layers of one model may be on several GPUs.
 
     Args:
@@ -353,13 +353,13 @@ def device_of(module: nn.Module) -> torch.device:
     return next(chain(module.parameters(), module.buffers())).device
 
 
-def offloaded(model: nn.Module) -> str | None:
+def find_offloaded(model: nn.Module) -> str | None:
     """Return the reason that a model with tensors outside of memory cannot be compared; None if all are in it."""
     missing = next((name for name, tensor in _collect_tensors(model).items() if tensor.is_meta), None)
     return None if missing is None else f"the weights are offloaded ({missing} is not in memory) and cannot be compared"
 
 
-def _rope_parameters(config: Any) -> dict[str, Any]:
+def _read_rope_parameters(config: Any) -> dict[str, Any]:
     """Return the RoPE parameters of a configuration's text part, as every version of transformers would write them."""
 
     def normalise(value: Any) -> Any:
@@ -375,7 +375,7 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return float(value) if is_number else value if isinstance(value, bool) else str(value)
 
-    parameters: dict[str, Any] = normalise(dict(getattr(text_config(config), "rope_parameters", None) or {}))
+    parameters: dict[str, Any] = normalise(dict(getattr(get_text_config(config), "rope_parameters", None) or {}))
     return parameters
 
 
@@ -391,7 +391,7 @@ def _hash(tensors: Mapping[str, Tensor]) -> str:
             flat = tensor.dequantize().reshape(-1)
         return flat[indices.start : indices.stop : indices.step]
 
-    return sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
+    return compute_sampled_fingerprint({name: tensor.shape for name, tensor in tensors.items()}, sample)
 
 
 def _unwrap(model: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -483,7 +483,7 @@ def _restore_quantised(model: nn.Module) -> Iterator[None]:
             weight.data, weight.quant_state = data, state
 
 
-def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:
+def compute_sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:
     """Return the hash of parameters that need not be in memory; after it that of all but a head, if there is one.
 
     Args:
@@ -498,7 +498,7 @@ def sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[s
 
     def compute_hash(names: Sequence[str]) -> str:
         digest = hashlib.sha256("".join(f"{name}{tuple(shapes[name])}" for name in names).encode())
-        digest.update(tensor_bytes(torch.cat([samples[name] for name in names if name in samples])))
+        digest.update(read_tensor_bytes(torch.cat([samples[name] for name in names if name in samples])))
         return digest.hexdigest()
 
     names = sorted(shapes)
@@ -519,7 +519,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
 
-    def elements(self, indices: range) -> Tensor:
+    def read_elements(self, indices: range) -> Tensor:
         """Return elements of the flattened tensor; a mapped file would read many pages around each of them.
 
         Raises:
@@ -535,7 +535,7 @@ class StoredTensor:
         return torch.frombuffer(bytearray(data), dtype=dtype, count=len(indices))
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+def read_stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name, none of them read. Raises SafetensorError and OSError."""
     with safe_open(path, "pt"):  # refuses a file that is damaged or cut off
         pass
@@ -549,7 +549,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def tensor_bytes(tensor: Tensor) -> bytes:
+def read_tensor_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a CPU tensor of any shape and dtype, in this machine's order.
 
     Torch itself hands them to numpy only, which the runtime does without.

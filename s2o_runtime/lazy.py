@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+def load_lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, which imports the module that a name stands in.
 
     homes: the names by the module that they stand in, relative to the package.

@@ -10,12 +10,12 @@ BOUNDS_PER_OCTAVE = 16
 LEAST_BOUND_STEP = 64
 
 
-def length_step(length: int) -> int:
+def get_length_step(length: int) -> int:
     """Return the length's step on a log scale of eight steps to the octave; equal steps share a configuration."""
     return round(math.log2(max(1, length)) * STEPS_PER_OCTAVE)
 
 
-def shared_bound(length: int) -> int:
+def round_up_length(length: int) -> int:
     """Return a bound of the length that others share, at most a sixteenth or 63 above it.
 
     Kernels of packed sequences read their lengths on the device; the host needs bounds, and calls of equal bounds can
@@ -25,6 +25,6 @@ def shared_bound(length: int) -> int:
     return -(-length // step) * step
 
 
-def far_apart(shorter: int, longer: int) -> bool:
+def is_far_apart(shorter: int, longer: int) -> bool:
     """Return whether a profile can tell two lengths apart."""
-    return length_step(shorter) < length_step(longer)
+    return get_length_step(shorter) < get_length_step(longer)

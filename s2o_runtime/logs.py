@@ -34,7 +34,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def wants_json() -> bool:
+def should_write_json() -> bool:
     """Return whether the environment variable S2O_LOG asks for JSON."""
     return os.environ.get(VARIABLE) == "json"
 
@@ -44,7 +44,7 @@ def set_up(level: int, *, as_json: bool, program: str = "%(name)s") -> None:
 
     Args:
         level: the lowest that is shown.
-        as_json: as lines of JSON; S2O_LOG is set, so that `wants_json` and child processes know it too.
+        as_json: as lines of JSON; S2O_LOG is set, so that `should_write_json` and child processes know it too.
         program: the beginning of lines of text; by default the logger's name.
 
     Raises:
@@ -56,16 +56,16 @@ def set_up(level: int, *, as_json: bool, program: str = "%(name)s") -> None:
     if as_json:
         os.environ[VARIABLE] = "json"
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if wants_json() else logging.Formatter(f"{program}: %(message)s"))
+    handler.setFormatter(JsonLines() if should_write_json() else logging.Formatter(f"{program}: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 
-def say(logger: str, message: str, fields: Mapping[str, Any] | None = None, level: int = logging.INFO) -> None:
-    """Write one line to standard error, whatever level is logged: the message, or with `wants_json` a JSON object.
+def emit_line(logger: str, message: str, fields: Mapping[str, Any] | None = None, level: int = logging.INFO) -> None:
+    """Write one line to standard error, whatever level is logged: the message, or a JSON object (`should_write_json`).
 
     logger, fields, level: of the JSON object.
     """
-    if not wants_json():
+    if not should_write_json():
         print(message, file=sys.stderr, flush=True)
         return
     record = logging.LogRecord(logger, level, "", 0, message, None, None)

@@ -8,7 +8,7 @@ key has a scale of its own, so a product becomes a score by one multiplication, 
 A unit follows its channel's range only in part (SMOOTHING): keys would like each channel to use all levels, but then q
 unit is uneven. This is SmoothQuant's balance (Xiao et al. 2023, section 4) between the two operands.
 
-`as_cached` is another rounding: of keys and values in the fp8 cache of a server.
+`round_as_cached` is another rounding: of keys and values in the fp8 cache of a server.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class Int8Operands(NamedTuple):
     unit: Tensor
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, start: int = 0) -> Int8Operands:
+    def from_head(cls, q: Tensor, k: Tensor, start: int = 0) -> Int8Operands:
         """Make operands from scaled queries [Lq, D] and keys [Lk, D] of one head; start: the first key that counts."""
         levels, unit, middle = quantise_keys(k, start)
         keys = torch.cat([levels.to(unit.dtype), torch.ones_like(levels[:, :1], dtype=unit.dtype)], 1)
         return cls(torch.cat([quantise(q * unit).restore(), (q @ middle)[:, None]], 1), keys, unit)
 
     @classmethod
-    def of_heads(cls, q: Tensor, k: Tensor) -> Int8Operands:
+    def from_heads(cls, q: Tensor, k: Tensor) -> Int8Operands:
         """Make operands from scaled queries [H, Lq, D] and keys [H, Lk, D]."""
-        of_heads = [cls.of(of_head, keys) for of_head, keys in zip(q, k, strict=True)]
+        of_heads = [cls.from_head(of_head, keys) for of_head, keys in zip(q, k, strict=True)]
         return cls(*(torch.stack(parts) for parts in zip(*of_heads, strict=True)))
 
     def representatives(self, means: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def quantise_keys(k: Tensor, start: int = 0) -> QuantisedKeys:
     return QuantisedKeys(levels.to(torch.int8), unit, middle)
 
 
-def as_cached(tensor: Tensor, kv_cache_dtype: KvCacheDtype) -> Tensor:
+def round_as_cached(tensor: Tensor, kv_cache_dtype: KvCacheDtype) -> Tensor:
     """Round keys or values as a server's cache does: "fp8" rounds to e4m3 with a scale of 1, and back.
 
     Numbers beyond what e4m3 has become its largest, 448, as in vLLM and SGLang.

@@ -214,7 +214,7 @@ def needs_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def laid_out(tensor: Tensor, head_dim: int, packed: bool = False) -> Tensor:
+def lay_out(tensor: Tensor, head_dim: int, packed: bool = False) -> Tensor:
     """Lay a tensor out as kernels read it: the last dimension contiguous, and filled with zeros up to `head_dim`.
 
     Args:
@@ -286,7 +286,7 @@ def find_window_start(first_position: Tensor, start: Tensor, head: HeadConfig, t
     return first - (first - start) % tile.block_n
 
 
-def density(
+def measure_density(
     visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Tensor | None = None,
     cu_q: Tensor | None = None, cu_k: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -306,12 +306,12 @@ def density(
     if cu_q is not None and cu_k is not None:
         lengths = enumerate(zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True))
         alike = [(visited[b : b + 1], queries, keys - queries) for b, (queries, keys) in lengths]
-    counts = [pairs(tiles, config, q_len, offset, start[: len(tiles)]) for tiles, q_len, offset in alike]
+    counts = [count_pairs(tiles, config, q_len, offset, start[: len(tiles)]) for tiles, q_len, offset in alike]
     computed, causal = (torch.stack(of_sequences).sum(0) for of_sequences in zip(*counts, strict=True))
     return computed / causal.clamp_min(1.0)
 
 
-def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: Tensor) -> tuple[Tensor, Tensor]:
+def count_pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: Tensor) -> tuple[Tensor, Tensor]:
     """Count query-key pairs over sequences of one length.
 
     Args:
@@ -330,7 +330,7 @@ def pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: 
     tiles = -(-q_len // block)
     rows = F.pad(causal > 0, (0, tiles * block - q_len)).view(len(causal), tiles, block).sum(2)  # of each tile
     prefix = (visited[:, :, :tiles] * rows[:, None]).sum((0, 2))
-    dense = row >= config.dense_from(q_len)
+    dense = row >= config.find_first_dense_row(q_len)
 
     def window(head: HeadConfig) -> Tensor:
         first = find_window_start(row // head.segment * head.segment + offset, start[:, None], head, config.tile)
@@ -346,7 +346,7 @@ FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of caches that are narro
 MAX_PAGE = 1024  # tokens
 
 
-def page_obstacle(page_size: int) -> str | None:
+def find_page_obstacle(page_size: int) -> str | None:
     """Return the reason why pages of so many tokens are not supported; None if they are."""
     return f"pages have {page_size} tokens, more than {MAX_PAGE}" if page_size > MAX_PAGE else None
 
@@ -479,7 +479,7 @@ class PagedKeys:
                 f"v_cache is {self.v.dtype} {tuple(self.v.shape)} but k_cache {self.k.dtype} {tuple(self.k.shape)}: "
                 "they must be equal"
             )
-        if obstacle := page_obstacle(self.page_size):
+        if obstacle := find_page_obstacle(self.page_size):
             raise InputError(f"{obstacle}: use smaller ones")
         table, sequences = self.block_table, len(self.cu_k) - 1
         if table.ndim != 2 or len(table) != sequences or table.dtype != torch.int32 or table.stride(1) != 1:
@@ -518,7 +518,7 @@ def _scale_rows(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tenso
     return (rows.float() if scale is None else rows.float() * scale[:, None]).to(dtype)
 
 
-def packed_starts(lengths: Tensor) -> Tensor:
+def make_packed_starts(lengths: Tensor) -> Tensor:
     """Return the begins of sequences of these lengths, packed one behind another: int32 [N + 1] from int32 [N]."""
     starts = lengths.new_zeros(len(lengths) + 1, dtype=torch.int32)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])

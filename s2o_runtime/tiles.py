@@ -1,7 +1,7 @@
 """Tiles: the shapes of work that each kernel is compiled for on each GPU, and the rule of which tiles are legal.
 
-This is the one place that knows tiles by GPU. `tile_obstacle` decides whether the prefill kernels can run a tile that a
-profile or a user brings; the tables hold the tiles that are worth running, and tests/aot.py compiles every one of them.
+This is the one place that knows tiles by GPU. `find_tile_obstacle` decides whether the prefill kernels can run a tile
+that a profile or a user brings; the tables hold the tiles that are worth running, and tests/aot.py compiles them all.
 A new tile goes into a table here; a new GPU generation is a new key of every table and of `SHARED_MEMORY`.
 """
 
@@ -61,12 +61,12 @@ _MIN_QUERIES = {80: 1024, 89: 1024, 90: 1024, 100: 1024, 120: 1024}
 DECODE = 2  # queries: fewer are a decode step, which never ranks
 
 
-def sm(capability: Capability) -> str:
+def format_capability(capability: Capability) -> str:
     """Return the name of a compute capability: "sm_90" for (9, 0)."""
     return f"sm_{capability[0]}{capability[1]}"
 
 
-def family(capability: Capability) -> int | None:
+def get_family(capability: Capability) -> int | None:
     """Return the key of the tables for a compute capability, such as 90; None where no kernel was ever compiled."""
     major, minor = capability
     if major == 8 and minor:
@@ -75,12 +75,12 @@ def family(capability: Capability) -> int | None:
     return number if number in SHARED_MEMORY and (major != 9 or not minor) else None
 
 
-def families() -> str:
+def list_families() -> str:
     """Return the GPU generations that the kernels are compiled for, as text."""
     return ", ".join(f"sm_{number}" for number in SHARED_MEMORY)
 
 
-def padded_head_dim(head_dim: int) -> int:
+def pad_head_dim(head_dim: int) -> int:
     """Return the head dim that the prefill kernels run `head_dim` as, filled with zeros.
 
     Raises:
@@ -93,7 +93,7 @@ def padded_head_dim(head_dim: int) -> int:
     return min(size for size in HEAD_DIMS if size >= head_dim)
 
 
-def tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> str | None:
+def find_tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> str | None:
     """Return the reason that no prefill kernel runs a tile on a GPU; None if the tile is legal there.
 
     Args:
@@ -109,10 +109,11 @@ def tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> st
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is older than 8.0"
     if tile.specialized and capability != SPECIALIZED_CAPABILITY:
-        return f"tile {tile} is for {sm(SPECIALIZED_CAPABILITY)}, this GPU is {sm(capability)}"
-    number, padded = family(capability), padded_head_dim(head_dim)
+        intended, here = map(format_capability, (SPECIALIZED_CAPABILITY, capability))
+        return f"tile {tile} is for {intended}, this GPU is {here}"
+    number, padded = get_family(capability), pad_head_dim(head_dim)
     if number is None or padded not in _PREFILL[number]:
-        return f"head_dim {head_dim} has no tile on {sm(capability)}"
+        return f"head_dim {head_dim} has no tile on {format_capability(capability)}"
     if tile.specialized:
         if (tile.block_m, tile.num_warps) != (SPECIALIZED_ROWS, SPECIALIZED_WARPS):
             return f"tile {tile} has no specialised kernel (block_m {SPECIALIZED_ROWS}, {SPECIALIZED_WARPS} warps)"
@@ -129,14 +130,14 @@ def tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> st
 
 
 @lru_cache(maxsize=64)
-def candidate_tiles(head_dim: int, capability: Capability) -> tuple[TileConfig, ...]:
+def list_candidate_tiles(head_dim: int, capability: Capability) -> tuple[TileConfig, ...]:
     """Return the prefill tiles worth timing on a GPU; empty where the kernels have none for this head dim.
 
     They compile for it with a few spilled registers at most, and fit its shared memory. Each shape comes with three
     spacings of the check.
     """
-    number = family(capability)
-    shapes = _PREFILL[number].get(padded_head_dim(head_dim), []) if number is not None else []
+    number = get_family(capability)
+    shapes = _PREFILL[number].get(pad_head_dim(head_dim), []) if number is not None else []
     return tuple(
         TileConfig(block_m, block_n, stride // block_n, warps, stages, specialized).validate()
         for block_m, block_n, warps, stages, specialized in shapes
@@ -144,19 +145,19 @@ def candidate_tiles(head_dim: int, capability: Capability) -> tuple[TileConfig, 
     )
 
 
-def default_tile(head_dim: int, capability: Capability) -> TileConfig:
+def get_default_tile(head_dim: int, capability: Capability) -> TileConfig:
     """Return a prefill tile that is safe on every GPU of this capability: the first candidate.
 
     Raises:
         InputError: there is none.
     """
-    tiles = candidate_tiles(head_dim, capability)
+    tiles = list_candidate_tiles(head_dim, capability)
     if not tiles:
-        raise InputError(f"head_dim {head_dim} has no tile on {sm(capability)}: run it dense")
+        raise InputError(f"head_dim {head_dim} has no tile on {format_capability(capability)}: run it dense")
     return tiles[0]
 
 
-def fewest_queries(tile: TileConfig, capability: Capability) -> int:
+def get_fewest_queries(tile: TileConfig, capability: Capability) -> int:
     """Return the fewest queries after a longer prefix that S2O computes with a tile on a device; fewer run dense.
 
     Args:
@@ -166,12 +167,12 @@ def fewest_queries(tile: TileConfig, capability: Capability) -> int:
     Returns:
         Queries, at least 2.
     """
-    number = family(capability)
+    number = get_family(capability)
     default = DECODE if number is None else _MIN_QUERIES[number]
     return max(DECODE, tile.min_queries or default)
 
 
-def trace_tile(head_dim: int, capability: Capability, block_m: int, stride: int) -> TileConfig:
+def make_trace_tile(head_dim: int, capability: Capability, block_m: int, stride: int) -> TileConfig:
     """Return the trace kernel's tile for row tiles of `block_m` and first checks of the stop `stride` keys apart.
 
     It keeps more in registers than the prefill does, so its tiles of keys are smaller.

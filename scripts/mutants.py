@@ -65,7 +65,8 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("the budget is not multiplied by the layers that share it", "budget * len(layers)", "budget"),
         ("one head may spend all of its layer's budget",
          "if point.mse * weight <= cap", "if point.mse * weight <= budget"),
-        ("the hull of a head's points is the upper one", "<= _compute_slope(hull[-2], point)", ">= _compute_slope(hull[-2], point)"),
+        ("the hull of a head's points is the upper one",
+         "<= _compute_slope(hull[-2], point)", ">= _compute_slope(hull[-2], point)"),
         ("a head takes a later step of its hull without the earlier one", "blocked.add(head)  #", "pass  #"),
         ("what a head already spent is paid again for a point between corners",
          "(point.mse - chosen[head].mse) * weights[head] <= left", "point.mse * weights[head] <= left"),
@@ -132,7 +133,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
          "os.replace(temporary, path)", "path.write_bytes(data)\n        os.unlink(temporary)"),
     )),
     ("s2o_runtime/profile/file.py", "tests/profile/test_profile.py", (
-        ("the digest leaves the tensors out", "digest.update(tensor_bytes(tensor))", "pass"),
+        ("the digest leaves the tensors out", "digest.update(read_tensor_bytes(tensor))", "pass"),
     )),
     ("s2o_runtime/profile/profile.py", "tests/profile/test_profile.py", (
         ("between unlike buckets the larger threshold is taken",
@@ -146,7 +147,8 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     # masks
     ("s2o_runtime/reference/attention.py", "tests/attention/test_last_rows.py -k reference", (
-        ("the last rows are as sparse as others", "last = config.dense_from(shape.q_len)", "last = shape.q_len"),
+        ("the last rows are as sparse as others",
+         "last = config.find_first_dense_row(shape.q_len)", "last = shape.q_len"),
     )),
     ("s2o_runtime/reference/attention.py", "tests/reference/test_reference.py", (
         ("a row of the window sees the key after its own",
@@ -190,7 +192,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
         ("a decoder layer's number is its row in the profile",
-         "row = self.profile.geometry.row_of(number)", "row = number if number in range(len(self.layers)) else None"),
+         "row = self.profile.geometry.find_row(number)", "row = number if number in range(len(self.layers)) else None"),
         ("ranks that share a KV head take them in turns",
          "else self.index * kv_heads // self.size", "else self.index % kv_heads"),
         ("a request with as many queries as a decode step has is no decode",
@@ -218,7 +220,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py -k bounds", (
         ("shared bounds reach beyond the block table",
-         "min(max(shared_bound(max_k), q_bound + behind), room)", "max(shared_bound(max_k), q_bound + behind)"),
+         "min(max(round_up_length(max_k), q_bound + behind), room)", "max(round_up_length(max_k), q_bound + behind)"),
         ("bounds that are shared hide that there is a prefix", "behind = int(max_k > max_q)", "behind = 0"),
     )),
     ("s2o_runtime/attention/compute.py", "tests/kernels/test_plan.py -k kernels_cannot_write", (

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from calibrate.curves import trace_pass as kernel_pass
 from calibrate.curves.curves import TAUS
 from s2o_runtime.config import HEAD_DIMS, TileConfig
-from s2o_runtime.tiles import FP8_CAPABILITY, SHARED_MEMORY, candidate_tiles, trace_tile
+from s2o_runtime.tiles import FP8_CAPABILITY, SHARED_MEMORY, list_candidate_tiles, make_trace_tile
 from scripts.bench.baselines.tiles import BLOCK_SPARSE_HEAD_DIMS, antidiagonal_tile, block_sparse_tile, skip_tile
 
 PRODUCER_THREADS = 128  # of the specialised kernel
@@ -290,7 +290,7 @@ def cases() -> list[Case]:
     for capability in SHARED_MEMORY:
         for head_dim in HEAD_DIMS:
             pair = divmod(capability, 10)
-            tiles = {replace(tile, chunk=1) for tile in candidate_tiles(head_dim, pair)}
+            tiles = {replace(tile, chunk=1) for tile in list_candidate_tiles(head_dim, pair)}
             if not tiles:
                 continue  # dense there
             for tile in sorted(tiles, key=str):
@@ -301,9 +301,9 @@ def cases() -> list[Case]:
             chosen += [Case("scores", capability, head_dim, representatives=count) for count in SCORE_REPRESENTATIVES]
             chosen.append(Case("pool", capability, head_dim))
             chosen += [Case("tail", capability, head_dim, rows=rows) for rows in TAIL_SEGMENTS]
-            if kernel_pass.compiles(pair, triton.__version__):
+            if kernel_pass.may_compile(pair, triton.__version__):
                 heights = {(tile.block_m, min(other.stride for other in tiles)) for tile in tiles}
-                traced = {replace(trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
+                traced = {replace(make_trace_tile(head_dim, pair, *height), chunk=1) for height in heights}
                 chosen += [Case("trace", capability, head_dim, tile) for tile in sorted(traced, key=str)]
         chosen += [Case("order", capability), Case("add", capability)]
     return (

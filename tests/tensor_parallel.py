@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from s2o_runtime import patch
-from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.hf import get_layer_states
 
 
 def main(model_path: str, profile: str, length: int, out: str) -> None:
@@ -30,7 +30,7 @@ def main(model_path: str, profile: str, length: int, out: str) -> None:
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits
     logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-    states = layer_states(model)
+    states = get_layer_states(model)
     torch.save(
         {
             "logits": logits.float().cpu(),

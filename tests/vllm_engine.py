@@ -87,9 +87,9 @@ def main(profile: str, model: str, name: str) -> int:
         gpu_memory_utilization=0.4,
     )
     if case.sparse and case.processes == 1:
-        from s2o_runtime.vllm.engine import server
+        from s2o_runtime.vllm.engine import get_server
 
-        server().fit.host_flops = 0.0  # these prompts are little work for a GPU
+        get_server().fit.host_flops = 0.0  # these prompts are little work for a GPU
     began = time.time()
     answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=5))
     seconds = time.time() - began
@@ -97,8 +97,8 @@ def main(profile: str, model: str, name: str) -> int:
     cached = [answer.num_cached_tokens for answer in answers]
     print(f"{name}: {right} of {len(codes)} needles in {seconds:.1f} s; tokens from the cache: {cached}", flush=True)
     if case.sparse and case.processes == 1:
-        print(f"{name}: {server().counters.summary()}", flush=True)
-        shares = server().counters.shares()
+        print(f"{name}: {get_server().counters.summary()}", flush=True)
+        shares = get_server().counters.shares()
         assert any(path == "s2o" for path, _ in shares), "no row was computed by S2O"
         assert any(path == "dense" for path, _ in shares), "no row was computed by the stock backend"
         assert any(reason == LAST for _, reason in shares), "no row was dense for being the last of a prompt"
@@ -139,18 +139,18 @@ def backend(case: EngineCase) -> str | None:
         return None
     if not case.gpu:
         return "S2O"  # understood, and passed on to the ranks; a CPU has one backend only
-    from s2o_runtime.vllm.plugin import backend_name
+    from s2o_runtime.vllm.plugin import get_backend_name
 
-    return backend_name()
+    return get_backend_name()
 
 
 def questions(
     tokenizer: object, length: int = LENGTH, count: int = NEEDLES
 ) -> tuple[list[dict[str, list[int]]], list[str]]:
     """A prompt of about `length` tokens for each needle, all with one text, and the codes that answer them."""
-    from calibrate.prompts.documents import one_text
+    from calibrate.prompts.documents import make_prompts_of_one_text
 
-    prompts, codes = one_text(tokenizer, length, count, random.Random(SEED))
+    prompts, codes = make_prompts_of_one_text(tokenizer, length, count, random.Random(SEED))
     return [{"prompt_token_ids": prompt} for prompt in prompts], codes
 
 

@@ -14,7 +14,15 @@ from calibrate.api import log, make_plan, run
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.options import add_flags
 from calibrate.recipe import INPUT, OPTIONS, OUTPUT, load_yaml, merge_options
-from s2o_runtime.command_line import INTERRUPTED, NOT_PROVEN, OK, Parser, add_information, exit_codes, failed
+from s2o_runtime.command_line import (
+    INTERRUPTED,
+    NOT_PROVEN,
+    OK,
+    Parser,
+    add_information,
+    describe_exit_codes,
+    report_failure,
+)
 from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,13 +42,13 @@ EXAMPLES = (
 )
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Build the parser. Flags that are not given are left out of the namespace; the defaults are those of `Recipe`."""
     out = Parser(
         prog=PROGRAM,
         argument_default=argparse.SUPPRESS,
         description="Calibrate S2O sparse attention for a model on this machine and write a profile.",
-        epilog=f"{exit_codes()} A run that was interrupted "
+        epilog=f"{describe_exit_codes()} A run that was interrupted "
         "continues when the same command is run again. For another budget or another GPU, a profile is changed with "
         f"s2o-profile rebudget or retile. {PROGRAM} {DOCTOR} says whether this machine is ready.",
         examples=EXAMPLES,
@@ -66,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from calibrate.commands import doctor
 
         return doctor.main(arguments[1:], f"{PROGRAM} {DOCTOR}")
-    return run_command(PROGRAM, vars(parser().parse_args(arguments)), _run, "nothing was written")
+    return run_command(PROGRAM, vars(build_parser().parse_args(arguments)), _run, "nothing was written")
 
 
 def _run(flags: Flags) -> int:
@@ -89,16 +97,16 @@ def _run(flags: Flags) -> int:
         return OK
 
     from calibrate.report.page import patch_call, print_report
-    from calibrate.report.plan import busy_line, in_short, plan
+    from calibrate.report.plan import describe_load, plan, select_lines
     from calibrate.report.sections import is_worthwhile
-    from calibrate.tables import print_fields, print_lines, terminal
+    from calibrate.tables import open_console, print_fields, print_lines
 
-    console = terminal(stderr="json" in flags)
+    console = open_console(stderr="json" in flags)
     lines = plan(recipe, preflight, estimate, device, frozenset(options), rehearsed=dry_run, prompts=prompts)
     if dry_run and "json" in flags:
         return print_json(lines)
     if progress or dry_run:
-        print_fields((lines if "verbose" in flags else in_short(lines, options)) | busy_line(device), console)
+        print_fields((lines if "verbose" in flags else select_lines(lines, options)) | describe_load(device), console)
     if dry_run:
         return OK
     command = shlex.join([PROGRAM, *sys.argv[1:]])
@@ -108,7 +116,7 @@ def _run(flags: Flags) -> int:
         if not recipe.journal_path.exists():
             raise
         remedy = "run the same command to continue: everything measured so far is kept in"
-        return failed(PROGRAM, INTERRUPTED, f"interrupted; {remedy} {recipe.journal_path}")
+        return report_failure(PROGRAM, INTERRUPTED, f"interrupted; {remedy} {recipe.journal_path}")
     if result.report is not None and "json" in flags:
         print_json(result.report.to_json())
     elif result.report is not None:
@@ -129,7 +137,9 @@ def _run(flags: Flags) -> int:
     if result.written:
         return OK
     remedy = f"{give_advice(result.problems)}, or write it all the same with --allow-regression"
-    return failed(PROGRAM, NOT_PROVEN, f"the proof failed, so no profile was written ({result.problems[0]}): {remedy}")
+    return report_failure(
+        PROGRAM, NOT_PROVEN, f"the proof failed, so no profile was written ({result.problems[0]}): {remedy}"
+    )
 
 
 def give_advice(problems: Sequence[Problem]) -> str:

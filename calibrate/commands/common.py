@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from calibrate.machine import CANNOT_WRITE
-from s2o_runtime.command_line import OK, exit_code
+from s2o_runtime.command_line import OK, call_command
 from s2o_runtime.errors import ResourceError
 from s2o_runtime.logs import set_up
 
@@ -55,7 +55,7 @@ def run_command(program: str, flags: Flags, command: Callable[[Flags], int], if_
                 "its permissions"
             ) from error
 
-    return exit_code(program, report_disk_errors, if_interrupted)
+    return call_command(program, report_disk_errors, if_interrupted)
 
 
 def print_json(value: Any) -> int:

@@ -34,18 +34,18 @@ def describe_model(name: str, profile: Path | None) -> ModelView:
     if find_spec("transformers") is None:
         from s2o_runtime.doctor import profile_check
 
-        return profile_check.model_view(name)  # it reports the missing package
+        return profile_check.find_model(name)  # it reports the missing package
 
-    from calibrate.machine import named_device
+    from calibrate.machine import resolve_device
     from calibrate.model.models import load_config, resolve
-    from calibrate.model.preflight import preflight
+    from calibrate.model.preflight import make_preflight
     from s2o_runtime.doctor.profile_check import ModelView
     from s2o_runtime.profile import load_profile
 
     config = load_config(name, random_weights=True)  # without the Hub: the sizes of an alias ship
-    device, identity = named_device(None)
+    device, identity = resolve_device(None)
     lengths = DEFAULT_LENGTHS[identity.kind] if profile is None else load_profile(profile).lengths
-    seen = preflight(name, config, device=device, lengths=lengths, random_weights=False)
+    seen = make_preflight(name, config, device=device, lengths=lengths, random_weights=False)
     folder = Path(resolve(name))
     facts = {
         "layers": seen.layers,

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.evaluation.plan import FILES, OPTIONS, OUTPUT, PROMPTS, TASKS, EvaluationPlan
-from calibrate.machine import check_output, named_device, wrap_write_errors
+from calibrate.machine import check_output, resolve_device, wrap_write_errors
 from calibrate.options import add_flags
 from calibrate.recipe import DEFAULT_LENGTHS, check_limit
-from s2o_runtime.command_line import BAD_INPUT, INTERRUPTED, NO_RESOURCE, OK, Parser, add_information, exit_codes
+from s2o_runtime.command_line import (
+    BAD_INPUT,
+    INTERRUPTED,
+    NO_RESOURCE,
+    OK,
+    Parser,
+    add_information,
+    describe_exit_codes,
+)
 from s2o_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,14 +47,14 @@ EXAMPLES = (
 )
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Build the parser. Flags that are not given are left out; the defaults are those of `EvaluationPlan`."""
     out = Parser(
         prog=PROGRAM,
         argument_default=argparse.SUPPRESS,
         description="Measure what sparse attention does to a model: its answers, predictions, time and memory.",
-        epilog=f"{exit_codes(OK, BAD_INPUT, NO_RESOURCE, INTERRUPTED)} A run that was interrupted continues when the "
-        "same command is run again.",
+        epilog=f"{describe_exit_codes(OK, BAD_INPUT, NO_RESOURCE, INTERRUPTED)} A run that was interrupted continues "
+        "when the same command is run again.",
         examples=EXAMPLES,
         first=FIRST,
     )
@@ -59,7 +67,7 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    flags = vars(parser().parse_args(argv))
+    flags = vars(build_parser().parse_args(argv))
     return run_command(PROGRAM, flags, _run, "run the same command to continue: what was measured is kept")
 
 
@@ -69,7 +77,7 @@ def _run(flags: Flags) -> int:
     from calibrate.model.models import load_config, load_tokenizer
     from calibrate.profiles.stored import check_sizes
     from s2o_runtime.identity import geometry
-    from s2o_runtime.layer_kinds import positions
+    from s2o_runtime.layer_kinds import get_max_positions
     from s2o_runtime.profile import load_profile
 
     # the sizes and the tokenizer that ship suffice for a plan, unless it counts the tokens of the user's prompts
@@ -78,20 +86,20 @@ def _run(flags: Flags) -> int:
     config = load_config(draft.model, **{name: loading[name] for name in ("random_weights", "trust_remote_code")})
     for path, profile in profiles.items():
         check_sizes(profile, path, draft.model, geometry(config))
-    device, identity = named_device(flags.get("device"))
+    device, identity = resolve_device(flags.get("device"))
     plan = _make_plan(flags, device=device, lengths=flags.get("lengths", DEFAULT_LENGTHS[identity.kind]))
-    limit = positions(config)
+    limit = get_max_positions(config)
     check_limit(plan.lengths[-1], limit)
 
     from calibrate.evaluation import report, tasks
     from calibrate.evaluation.tasks import read_user_prompts
-    from calibrate.tables import print_lines, terminal
+    from calibrate.tables import open_console, print_lines
 
     tokenizer = load_tokenizer(plan.model, **loading)
-    tasks.check(plan, tokenizer)
+    tasks.check_lengths(plan, tokenizer)
     user_prompts = [] if plan.prompts is None else read_user_prompts(plan.prompts, tokenizer, limit)
-    lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.cases(plan, user_prompts)))
-    console = terminal(stderr="json" in flags)
+    lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.list_cases(plan, user_prompts)))
+    console = open_console(stderr="json" in flags)
     if "dry_run" in flags and "json" in flags:
         return print_json(lines)
     if "quiet" not in flags or "dry_run" in flags:
@@ -113,20 +121,20 @@ def _run(flags: Flags) -> int:
 
 def _measure(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: bool) -> Summary:
     """Return the summary of the plan's measurements: those of its journal, and those that are made now."""
-    from calibrate.evaluation.results import open_journal, summary
-    from calibrate.evaluation.run import Evaluation, evaluate, variants
+    from calibrate.evaluation.results import open_journal, summarise
+    from calibrate.evaluation.run import Evaluation, evaluate, list_variants
     from calibrate.model.models import load
     from calibrate.progress import PhaseClock
-    from calibrate.versions import now
+    from calibrate.versions import format_now
 
-    with PhaseClock().phase("loading the model", progress):
+    with PhaseClock().time_phase("loading the model", progress):
         loaded = load(plan.model, plan.device, seed=plan.seed, resident=True, **plan.loading)
-    compared = variants(plan, loaded)
+    compared = list_variants(plan, loaded)
     with open_journal(plan, loaded) as journal:
         evaluation = Evaluation(plan, loaded, compared, user_prompts, journal)
         evaluate(evaluation, progress=progress)
-        outcome = summary(evaluation)
-    return outcome | {"date": now(), "command": shlex.join([PROGRAM, *sys.argv[1:]])}
+        outcome = summarise(evaluation)
+    return outcome | {"date": format_now(), "command": shlex.join([PROGRAM, *sys.argv[1:]])}
 
 
 def _validate_without_torch(flags: Flags) -> EvaluationPlan:

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
-from calibrate.machine import check_output, json_file, named_device
+from calibrate.machine import check_output, format_json_file, resolve_device
 from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, Recipe, make_slug
-from s2o_runtime.command_line import NOT_PROVEN, OK, Parser, add_information, exit_codes, failed
+from s2o_runtime.command_line import NOT_PROVEN, OK, Parser, add_information, describe_exit_codes, report_failure
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.logs import say
+from s2o_runtime.logs import emit_line
 
 if TYPE_CHECKING:
     from calibrate.model.preflight import Preflight
@@ -52,12 +52,12 @@ SEED = ("check the certificate on other prompts, drawn with this seed",
         "prove again on the prompts that layers were adjusted on")  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the commands. Flags that are not given are left out of the namespace."""
     out = Parser(
         prog=PROGRAM,
         description="Look into S2O profiles, change them, prove them again, draw and describe them.",
-        epilog=exit_codes(),
+        epilog=describe_exit_codes(),
         examples=EXAMPLES,
     )
     add_information(out)
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    return run_command(PROGRAM, vars(parser().parse_args(argv)), _run)
+    return run_command(PROGRAM, vars(build_parser().parse_args(argv)), _run)
 
 
 def _run(flags: Flags) -> int:
@@ -108,9 +108,9 @@ def _find_profile(text: str) -> Path:
     path = Path(text).expanduser()
     if path.suffix or path.exists() or path.parent != Path():
         return path
-    from s2o_runtime.profile.find import folders
+    from s2o_runtime.profile.find import list_folders
 
-    profiles = [file for folder in folders() for file in sorted((folder / make_slug(text)).rglob("*.safetensors"))]
+    profiles = [file for folder in list_folders() for file in sorted((folder / make_slug(text)).rglob("*.safetensors"))]
     if len(profiles) > 1:
         names = ", ".join(map(str, profiles))
         raise argparse.ArgumentTypeError(f"{text} has {len(profiles)} profiles: name one of {names}")
@@ -126,24 +126,24 @@ def _parse_head(text: str) -> tuple[int, int]:
 
 def show(flags: Flags) -> int:
     """Print the summary of a profile, or of one head of it."""
-    from calibrate.report.explain import explain_head, head_lines
-    from calibrate.report.sections import summary_parts
-    from calibrate.report.summary import summary
+    from calibrate.report.explain import explain_head, format_head
+    from calibrate.report.sections import show_summary
+    from calibrate.report.summary import summarise_profile
     from s2o_runtime.profile import load_profile
 
     profile = load_profile(flags["profile"])
     if "head" not in flags:
-        return _print_result(flags, summary(profile), summary_parts(profile))
+        return _print_result(flags, summarise_profile(profile), show_summary(profile))
     layer, head = flags["head"]
     geometry = profile.geometry
-    table_row = geometry.row_of(layer)
+    table_row = geometry.find_row(layer)
     if table_row is None or head >= geometry.query_heads:
         layers = ", ".join(map(str, geometry.layer_numbers)) or f"0 to {geometry.layers - 1}"
         raise ConfigError(
             f"head {layer}.{head} does not exist: layers are {layers}, heads 0 to {geometry.query_heads - 1}"
         )
     rows = explain_head(profile, flags["profile"], table_row, head, flags.get("journal"))
-    return _print_result(flags, {"layer": layer, "head": head, "lengths": rows}, head_lines(rows))
+    return _print_result(flags, {"layer": layer, "head": head, "lengths": rows}, format_head(rows))
 
 
 def rebudget(flags: Flags) -> int:
@@ -153,7 +153,7 @@ def rebudget(flags: Flags) -> int:
     """
     if not {f"budget_{kind}" for kind in KINDS} & flags.keys():
         raise ConfigError("rebudget needs the new budget: give --budget-mse or --budget-rel-mse")
-    budget, worst_rows = Budget.of(flags), flags.get("worst_rows")
+    budget, worst_rows = Budget.from_options(flags), flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
     ceiling = f"-ceiling-{budget.ceiling or 0:g}" if "ceiling_rel_mse" in flags else ""
     out = _choose_output(flags, f"{budget}{ceiling}{guard}.safetensors", is_profile=True)
@@ -167,7 +167,7 @@ def rebudget(flags: Flags) -> int:
 def retile(flags: Flags) -> int:
     """Tune a profile's tiles for the device here; its thresholds stay. flags: "profile" and some of `RETILE`."""
     profile = flags["profile"]
-    name, device = named_device(flags.get("device"))
+    name, device = resolve_device(flags.get("device"))
     out = _choose_output(flags, f"{profile.stem}-{make_slug(device.name)}.safetensors", is_profile=True)
 
     from calibrate.profiles.retile import retile
@@ -182,25 +182,25 @@ def export(flags: Flags) -> int:
     """Print or write everything in a profile as JSON."""
     out = _choose_output(flags, "") if "out" in flags else None
 
-    from calibrate.report.sections import exported
+    from calibrate.report.sections import export_profile
     from s2o_runtime.profile import load_profile
 
-    document = exported(load_profile(flags["profile"]))
-    return print_json(document) if out is None else _write_output(flags, out, json_file(document))
+    document = export_profile(load_profile(flags["profile"]))
+    return print_json(document) if out is None else _write_output(flags, out, format_json_file(document))
 
 
 def verify(flags: Flags) -> int:
     """Prove a profile on this machine: on its own prompts again, or its certificate on others."""
     if "model" not in flags:
         raise ConfigError("verify needs the profile's model: give --model MODEL")
-    name, device = named_device(flags.get("device"))
+    name, device = resolve_device(flags.get("device"))
 
     from calibrate.api import warn_without_gpu
     from calibrate.model.estimate import estimate
     from calibrate.progress import PhaseClock
-    from calibrate.proof.recheck import on_other_text, opened, recertified, verified
-    from calibrate.report.sections import certificate_parts, plan_lines, proof_parts
-    from calibrate.tables import print_fields, terminal
+    from calibrate.proof.recheck import open_profile, replace_prompts, verify_certificate, verify_proof
+    from calibrate.report.sections import list_verify_plan, show_certificate, show_proof
+    from calibrate.tables import open_console, print_fields
 
     seed, progress, prompts = flags.get("seed"), "quiet" not in flags, flags.get("prompts")
     phases, seconds = ("loading the model", "proving" if seed is None else "certifying"), dict[str, float]()
@@ -209,27 +209,27 @@ def verify(flags: Flags) -> int:
         expected = estimate(recipe, preflight.sizes, preflight.geometry, device).seconds
         seconds.update({phase: expected[phase] for phase in phases})
         count = recipe.held_out if seed is None else recipe.num_certify
-        text = f"{count} of each length, {on_other_text(recipe, prompts).prompt_source}"
-        print_fields(plan_lines(recipe, preflight, seconds, text), terminal(stderr="json" in flags))
+        text = f"{count} of each length, {replace_prompts(recipe, prompts).prompt_source}"
+        print_fields(list_verify_plan(recipe, preflight, seconds, text), open_console(stderr="json" in flags))
         warn_without_gpu(recipe.model, preflight, sum(seconds.values()), device)
         if progress:
-            say(PROGRAM, f"{phases[0]} ..")
+            emit_line(PROGRAM, f"{phases[0]} ..")
 
-    profile = opened(
+    profile = open_profile(
         str(flags["model"]), flags["profile"], name, prompts, flags.get("chunk"), needs_certificate=seed is not None,
         trust_remote_code=flags.get("trust_remote_code", False), tokenizer=flags.get("tokenizer"),
         before_loading=announce,
     )  # fmt: skip
-    with PhaseClock(seconds).phase(phases[1], progress):
+    with PhaseClock(seconds).time_phase(phases[1], progress):
         if seed is None:
-            proof = verified(profile, progress=progress)
-            value, parts, problems = asdict(proof), proof_parts(proof), tuple(proof.problems)
+            proof = verify_proof(profile, progress=progress)
+            value, parts, problems = asdict(proof), show_proof(proof), tuple(proof.problems)
         else:
-            check = recertified(profile, seed, progress=progress)
-            value, parts, problems = asdict(check), certificate_parts(check), check.problems
+            check = verify_certificate(profile, seed, progress=progress)
+            value, parts, problems = asdict(check), show_certificate(check), check.problems
     _print_result(flags, value, parts)
     failure = "the proof failed" if seed is None else "the certificate does not hold"
-    return failed(PROGRAM, NOT_PROVEN, f"{failure} ({'; '.join(problems)})") if problems else OK
+    return report_failure(PROGRAM, NOT_PROVEN, f"{failure} ({'; '.join(problems)})") if problems else OK
 
 
 def plot(flags: Flags) -> int:
@@ -238,10 +238,10 @@ def plot(flags: Flags) -> int:
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out} is not named as a picture: give a name that ends in .png")
 
-    from calibrate.report.figures import tau_picture
+    from calibrate.report.figures import draw_tau_png
     from s2o_runtime.profile import load_profile
 
-    return _write_output(flags, out, tau_picture(load_profile(flags["profile"])))
+    return _write_output(flags, out, draw_tau_png(load_profile(flags["profile"])))
 
 
 def card(flags: Flags) -> int:
@@ -251,14 +251,14 @@ def card(flags: Flags) -> int:
     for path in paths:
         check_output("--out-dir", path, [profile])
 
-    from calibrate.report.page import card, html_card
+    from calibrate.report.page import render_card, render_html_card
     from s2o_runtime.files import write_atomically
     from s2o_runtime.profile import load_profile
 
     loaded = load_profile(profile)
-    page, failure = html_card(loaded, profile.name)
+    page, failure = render_html_card(loaded, profile.name)
     folder.mkdir(parents=True, exist_ok=True)
-    for path, text in zip(paths, (card(loaded, profile.name), page), strict=True):
+    for path, text in zip(paths, (render_card(loaded, profile.name), page), strict=True):
         write_atomically(path, text.encode())
     code = _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
     if failure:
@@ -284,11 +284,11 @@ def _write_output(flags: Flags, out: Path, data: bytes | None = None) -> int:
 
 def _print_result(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int:
     """Print a value as JSON with --json, otherwise the tables and lines with the same content."""
-    from calibrate.tables import Table, print_lines, print_table, terminal
+    from calibrate.tables import Table, open_console, print_lines, print_table
 
     if "json" in flags:
         return print_json(value)
-    console = terminal()
+    console = open_console()
     for table_or_line in parts:
         if isinstance(table_or_line, Table):
             print_table(table_or_line, console)

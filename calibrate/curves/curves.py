@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.config import GRAIN, Scores, Tail, TileConfig
+from s2o_runtime.config import KEY_BLOCK, Scores, Tail, TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
 
@@ -39,7 +39,7 @@ class Shape:
     stride: int  # keys between two stop checks
 
     @classmethod
-    def of(cls, tile: TileConfig) -> Shape:
+    def from_tile(cls, tile: TileConfig) -> Shape:
         """Return the shape of a tile."""
         return cls(tile.block_m, tile.stride)
 
@@ -54,7 +54,8 @@ class Curve:
     Attributes:
         mse: mean squared error without a tail.
         tail_mse: mean squared error with a tail.
-        worst, tail_worst: `worst_of`, over row tiles, of the largest of a tile's `row_errors`; without and with a tail.
+        worst, tail_worst: `select_worst`, over row tiles, of the largest of a tile's `compute_row_errors`; without and
+            with a tail.
         density: computed query-key pairs over causal pairs.
         dense_power: mean square of the layer's dense output.
         fixed_cost: time of its ranking at this length beside `overhead`, over a head's dense time.
@@ -80,7 +81,7 @@ class Curve:
 Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one length
 
 
-def methods(curves: Curves, segment: int, shape: Shape, scores: Scores = "input") -> dict[RankingConfig, Curve]:
+def select_rankings(curves: Curves, segment: int, shape: Shape, scores: Scores = "input") -> dict[RankingConfig, Curve]:
     """Return the curves that heads choose among once segment, tile shape and scores are fixed."""
     return {
         ranking: curve
@@ -107,7 +108,7 @@ def dense_power(curves_of_layer: Mapping[Any, Curve]) -> float:
     return next(iter(curves_of_layer.values())).dense_power
 
 
-def head_norms(dense: Tensor) -> Tensor:
+def compute_head_norms(dense: Tensor) -> Tensor:
     """Return the mean squared norm of each head's rows, float32 [Hq], of a dense output [1, Hq, L, D]."""
     return torch.stack([head.float().square().sum(-1).mean() for head in dense[0]])
 
@@ -142,7 +143,7 @@ def pack(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str, A
     ]
 
 
-def unpacked(entries: Sequence[Mapping[str, Any]], cost: float = 0.0) -> Curves:
+def unpack(entries: Sequence[Mapping[str, Any]], cost: float = 0.0) -> Curves:
     """Return the curves that `pack` packed. cost: their `Curve.fixed_cost`, which a journal keeps apart."""
     curves = {}
     for entry in entries:
@@ -168,11 +169,11 @@ QUADRATIC = 2036.0  # tokens
 RECORDED = 8192  # the shortest length that these are from: shorter ones are taken to have its share
 
 
-def overhead(ranking: RankingConfig, tail: Tail) -> float:
+def estimate_overhead(ranking: RankingConfig, tail: Tail) -> float:
     """Return the time of a head's ranking, and of its tail if it has one, over the head's dense time."""
     scoring = ranking.representatives / (2 * ranking.segment) / SCORING_RATE  # q k only, half of dense's products
-    passes = (READING + ORDER / GRAIN) * UNIT_SEGMENT / ranking.segment
-    sums = TAIL / (ranking.segment * GRAIN) if tail == "mean" else 0.0
+    passes = (READING + ORDER / KEY_BLOCK) * UNIT_SEGMENT / ranking.segment
+    sums = TAIL / (ranking.segment * KEY_BLOCK) if tail == "mean" else 0.0
     return scoring + passes + sums
 
 
@@ -185,7 +186,7 @@ def fixed_cost(length: int) -> float:
 WORST = 0.99  # the quantile of the errors, of rows or of row tiles, that stands for the worst rows
 
 
-def row_errors(out: Tensor, truth: Tensor) -> Tensor:
+def compute_row_errors(out: Tensor, truth: Tensor) -> Tensor:
     """Return the relative error of every row, |out - truth| / |truth|.
 
     Where the root mean square of |truth| in the head is larger than a row's own norm, it is the divisor, so that a row
@@ -198,16 +199,16 @@ def row_errors(out: Tensor, truth: Tensor) -> Tensor:
         float32 [B, H, L].
     """
     truth = truth.float()
-    return relative_errors((out.float() - truth).square().sum(-1), truth.square().sum(-1))
+    return compute_relative_errors((out.float() - truth).square().sum(-1), truth.square().sum(-1))
 
 
-def relative_errors(squared: Tensor, power: Tensor) -> Tensor:
-    """Return `row_errors` from each row's squared error and squared norm of the truth, float32 [..., L]."""
+def compute_relative_errors(squared: Tensor, power: Tensor) -> Tensor:
+    """Return `compute_row_errors` from each row's squared error and squared norm of the truth, float32 [..., L]."""
     scale = power.maximum(power.mean(-1, keepdim=True)).clamp(min=1e-30)
     return (squared / scale).sqrt()
 
 
-def worst_of(errors: Tensor, dim: int = -1) -> Tensor:
+def select_worst(errors: Tensor, dim: int = -1) -> Tensor:
     """Return the `WORST` quantile of errors along `dim` by the nearest rank, float64 without that dimension.
 
     It is one of the errors, so a root may be taken after it. NaN counts as the largest. errors: of rows or of row

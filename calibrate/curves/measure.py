@@ -16,27 +16,27 @@ from calibrate.curves.curves import (
     RankingConfig,
     Shape,
     combine_curves,
+    estimate_overhead,
     fixed_cost,
-    overhead,
     pack,
-    unpacked,
+    unpack,
 )
-from calibrate.journal import Journal, taken_on
+from calibrate.journal import Journal, gpu_key
 from calibrate.model import layers
-from calibrate.model.estimate import within_memory
+from calibrate.model.estimate import wrap_out_of_memory
 from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel
-from calibrate.model.sensitivity import Sensitivity, sensitivity
+from calibrate.model.sensitivity import Sensitivity, measure_sensitivity
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
-from calibrate.timing import FAILURES, medians
-from calibrate.work.executor import Executor, WorkerState, WorkItem, executor_of, measured, shares
+from calibrate.timing import FAILURES, measure_medians
+from calibrate.work.executor import Executor, WorkerState, WorkItem, measure_items, open_executor, split_among_workers
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import GRAIN, MAX_TAU, REPRESENTATIVES, LayerConfig
-from s2o_runtime.devices import DeviceIdentity, launching_on
+from s2o_runtime.config import KEY_BLOCK, MAX_TAU, REPRESENTATIVES, LayerConfig
+from s2o_runtime.devices import DeviceIdentity, launch_on
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 
 CURVES, PARTS, RANKING_COST, SENSITIVITY = "curves", "curves of prompts", "ranking cost", "sensitivity"  # journal kinds
 STAGE = "curves"
@@ -66,16 +66,18 @@ def measure_model(
         shapes: of the tiles that may run, by length.
         recipe: says which segments and scores there are.
         journal: keeps the curves.
-        on_step: called for every layer and length, and once for all that the journal has, as `progress_bar`'s step.
+        on_step: called for every layer and length, and once for all that the journal has, as `show_progress`'s step.
 
     Raises:
         ResourceError: the GPU's memory ran out, or the journal cannot be written.
     """
-    with executor_of(model) as executor:
+    with open_executor(model) as executor:
         for length_prompts in prompts.values():
             executor.register_prompts(length_prompts)
         splits = {  # the prompts of a length as workers share them, by their hashes
-            length: [tuple(prompt.sha256 for prompt in share) for share in shares(executor, length_prompts)]
+            length: [
+                tuple(prompt.sha256 for prompt in share) for share in split_among_workers(executor, length_prompts)
+            ]
             for length, length_prompts in prompts.items()
         }
         keys = {
@@ -83,7 +85,7 @@ def measure_model(
                 "layer": layer,
                 "prompts": [prompt for share in splits[length] for prompt in share],
                 "shapes": [[shape.block_m, shape.stride] for shape in shapes[length]],
-                **recipe_key(recipe, length),
+                **make_recipe_key(recipe, length),
             }
             for layer in range(executor.geometry.layers)
             for length in prompts
@@ -124,14 +126,14 @@ def measure_model(
                     if (packed_parts := journal.get(PARTS, make_part_key(item))) is None:
                         tracks[-1].append(item)
                     else:  # an earlier run was ended between the workers' parts
-                        add_part(item, map(unpacked, packed_parts))
+                        add_part(item, map(unpack, packed_parts))
         for item, prompt_curves in executor.spread(tracks):
             if len(splits[item.length]) > 1:
                 journal.put(PARTS, make_part_key(item), [pack(curves, torch.float64) for curves in prompt_curves])
             add_part(item, prompt_curves)
         costs = {length: measure_ranking_cost(executor, length, recipe, journal) for length in prompts}
         layer_numbers = range(executor.geometry.layers)
-    return {length: [unpacked(entries[layer, length], costs[length]) for layer in layer_numbers] for length in prompts}
+    return {length: [unpack(entries[layer, length], costs[length]) for layer in layer_numbers] for length in prompts}
 
 
 def _find_with_all_shapes(key: Mapping[str, Any], stored_keys: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -146,10 +148,10 @@ def _find_with_all_shapes(key: Mapping[str, Any], stored_keys: Sequence[dict[str
     return next(containing, None)
 
 
-def recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
+def make_recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
     """Return a recipe's part of a key of curves."""
-    key: dict[str, Any] = {"segments": list(recipe.segments_for(length)), "scores": list(recipe.scores)}
-    if last_rows := recipe.last_rows_at(length):
+    key: dict[str, Any] = {"segments": list(recipe.select_segments(length)), "scores": list(recipe.scores)}
+    if last_rows := recipe.count_last_rows(length):
         key["last_rows"] = last_rows
     if recipe.kv_cache_dtype != "auto":
         key["kv_cache_dtype"] = recipe.kv_cache_dtype
@@ -184,10 +186,10 @@ class LayerCurves(WorkItem):
 
     def run(self, worker: WorkerState) -> list[Curves]:
         weights = worker.loaded.weights
-        with within_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
+        with wrap_out_of_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
             forward = get_forward(worker, self.prompts)
             prompt_curves = [
-                of_prompt(captured.cached(self.recipe.kv_cache_dtype), self.shapes, self.recipe)
+                measure_prompt(captured.cached(self.recipe.kv_cache_dtype), self.shapes, self.recipe)
                 for captured in forward.inputs(self.layer)
             ]
             forward.finish()
@@ -207,20 +209,20 @@ def get_forward(worker: WorkerState, prompts: tuple[str, ...]) -> layers.DenseFo
     return worker.cached((STAGE, prompts), begin)
 
 
-def of_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curves:
+def measure_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) -> Curves:
     """Measure the curves of one layer on one prompt, for all rankings of a recipe."""
     curves: dict[tuple[RankingConfig, Shape], Curve] = {}
     length = int(prompt.q.shape[2])
-    for segment in recipe.segments_for(length):
+    for segment in recipe.select_segments(length):
         rankings = [RankingConfig(segment, count, scores) for scores in recipe.scores for count in REPRESENTATIVES]
-        curves |= measure(prompt, rankings, shapes, recipe.last_rows_at(length))
+        curves |= measure(prompt, rankings, shapes, recipe.count_last_rows(length))
     return curves
 
 
 def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0) -> Curves:
     """Measure one prompt's curves at one layer as `torch_pass.measure` does, with the kernel where it can."""
     if trace_pass.supports(prompt):
-        with launching_on(prompt.q.device):  # a model on several GPUs has layers on others than the current one
+        with launch_on(prompt.q.device):  # a model on several GPUs has layers on others than the current one
             return trace_pass.measure(prompt, rankings, shapes, last_rows)
     return torch_pass.measure(prompt, rankings, shapes, last_rows)
 
@@ -232,10 +234,10 @@ def measure_ranking_cost(executor: Executor, length: int, recipe: Recipe, journa
     """
     if executor.device.kind != "cuda":
         return fixed_cost(length)
-    return float(measured([RankingCost.from_recipe(executor.geometry, length, recipe)], executor, journal)[0])
+    return float(measure_items([RankingCost.from_recipe(executor.geometry, length, recipe)], executor, journal)[0])
 
 
-def stored_cost(
+def read_stored_cost(
     entries: Sequence[tuple[Mapping[str, Any], Any]],
     geometry: Geometry,
     device: DeviceIdentity,
@@ -243,7 +245,7 @@ def stored_cost(
     recipe: Recipe,
 ) -> float:
     """Return `measure_ranking_cost` from a journal's entries; `fixed_cost` if there is none for this length and GPU."""
-    key = {**RankingCost.from_recipe(geometry, length, recipe).key, **taken_on(device)}
+    key = {**RankingCost.from_recipe(geometry, length, recipe).key, **gpu_key(device)}
     return next((float(value) for entry, value in entries if entry == key), fixed_cost(length))
 
 
@@ -261,11 +263,11 @@ class RankingCost(WorkItem):
     @classmethod
     def from_recipe(cls, geometry: Geometry, length: int, recipe: Recipe) -> RankingCost:
         heads = geometry.query_heads, geometry.kv_heads, geometry.head_dim
-        return cls(length, recipe.segments_for(length)[-1], heads)
+        return cls(length, recipe.select_segments(length)[-1], heads)
 
     @property
     def key(self) -> dict[str, Any]:
-        return {"length": self.length, "segment": self.segment, "grain": GRAIN, "heads": list(self.heads)}
+        return {"length": self.length, "segment": self.segment, "grain": KEY_BLOCK, "heads": list(self.heads)}
 
     def __str__(self) -> str:
         return f"cost of ranking {self.length} tokens"
@@ -273,7 +275,7 @@ class RankingCost(WorkItem):
     def run(self, worker: WorkerState) -> float:
         """Time a call that stops as early as it can, less the time of its pairs and `overhead`; at least 0."""
         device, (query_heads, kv_heads, head_dim) = worker.loaded.weights.device, self.heads
-        candidates = candidate_tiles(head_dim, torch.cuda.get_device_capability(device))
+        candidates = list_candidate_tiles(head_dim, torch.cuda.get_device_capability(device))
         tile = next((tile for tile in candidates if self.segment % tile.rows == 0), None)
         if tile is None:
             return fixed_cost(self.length)
@@ -284,16 +286,16 @@ class RankingCost(WorkItem):
         config = LayerConfig.uniform(query_heads, tau=MAX_TAU, segment=self.segment, tile=tile)
         calls = {"s2o": partial(s2o_attention, q, k, v, config), "dense": partial(dense_attention, q, k, v)}
         try:
-            seconds = medians(calls, device, ROUNDS)
+            seconds = measure_medians(calls, device, ROUNDS)
             stats = s2o_attention(q, k, v, config, return_stats=True).stats
         except FAILURES:
             return fixed_cost(self.length)
         assert stats is not None
-        overhead_share = overhead(RankingConfig(self.segment), "none")
+        overhead_share = estimate_overhead(RankingConfig(self.segment), "none")
         return max(0.0, seconds["s2o"] / seconds["dense"] - float(stats.density.mean()) - overhead_share)
 
 
-def measured_sensitivity(
+def measure_on_prompts(
     model: LoadedModel | Executor, prompts: Mapping[int, Sequence[Prompt]], recipe: Recipe, journal: Journal
 ) -> Sensitivity:
     """Measure the sensitivity of every layer and head, unless the journal has it.
@@ -309,9 +311,9 @@ def measured_sensitivity(
     used = prompts[length][:SENSITIVITY_PROMPTS]
     hashes = tuple(prompt.sha256 for prompt in used)
     item = PromptsSensitivity(hashes, min(length, SENSITIVITY_TOKENS), recipe.seed)
-    with executor_of(model) as executor:
+    with open_executor(model) as executor:
         executor.register_prompts(used)
-        return _convert_sensitivity(measured([item], executor, journal)[0])
+        return _convert_sensitivity(measure_items([item], executor, journal)[0])
 
 
 @dataclass(frozen=True)
@@ -333,10 +335,10 @@ class PromptsSensitivity(WorkItem):
 
     def run(self, worker: WorkerState) -> Sensitivity:
         ids = [worker.prompts[prompt].ids[: self.tokens] for prompt in self.prompts]
-        return sensitivity(worker.loaded, ids, self.seed)
+        return measure_sensitivity(worker.loaded, ids, self.seed)
 
 
-def stored_sensitivity(
+def read_stored_sensitivity(
     entries: Sequence[tuple[Mapping[str, Any], Any]], prompts: set[str | None]
 ) -> Sensitivity | None:
     """Return the sensitivity last measured on some of these prompts, by their hashes; None without one.

@@ -20,18 +20,18 @@ from calibrate.curves.curves import (
     Curves,
     RankingConfig,
     Shape,
+    compute_head_norms,
     count_pairs,
     count_window_pairs,
-    head_norms,
     place_taus,
-    worst_of,
+    select_worst,
 )
 from calibrate.model.layers import Captured
-from s2o_runtime.call import capped
-from s2o_runtime.config import GRAIN, dense_from
+from s2o_runtime.call import cap_scores
+from s2o_runtime.config import KEY_BLOCK, find_first_dense_row
 from s2o_runtime.quantisation import Int8Operands
-from s2o_runtime.reference.attention import dense_window
-from s2o_runtime.reference.ranking import log_weights, order_of, part_means
+from s2o_runtime.reference.attention import attend_window
+from s2o_runtime.reference.ranking import log_weights, make_representatives, order_of
 
 STEP = 128
 GPU_BYTES, CPU_BYTES = 8 << 30, 256 << 20  # workspace of one pass
@@ -55,7 +55,7 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
     size = rankings[0].segment
     keys = [(ranking, shape) for ranking in rankings for shape in shapes]
     dense = prompt.truth()
-    norms = head_norms(dense)
+    norms = compute_head_norms(dense)
     # of every slice of heads: sums over its rows, and errors of its worst rows, as `_find_stops` returns them
     slices: dict[tuple[RankingConfig, Shape], list[tuple[Tensor, Tensor]]] = {key: [] for key in keys}
     for heads in _slice_heads(prompt, size):
@@ -65,7 +65,7 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
         sinks = None if prompt.sinks is None else prompt.sinks[heads].float()[:, None]
         stops: dict[tuple[RankingConfig, Shape], list[tuple[Tensor, Tensor]]] = {key: [] for key in keys}
         for scores in dict.fromkeys(ranking.scores for ranking in rankings):
-            int8 = Int8Operands.of_heads(q, k) if scores == "int8" else None
+            int8 = Int8Operands.from_heads(q, k) if scores == "int8" else None
             for begin in range(0, length, size):
                 rows = slice(begin, begin + size)
                 if int8 is None:
@@ -78,11 +78,11 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
                 for ranking in (ranking for ranking in rankings if ranking.scores == scores):
                     trace = _trace_prefix(segment, ranking)
                     for shape in shapes:
-                        sparse = dense_from(length, last_rows, shape.block_m) - begin
+                        sparse = find_first_dense_row(length, last_rows, shape.block_m) - begin
                         stops[ranking, shape].append(_find_stops(trace, shape, norms[heads], sparse))
         for key, segments in stops.items():
             sums, tile_errors = zip(*segments, strict=True)
-            worst = worst_of(torch.cat(tile_errors, 2), -2).sqrt()
+            worst = select_worst(torch.cat(tile_errors, 2), -2).sqrt()
             slices[key].append((torch.stack(sums).sum(0), worst))
     values, causal = length * head_dim, length * (length + 1) / 2
     curves = {}
@@ -90,7 +90,7 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
         (squared, tail_squared, visited), (row, tail_row) = (
             torch.cat(of_slices, 1).cpu() for of_slices in zip(*slices[key], strict=True)
         )
-        sparse = dense_from(length, last_rows, key[1].block_m)
+        sparse = find_first_dense_row(length, last_rows, key[1].block_m)
         density = (visited + count_window_pairs(range(sparse), size, STEP) + count_pairs(sparse, length)) / causal
         power = float(norms.mean()) / head_dim
         curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)
@@ -141,11 +141,11 @@ def _attend_segment(
     prefix = begin // STEP * STEP  # the keys cut off here join the window, as in the kernel
     end = begin + q.shape[1]
     last_key = torch.arange(begin - prefix, end - prefix, device=q.device)
-    window = dense_window(q, k[:, prefix:end], v[:, prefix:end], last_key.expand(q.shape[:2]), softcap, sinks)
+    window = attend_window(q, k[:, prefix:end], v[:, prefix:end], last_key.expand(q.shape[:2]), softcap, sinks)
     k, v = k[:, :prefix], v[:, :prefix]
     if not prefix:
         return _Segment(q, k, v, q.new_zeros(len(q), 0, q.shape[1]), window.l, window.acc, softcap)
-    scores = capped(k @ q.transpose(1, 2), softcap)
+    scores = cap_scores(k @ q.transpose(1, 2), softcap)
     m = torch.maximum(scores.amax(1), window.m)
     decay = (window.m - m).exp_()
     return _Segment(q, k, v, scores.sub_(m[:, None]).exp_(), window.l * decay, window.acc * decay[..., None], softcap)
@@ -174,13 +174,13 @@ def _trace_prefix(segment: _Segment, ranking: RankingConfig) -> _Trace:
         none, out = segment.weights, segment.acc / segment.l[..., None]
         dense = out if segment.truth is None else segment.truth
         return _Trace(segment.l[:, None], none, none, none, none[..., 0], dense, (out - dense).square().sum(-1))
-    parts = part_means(
+    parts = make_representatives(
         segment.q if segment.exact is None else segment.exact, ranking.segment // ranking.representatives
     )
     if segment.int8 is not None:
         parts = segment.int8.representatives(parts)
-    log_mass = log_weights(parts, segment.k, GRAIN, segment.softcap)
-    order = order_of(log_mass, GRAIN)
+    log_mass = log_weights(parts, segment.k, KEY_BLOCK, segment.softcap)
+    order = order_of(log_mass, KEY_BLOCK)
     weights, v = _order_rows(segment.weights, order), _order_rows(segment.v, order)
     l = torch.cat([segment.l[:, None], weights.sum(2)], 1).cumsum_(1)
     acc = (weights.transpose(2, 3) @ v).cumsum_(1).add_(segment.acc[:, None])  # [H, T, S, D]
@@ -207,7 +207,7 @@ def _sum_left(mass: Tensor, order: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
     mass: [H, P / GRAIN] by position; order: [H, P]; v: [H, T, STEP, D], in that order. See ranking.Ranking.
     """
-    key_mass = (mass.gather(1, order // GRAIN) / GRAIN).view(v.shape[:3])
+    key_mass = (mass.gather(1, order // KEY_BLOCK) / KEY_BLOCK).view(v.shape[:3])
     left = _sum_suffixes(key_mass.sum(-1))
     values = _sum_suffixes((key_mass[:, :, None] @ v)[:, :, 0])[:, 1:]
     return left, values / torch.where(left > 0, left, 1.0)[:, 1:, None]

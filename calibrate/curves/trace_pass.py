@@ -14,19 +14,19 @@ from calibrate.curves.curves import (
     Curves,
     RankingConfig,
     Shape,
+    compute_head_norms,
     count_pairs,
     count_window_pairs,
-    head_norms,
     place_taus,
-    worst_of,
+    select_worst,
 )
 from calibrate.model.layers import Captured
 from calibrate.recipe import SAMPLED_ROWS
 from s2o_runtime.call import Call
-from s2o_runtime.config import HEAD_DIMS, LayerConfig, dense_from
-from s2o_runtime.devices import capability
-from s2o_runtime.sequences import laid_out
-from s2o_runtime.tiles import MIN_CAPABILITY, padded_head_dim, trace_tile
+from s2o_runtime.config import HEAD_DIMS, LayerConfig, find_first_dense_row
+from s2o_runtime.devices import get_capability
+from s2o_runtime.sequences import lay_out
+from s2o_runtime.tiles import MIN_CAPABILITY, make_trace_tile, pad_head_dim
 
 WINDOW = 2048  # rows of a window of a sample, or one segment where that is longer
 FIRST_TRITON_FOR_SM_100 = 3, 9  # older ones fail to compile the kernel there
@@ -36,8 +36,8 @@ def supports(prompt: Captured) -> bool:
     """Return True if the kernel can measure this prompt here."""
     if not prompt.q.is_cuda or prompt.q.dtype == torch.float32 or _get_head_dim(prompt) > HEAD_DIMS[-1]:
         return False
-    here = capability(prompt.q.device)
-    return here >= MIN_CAPABILITY and compiles(here, triton.__version__)
+    here = get_capability(prompt.q.device)
+    return here >= MIN_CAPABILITY and may_compile(here, triton.__version__)
 
 
 def _get_head_dim(prompt: Captured) -> int:
@@ -45,7 +45,7 @@ def _get_head_dim(prompt: Captured) -> int:
     return max(prompt.q.shape[3], prompt.v.shape[3])
 
 
-def compiles(capability: tuple[int, int], triton_version: str) -> bool:
+def may_compile(capability: tuple[int, int], triton_version: str) -> bool:
     """Return True if this Triton can compile the kernel for such a GPU."""
     version = tuple(int(part) for part in triton_version.split(".")[:2])
     return capability[0] not in (10, 11) or version >= FIRST_TRITON_FOR_SM_100
@@ -55,16 +55,16 @@ def compiles(capability: tuple[int, int], triton_version: str) -> bool:
 def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0) -> Curves:
     """Measure as torch_pass.measure does, with the order that the kernels make."""
     dense = prompt.truth()
-    norms = head_norms(dense)
+    norms = compute_head_norms(dense)
     curves: dict[tuple[RankingConfig, Shape], Curve] = {}
     for ranking in rankings:
         for block_m in sorted({shape.block_m for shape in shapes}):
             same_height = [shape for shape in shapes if shape.block_m == block_m]
-            curves |= traced(prompt, ranking, same_height, dense, norms, last_rows)
+            curves |= trace_ranking(prompt, ranking, same_height, dense, norms, last_rows)
     return curves
 
 
-def traced(
+def trace_ranking(
     prompt: Captured, ranking: RankingConfig, shapes: Sequence[Shape], dense: Tensor, norms: Tensor, last_rows: int = 0
 ) -> Curves:
     """Measure the curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
@@ -76,12 +76,12 @@ def traced(
 
     heads, length, value_dim = prompt.q.shape[1], *prompt.v.shape[2:]
     head_dim = _get_head_dim(prompt)
-    padded = padded_head_dim(head_dim)
+    padded = pad_head_dim(head_dim)
     first = min(shape.stride for shape in shapes)
     spacings = {shape.stride: (shape.stride // first).bit_length() - 1 for shape in shapes}
     assert all(first << spacing == stride for stride, spacing in spacings.items())
     assert max(spacings.values()) < STRIDES
-    tile = trace_tile(head_dim, capability(prompt.q.device), shapes[0].block_m, first)
+    tile = make_trace_tile(head_dim, get_capability(prompt.q.device), shapes[0].block_m, first)
     config = LayerConfig.uniform(
         heads,
         segment=ranking.segment,
@@ -90,12 +90,12 @@ def traced(
         tile=tile,
         scores=ranking.scores,
     )
-    q, k, v, truth = (laid_out(tensor, padded) for tensor in (prompt.q, prompt.k, prompt.v, dense))
+    q, k, v, truth = (lay_out(tensor, padded) for tensor in (prompt.q, prompt.k, prompt.v, dense))
     sinks = None if prompt.sinks is None else prompt.sinks.contiguous()
-    call = Call.of(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
+    call = Call.from_tensors(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
     sums = torch.zeros(3, STRIDES, heads, len(TAUS), dtype=torch.float64, device=q.device)
     worst = []
-    sample, sparse = sample_rows(length, ranking.segment), dense_from(length, last_rows, tile.block_m)
+    sample, sparse = sample_rows(length, ranking.segment), find_first_dense_row(length, last_rows, tile.block_m)
     for part in trace(call, truth, norms, place_taus(q.device), sample):
         edges = torch.arange(part.rows.start, part.rows.stop, tile.block_m, device=q.device)
         count = (part.rows.stop - edges).clamp_max(tile.block_m)[:, None]
@@ -103,7 +103,7 @@ def traced(
         for total, per_tile in zip(sums, (part.squared, part.tail_squared, part.visited * count), strict=True):
             total += torch.where(kept, per_tile, 0).double().sum(2)
         worst.append(torch.where(kept, torch.stack([part.worst, part.tail_worst]), 0))
-    row, tail_row = worst_of(torch.cat(worst, 3), -2).sqrt().cpu()
+    row, tail_row = select_worst(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()
     rows = [range(part.start, min(part.stop, sparse)) for part in sample or [range(length)] if part.start < sparse]
     windows = sum(count_window_pairs(part, ranking.segment, tile.block_n) for part in rows)

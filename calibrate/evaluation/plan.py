@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibrate.options import option, options_of, shared
-from calibrate.prompts.retrieval import FACTS, MOST
+from calibrate.options import collect_options, option, shared
+from calibrate.prompts.retrieval import FACTS, MAX_QUESTIONS
 from calibrate.recipe import MAX_COUNT
 from calibrate.recipe import OPTIONS as CALIBRATION
 from s2o_runtime.config import LayerConfig, StopRule, TileConfig
@@ -74,7 +74,7 @@ class EvaluationPlan:
     samples: int = option(
         Rule(int, 1, MAX_COUNT), "prompts of each length, for each task", INPUT, default=4, name="num_prompts")
     needles: int = option(
-        Rule(int, 1, MOST), "questions of each prompt that hides facts", INPUT, default=8, name="num_needles")
+        Rule(int, 1, MAX_QUESTIONS), "questions of each prompt that hides facts", INPUT, default=8, name="num_needles")
     repeats: int = option(Rule(int, 1, MAX_COUNT), "timed prefills, after one that is not", INPUT, default=5)
     seed: int = shared(CALIBRATION["seed"], default=0, help="seed of prompts and random weights", group=INPUT)
     device: str = shared(CALIBRATION["device"], default="cpu", group=COMPARED)
@@ -116,7 +116,7 @@ class EvaluationPlan:
         return self
 
 
-OPTIONS = options_of(EvaluationPlan, GROUPS)
+OPTIONS = collect_options(EvaluationPlan, GROUPS)
 
 
 def _label_paths(paths: tuple[Path, ...]) -> list[str]:

@@ -13,12 +13,21 @@ from rich.console import Console
 
 from calibrate.evaluation.plan import FILES, PROMPTS, EvaluationPlan
 from calibrate.evaluation.results import DENSE_CAN, Row, Summary
-from calibrate.machine import MARK, json_file
+from calibrate.machine import MARK, format_json_file
 from calibrate.model.models import in_full
-from calibrate.report.figures import BAR, COLOURS, attempt, panels, png
-from calibrate.report.sections import times
-from calibrate.tables import Table, bullets, escaped, formatted, markdown, print_fields, print_lines, print_table
-from s2o_runtime.fields import counted
+from calibrate.report.figures import BAR, COLOURS, add_panels, render_png, try_drawing
+from calibrate.report.sections import format_speedup
+from calibrate.tables import (
+    Table,
+    escape_markdown,
+    format_bullets,
+    format_markdown,
+    format_number,
+    print_fields,
+    print_lines,
+    print_table,
+)
+from s2o_runtime.fields import pluralize
 from s2o_runtime.files import write_atomically
 
 if TYPE_CHECKING:
@@ -69,7 +78,7 @@ def plan_lines(plan: EvaluationPlan, architecture: str, device: str, prompts: in
 
 
 def print_plan(lines: dict[str, Any], console: Console) -> None:
-    """Print the result of `plan_lines`."""
+    """Print the result of `list_verify_plan`."""
     words = {name: "none" if value is None else value for name, value in lines.items()}
     lists = {name: "; ".join(map(str, value)) for name, value in words.items() if isinstance(value, list)}
     print_fields(words | lists, console)
@@ -90,12 +99,12 @@ def write_report(summary: Summary, plan: EvaluationPlan) -> tuple[list[str], str
         The names of the files, and why there are no pictures, empty if there are. Pictures of an earlier plan that this
         one has not are deleted.
     """
-    pictures_by_name, failure = attempt(lambda: pictures(summary))
+    pictures_by_name, failure = try_drawing(lambda: draw_pictures(summary))
     drawn = {f"{name}.png": picture for name, picture in (pictures_by_name or {}).items()}
-    contents = {"summary.json": json_file(summary), **drawn}
+    contents = {"summary.json": format_json_file(summary), **drawn}
     for name in FILES:
         (plan.out / name).unlink(missing_ok=True)
-    contents["report.md"] = _page(summary, list(drawn)).encode()
+    contents["report.md"] = _write_page(summary, list(drawn)).encode()
     for name, data in contents.items():
         write_atomically(plan.out / name, data)
     return list(contents), failure
@@ -110,16 +119,16 @@ def list_tables(summary: Summary) -> list[Table]:
     density: Columns = {"density": lambda row: f"{row['density']:.3f}"}
     quality = {
         "budget": lambda row: row["budget"] or "-",
-        "attention": lambda row: times(row["attention_speedup"]),
-        "prefill": lambda row: times(row.get("speedup")),
-        "recall, dense": lambda row: formatted(row.get("dense_accuracy"), ".1%"),
-        "recall": lambda row: formatted(row.get("accuracy"), ".1%"),
+        "attention": lambda row: format_speedup(row["attention_speedup"]),
+        "prefill": lambda row: format_speedup(row.get("speedup")),
+        "recall, dense": lambda row: format_number(row.get("dense_accuracy"), ".1%"),
+        "recall": lambda row: format_number(row.get("accuracy"), ".1%"),
         "difference, 95%": _format_difference,
-        "p": lambda row: formatted(row.get("p"), ".2g"),
-        "p by prompt": lambda row: formatted(row.get("p_by_prompt"), ".2g"),
-        "KL [nats]": lambda row: formatted(row.get("kl"), ".1e"),
-        "same top-1": lambda row: formatted(row.get("top1"), ".2%"),
-        "same answers": lambda row: formatted(row.get("same"), ".0%"),
+        "p": lambda row: format_number(row.get("p"), ".2g"),
+        "p by prompt": lambda row: format_number(row.get("p_by_prompt"), ".2g"),
+        "KL [nats]": lambda row: format_number(row.get("kl"), ".1e"),
+        "same top-1": lambda row: format_number(row.get("top1"), ".2%"),
+        "same answers": lambda row: format_number(row.get("same"), ".0%"),
     }
     answers = {
         "task": lambda row: TASK_NAMES[row["task"]],
@@ -132,24 +141,26 @@ def list_tables(summary: Summary) -> list[Table]:
         "log-lik.": lambda row: f"{row['log_likelihood']:.3f}",
     }
     text = {
-        "perplexity": lambda row: formatted(row.get("perplexity"), ".4f"),
+        "perplexity": lambda row: format_number(row.get("perplexity"), ".4f"),
         "over dense": _format_over_dense,
-        "same answers": lambda row: formatted(row.get("same"), ".0%"),
+        "same answers": lambda row: format_number(row.get("same"), ".0%"),
         "same tokens": lambda row: f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
     }
     time = {
         "first token [ms]": lambda row: f"{row['seconds'] * 1e3:.1f}",
         "fastest .. slowest": lambda row: f"{row['fastest'] * 1e3:.1f} .. {row['slowest'] * 1e3:.1f}",
-        "vs dense": lambda row: times(row["speedup"]),
+        "vs dense": lambda row: format_speedup(row["speedup"]),
         "peak [GiB]": lambda row: "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / (1 << 30):.2f}",
     }
     compared = [row for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
     by_length = sorted(held_out.values(), key=lambda row: int(row["length"]))
     all_tables = [
-        Table.of(compared, key | quality, "quality beside dense", align="rlr", wrap="variant"),
-        Table.of(summary["retrieval"], answers | density, "answers", align="lrlr", wrap="variant"),
-        Table.of(by_length, key | text | density, "held-out text", align="rlr", wrap="variant"),
-        Table.of(summary["time"], key | time | density, "time to the first token, warm", align="rlr", wrap="variant"),
+        Table.from_rows(compared, key | quality, "quality beside dense", align="rlr", wrap="variant"),
+        Table.from_rows(summary["retrieval"], answers | density, "answers", align="lrlr", wrap="variant"),
+        Table.from_rows(by_length, key | text | density, "held-out text", align="rlr", wrap="variant"),
+        Table.from_rows(
+            summary["time"], key | time | density, "time to the first token, warm", align="rlr", wrap="variant"
+        ),
     ]
     return [table for table in all_tables if table.rows]
 
@@ -192,7 +203,7 @@ def list_notes(summary: Summary) -> list[str]:
     for row in summary["time"]:
         if row["variant"] != summary["variants"][0]["name"]:
             lines += [
-                f"{row['variant']} at {row['length']} tokens: {counted(layers, 'layer')} ran dense ({reason})"
+                f"{row['variant']} at {row['length']} tokens: {pluralize(layers, 'layer')} ran dense ({reason})"
                 for reason, layers in row["dense"].items()
             ]
     if summary["device"] == "cpu" and summary["time"]:
@@ -202,22 +213,22 @@ def list_notes(summary: Summary) -> list[str]:
     return lines
 
 
-def _page(summary: Summary, files: Sequence[str]) -> str:
+def _write_page(summary: Summary, files: Sequence[str]) -> str:
     """Write the report in Markdown; `files` are the pictures beside it."""
     plan = summary["plan"]
     parts = [
-        f"# Evaluation of {escaped(summary['model'])}",
+        f"# Evaluation of {escape_markdown(summary['model'])}",
         f"<!-- {MARK} -->",
-        f"{escaped(summary['architecture'])}, on {escaped(summary['device'])}, "
+        f"{escape_markdown(summary['architecture'])}, on {escape_markdown(summary['device'])}, "
         + ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
         + f"; seed {plan['seed']}, {plan['samples']} prompts of each task and length, {plan['needles']} questions each",
     ]
     if summary.get("command"):
         parts.append(f"```sh\n{summary['command']}\n```")
     for table in list_tables(summary):
-        parts += [f"## {table.title[0].upper()}{table.title[1:]}", markdown(table)]
+        parts += [f"## {table.title[0].upper()}{table.title[1:]}", format_markdown(table)]
     if lines := list_notes(summary):
-        parts += ["## Notes", bullets(lines)]
+        parts += ["## Notes", format_bullets(lines)]
     if files:
         parts.append("## Pictures")
         parts += [f"![{file.removesuffix('.png')}]({file})\n\n{CAPTIONS[file.removesuffix('.png')]}" for file in files]
@@ -226,7 +237,7 @@ def _page(summary: Summary, files: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def pictures(summary: Summary) -> dict[str, bytes]:
+def draw_pictures(summary: Summary) -> dict[str, bytes]:
     """Draw PNG files of what was measured, by name."""
     draws = {
         "needles": (draw_needles, summary["heat"]),
@@ -235,7 +246,7 @@ def pictures(summary: Summary) -> dict[str, bytes]:
     }
     title = f"{summary['model']} on {summary['device']}"
     return {
-        name: png(partial(draw, summary=summary), title, pad=0.1)  # so that the ticks of two axes do not touch
+        name: render_png(partial(draw, summary=summary), title, pad=0.1)  # so that the ticks of two axes do not touch
         for name, (draw, rows) in draws.items()
         if rows
     }
@@ -247,7 +258,7 @@ def draw_needles(figure: Figure, summary: Summary) -> None:
     across, down = len(heats[0]["lengths"]), len(heats[0]["depths"])
     size = (min(max(0.75 * across, 2.6), 7.0), min(max(0.42 * down, 1.6), 5.0))
     titles = [_wrap_name(heat["variant"], WRAP) for heat in heats]
-    all_axes = panels(figure, titles, size, x="prompt length [tokens]", y="depth of the needle", sharey=True)
+    all_axes = add_panels(figure, titles, size, x="prompt length [tokens]", y="depth of the needle", sharey=True)
     for axes, heat in zip(all_axes, heats, strict=True):
         image = axes.imshow(heat["accuracy"], vmin=0, vmax=1, cmap=COLOURS, aspect="auto", interpolation="nearest")
         for y, row in enumerate(heat["accuracy"]):
@@ -291,7 +302,7 @@ def _make_panels(figure: Figure, rows: Sequence[Row], x: str) -> list[tuple[Axes
     """Make axes for the rows of each length."""
     lengths = sorted({row["length"] for row in rows})
     titles = [f"{length} tokens" for length in lengths]
-    all_axes = panels(figure, titles, PANEL, x=x, y="KL from dense [nats]", sharey=True)
+    all_axes = add_panels(figure, titles, PANEL, x=x, y="KL from dense [nats]", sharey=True)
     by_length = [[row for row in rows if row["length"] == length] for length in lengths]
     return list(zip(all_axes, by_length, strict=True))
 

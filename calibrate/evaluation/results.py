@@ -16,11 +16,11 @@ from scipy import optimize, stats
 from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan
 from calibrate.evaluation.run import DIGEST, Evaluation, Variant
 from calibrate.evaluation.score import BUCKETS
-from calibrate.evaluation.tasks import cases
+from calibrate.evaluation.tasks import list_cases
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.documents import read_text
-from calibrate.versions import versions
+from calibrate.versions import collect_versions
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import split_fingerprint
 
@@ -43,7 +43,7 @@ def open_journal(plan: EvaluationPlan, loaded: LoadedModel) -> Journal:
     identity = {
         "model": {"name": loaded.name, **split_fingerprint(loaded.fingerprint)},
         "device": {"kind": device.kind, "name": device.name, "sm_count": device.sm_count},
-        "versions": {name: text for name, text in versions().items() if name != "optuna"},
+        "versions": {name: text for name, text in collect_versions().items() if name != "optuna"},
         "tokenizer": plan.tokenizer,
         "seed": plan.seed,
         "needles": plan.needles,
@@ -52,12 +52,12 @@ def open_journal(plan: EvaluationPlan, loaded: LoadedModel) -> Journal:
     return Journal.open(plan.journal_path, identity, option="--out-dir")
 
 
-def summary(evaluation: Evaluation) -> Summary:
+def summarise(evaluation: Evaluation) -> Summary:
     """Return the outcome of an evaluation, all of it JSON, from a journal that has the results of all prompts."""
     plan, loaded, compared = evaluation.plan, evaluation.loaded, evaluation.compared
     results = [
         {"task": task, "variant": variant.name, "length": case.length, "sample": case.sample} | value
-        for case in cases(plan, evaluation.user_prompts)
+        for case in list_cases(plan, evaluation.user_prompts)
         for task in case.tasks
         for variant in compared
         if (value := evaluation.journal.get(task, case.key(variant.identity)))
@@ -70,7 +70,7 @@ def summary(evaluation: Evaluation) -> Summary:
         "architecture": str(loaded.geometry),
         "device": str(identify(loaded.weights.device)),
         "random_weights": loaded.random,
-        "versions": versions(),
+        "versions": collect_versions(),
         "plan": json.loads(json.dumps(asdict(plan), default=str)),
         "variants": [{"name": variant.name, "identity": variant.identity} for variant in compared],
         "quality": _join_scores(plan, compared, list(chain(*pooled))),

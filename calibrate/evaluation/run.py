@@ -17,11 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from calibrate.evaluation import score
 from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan, configure_layer, find_baseline
-from calibrate.evaluation.tasks import Case, build, cases
+from calibrate.evaluation.tasks import Case, build, list_cases
 from calibrate.journal import Journal
-from calibrate.model.layers import attention_implementation
+from calibrate.model.layers import with_attention
 from calibrate.model.models import LoadedModel
-from calibrate.progress import progress_bar
+from calibrate.progress import show_progress
 from calibrate.prompts.prompt import Prompt
 from calibrate.record import read_record
 from s2o_runtime.config import LayerConfig
@@ -29,9 +29,9 @@ from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import InputError, ResourceError
 from s2o_runtime.huggingface import hf
-from s2o_runtime.identity import attention_modules
+from s2o_runtime.identity import list_attention_modules
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 
 if TYPE_CHECKING:
     from scripts.bench.baselines.run import BaselineStats
@@ -80,19 +80,19 @@ class Variant:
         return dense / seconds
 
 
-def variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
+def list_variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
     """List dense, every profile and every setting of a plan. Raises ProfileError if one does not fit the model."""
     names = iter(plan.variant_names)
     compared = [Variant(next(names), DENSE)]
     for path in plan.profiles:
         profile = load_profile(path)
         hf.patch(loaded.model, profile, drift="off")  # once: states are kept, so that changing variants costs nothing
-        states = tuple(hf.layer_states(loaded.model))
+        states = tuple(hf.get_layer_states(loaded.model))
         hf.unpatch(loaded.model)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST]
         compared.append(Variant(next(names), digest, states, profile=profile))
     device = identify(loaded.weights.device)
-    tiles = candidate_tiles(loaded.geometry.head_dim, device.capability) if device.kind == "cuda" else ()
+    tiles = list_candidate_tiles(loaded.geometry.head_dim, device.capability) if device.kind == "cuda" else ()
     for name, setting in zip(names, plan.settings, strict=True):
         if (baseline := find_baseline(setting)) is not None:
             compared.append(Variant(name, name, baseline=baseline))
@@ -111,10 +111,10 @@ def repeat_config(config: LayerConfig, layers: int) -> tuple[hf.LayerState, ...]
 def run_as(model: Any, variant: Variant) -> Iterator[None]:
     """Run the model as a variant inside the block. A layer that its baseline cannot compute raises InputError there."""
     hf.register()
-    modules = attention_modules(model)
-    AttentionInterface.register(BASELINE, _baseline_forward)
+    modules = list_attention_modules(model)
+    AttentionInterface.register(BASELINE, _run_baseline)
     AttentionMaskInterface.register(BASELINE, hf.s2o_mask)
-    with attention_implementation(model, hf.NAME if variant.baseline is None else BASELINE):
+    with with_attention(model, hf.NAME if variant.baseline is None else BASELINE):
         try:
             variant.last.clear()
             for module in modules if variant.baseline else ():
@@ -130,7 +130,7 @@ def run_as(model: Any, variant: Variant) -> Iterator[None]:
                 module.__dict__.pop(BASELINE, None)
 
 
-def _baseline_forward(
+def _run_baseline(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute prompts by the module's baseline, and all else as S2O's attention function does."""
@@ -144,7 +144,7 @@ def _baseline_forward(
     from scripts.bench.baselines.run import HEAD_DIM, baseline_attention  # `find_baseline` has found the folder
 
     scale = query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"]
-    obstacle = "padded prompts" if call.kv_start is not None else hf.scoring_of(scale, options).beyond_sdpa
+    obstacle = "padded prompts" if call.kv_start is not None else hf.read_scoring(scale, options).beyond_sdpa
     if query.shape[3] > HEAD_DIM:
         obstacle = f"a head_dim of {query.shape[3]}, over {HEAD_DIM}"
     if obstacle is not None:
@@ -185,14 +185,14 @@ class Evaluation:
 def evaluate(evaluation: Evaluation, *, progress: bool) -> None:
     """Measure what the journal lacks of a plan. Raises ResourceError if the GPU's memory does not suffice."""
     plan, compared, journal = evaluation.plan, evaluation.compared, evaluation.journal
-    planned, dense = cases(plan, evaluation.user_prompts), compared[0]
+    planned, dense = list_cases(plan, evaluation.user_prompts), compared[0]
 
     def list_missing(case: Case, variant: Variant) -> list[str]:
         tasks = [task for task in case.tasks if not (task == "agreement" and variant is dense)]  # it agrees with itself
         return [task for task in tasks if journal.get(task, case.key(variant.identity)) is None]
 
     to_do = [[list_missing(case, variant) for variant in compared] for case in planned]
-    with progress_bar("evaluating", len(planned) * len(compared), "prompt", shown=progress) as step:
+    with show_progress("evaluating", len(planned) * len(compared), "prompt", shown=progress) as step:
         if stored := sum(not tasks for missing in to_do for tasks in missing):
             step(f"are in {journal.path.name}", stored, known=True)
         for case, missing in zip(planned, to_do, strict=True):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from calibrate.model import logits
-from calibrate.model.layers import decoder_of
-from calibrate.model.logits import ROWS, logits_of, timed_prefill
+from calibrate.model.layers import get_decoder
+from calibrate.model.logits import ROWS, get_logits, time_prefill
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ModelError
@@ -33,8 +33,8 @@ class ForwardPass:
 
     @torch.no_grad()
     def __init__(self, loaded: LoadedModel, ids: Tensor, *, cache: bool = False) -> None:
-        self._logits = logits_of(loaded.model)
-        self._decoder = decoder_of(loaded.model)
+        self._logits = get_logits(loaded.model)
+        self._decoder = get_decoder(loaded.model)
         self.ids = ids.to(loaded.weights.device)
         outputs = self._decoder(input_ids=self.ids[None], use_cache=cache)
         self.hidden: Tensor = outputs.last_hidden_state[0]
@@ -138,7 +138,7 @@ def compare_predictions(forward: ForwardPass, positions: Tensor, dense: Tensor) 
     """
     kl, same = [], []
     for log_probs, rows in zip(forward.log_probs(positions), torch.split(dense, ROWS), strict=True):
-        agreement = logits.agreement(rows.to(log_probs.device), log_probs)
+        agreement = logits.compare_log_probs(rows.to(log_probs.device), log_probs)
         kl.append(agreement.kl.cpu())
         same.append(agreement.same.cpu())
     values = {"kl": torch.cat(kl), "same": torch.cat(same), "positions": torch.ones(len(positions))}
@@ -159,7 +159,7 @@ def time_first_token(loaded: LoadedModel, ids: Tensor, repeats: int) -> dict[str
     for _ in range(repeats + 1):
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
-        seconds.append(timed_prefill(loaded.model, ids, use_cache=True))
+        seconds.append(time_prefill(loaded.model, ids, use_cache=True))
     del seconds[0]
     return {
         "seconds": statistics.median(seconds),

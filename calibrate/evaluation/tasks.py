@@ -13,9 +13,15 @@ import torch
 
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, EvaluationPlan
 from calibrate.prompts.assembly import encode_served
-from calibrate.prompts.documents import check_text, document_of, first_tokens, parse_entries, sources
+from calibrate.prompts.documents import (
+    check_text,
+    make_document,
+    parse_entries,
+    shuffle_held_out_sources,
+    take_first_tokens,
+)
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import FACTS, Retrieval, encode, start_of
+from calibrate.prompts.retrieval import FACTS, Retrieval, encode, get_start_tokens
 from s2o_runtime.errors import InputError
 
 EXPECTED = 'expected an object with "prompt" (or chat "messages") and "answer", both texts that are not empty'
@@ -42,7 +48,7 @@ class Case:
         return random.Random(f"{plan.seed}/{self.tasks[0]}/{self.length}/{self.sample}/{purpose}")
 
 
-def cases(plan: EvaluationPlan, user_prompts: Sequence[Prompt]) -> list[Case]:
+def list_cases(plan: EvaluationPlan, user_prompts: Sequence[Prompt]) -> list[Case]:
     """List every prompt of a plan, by rising length; the user's prompts and the timed ones come last."""
     groups = [*((task,) for task in RETRIEVAL), TEXT]  # one forward pass answers all tasks of a group
     groups = [tasks for group in groups if (tasks := tuple(task for task in group if task in plan.tasks))]
@@ -59,30 +65,30 @@ def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequen
     task = case.tasks[0]
     if task == PROMPTS:
         return user_prompts[case.sample], [0]
-    text = first_tokens(tokenizer, sources(case.rng(plan, "text")), case.length)
+    text = take_first_tokens(tokenizer, shuffle_held_out_sources(case.rng(plan, "text")), case.length)
     if task in RETRIEVAL:
-        begin = len(start_of(tokenizer))
+        begin = len(get_start_tokens(tokenizer))
         retrieval = _hide_facts(case, plan, tokenizer)
-        _check_length(task, case.length, retrieval.fewest_tokens(begin))
-        ids, answers = retrieval.hidden_in(text[: case.length - len(retrieval.questions)], begin)
+        _check_length(task, case.length, retrieval.count_fewest_tokens(begin))
+        ids, answers = retrieval.hide_in(text[: case.length - len(retrieval.questions)], begin)
         return Prompt(torch.tensor(ids), answers), retrieval.asked
     end = encode(tokenizer, SUMMARY) if task in TEXT else []
     return Prompt(torch.tensor(text[: case.length - len(end)] + end)), []
 
 
-def check(plan: EvaluationPlan, tokenizer: Any) -> None:
+def check_lengths(plan: EvaluationPlan, tokenizer: Any) -> None:
     """Raise InputError if the shortest length is too short for a prompt of a task."""
-    begin = len(start_of(tokenizer))
+    begin = len(get_start_tokens(tokenizer))
     for task in (task for task in RETRIEVAL if task in plan.tasks):
         samples = (Case((task,), plan.lengths[0], sample) for sample in range(plan.samples))
-        needed = max(_hide_facts(case, plan, tokenizer).fewest_tokens(begin) for case in samples)
+        needed = max(_hide_facts(case, plan, tokenizer).count_fewest_tokens(begin) for case in samples)
         _check_length(task, plan.lengths[0], needed)
 
 
 def _hide_facts(case: Case, plan: EvaluationPlan, tokenizer: Any) -> Retrieval:
     rng = case.rng(plan, "facts")
     facts, asked = FACTS[case.tasks[0]](plan.needles, rng)
-    return Retrieval.of(tokenizer, asked, rng, facts)
+    return Retrieval.from_needles(tokenizer, asked, rng, facts)
 
 
 def _check_length(task: str, length: int, needed: int) -> None:
@@ -102,7 +108,7 @@ def read_user_prompts(paths: Sequence[Path], tokenizer: Any, limit: int) -> list
         answer = entry.pop("answer", None) if isinstance(entry, dict) else None
         if not isinstance(answer, str):
             raise ValueError(EXPECTED)
-        before = encode_served(tokenizer, document_of(entry, "", "", EXPECTED))
+        before = encode_served(tokenizer, make_document(entry, "", "", EXPECTED))
         after = encode(tokenizer, check_text(answer))
         tokens = len(before + after)
         if not before or not after:  # a tokenizer may drop what it does not know

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from calibrate.model.layers import ROWS, decoder_layers
-from calibrate.model.weights import stays_resident
+from calibrate.model.layers import ROWS, list_decoder_layers
+from calibrate.model.weights import decide_resident
 from calibrate.recipe import SAMPLED_ROWS, Recipe
-from calibrate.timing import LONG
+from calibrate.timing import LONG_CALL_S
 from s2o_runtime.config import REPRESENTATIVES
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ResourceError
 from s2o_runtime.identity import Geometry
-from s2o_runtime.layer_kinds import text_config
+from s2o_runtime.layer_kinds import get_text_config
 
 GIB = 1 << 30
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB}
@@ -28,7 +28,7 @@ SAFE = 0.9  # of the length that memory in use would allow by its own
 
 
 @contextmanager
-def within_memory(device: torch.device, length: int, resident: int, what: str) -> Iterator[None]:
+def wrap_out_of_memory(device: torch.device, length: int, resident: int, what: str) -> Iterator[None]:
     """Raise ResourceError if the GPU's memory runs out inside the block.
 
     Args:
@@ -51,7 +51,7 @@ def within_memory(device: torch.device, length: int, resident: int, what: str) -
         ) from error
 
 
-def free_memory(device: torch.device) -> int:
+def measure_free_memory(device: torch.device) -> int:
     """Return the bytes that tensors could still take on a GPU, those of torch's cache included; 0 on a CPU."""
     if device.type != "cuda":
         return 0
@@ -59,11 +59,11 @@ def free_memory(device: torch.device) -> int:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def plenty_is_free(device: torch.device) -> bool:
+def has_plenty_of_memory(device: torch.device) -> bool:
     """Return whether half of a GPU's memory is free, enough for what is only quicker; False on a CPU."""
     if device.type != "cuda":
         return False
-    return free_memory(device) >= torch.cuda.get_device_properties(device).total_memory / 2
+    return measure_free_memory(device) >= torch.cuda.get_device_properties(device).total_memory / 2
 
 
 def find_longest_length(length: int, needed: int, resident: int, total: int) -> int:
@@ -134,17 +134,17 @@ class ModelSizes:
     resident: bool
 
     @classmethod
-    def of(cls, model: Any, device: str, memory: int = 0) -> ModelSizes:
+    def from_model(cls, model: Any, device: str, memory: int = 0) -> ModelSizes:
         """Read the sizes of a transformers model, or of its skeleton, that is going to run on a torch device.
 
         A GPU elsewhere has so many bytes of `memory`.
         """
-        config = text_config(model.config)
+        config = get_text_config(model.config)
         experts = max((int(getattr(config, name, 0) or 0) for name in ("num_experts", "num_local_experts")), default=0)
         chosen = int(getattr(config, "num_experts_per_tok", 0) or 0) / experts if experts else 1.0
         layers = [
             [(name, parameter.numel()) for name, parameter in layer.module.named_parameters()]
-            for layer in decoder_layers(model)
+            for layer in list_decoder_layers(model)
         ]
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return cls(
@@ -156,7 +156,7 @@ class ModelSizes:
             hidden=int(config.hidden_size),
             intermediate=int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size),
             vocabulary=int(config.vocab_size),
-            resident=stays_resident(parameters * number_width(device), torch.device(device), memory),
+            resident=decide_resident(parameters * number_width(device), torch.device(device), memory),
         )
 
 
@@ -202,7 +202,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         pairs = length * (length + 1) / 2 / max(1, length // SAMPLED_ROWS if on_gpu else 1)
         measuring += recipe.num_prompts * head_layers * pairs * _count_rankings(recipe, length) / rates.curves
         measuring += recipe.num_prompts * time_forward(length)
-        timed = TIMED if time_attention(length) < LONG else TIMED_ALONE
+        timed = TIMED if time_attention(length) < LONG_CALL_S else TIMED_ALONE
         searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
     timing = on_gpu * layers * sum(TRIAL + TIMED_LAYERS * time_attention(length) for length in proven)
@@ -234,7 +234,7 @@ def scale_rates(device: DeviceIdentity) -> Rates:
 
 def _count_rankings(recipe: Recipe, length: int) -> int:
     """Count the rankings that have curves at a length."""
-    return len(recipe.segments_for(length)) * len(recipe.scores) * len(REPRESENTATIVES)
+    return len(recipe.select_segments(length)) * len(recipe.scores) * len(REPRESENTATIVES)
 
 
 def _estimate_memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:

@@ -20,10 +20,16 @@ from s2o_runtime.call import Scoring
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
-from s2o_runtime.huggingface.hf import implementations, s2o_attention_forward, s2o_mask, scoring_of, set_implementations
-from s2o_runtime.huggingface.layers import layer_obstacle
-from s2o_runtime.identity import device_of, geometry, numbered_modules
-from s2o_runtime.quantisation import as_cached
+from s2o_runtime.huggingface.hf import (
+    get_implementations,
+    read_scoring,
+    s2o_attention_forward,
+    s2o_mask,
+    set_implementations,
+)
+from s2o_runtime.huggingface.layers import find_layer_obstacle
+from s2o_runtime.identity import geometry, get_device_of, number_modules
+from s2o_runtime.quantisation import round_as_cached
 from s2o_runtime.reference.dense import dense_attention
 
 NAME = "s2o_override"  # the attention implementation, and the attribute of a module that holds its function
@@ -61,10 +67,10 @@ class AttentionCall(NamedTuple):
     @classmethod
     def from_transformers(cls, layer: Any, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any]) -> AttentionCall:
         """Read the arguments of decoder layer number `layer`. Raises ModelError if S2O cannot do its attention."""
-        if (obstacle := layer_obstacle(q, k, v, named)) is not None:
+        if (obstacle := find_layer_obstacle(q, k, v, named)) is not None:
             raise ModelError(f"layer {layer} cannot run S2O ({obstacle}): the model is not supported")
         scale = named.get("scaling")
-        return cls(q, k, v, scoring_of(q.shape[3] ** -0.5 if scale is None else scale, named))
+        return cls(q, k, v, read_scoring(q.shape[3] ** -0.5 if scale is None else scale, named))
 
 
 def register() -> None:
@@ -127,7 +133,7 @@ class DecoderLayer:
     @property
     def device(self) -> torch.device:
         """The device of the layer: the layers of a model may be on several GPUs."""
-        return device_of(self.module)
+        return get_device_of(self.module)
 
     def dense(self, stream: Stream) -> Stream:
         """Run the layer as the model has it."""
@@ -143,9 +149,9 @@ class DecoderLayer:
             hf.detach(self.attention)
 
 
-def decoder_layers(model: Any) -> list[DecoderLayer]:
+def list_decoder_layers(model: Any) -> list[DecoderLayer]:
     """List all layers of a model's decoder. Raises ModelError if one of full attention has no attention module."""
-    served = {number: (row, attention) for row, (number, attention) in enumerate(numbered_modules(model))}
+    served = {number: (row, attention) for row, (number, attention) in enumerate(number_modules(model))}
     modules = enumerate(find_layer_list(model))
     return [
         DecoderLayer(number, row, module, attention)
@@ -154,7 +160,7 @@ def decoder_layers(model: Any) -> list[DecoderLayer]:
     ]
 
 
-def decoder_of(model: Any) -> Any:
+def get_decoder(model: Any) -> Any:
     """Return the part of a model that embeds tokens and holds the decoder layers."""
     decoder = model.get_decoder()
     return decoder.model if decoder is model or hasattr(decoder, "lm_head") else decoder  # Llama 4's own is itself
@@ -163,7 +169,7 @@ def decoder_of(model: Any) -> Any:
 def find_layer_list(model: Any) -> nn.ModuleList:
     """Return the module list that holds a decoder's layers. Raises ModelError if there is no such list."""
     expected = geometry(model.config).decoder_layers
-    for child in decoder_of(model).children():
+    for child in get_decoder(model).children():
         if isinstance(child, nn.ModuleList) and len(child) == expected:
             return child
     raise ModelError(
@@ -174,7 +180,7 @@ def find_layer_list(model: Any) -> nn.ModuleList:
 def list_other_parts(model: Any) -> list[nn.Module]:
     """List the parts of a decoder that are no layers: embeddings, positions, norms."""
     layers = find_layer_list(model)
-    return [part for part in decoder_of(model).children() if part is not layers]
+    return [part for part in get_decoder(model).children() if part is not layers]
 
 
 @torch.no_grad()
@@ -189,26 +195,26 @@ def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls
     device, layers = loaded.weights.device, find_layer_list(loaded.model)
     calls = {} if calls is None else calls
     streams = []
-    with loaded.weights.on_device(*list_other_parts(loaded.model)):
+    with loaded.weights.put_on_device(*list_other_parts(loaded.model)):
         for index, ids in enumerate(prompts):
-            hidden, layer_calls = _record_layer_inputs(decoder_of(loaded.model), layers, ids.to(device))
+            hidden, layer_calls = _record_layer_inputs(get_decoder(loaded.model), layers, ids.to(device))
             streams.append(Stream(index, hidden, calls.setdefault(len(ids), layer_calls)))
     return streams
 
 
 @contextmanager
-def layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Module]:
+def put_layer_on_device(loaded: LoadedModel, layer: DecoderLayer) -> Iterator[nn.Module]:
     """Put a layer's parameters on the device inside the block; its parts that work row by row run in pieces."""
-    with loaded.weights.on_device(layer.module):
+    with loaded.weights.put_on_device(layer.module):
         parts = [part for name, part in layer.module.named_children() if name in BY_ROWS]
         with replace_forwards({part: partial(_run_in_pieces, part.forward) for part in parts}):
             yield layer.module
 
 
 @contextmanager
-def attention_implementation(model: Any, name: str) -> Iterator[None]:
+def with_attention(model: Any, name: str) -> Iterator[None]:
     """Let the model compute attention by the function that transformers knows by this name, inside the block."""
-    previous = implementations(model)
+    previous = get_implementations(model)
     model.set_attn_implementation(name)
     try:
         yield
@@ -218,7 +224,7 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
 
 def use_attention(model: Any, name: str) -> None:
     """Let the model compute attention by this function from now on; nothing is done where it does already."""
-    if {implementation for _, implementation in implementations(model)} != {name}:
+    if {implementation for _, implementation in get_implementations(model)} != {name}:
         model.set_attn_implementation(name)
 
 
@@ -282,7 +288,7 @@ class LayerwiseForward:
 
     def __init__(self, loaded: LoadedModel, streams: Sequence[Stream]) -> None:
         self._loaded, self.streams = loaded, list(streams)
-        self.layers, self.number = decoder_layers(loaded.model), 0
+        self.layers, self.number = list_decoder_layers(loaded.model), 0
 
     @property
     def next_layer(self) -> DecoderLayer:
@@ -304,7 +310,7 @@ class LayerwiseForward:
         per_stream = through if isinstance(through, Sequence) else [through] * len(self.streams)
         count = Counter(map(id, self.streams))
         moved: dict[int, Stream] = {}  # streams that are there several times
-        with layer_on_device(self._loaded, layer):
+        with put_layer_on_device(self._loaded, layer):
             for index, run in enumerate(per_stream):
                 stream = self.streams[index]
                 if run is not None:
@@ -350,7 +356,7 @@ class Captured:
         """Round the keys and values as a server's cache of this type does."""
         if kv_cache_dtype == "auto":
             return self
-        k, v = (as_cached(tensor, kv_cache_dtype) for tensor in (self.k, self.v))
+        k, v = (round_as_cached(tensor, kv_cache_dtype) for tensor in (self.k, self.v))
         return replace(self, k=k, v=v, exact=(self.k, self.v))
 
     def truth(self) -> Tensor:
@@ -371,7 +377,7 @@ class Captured:
         return fastest_dense_attention(self.q, self.k, self.v, self.scoring)
 
 
-def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
+def capture_layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
     """Run prompts, int64 [L] each, through the model and capture what reaches attention.
 
     The inputs of one prompt exist at a time. The hidden states of all prompts stay on the device.
@@ -383,7 +389,7 @@ def layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Capt
         ModelError: inf or NaN came up, or S2O cannot do the attention of a layer; it names the layer.
     """
     register()
-    with attention_implementation(loaded.model, NAME):
+    with with_attention(loaded.model, NAME):
         forward = DenseForward(loaded, prompts)
         for row in range(loaded.geometry.layers):
             yield forward.inputs(row)
@@ -416,7 +422,7 @@ class DenseForward:
     def inputs_up_to(self, row: int) -> Iterator[Captured]:
         """Return every prompt's attention inputs at all layers of full attention on its way to one, that one's last."""
         self.finish()
-        self._open = self._capture_up_to(self._loaded.geometry.layer_number(row))
+        self._open = self._capture_up_to(self._loaded.geometry.get_layer_number(row))
         return self._open
 
     def finish(self) -> None:

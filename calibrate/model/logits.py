@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from calibrate.model.layers import decoder_of, find_layer_list, list_other_parts, replace_forwards
+from calibrate.model.layers import find_layer_list, get_decoder, list_other_parts, replace_forwards
 from calibrate.model.models import LoadedModel
 from s2o_runtime.errors import ModelError
 
@@ -21,15 +21,15 @@ Logits = Callable[[Tensor], Tensor]  # hidden states [1, R, H] -> logits [1, R, 
 
 
 @contextmanager
-def logits_on_device(loaded: LoadedModel) -> Iterator[Logits]:
+def put_logits_on_device(loaded: LoadedModel) -> Iterator[Logits]:
     """Put everything behind the last decoder layer on the device inside the block.
 
     Yields:
         A function from hidden states behind the last layer, [1, R, H], to logits, [1, R, V].
     """
     model = loaded.model
-    with loaded.weights.on_device(*list_other_parts(model), model.get_output_embeddings()):
-        norm = getattr(decoder_of(model), "norm", None)
+    with loaded.weights.put_on_device(*list_other_parts(model), model.get_output_embeddings()):
+        norm = getattr(get_decoder(model), "norm", None)
         head = model.get_output_embeddings()
 
         def run_without_layers(rows: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def logits_on_device(loaded: LoadedModel) -> Iterator[Logits]:
         yield _choose_quicker(None if norm is None else lambda rows: head(norm(rows)), run_without_layers)
 
 
-def logits_of(model: Any) -> Logits:
+def get_logits(model: Any) -> Logits:
     """Return a function from hidden states behind the last norm, [1, R, H], to logits, [1, R, V].
 
     Args:
@@ -54,7 +54,7 @@ def logits_of(model: Any) -> Logits:
     """
 
     def run_without_decoder(rows: Tensor) -> Tensor:
-        return _run_replaced(model, rows, decoder_of(model), output=BaseModelOutputWithPast(last_hidden_state=rows))
+        return _run_replaced(model, rows, get_decoder(model), output=BaseModelOutputWithPast(last_hidden_state=rows))
 
     return _choose_quicker(model.get_output_embeddings(), run_without_decoder)
 
@@ -97,19 +97,19 @@ class Agreement(NamedTuple):
         return self.dense_tokens == self.tokens
 
 
-def agreement(dense: Tensor, other: Tensor) -> Agreement:
+def compare_log_probs(dense: Tensor, other: Tensor) -> Agreement:
     """Compare two models' log-probabilities at the same positions, float32 [R, V], on the device of `dense`."""
     kl = (dense.exp() * (dense - other)).sum(-1, dtype=torch.float64)
     return Agreement(kl, dense.argmax(-1), other.argmax(-1))
 
 
-def rows_at_once(vocabulary: int) -> int:
+def count_rows_at_once(vocabulary: int) -> int:
     """Return how many positions' logits exist at once."""
     return max(ROWS, LOGITS // vocabulary)  # a small vocabulary's work is otherwise that of launching kernels
 
 
 @torch.no_grad()
-def timed_prefill(model: Any, ids: Tensor, *, use_cache: bool) -> float:
+def time_prefill(model: Any, ids: Tensor, *, use_cache: bool) -> float:
     """Time one prefill in seconds, until the first token behind the prompt is known.
 
     Args:

@@ -21,16 +21,16 @@ from calibrate.model.weights import (
     InMemory,
     RandomWeights,
     Weights,
+    build_skeleton,
     check_quantisation,
     explain_no_streaming,
     find_quantisation,
     load_whole,
-    skeleton,
 )
-from s2o_runtime.errors import ModelError, ResourceError, first_line
+from s2o_runtime.errors import ModelError, ResourceError, get_first_line
 from s2o_runtime.fields import did_you_mean
 from s2o_runtime.identity import Geometry, geometry
-from s2o_runtime.layer_kinds import text_config
+from s2o_runtime.layer_kinds import get_text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 ARCHITECTURES = Path(__file__).parents[1] / "architectures"
@@ -123,7 +123,7 @@ def is_gguf(name: str) -> bool:
     return name.endswith(SUFFIX) and not Path(name).is_dir()
 
 
-def shipped_sizes(name: str) -> Path | None:
+def find_shipped_config(name: str) -> Path | None:
     """Return the configuration of an alias that is part of this package."""
     path = ARCHITECTURES / f"{name}.json"
     return path if name in ALIASES and path.is_file() else None
@@ -153,7 +153,7 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     """
     from transformers import AutoConfig
 
-    shipped = shipped_sizes(name) if random_weights else None
+    shipped = find_shipped_config(name) if random_weights else None
     source, options = (str(shipped), {}) if shipped else _find_source(name)
     if options and (missing := [package for package in PACKAGES if find_spec(package) is None]):
         raise ResourceError(
@@ -182,7 +182,7 @@ def load_tokenizer(
     Raises:
         ModelError: The name is not known, the tokenizer cannot be loaded, or it makes other tokens than a GGUF file's.
     """
-    if random_weights and tokenizer is None and shipped_sizes(name):
+    if random_weights and tokenizer is None and find_shipped_config(name):
         tokenizer = str(DEMO_FOLDER)
     read = _read_once if is_gguf(name) else _read_tokenizer  # a GGUF file's takes half a minute
     return read(name, random_weights, trust_remote_code, tokenizer)
@@ -199,7 +199,7 @@ def _read_tokenizer(name: str, random_weights: bool, trust_remote_code: bool, ow
     except (OSError, ValueError, ImportError) as error:
         if not random_weights:
             _refuse_code(name, error)
-        problem, cause = first_line(error), error
+        problem, cause = get_first_line(error), error
         if problem.rstrip().endswith("one of:"):  # and a list of what transformers tried
             problem = f"its files are missing: {TOKENIZER_FILES}"
     if problem is None:
@@ -293,7 +293,7 @@ def load(
     reader = load_tokenizer(
         name, random_weights=random_weights, trust_remote_code=trust_remote_code, tokenizer=tokenizer
     )
-    vocabulary = text_config(config).vocab_size
+    vocabulary = get_text_config(config).vocab_size
     if (random_weights or tokenizer is not None) and len(reader) > vocabulary:
         raise ModelError(
             f"model {name!r} has a vocabulary of {vocabulary}, its prompts are made of {len(reader)} tokens: "
@@ -302,17 +302,17 @@ def load(
     torch_device = torch.device(device)
     source, options = ("", {}) if random_weights else _find_source(name)
     if not options and (random_weights or find_quantisation(config) is None):
-        model = skeleton(config, torch.bfloat16 if torch_device.type == "cuda" else torch.float32, torch_device)
+        model = build_skeleton(config, torch.bfloat16 if torch_device.type == "cuda" else torch.float32, torch_device)
         parameters = RandomWeights(model, seed) if random_weights else _find_checkpoint(name, source, model)
         if parameters is not None:
             weights = Weights(model, parameters, torch_device, resident)
             return LoadedModel(name, model, reader, geometry(config), weights.fingerprint, weights, random_weights)
     with _wrap_errors(name, source):
         model = load_whole(source, config, torch_device, name, trust_remote_code=trust_remote_code, **options)
-    return in_memory(model, reader, name)
+    return from_memory(model, reader, name)
 
 
-def in_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedModel:
+def from_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedModel:
     """Take a transformers model that is loaded already: quantised, with adapters, spread over like GPUs or as it is.
 
     Args:
@@ -379,7 +379,7 @@ def _wrap_errors(name: str, source: str) -> Iterator[None]:
                 "here; try again with a network, or give a local folder or a GGUF file; the sizes of an alias such as "
                 "qwen2.5-7b suffice for a plan (--dry-run) and to rehearse (--random-weights)"
             ) from error
-        raise ModelError(f"model {name!r} cannot be loaded from {source}: {first_line(error)}") from error
+        raise ModelError(f"model {name!r} cannot be loaded from {source}: {get_first_line(error)}") from error
 
 
 def _ask_hub(source: str, file: str) -> None:

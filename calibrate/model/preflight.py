@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from calibrate.model.estimate import ModelSizes, number_width
-from calibrate.model.layers import decoder_layers
+from calibrate.model.layers import list_decoder_layers
 from calibrate.model.models import is_gguf, resolve
-from calibrate.model.weights import INDEX, SINGLE, Checkpoint, explain_no_streaming, find_quantisation, skeleton
+from calibrate.model.weights import INDEX, SINGLE, Checkpoint, build_skeleton, explain_no_streaming, find_quantisation
 from s2o_runtime.errors import ModelError
-from s2o_runtime.huggingface.layers import foreseen_obstacle
+from s2o_runtime.huggingface.layers import expect_obstacle
 from s2o_runtime.identity import Geometry, geometry
-from s2o_runtime.layer_kinds import CHUNKED, layer_kinds, visible_keys
+from s2o_runtime.layer_kinds import CHUNKED, count_visible_keys, list_layer_kinds
 
 GB = 1e9
 BITS = {"fp8": 8.0, "finegrained_fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "bitnet": 2.0}  # formats of one width
@@ -40,7 +40,7 @@ class Preflight(NamedTuple):
     sizes: ModelSizes
 
 
-def preflight(
+def make_preflight(
     name: str, config: Any, *, device: str, lengths: Sequence[int], random_weights: bool, memory: int = 0
 ) -> Preflight:
     """Predict what a calibration will find, by the model's configuration alone.
@@ -56,11 +56,11 @@ def preflight(
     Raises:
         ModelError: S2O cannot do the attention of a layer, or transformers cannot make the model.
     """
-    model = skeleton(config, torch.bfloat16, torch.device("cpu"))
-    for layer in decoder_layers(model):
-        if layer.attention is not None and (obstacle := foreseen_obstacle(layer.attention, config)) is not None:
+    model = build_skeleton(config, torch.bfloat16, torch.device("cpu"))
+    for layer in list_decoder_layers(model):
+        if layer.attention is not None and (obstacle := expect_obstacle(layer.attention, config)) is not None:
             raise ModelError(f"layer {layer.number} cannot run S2O ({obstacle}): the model is not supported")
-    shape, sizes = geometry(config), ModelSizes.of(model, device, memory)
+    shape, sizes = geometry(config), ModelSizes.from_model(model, device, memory)
     layers = f"all {shape.layers} run S2O"
     if shape.others:
         numbers = ", ".join(map(str, shape.layer_numbers))
@@ -79,12 +79,12 @@ def compute_attention_share(config: Any, length: int) -> float:
         length: tokens of the prompt.
     """
     full = length * (length + 1) / 2
-    return geometry(config).layers * full / sum(_count_pairs(kind, length, config) for kind in layer_kinds(config))
+    return geometry(config).layers * full / sum(_count_pairs(kind, length, config) for kind in list_layer_kinds(config))
 
 
 def _count_pairs(kind: str, length: int, config: Any) -> float:
     """Count the pairs of queries and keys in a layer of this kind, of one head."""
-    seen = visible_keys(kind, config)
+    seen = count_visible_keys(kind, config)
     near = length if seen is None else min(length, seen)
     triangle = near * (near + 1) / 2
     if kind != CHUNKED or not near:

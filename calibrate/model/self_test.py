@@ -24,11 +24,11 @@ from transformers.masking_utils import eager_mask
 from calibrate.model.layers import (
     AttentionCall,
     DecoderLayer,
-    attention_implementation,
-    decoder_layers,
-    decoder_of,
+    get_decoder,
+    list_decoder_layers,
     list_other_parts,
     replace_forwards,
+    with_attention,
 )
 from calibrate.model.models import LoadedModel
 from s2o_runtime.config import LayerConfig, TileConfig
@@ -36,9 +36,9 @@ from s2o_runtime.devices import identify
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.huggingface.layers import STATE
-from s2o_runtime.identity import Geometry, not_finite
-from s2o_runtime.layer_kinds import positions, text_config
-from s2o_runtime.tiles import DECODE, candidate_tiles
+from s2o_runtime.identity import Geometry, find_not_finite
+from s2o_runtime.layer_kinds import get_max_positions, get_text_config
+from s2o_runtime.tiles import DECODE, list_candidate_tiles
 
 NAME = "s2o_self_test"
 SEGMENTS = 3  # of a prompt, the last one not whole
@@ -48,7 +48,7 @@ ALLOWED_ROUNDED = 1e-3  # the same where weights of the softmax are rounded to 1
 
 
 @torch.no_grad()
-def self_test(loaded: LoadedModel) -> None:
+def run_self_test(loaded: LoadedModel) -> None:
     """Check that S2O can serve every layer of full attention: a prompt whole, in a padded batch, and in two chunks.
 
     Of a model whose weights are not all on the device, the layers up to the first one of full attention are checked;
@@ -58,20 +58,20 @@ def self_test(loaded: LoadedModel) -> None:
         ModelError: It cannot, with the first layer and the reason.
     """
     device = loaded.weights.device
-    layers = decoder_layers(loaded.model)
+    layers = list_decoder_layers(loaded.model)
     if not loaded.weights.resident:
         first = next(index for index, layer in enumerate(layers) if layer.row is not None)
         layers = layers[: first + 1]
     config = choose_test_config(loaded.geometry, device)
     if config is None:  # no kernel for this head dim here: the search says so
         return
-    length = min(SEGMENTS * config.segment - 20, positions(loaded.model.config))
-    decoder = decoder_of(loaded.model)
+    length = min(SEGMENTS * config.segment - 20, get_max_positions(loaded.model.config))
+    decoder = get_decoder(loaded.model)
     cache = "cache" if "cache" in signature(decoder.forward).parameters else "past_key_values"  # until 5.23
     comparison = _Comparison(loaded.geometry, loaded.model)
     AttentionInterface.register(NAME, comparison.attention)
     AttentionMaskInterface.register(NAME, comparison.mask)
-    with attention_implementation(loaded.model, NAME), _prepare(loaded, layers, config, comparison):
+    with with_attention(loaded.model, NAME), _prepare(loaded, layers, config, comparison):
         for case, calls in _make_cases(loaded.model, length, device).items():
             comparison.start(case)
             memory = None
@@ -91,7 +91,7 @@ def choose_test_config(geometry: Geometry, device: torch.device) -> LayerConfig 
     """Return a configuration with which S2O is dense attention; None if no kernel here takes the model's heads."""
     tile: TileConfig | None = CPU_TILE
     if device.type == "cuda":
-        tile = next(iter(candidate_tiles(geometry.head_dim, identify(device).capability)), None)
+        tile = next(iter(list_candidate_tiles(geometry.head_dim, identify(device).capability)), None)
     if tile is None:
         return None
     tile = replace(tile, min_queries=DECODE)  # or the second chunk would go dense on a GPU
@@ -102,7 +102,7 @@ def _make_cases(
     model: Any, length: int, device: torch.device
 ) -> dict[str, list[tuple[dict[str, Any], Tensor | None]]]:  # fmt: skip
     """Make the calls of the decoder for each case, and beside each its positions that are no padding, bool [B, L]."""
-    vocabulary = text_config(model.config).vocab_size
+    vocabulary = get_text_config(model.config).vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(8, vocabulary - 1), vocabulary, (2, length), generator=generator).to(device)
     padding = torch.ones_like(ids)
@@ -133,14 +133,14 @@ def _prepare(
         comparison.check_finite(number, "output", comparison.without_padding(hidden))
 
     modules = [layer.module for layer in layers]
-    others = [layer.module for layer in decoder_layers(loaded.model) if layer.module not in modules]
+    others = [layer.module for layer in list_decoder_layers(loaded.model) if layer.module not in modules]
     served = [(layer.attention, layer.number) for layer in layers if layer.attention is not None]
     handles = [layer.module.register_forward_hook(partial(check, layer.number)) for layer in layers]
     for attention, number in served:
         hf.attach(attention, hf.LayerState(number, lambda keys: config, min_length=0, meter=None))
     try:
         with (
-            loaded.weights.on_device(*list_other_parts(loaded.model), *modules),
+            loaded.weights.put_on_device(*list_other_parts(loaded.model), *modules),
             replace_forwards(dict.fromkeys(others, skip)),
         ):
             yield
@@ -236,7 +236,7 @@ class _Comparison:
         """Raise ModelError if something that a layer computed holds NaN or inf; weights that do are named first."""
         if not bool(tensor.isfinite().all()):
             raise ModelError(
-                not_finite(self.model)
+                find_not_finite(self.model)
                 or f"layer {number}'s {what} holds NaN or inf ({self.case} prompt), none of its weights does: check "
                 f"that the model is meant for {tensor.dtype}"
             )

@@ -23,28 +23,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrate.model.estimate import within_memory
+from calibrate.model.estimate import wrap_out_of_memory
 from calibrate.model.layers import (
     NAME,
     DecoderLayer,
     LayerwiseForward,
     Stream,
-    attention_implementation,
     begin,
     check_finite,
-    layer_on_device,
     override_attention,
+    put_layer_on_device,
     register,
+    with_attention,
 )
-from calibrate.model.logits import ROWS, logits_on_device
+from calibrate.model.logits import ROWS, put_logits_on_device
 from calibrate.model.models import LoadedModel
-from s2o_runtime.call import Scoring, capped, softmax
+from s2o_runtime.call import Scoring, cap_scores, softmax
 from s2o_runtime.errors import ModelError
 
 Sensitivity = tuple[tuple[float, ...], ...]  # of each layer and head: nats per token for each unit of the head's mse
 
 
-def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Sensitivity:
+def measure_sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Sensitivity:
     """Measure the cost in KL of each head's mean squared error, the mean over prompts.
 
     Args:
@@ -64,7 +64,7 @@ def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Se
     longest = max(len(ids) for ids in prompts)
     device, held = loaded.weights.device, loaded.weights.held
     costs: list[tuple[float, ...]] = []
-    with attention_implementation(loaded.model, NAME):
+    with with_attention(loaded.model, NAME):
         with torch.no_grad():
             forward = LayerwiseForward(loaded, begin(loaded, prompts))
             inputs: list[list[Tensor]] = []  # of each layer, the hidden state of each prompt
@@ -74,8 +74,8 @@ def sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Se
         gradients = _compute_prediction_gradients(loaded, forward.streams, seed)
         for layer in reversed(forward.layers):
             with (
-                layer_on_device(loaded, layer),
-                within_memory(device, longest, held, f"weighing layer {layer.number}"),
+                put_layer_on_device(loaded, layer),
+                wrap_out_of_memory(device, longest, held, f"weighing layer {layer.number}"),
             ):
                 head_costs = []
                 for prompt, (stream, hidden) in enumerate(zip(forward.streams, inputs.pop(), strict=True)):
@@ -91,7 +91,7 @@ def _compute_prediction_gradients(loaded: LoadedModel, streams: Sequence[Stream]
     """Compute the gradient of drawn tokens' log-probability by each prompt's last hidden state, [1, L, H]."""
     generator = torch.Generator().manual_seed(seed)
     gradients = []
-    with logits_on_device(loaded) as logits, torch.enable_grad():
+    with put_logits_on_device(loaded) as logits, torch.enable_grad():
         for stream in streams:
             pieces = []
             for piece in torch.split(stream.hidden, ROWS, 1):
@@ -154,6 +154,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tens
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     assert scale is not None
     later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
-    scores = capped((query @ key.transpose(2, 3)).float() * scale, softcap).masked_fill(later, float("-inf"))
+    scores = cap_scores((query @ key.transpose(2, 3)).float() * scale, softcap).masked_fill(later, float("-inf"))
     weights = softmax(scores, None if sinks is None else sinks.float().view(1, -1, 1, 1))
     return weights.to(value.dtype) @ value

@@ -17,15 +17,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from s2o_runtime.errors import ModelError, ResourceError, first_line
+from s2o_runtime.errors import ModelError, ResourceError, get_first_line
 from s2o_runtime.identity import (
     RANDOM,
     compose_fingerprint,
+    compute_sampled_fingerprint,
+    find_offloaded,
     fingerprint,
     geometry,
-    offloaded,
-    sampled_fingerprint,
-    stored_tensors,
+    read_stored_tensors,
 )
 
 RESIDENT_SHARE = 4  # a model stays on the device if its weights take no more than this part of the memory: a quarter
@@ -34,7 +34,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 READABLE = ("F64", "F32", "F16", "BF16")
 
 
-def skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Make the model of a configuration, with all parameters on the meta device and its buffers on `device`.
 
     It has SDPA, or where its attention is beyond SDPA (soft caps, sinks) its own eager attention. Code that comes with
@@ -43,7 +43,7 @@ def skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     Raises:
         ModelError: Transformers has no text model of this configuration, or does not say what its buffers hold.
     """
-    auto_class, config = model_class(config), copy.deepcopy(config)  # transformers writes the dtype into it
+    auto_class, config = get_model_class(config), copy.deepcopy(config)  # transformers writes the dtype into it
     options = {"dtype": dtype, "trust_remote_code": type(config).__module__.startswith("transformers_modules")}
     with torch.device("meta"):
         try:
@@ -59,7 +59,7 @@ def skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     return model.requires_grad_(False)
 
 
-def model_class(config: Any) -> Any:
+def get_model_class(config: Any) -> Any:
     """Return the automatic class of transformers for a configuration: of text, or of images and text.
 
     Raises:
@@ -112,12 +112,12 @@ class Weights:
         source: of its parameters.
         device: where they are put.
         resident: put all of them there at once and let them stay, so that the model is one like any other; None
-            decides by `stays_resident`.
+            decides by `decide_resident`.
     """
 
     resident = False
-    # parameters that `on_device` put there last stay until others are needed, or `release`: so several items of work
-    # on one layer read its weights once
+    # parameters that `put_on_device` put there last stay until others are needed, or `release`: so several items of
+    # work on one layer read its weights once
     keeps_last = False
     _last: tuple[nn.Module, ...] = ()
 
@@ -131,7 +131,7 @@ class Weights:
             module: {attribute: names[id(blank)] for attribute, blank in module.named_parameters(recurse=False)}
             for module in model.modules()
         }
-        if stays_resident(self.bytes, device) if resident is None else resident:
+        if decide_resident(self.bytes, device) if resident is None else resident:
             self._put(model)
             self.resident = True
 
@@ -151,7 +151,7 @@ class Weights:
         return compose_fingerprint(self.source.fingerprint(self._blanks), self.model.config)
 
     @contextmanager
-    def on_device(self, *parts: nn.Module) -> Iterator[None]:
+    def put_on_device(self, *parts: nn.Module) -> Iterator[None]:
         """Put the parameters of these modules on the device inside the block; they are back on meta after it."""
         if self.resident or (parts and parts == self._last):
             yield
@@ -191,7 +191,7 @@ class InMemory(Weights):
     """Parameters that are in memory all the time, wherever they are. Raises ModelError if some of a model's are not."""
 
     def __init__(self, model: Any) -> None:
-        if (missing := offloaded(model)) is not None:
+        if (missing := find_offloaded(model)) is not None:
             raise ModelError(f"{missing}: load the model without offloading")
         self.model, self.resident = model, True
         self.device = model.get_input_embeddings().weight.device
@@ -204,7 +204,7 @@ class InMemory(Weights):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def stays_resident(weights: int, device: torch.device, elsewhere: int = 0) -> bool:
+def decide_resident(weights: int, device: torch.device, elsewhere: int = 0) -> bool:
     """Return whether a whole model stays on the device: its bytes are at most a quarter of the memory.
 
     On a GPU that is a quarter of the free memory; on a CPU of all memory, because there the file cache counts as used.
@@ -255,13 +255,13 @@ class Checkpoint:
 
     def fingerprint(self, blanks: Mapping[str, nn.Parameter]) -> str:
         """Compute the hash that names these weights in a profile."""
-        tensors_of = cache(lambda file: stored_tensors(Path(str(self._find(file)))))
+        tensors_of = cache(lambda file: read_stored_tensors(Path(str(self._find(file)))))
 
         def sample(name: str, indices: range) -> Tensor:
             with self._check_tensor(name, blanks[name]):
-                return tensors_of(self._file_of[name])[name].elements(indices).to(blanks[name].dtype)
+                return tensors_of(self._file_of[name])[name].read_elements(indices).to(blanks[name].dtype)
 
-        return sampled_fingerprint({name: blank.shape for name, blank in blanks.items()}, sample)
+        return compute_sampled_fingerprint({name: blank.shape for name, blank in blanks.items()}, sample)
 
     @contextmanager
     def _check_tensor(self, name: str, blank: nn.Parameter) -> Iterator[Any]:
@@ -360,7 +360,7 @@ def check_quantisation(config: Any, name: str) -> None:
         if "requires a GPU" in str(error):  # no package helps
             raise _make_device_error("cpu", name, config, error) from error
         raise ResourceError(
-            f"model {name!r} is quantised ({method}) and a package for that is missing ({first_line(error)}): "
+            f"model {name!r} is quantised ({method}) and a package for that is missing ({get_first_line(error)}): "
             "install it"
         ) from error
     except ValueError as error:
@@ -422,12 +422,12 @@ def load_whole(source: str, config: Any, device: torch.device, name: str, **opti
     if "gguf_file" not in options:
         options["config"] = config
     try:
-        model, info = model_class(config).from_pretrained(source, **options)
+        model, info = get_model_class(config).from_pretrained(source, **options)
         if "device_map" not in options:
             model = model.to(device)
     except ImportError as error:
         raise ResourceError(
-            f"model {name!r} needs a package that is missing ({first_line(error)}): install it"
+            f"model {name!r} needs a package that is missing ({get_first_line(error)}): install it"
         ) from error
     except torch.OutOfMemoryError as error:
         raise ResourceError(
@@ -449,5 +449,5 @@ def _make_device_error(device: str, name: str, config: Any, error: Exception) ->
     method = find_quantisation(config)
     return ModelError(
         f"model {name!r} is quantised ({method}) in a format that cannot be loaded on a {device} device "
-        f"({first_line(error)}): use another device, or a checkpoint in another format"
+        f"({get_first_line(error)}): use another device, or a checkpoint in another format"
     )

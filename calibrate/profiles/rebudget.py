@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from calibrate.curves.curves import Curves
-from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
+from calibrate.profiles.stored import StoredCurves, calibrate_command, read_recipe, read_stored_curves
 from calibrate.recipe import Budget, Recipe
 from calibrate.record import PredictedLength, update_record
 from calibrate.search.choice import (
-    Choice,
-    ChosenDense,
+    CalibrationDense,
+    LayerPlan,
     SearchPoint,
     allocate_model_budget,
     budget_mse,
-    choice_at,
-    weights_of,
+    build_plan,
+    compute_weights,
 )
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
@@ -53,11 +53,11 @@ def rebudget(
             or lacks the curves of a layer.
     """
     old = load_profile(profile)
-    before = recipe_of(old, profile)
+    before = read_recipe(old, profile)
     guard = before.worst_rows if worst_rows is None else worst_rows
     after = replace(before, budget=budget, out=out, worst_rows=guard).validate()
     journal = journal or before.journal_path
-    stored = stored_curves(old, before, journal, calibrate_command(after))
+    stored = read_stored_curves(old, before, journal, calibrate_command(after))
     choices = {length: _choose_layers(stored, length, after, journal) for length in after.lengths}
     predicted = tuple(
         PredictedLength(length=length, layers=tuple(choice.predicted() for choice in layers))
@@ -81,7 +81,7 @@ def rebudget(
     return new
 
 
-def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[Choice]:
+def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[LayerPlan]:
     """Return every layer at one length with the new budget spent. Raises InputError if a layer has no curves."""
     old, before = stored.profile, stored.recipe
     choices = []
@@ -93,20 +93,20 @@ def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Pa
                 f"measure them with {calibrate_command(after)}"
             )
         choice = _apply_budget(curves, config, before, after)
-        choices.append(replace(choice, last_rows=after.last_rows_at(length)))
+        choices.append(replace(choice, last_rows=after.count_last_rows(length)))
     if after.scope == "model":
         choices, _ = allocate_model_budget(choices, after)
     return choices
 
 
-def _apply_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) -> Choice:
+def _apply_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) -> LayerPlan:
     """Return a layer as it was in segment and tile, with its new budget spent."""
-    budget = budget_mse(weights_of(curves, after), after)
-    choice = choice_at(SearchPoint(config.segment, config.tile, config.scores), curves, after)
+    budget = budget_mse(compute_weights(curves, after), after)
+    choice = build_plan(SearchPoint(config.segment, config.tile, config.scores), curves, after)
     if choice.config.is_dense:
-        return choice if choice.why_dense else choice.as_dense(ChosenDense.NO_GAIN)
-    if config.is_dense and budget <= budget_mse(weights_of(curves, before), before):
-        return choice.as_dense(ChosenDense.WAS_DENSE)
+        return choice if choice.why_dense else choice.as_dense(CalibrationDense.NO_GAIN)
+    if config.is_dense and budget <= budget_mse(compute_weights(curves, before), before):
+        return choice.as_dense(CalibrationDense.WAS_DENSE)
     if config.is_dense and choice.cost >= WINS:
-        return choice.as_dense(ChosenDense.NO_CLEAR_GAIN)
+        return choice.as_dense(CalibrationDense.NO_CLEAR_GAIN)
     return choice

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from calibrate.compiling import compile_ahead, with_tiles
-from calibrate.curves.curves import TAUS, RankingConfig, Shape, overhead
+from calibrate.curves.curves import TAUS, RankingConfig, Shape, estimate_overhead
 from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
 from calibrate.record import RetiledLayers, Retiling, read_record, update_record
 from calibrate.search.tiles import Layer, with_crossover
-from calibrate.timing import FAILURES, Timing, against_dense, reason
-from calibrate.versions import versions
+from calibrate.timing import FAILURES, Timing, describe_failure, time_against_dense
+from calibrate.versions import collect_versions
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, StopRule, TileConfig
-from s2o_runtime.devices import fit, identify
+from s2o_runtime.devices import decide_fit, identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, load_profile, save_profile
-from s2o_runtime.tiles import candidate_tiles, default_tile
+from s2o_runtime.tiles import get_default_tile, list_candidate_tiles
 
 LONGEST = 32768  # keys: longer buckets are timed at this length
 ALIKE = 0.05  # layers whose densities, and whose rankings' shares of dense time, round to the same step are timed once
@@ -81,14 +81,14 @@ def retile(profile: Path, device: str, out: Path) -> Profile:
     """
     old, where = load_profile(profile), torch.device(device)
     record, here = read_record(old), identify(where)
-    verdict = fit(old.device, here)
+    verdict = decide_fit(old.device, here)
     if verdict.tiles is None:
         raise InputError(f"{profile} cannot be tuned here: {verdict.reason}")
     layers, dense_layers = old.layers, 0
     timed: tuple[RetiledLayers, ...] = ()
     if here.kind == "cuda":
-        candidates = candidate_tiles(old.geometry.head_dim, here.capability)
-        safe = default_tile(old.geometry.head_dim, here.capability)
+        candidates = list_candidate_tiles(old.geometry.head_dim, here.capability)
+        safe = get_default_tile(old.geometry.head_dim, here.capability)
         densities = [record.densities(length, old.geometry.layers)[1] for length in old.lengths]
         if not all(densities):
             raise InputError(
@@ -100,7 +100,7 @@ def retile(profile: Path, device: str, out: Path) -> Profile:
     retiling = Retiling(
         made_on=str(old.device),
         tuned_for=str(here),
-        versions=versions(),
+        versions=collect_versions(),
         timed=timed,
         dense_layers=dense_layers,
         note=f"{untuned}errors, densities and times elsewhere in this record are of {old.device}",
@@ -165,11 +165,13 @@ def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dic
             if config.is_dense:
                 continue
             ranked = _list_ranked(config)
-            ranking = sum(overhead(_get_ranking(head, config), head.tail) for head in ranked) / config.num_heads
+            ranking = (
+                sum(estimate_overhead(_get_ranking(head, config), head.tail) for head in ranked) / config.num_heads
+            )
             key = TimingKey(
                 min(length, LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
-                Shape.of(config.tile),
+                Shape.from_tile(config.tile),
                 round(densities[bucket][layer] / ALIKE),
                 round(ranking / ALIKE),
                 config.scores,
@@ -193,9 +195,9 @@ def _find_fastest(
     compile_ahead(map(prompt.s2o, with_tiles(stopping, tiles)))
     for tile in tiles:
         try:
-            timing = against_dense(prompt.s2o(stopping.with_tile(tile)), prompt.dense, where, least)
+            timing = time_against_dense(prompt.s2o(stopping.with_tile(tile)), prompt.dense, where, least)
         except FAILURES as failure:
-            log.warning("tile %s failed: %s", tile, reason(failure))
+            log.warning("tile %s failed: %s", tile, describe_failure(failure))
             continue
         seconds = timing.seconds * (1.0 if tile.block_m == config.tile.block_m else OTHER_HEIGHT)
         if seconds < least:
@@ -232,7 +234,7 @@ def _with_density(prompt: Captured, config: LayerConfig, density: float) -> Laye
     ranked = _list_ranked(config)
     computed = density * config.num_heads - sum(head.mode == "dense" for head in config.heads)
     target = computed / max(len(ranked), 1)
-    shape = Shape.of(config.tile)
+    shape = Shape.from_tile(config.tile)
     densities_of = {
         ranking: measure(prompt, [ranking], [shape], config.last_rows)[ranking, shape].density
         for ranking in {_get_ranking(head, config) for head in ranked}

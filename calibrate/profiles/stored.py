@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.curves import measure
-from calibrate.curves.curves import Curves, Shape, methods, unpacked
-from calibrate.curves.measure import recipe_key
+from calibrate.curves.curves import Curves, Shape, select_rankings, unpack
+from calibrate.curves.measure import make_recipe_key
 from calibrate.journal import Journal
 from calibrate.recipe import DEFAULT_CEILING, Recipe
 from calibrate.record import Record, read_record
 from s2o_runtime.errors import InputError
-from s2o_runtime.identity import Geometry, config_mismatch, split_fingerprint
+from s2o_runtime.identity import Geometry, explain_config_mismatch, split_fingerprint
 from s2o_runtime.profile import Profile
 
 
@@ -33,21 +33,21 @@ class StoredCurves:
         They are None unless they hold what the layer's heads share in the profile.
         """
         config = self.profile.layers[self.profile.lengths.index(length)][layer]
-        shape = Shape.of(config.tile)
+        shape = Shape.from_tile(config.tile)
         prompts = _list_prompt_hashes(self.record, length)
-        expected_key = {"layer": layer, "prompts": prompts, **recipe_key(self.recipe, length)}
+        expected_key = {"layer": layer, "prompts": prompts, **make_recipe_key(self.recipe, length)}
         for key, value in reversed(self.entries):
             if key == expected_key | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
-                cost = measure.stored_cost(
+                cost = measure.read_stored_cost(
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
-                curves = unpacked(value, cost)
-                matching = methods(curves, config.segment, shape, config.scores)
+                curves = unpack(value, cost)
+                matching = select_rankings(curves, config.segment, shape, config.scores)
                 return curves if matching else None
         return None
 
 
-def recipe_of(profile: Profile, path: Path) -> Recipe:
+def read_recipe(profile: Profile, path: Path) -> Recipe:
     """Return the recipe in a profile's record; `path`, the profile's file, becomes its `out`.
 
     Raises:
@@ -70,12 +70,12 @@ def recipe_of(profile: Profile, path: Path) -> Recipe:
 
 def check_sizes(profile: Profile, path: Path, model: str, geometry: Geometry) -> None:
     """Raise InputError if a model, by its name and sizes, is not one that a profile was calibrated for."""
-    if difference := geometry.difference(profile.geometry):
+    if difference := geometry.describe_difference(profile.geometry):
         raise InputError(f"{path} is not of {model}, which has {difference}: calibrate this model")
 
 
-def stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str) -> StoredCurves:
-    """Return the curves in the journal of a profile, which `recipe` made (`recipe_of`).
+def read_stored_curves(profile: Profile, recipe: Recipe, journal: Path, command: str) -> StoredCurves:
+    """Return the curves in the journal of a profile, which `recipe` made (`read_recipe`).
 
     `command` measures the curves again; the errors name it.
 
@@ -115,7 +115,7 @@ def _check_identity(journal: Journal, profile: Profile) -> None:
                 f"journal {journal.path} was made with {part}.{name} {actual}, the profile with {value}: "
                 "give the profile's own --journal"
             )
-    if mismatch := config_mismatch(journal.identity["model"].get("config", {}), calibrated.get("config", {})):
+    if mismatch := explain_config_mismatch(journal.identity["model"].get("config", {}), calibrated.get("config", {})):
         raise InputError(f"journal {journal.path} is of another model: {mismatch}: give the profile's own --journal")
 
 

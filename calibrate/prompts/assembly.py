@@ -19,10 +19,10 @@ from calibrate.prompts.retrieval import (
     count_needles,
     encode,
     encode_all,
+    get_start_tokens,
     hide_and_ask_within,
     make_needles,
     spread,
-    start_of,
 )
 from s2o_runtime.errors import InputError
 
@@ -67,16 +67,16 @@ def assemble_prompt(
     documents = chain([first], documents)
     if isolated and not first.turns:
         text, origins = join_documents(tokenizer, documents, length)
-        ids, answers = hide_and_ask_within(tokenizer, text, asked, rng, len(start_of(tokenizer)))
+        ids, answers = hide_and_ask_within(tokenizer, text, asked, rng, len(get_start_tokens(tokenizer)))
     else:
-        retrieval = Retrieval.of(tokenizer, asked, rng).cap_questions(length // 4)
+        retrieval = Retrieval.from_needles(tokenizer, asked, rng).cap_questions(length // 4)
         length -= len(retrieval.questions)
         if first.turns:
             turns, origins = _join_turns(tokenizer, documents, length)
             ids, answers = retrieval.ask_after(_lay_out(tokenizer, turns, [needle.fact for needle in asked], length))
         else:
             text, origins = join_documents(tokenizer, documents, length)
-            ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
+            ids, answers = retrieval.hide_in(text, len(get_start_tokens(tokenizer)))
     return Prompt(torch.frombuffer(array("q", ids), dtype=torch.int64), answers, *origins.most_common(1)[0][0])
 
 
@@ -101,7 +101,7 @@ def encode_served(tokenizer: Any, document: Document) -> list[int]:
     """
     if document.turns:
         return _encode_layout_start(tokenizer) + encode(tokenizer, _apply_template(tokenizer, document.turns))
-    return start_of(tokenizer) + encode(tokenizer, document.text)
+    return get_start_tokens(tokenizer) + encode(tokenizer, document.text)
 
 
 def count_tokens(tokenizer: Any, document: Document) -> int:
@@ -195,7 +195,7 @@ def _ask_at_end(tokenizer: Any, turns: list[Turn]) -> tuple[str, str]:
 
 def _encode_layout_start(tokenizer: Any) -> list[int]:
     """Return the tokens before a conversation that is laid out: a chat template writes them itself."""
-    return [] if getattr(tokenizer, "chat_template", None) else start_of(tokenizer)
+    return [] if getattr(tokenizer, "chat_template", None) else get_start_tokens(tokenizer)
 
 
 def _apply_template(tokenizer: Any, turns: Sequence[Turn]) -> str:

@@ -27,13 +27,13 @@ from calibrate.prompts.retrieval import (
     count_needles,
     encode,
     encode_all,
+    get_start_tokens,
     make_needles,
     spread,
-    start_of,
     with_facts,
 )
 from s2o_runtime.errors import InputError
-from s2o_runtime.fields import shown
+from s2o_runtime.fields import short_repr
 
 SEPARATOR = "\n\n"  # between documents and between turns
 Turn = tuple[str, str]  # the role, such as "user", and the content
@@ -205,7 +205,7 @@ def join_documents(
     Raises:
         TooShortError: The documents are too short.
     """
-    ids, between = start_of(tokenizer), encode(tokenizer, separator)
+    ids, between = get_start_tokens(tokenizer), encode(tokenizer, separator)
     origins: Origins = Counter()
     while texts := _take_bytes(documents, length - len(ids)):
         most = _CHARACTERS * (length - len(ids))  # long files are not read to their end for a few tokens
@@ -276,7 +276,7 @@ def read_documents(paths: Sequence[Path]) -> list[Document]:
 def _read_file(path: Path, domain: str, group: Path) -> list[Document]:
     """Read the documents of one file; a text is of `domain` and `group`, and a blank one is none."""
     if path.suffix.lower() not in TEXT_SUFFIXES:
-        return parse_entries(path, lambda entry, location: document_of(entry, path.stem, location), EXPECTED)
+        return parse_entries(path, lambda entry, location: make_document(entry, path.stem, location), EXPECTED)
     text = read_text(path)
     return [Document(domain, str(group), text)] if text.strip() else []
 
@@ -330,7 +330,7 @@ def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has {shown(twice)} twice, and only the last would be read: name each once")
+        raise ValueError(f"an object has {short_repr(twice)} twice, and only the last would be read: name each once")
     return fields
 
 
@@ -338,7 +338,7 @@ def _parse_int(digits: str) -> float:
     return int(digits) if len(digits) <= CONVERTIBLE_DIGITS else float(digits)
 
 
-def document_of(entry: Any, domain: str, group: str, expected: str = EXPECTED) -> Document:
+def make_document(entry: Any, domain: str, group: str, expected: str = EXPECTED) -> Document:
     """Return the document of an entry: a string, or an object of which one column holds text.
 
     Args:
@@ -351,7 +351,7 @@ def document_of(entry: Any, domain: str, group: str, expected: str = EXPECTED) -
     """
     fields = {"text": entry} if isinstance(entry, str) else entry
     if not isinstance(fields, dict):
-        raise ValueError(f"this is {shown(entry)}: {expected}")
+        raise ValueError(f"this is {short_repr(entry)}: {expected}")
     filled = _list_filled(fields, (*COLUMNS, *UNREAD))
     if len(filled) > 1:
         columns = " and ".join(f'"{name}"' for name in filled)
@@ -363,7 +363,7 @@ def document_of(entry: Any, domain: str, group: str, expected: str = EXPECTED) -
     elif set(COLUMNS[:2]).intersection(filled or fields) and isinstance(content, str):
         document = Document(domain, group, check_text(content))
     else:
-        raise ValueError(f"this is {shown(entry)}: {expected}")
+        raise ValueError(f"this is {short_repr(entry)}: {expected}")
     if not (document.text + "".join(content for _, content in document.turns)).strip():
         raise ValueError("this has no text: leave it out")
     return document
@@ -388,7 +388,7 @@ def _read_label(fields: dict[str, Any], key: str, default: str) -> str:
         return default
     value = fields[key]
     if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
-        raise ValueError(f'"{key}" is {shown(value)}: expected a name')
+        raise ValueError(f'"{key}" is {short_repr(value)}: expected a name')
     return check_text(str(value))
 
 
@@ -429,7 +429,7 @@ def is_held_out(name: str) -> bool:
     return zlib.crc32(name.encode()) % _HELD_OUT_FILES == 0
 
 
-def sources(rng: random.Random, used: set[str] | None = None) -> Iterator[Document]:
+def shuffle_held_out_sources(rng: random.Random, used: set[str] | None = None) -> Iterator[Document]:
     """Yield the held-out files: folders in random order, and in each all files from a random one on.
 
     Files of one folder are alike, so every prompt is to take the folders in an order of its own.
@@ -450,12 +450,12 @@ def sources(rng: random.Random, used: set[str] | None = None) -> Iterator[Docume
                 yield Document("code", "", text)
 
 
-def first_tokens(tokenizer: Any, documents: Iterator[Document], length: int) -> list[int]:
+def take_first_tokens(tokenizer: Any, documents: Iterator[Document], length: int) -> list[int]:
     """Return the first `length` tokens of `sources`. Raises TooShortError."""
     return join_documents(tokenizer, documents, length, separator="")[0]
 
 
-def built_in(tokenizer: Any, length: int, count: int, seed: int) -> list[Prompt]:
+def make_held_out_prompts(tokenizer: Any, length: int, count: int, seed: int) -> list[Prompt]:
     """Make `count` prompts of `length` tokens of the standard library's held-out sources, with needles.
 
     No file is in two of them, and a quarter of a prompt at most are the questions at its end. `seed` draws the text and
@@ -468,14 +468,18 @@ def built_in(tokenizer: Any, length: int, count: int, seed: int) -> list[Prompt]
     used: set[str] = set()
     prompts = []
     for _ in range(count):
-        retrieval = Retrieval.of(tokenizer, make_needles(count_needles(length), rng), rng).cap_questions(length // 4)
-        text = first_tokens(tokenizer, sources(rng, used), length - len(retrieval.questions))
-        ids, answers = retrieval.hidden_in(text, len(start_of(tokenizer)))
+        retrieval = Retrieval.from_needles(tokenizer, make_needles(count_needles(length), rng), rng).cap_questions(
+            length // 4
+        )
+        text = take_first_tokens(tokenizer, shuffle_held_out_sources(rng, used), length - len(retrieval.questions))
+        ids, answers = retrieval.hide_in(text, len(get_start_tokens(tokenizer)))
         prompts.append(Prompt(torch.tensor(ids), answers))
     return prompts
 
 
-def one_text(tokenizer: Any, length: int, count: int, rng: random.Random) -> tuple[list[list[int]], list[str]]:
+def make_prompts_of_one_text(
+    tokenizer: Any, length: int, count: int, rng: random.Random
+) -> tuple[list[list[int]], list[str]]:
     """Make `count` prompts that hide the same codes in the same held-out text, and each ask for another of them.
 
     The longest has `length` tokens; `rng` draws the text and the codes.
@@ -484,8 +488,8 @@ def one_text(tokenizer: Any, length: int, count: int, rng: random.Random) -> tup
         Each prompt's token ids, and the codes that answer them.
     """
     needles = make_needles(count, rng)
-    retrieval = Retrieval.of(tokenizer, needles, rng)
+    retrieval = Retrieval.from_needles(tokenizer, needles, rng)
     questions = [encode(tokenizer, needle.question) for needle in needles]
-    text = first_tokens(tokenizer, sources(rng), length - max(map(len, questions)))
-    text = with_facts(text, retrieval.facts, spread(count, len(start_of(tokenizer)), len(text)))
+    text = take_first_tokens(tokenizer, shuffle_held_out_sources(rng), length - max(map(len, questions)))
+    text = with_facts(text, retrieval.facts, spread(count, len(get_start_tokens(tokenizer)), len(text)))
     return [text + question for question in questions], [needle.code for needle in needles]

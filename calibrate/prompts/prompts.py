@@ -29,7 +29,7 @@ from calibrate.prompts.documents import (
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import Recipe
 from s2o_runtime.errors import InputError
-from s2o_runtime.fields import counted
+from s2o_runtime.fields import pluralize
 
 Split = dict[str, list[Document]]  # by purpose
 
@@ -162,7 +162,7 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
     fewest = min(map(len, prompts.calibration.values()))
     if fewest < FEW_PROMPTS:
         message = "%s to calibrate on can say little about others: use %d or more (--num-prompts)"
-        log.warning(message, counted(fewest, "prompt"), FEW_PROMPTS)
+        log.warning(message, pluralize(fewest, "prompt"), FEW_PROMPTS)
     return prompts
 
 
@@ -237,7 +237,7 @@ def _cut_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str,
 
 def _describe_shortage(source: str, documents: Sequence[Document], longest: int, purpose: str, length: int) -> str:
     """Say that files give no prompt for a purpose at a length in tokens. longest: tokens of the longest document."""
-    groups, count = len({document.group for document in documents}), counted(len(documents), "different document")
+    groups, count = len({document.group for document in documents}), pluralize(len(documents), "different document")
     remedy = "at least 1 must be, add longer prompts of other groups or use a shorter length"
     if groups == 1:
         unit = "document" if len(documents) == 1 else "group"
@@ -246,7 +246,7 @@ def _describe_shortage(source: str, documents: Sequence[Document], longest: int,
             "or split the text into lines of a .jsonl file"
         )
     return (
-        f"{source} has 0 prompts {WORDS[purpose]} of {length} tokens or more ({count} in {counted(groups, 'group')}, "
+        f"{source} has 0 prompts {WORDS[purpose]} of {length} tokens or more ({count} in {pluralize(groups, 'group')}, "
         f"the longest of {longest} tokens): {remedy}"
     )
 

@@ -14,7 +14,7 @@ DIGITS = 5  # of a code
 FAMILY = 4  # keys that differ in one character
 HOPS = 2  # assignments between the one that states a chain's code and the last variable of the chain
 MOST_NOTES = 5  # on a word that is counted
-MOST = 64  # questions of a prompt for which there are names
+MAX_QUESTIONS = 64  # questions of a prompt for which there are names
 TOKENS_PER_NEEDLE = 1024
 MAX_NEEDLES = 32
 
@@ -152,7 +152,7 @@ class Retrieval:
     asked: list[int]
 
     @classmethod
-    def of(
+    def from_needles(
         cls, tokenizer: Any, asked: Sequence[Needle], rng: random.Random, facts: Sequence[str] | None = None
     ) -> Retrieval:
         """Tokenize needles, their questions in random order: one `sample` of `rng`, of as many as there are needles.
@@ -181,11 +181,11 @@ class Retrieval:
         answers = [span for span in self.answers if span[1] <= most]
         return replace(self, questions=self.questions[:most], answers=answers, asked=self.asked[: len(answers)])
 
-    def fewest_tokens(self, start: int) -> int:
+    def count_fewest_tokens(self, start: int) -> int:
         """Return the length of the shortest prompt in which no fact overwrites another; `start` tokens precede all."""
         return start + len(self.questions) + (len(self.facts) + 1) * max(map(len, self.facts))
 
-    def hidden_in(self, text: Sequence[int], start: int) -> tuple[list[int], tuple[Span, ...]]:
+    def hide_in(self, text: Sequence[int], start: int) -> tuple[list[int], tuple[Span, ...]]:
         """Hide the facts in a text's token ids, spread evenly behind its first `start` tokens, and ask at its end.
 
         Returns:
@@ -194,7 +194,7 @@ class Retrieval:
         return self.ask_after(with_facts(text, self.facts, spread(len(self.facts), start, len(text))))
 
     def ask_after(self, text: Sequence[int]) -> tuple[list[int], tuple[Span, ...]]:
-        """Ask for the facts after a text that holds them already. Returns the same as `hidden_in`."""
+        """Ask for the facts after a text that holds them already. Returns the same as `hide_in`."""
         return [*text, *self.questions], tuple((len(text) + first, len(text) + end) for first, end in self.answers)
 
 
@@ -203,9 +203,9 @@ def hide_and_ask_within(
 ) -> tuple[list[int], tuple[Span, ...]]:
     """Hide facts in the first half of a text, and ask for each by itself in the second, in random order.
 
-    The arguments are those of `Retrieval.of` and `hidden_in`, which also returns the same.
+    The arguments are those of `Retrieval.of` and `hide_in`, which also returns the same.
     """
-    needles = [Retrieval.of(tokenizer, [needle], rng) for needle in asked]
+    needles = [Retrieval.from_needles(tokenizer, [needle], rng) for needle in asked]
     half = (start + len(text)) // 2
     ids = with_facts(text, [needle.facts[0] for needle in needles], spread(len(needles), start, half))
     shuffled, positions = rng.sample(needles, len(needles)), spread(len(needles), half, len(text))
@@ -248,7 +248,7 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     return ids
 
 
-def start_of(tokenizer: Any) -> list[int]:
+def get_start_tokens(tokenizer: Any) -> list[int]:
     """Return the tokens that a tokenizer puts before every text; those behind it, such as an end, are left out."""
     ids: list[int] = tokenizer("a").input_ids
     text = encode(tokenizer, "a")

@@ -25,8 +25,8 @@ from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKin
 from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.record import CertifiedLength, CertifiedRetrieval
-from calibrate.search.choice import ChosenDense, search_constraints
-from calibrate.search.choose import Chosen
+from calibrate.search.choice import CalibrationDense, make_constraints
+from calibrate.search.choose import SearchResult
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 
@@ -44,7 +44,7 @@ log = logging.getLogger("calibrate")
 
 
 @dataclass(frozen=True)
-class Proven:
+class ProofResult:
     """A candidate after its last attempt at the proof.
 
     Attributes:
@@ -65,7 +65,7 @@ class Proven:
         return not self.problems
 
     @property
-    def chosen(self) -> Mapping[int, Chosen]:
+    def chosen(self) -> Mapping[int, SearchResult]:
         """The search's result at every calibrated length, as changed since."""
         return self.candidate.chosen
 
@@ -97,7 +97,7 @@ class Proven:
 
 def prove_and_adjust(
     prover: Prover, prompts: Prompts, candidate: Candidate, texts: Mapping[int, int] | None = None
-) -> Proven:
+) -> ProofResult:
     """Prove what the search chose, changing it until the proof holds or the attempts are used up.
 
     Args:
@@ -127,7 +127,7 @@ def prove_and_adjust(
             break
         candidate, lengths = tighten(candidate, repairable)
         log.info("%s: proving %s tokens again", "; ".join(map(str, repairable)), sorted(lengths))
-    return Proven(candidate, proofs, problems)
+    return ProofResult(candidate, proofs, problems)
 
 
 def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
@@ -235,9 +235,9 @@ def tighten(candidate: Candidate, problems: Sequence[Problem]) -> tuple[Candidat
         bucket for length in lost for bucket in ([length] if length in chosen else find_neighbours(length, buckets))
     }
     for length in halved:
-        chosen[length] = chosen[length].spending(0.5, search_constraints(candidate.recipe))
+        chosen[length] = chosen[length].spending(0.5, make_constraints(candidate.recipe))
     for length in slower & set(chosen):
-        choices = [choice.as_dense(ChosenDense.SLOWER_PREFILL) for choice in chosen[length].choices]
+        choices = [choice.as_dense(CalibrationDense.SLOWER_PREFILL) for choice in chosen[length].choices]
         chosen[length] = replace(chosen[length], choices=choices)
     changed = halved | slower
     changed |= {
@@ -284,7 +284,10 @@ def find_layers_over_limit(candidate: Candidate, proofs: Mapping[int, LengthProo
     recipe = candidate.recipe
     return tuple(
         describe_over_limit(
-            length, candidate.geometry.layer_number(layer), proof.limited_error(recipe), candidate.limits[length, layer]
+            length,
+            candidate.geometry.get_layer_number(layer),
+            proof.limited_error(recipe),
+            candidate.limits[length, layer],
         )
         for length, length_proof in proofs.items()
         for layer, proof in enumerate(length_proof.layers)

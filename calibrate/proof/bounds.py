@@ -41,7 +41,7 @@ def compute_attempt_confidence(fraction: float, recipe: Recipe, layers: int) -> 
     return 1 - part * (1 - CONFIDENCE) / (layers * len(recipe.all_lengths) * passes)
 
 
-def mean_bound(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
+def bound_mean(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
     """Compute an upper bound for the mean over prompts, kinds of text in equal parts.
 
     It is the mean of the kinds' means, and above it as many standard errors as Student's distribution has: prompts of
@@ -71,7 +71,7 @@ def compute_mean_of_kinds(values: Sequence[float], kinds: Sequence[str]) -> floa
 
 
 def bound_mean_below(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:
-    """Compute the lower bound that `mean_bound` is the upper one of; at least 0, and 0 for fewer than two values."""
+    """Compute the lower bound that `bound_mean` is the upper one of; at least 0, and 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     mean, error, degrees = _compute_mean_and_error(values, kinds)
@@ -79,14 +79,14 @@ def bound_mean_below(values: Sequence[float], kinds: Sequence[str], confidence: 
 
 
 def estimate_mean_bound(values: Sequence[float], kinds: Sequence[str], count: int, confidence: float) -> float:
-    """Estimate `mean_bound` for `count` values like these few.
+    """Estimate `bound_mean` for `count` values like these few.
 
     The variance of a few values tells little about that of many. So their variance, relative to the mean of their kind,
     counts beside a usual one, which is that of `USUAL_WEIGHT` values.
 
     Args:
         values: at least one, all at least 0.
-        kinds: as for `mean_bound`.
+        kinds: as for `bound_mean`.
         count: at least 2; the kinds are in equal parts, and of one kind if there are not two for each.
         confidence: of the bound.
     """

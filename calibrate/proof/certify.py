@@ -24,7 +24,7 @@ from calibrate.model.layers import DecoderLayer, Stream
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.adjust import (
-    Proven,
+    ProofResult,
     find_layers_over_limit,
     find_lost_needles,
     find_lost_retrieval,
@@ -36,23 +36,23 @@ from calibrate.proof.bounds import (
     CONFIDENCE,
     SHARE,
     SPEND_FRACTIONS,
+    bound_mean,
     bound_share,
     compute_attempt_confidence,
     compute_mean_of_kinds,
     compute_share_interval,
     count_allowed_above,
     count_texts_for,
-    mean_bound,
 )
 from calibrate.proof.layers import ProofItem, compare_variants
 from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, select_lengths
 from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
-from calibrate.search.choice import ChosenDense
-from calibrate.work.executor import WorkerState, measured
-from s2o_runtime.fields import counted
-from s2o_runtime.reference.dense import sdpa_backend
+from calibrate.search.choice import CalibrationDense
+from calibrate.work.executor import WorkerState, measure_items
+from s2o_runtime.fields import pluralize
+from s2o_runtime.reference.dense import use_sdpa_backend
 
 MIN_GROUPS = 3  # of text, below which no mean is bounded: Student's quantile for two is above 6
 HOPELESS = 1.2  # times the limit: a fraction is skipped if the first bound predicts that its own would be above that
@@ -150,7 +150,7 @@ class PromptScorer:
         return sum(score > threshold for score in groups.max_per_group(self.scores(proof)))
 
 
-def certify(prover: Prover, prompts: Prompts, proven: Proven) -> Proven:
+def certify(prover: Prover, prompts: Prompts, proven: ProofResult) -> ProofResult:
     """Certify what was proven, with less of what layers spend where it does not hold as it is.
 
     Args:
@@ -181,7 +181,7 @@ def certify(prover: Prover, prompts: Prompts, proven: Proven) -> Proven:
                 else _certify_means(shown, candidate, length, length_prompts)
             )
             items = [NoiseFloor(length, prompt.sha256) for prompt in length_prompts[:NOISE_PROMPTS]]
-            kls = [result["kl"] for result in measured(items, prover.executor, prover.journal)]
+            kls = [result["kl"] for result in measure_items(items, prover.executor, prover.journal)]
             noise_floor = None if None in kls else max(0.0, statistics.fmean(kls))
             candidate = means.result()
             certificates[length] = build_certificate(length, proof, means, scorer, noise_floor)
@@ -277,7 +277,7 @@ class MeanCertifier:
         recipe, limit = candidate.recipe, candidate.limits[length, layer]
         config, fraction = candidate.layer_config(layer, length), SPEND_FRACTIONS[self._fraction]
         confidence = compute_attempt_confidence(fraction, recipe, candidate.geometry.layers)
-        bound = mean_bound(self._groups.mean_per_group(proof.errors(recipe.budget)), self._groups.kinds, confidence)
+        bound = bound_mean(self._groups.mean_per_group(proof.errors(recipe.budget)), self._groups.kinds, confidence)
         is_first = candidate is self.candidate
         self._first_bound = bound if is_first else self._first_bound
         spending = CertifiedSpending(fraction, bound, proof)
@@ -305,7 +305,7 @@ class MeanCertifier:
         return candidate
 
     def _reduce(self, candidate: Candidate, layer: int, share: float) -> Candidate:
-        return candidate.with_share(layer, self._length, share, ChosenDense.OVER_BOUND)
+        return candidate.with_share(layer, self._length, share, CalibrationDense.OVER_BOUND)
 
 
 def check_groups(length: int, prompts: Sequence[Prompt]) -> Problem | None:
@@ -313,14 +313,14 @@ def check_groups(length: int, prompts: Sequence[Prompt]) -> Problem | None:
     if (groups := len(TextGroups.from_prompts(prompts))) >= MIN_GROUPS:
         return None
     text = (
-        f"at {length} tokens not proven: {counted(groups, 'group')} of text to certify on allow no statement, "
+        f"at {length} tokens not proven: {pluralize(groups, 'group')} of text to certify on allow no statement, "
         f"{MIN_GROUPS} are the fewest, and {count_texts_for(SHARE, 1 - CONFIDENCE)} show one about {SHARE:.0%} of "
         "prompts"
     )
     return Problem(ProblemKind.TOO_FEW, length, text)
 
 
-def remeasure(prover: Prover, prompts: Prompts, proven: Proven, certified: Proven) -> Proven:
+def remeasure(prover: Prover, prompts: Prompts, proven: ProofResult, certified: ProofResult) -> ProofResult:
     """Measure the lengths again that changed since the proof; layers, then lengths, that are slower become dense.
 
     No layer is tightened: densities, times and predictions in the record are to be of what is written. The certificate
@@ -350,7 +350,7 @@ def remeasure(prover: Prover, prompts: Prompts, proven: Proven, certified: Prove
     return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
 
 
-def without_slower_lengths(prover: Prover, prompts: Prompts, proven: Proven) -> Proven:
+def without_slower_lengths(prover: Prover, prompts: Prompts, proven: ProofResult) -> ProofResult:
     """Return the proof with lengths dense that its last attempt left slower than dense: time is no reason to fail.
 
     Of a length whose prefill is slower those layers become dense whose attention is; all, if no layer alone is slower.
@@ -363,7 +363,7 @@ def without_slower_lengths(prover: Prover, prompts: Prompts, proven: Proven) -> 
     return remeasure(prover, prompts, proven, changed)
 
 
-def without_slower_layers(proven: Proven) -> Proven:
+def without_slower_layers(proven: ProofResult) -> ProofResult:
     """Return the proof with layers dense whose attention was measured slower; the measurements stay those of before."""
     candidate, _ = make_slower_dense(proven.candidate, find_slower_layers(proven.candidate, proven.proofs), frozenset())
     return replace(proven, candidate=candidate)
@@ -385,7 +385,7 @@ def make_slower_dense(
     for length, layer in sorted(dense):
         if (length, layer) in layers:
             log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
-        reason = ChosenDense.SLOWER_ATTENTION if (length, layer) in layers else ChosenDense.SLOWER_PREFILL
+        reason = CalibrationDense.SLOWER_ATTENTION if (length, layer) in layers else CalibrationDense.SLOWER_PREFILL
         candidate = candidate.with_share(layer, length, 0.0, reason)
     return candidate, lengths_of_layers | lengths
 
@@ -519,7 +519,7 @@ def measure_noise(loaded: LoadedModel, prompt: Prompt, backend: SDPBackend) -> f
     """Return the KL between the dense model and the same, whose full attention another backend computes."""
 
     def run_through_backend(layer: DecoderLayer, stream: Stream) -> Stream:
-        with sdpa_backend(backend):
+        with use_sdpa_backend(backend):
             return layer.dense(stream)
 
     def variant(layer: DecoderLayer) -> Callable[[DecoderLayer, Stream], Stream] | None:

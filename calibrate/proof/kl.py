@@ -26,8 +26,8 @@ from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import LayerConfigAt, ProofItem, compare_variants, make_layer_state
 from calibrate.search.allocate import ErrorWeights
-from calibrate.search.choose import Chosen
-from calibrate.work.executor import Executor, WorkerState, executor_of, measured, shares
+from calibrate.search.choose import SearchResult
+from calibrate.work.executor import Executor, WorkerState, measure_items, open_executor, split_among_workers
 from s2o_runtime.config import HeadConfig, LayerConfig
 
 PASSES = 3
@@ -82,13 +82,13 @@ def measure_isolated_kl(
         ResourceError: The GPU's memory ran out.
     """
     layer_configs = tuple(map(LayerConfigAt, configs))
-    with executor_of(model) as executor:
+    with open_executor(model) as executor:
         executor.register_prompts(prompts)
         items = [
             IsolatedKl(prompts[0].length, tuple(prompt.sha256 for prompt in share), layer_configs)
-            for share in shares(executor, prompts)
+            for share in split_among_workers(executor, prompts)
         ]
-        prompt_kls = [kls for share_kls in measured(items, executor, journal) for kls in share_kls]
+        prompt_kls = [kls for share_kls in measure_items(items, executor, journal) for kls in share_kls]
     means = [statistics.fmean(kls) for kls in zip(*prompt_kls, strict=True)]
     return tuple(max(0.0, kl) for kl in means[:-1]), max(0.0, means[-1])
 
@@ -140,7 +140,7 @@ class IsolatedKl(ProofItem):
         return [[agreement.kl for agreement in of_prompt] for of_prompt in agreements]
 
 
-def correct_weights(chosen: Chosen, isolated: IsolatedKls) -> Chosen:
+def correct_weights(chosen: SearchResult, isolated: IsolatedKls) -> SearchResult:
     """Scale the weights of layers so that they predict the KL that was measured of their groups.
 
     Args:

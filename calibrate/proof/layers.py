@@ -22,10 +22,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from calibrate.curves.curves import relative_errors, tile_worst
-from calibrate.model.estimate import plenty_is_free, within_memory
-from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, Through, begin, layer_on_device
-from calibrate.model.logits import agreement, logits_on_device, rows_at_once
+from calibrate.curves.curves import compute_relative_errors, tile_worst
+from calibrate.model.estimate import has_plenty_of_memory, wrap_out_of_memory
+from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, Through, begin, put_layer_on_device
+from calibrate.model.logits import compare_log_probs, count_rows_at_once, put_logits_on_device
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.work.executor import WorkerState, WorkItem
@@ -78,7 +78,7 @@ def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
         squared, power = (ours - truth).square().sum(-1)[0, 0], truth.square().sum(-1)[0, 0]
         squares[0] += squared
         squares[1] += power
-        relative[head] = relative_errors(squared, power)
+        relative[head] = compute_relative_errors(squared, power)
     return squares / (heads * value_dim), relative
 
 
@@ -223,7 +223,7 @@ class PromptForward:
     def enter_next_layer(self) -> Iterator[tuple[DecoderLayer, Stream]]:
         """Yield the next layer, its parameters on the device, and the patched prompt before it."""
         layer = self._forward.next_layer
-        with torch.no_grad(), layer_on_device(self._worker.loaded, layer):
+        with torch.no_grad(), put_layer_on_device(self._worker.loaded, layer):
             yield layer, self._forward.streams[0]
 
     def measure(self, config: LayerConfigAt, observer: hf.Observer) -> float:
@@ -246,14 +246,14 @@ class PromptForward:
         if self._dense is not None:
             return self._dense
         out = compute()
-        self._dense = out if plenty_is_free(out.device) else None
+        self._dense = out if has_plenty_of_memory(out.device) else None
         return out
 
     @torch.no_grad()
     def compare(self) -> PromptAgreement:
         """Compare what both models predict, after all layers."""
         patched, dense = self._forward.streams
-        with logits_on_device(self._worker.loaded) as logits:
+        with put_logits_on_device(self._worker.loaded) as logits:
             return compare(self._prompt, dense.hidden, patched.hidden, logits)
 
 
@@ -281,7 +281,7 @@ def compare_variants(
         with guard(f"layer {layer.number}"):
             forward.move([None, *(variant(layer) for variant in variants)] * len(prompts))
     agreements = []
-    with logits_on_device(loaded) as logits:
+    with put_logits_on_device(loaded) as logits:
         for index, prompt in enumerate(prompts):
             first = index * (len(variants) + 1)
             dense, *others = forward.streams[first : first + len(variants) + 1]
@@ -313,7 +313,7 @@ class ProofItem(WorkItem):
 
     def within_memory(self, worker: WorkerState, activity: str) -> AbstractContextManager[None]:
         """Name the activity and the prompt's length if the GPU's memory runs out inside the block."""
-        return within_memory(worker.loaded.weights.device, self.length, worker.loaded.weights.held, activity)
+        return wrap_out_of_memory(worker.loaded.weights.device, self.length, worker.loaded.weights.held, activity)
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ class LayerProofItem(ProofItem):
             result["last_rows"] = tuple(answers.mean(1).tolist())
             result["tiles"] = tile_worst(relative, TILE_ROWS).flatten().cpu()
 
-        number = worker.loaded.geometry.layer_number(self.layer)
+        number = worker.loaded.geometry.get_layer_number(self.layer)
         with self._forward_before(worker, number) as forward:
             density = forward.measure(self.config, observe)
         return {**result, "density": density}
@@ -376,7 +376,7 @@ class LayerProofItem(ProofItem):
     @contextmanager
     def _forward_before(self, worker: WorkerState, number: int) -> Iterator[PromptForward]:
         """Yield the prompt before a decoder layer."""
-        with self.within_memory(worker, f"{self.stage} layer {worker.loaded.geometry.layer_number(self.layer)}"):
+        with self.within_memory(worker, f"{self.stage} layer {worker.loaded.geometry.get_layer_number(self.layer)}"):
             self.use_s2o(worker)
             forward = worker.cached(self.affinity, lambda: PromptForward(worker, self.prompt, self.index))
             forward.move_to(number, self.before)
@@ -432,14 +432,14 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
         logits: [1, R, H] -> [1, R, V].
     """
     following = torch.roll(prompt.ids, -1).to(dense.device)
-    rows = rows_at_once(logits(dense[:, :1]).shape[-1])
+    rows = count_rows_at_once(logits(dense[:, :1]).shape[-1])
     kls: list[Tensor] = []
     tokens: list[list[Tensor]] = [[], []]
     log_probabilities: list[list[Tensor]] = [[], []]
     for first in range(0, len(following), rows):
         piece = slice(first, first + rows)
         both = [logits(hidden[:, piece])[0].float().log_softmax(-1) for hidden in (dense, patched)]
-        piece_agreement = agreement(*both)
+        piece_agreement = compare_log_probs(*both)
         kls.append(piece_agreement.kl)
         for model, most_likely in enumerate((piece_agreement.dense_tokens, piece_agreement.tokens)):
             tokens[model].append(most_likely)

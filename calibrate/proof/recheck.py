@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from calibrate.model.models import LoadedModel, load, load_config
-from calibrate.model.preflight import Preflight, preflight
-from calibrate.profiles.stored import check_sizes, recipe_of
+from calibrate.model.preflight import Preflight, make_preflight
+from calibrate.profiles.stored import check_sizes, read_recipe
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import describe_over_limit, find_lost_needles
@@ -28,12 +28,12 @@ from calibrate.proof.layers import ConfigSource
 from calibrate.proof.verify import LayerProof, LengthProof, Prover
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.record import CertifiedLength, CertifiedRetrieval, read_record
-from calibrate.work.executor import executor_of
+from calibrate.work.executor import open_executor
 from s2o_runtime.errors import InputError
-from s2o_runtime.fields import counted
-from s2o_runtime.identity import fingerprint_mismatch, geometry
+from s2o_runtime.fields import pluralize
+from s2o_runtime.identity import explain_mismatch, geometry
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.profile.profile import fitted
+from s2o_runtime.profile.profile import adapt_to_device
 from s2o_runtime.profile.record import get_list, read_limits
 
 
@@ -50,7 +50,7 @@ class LoadedProfile:
     prompts: tuple[Path, ...] | None
 
 
-def opened(
+def open_profile(
     model: str,
     path: Path,
     device: str,
@@ -85,22 +85,22 @@ def opened(
     profile = load_profile(path)
     if needs_certificate and not select_certified_lengths(profile):
         raise InputError(f"{path} is not certified, so there is nothing to compare with: leave --seed out")
-    recipe = replace(recipe_of(profile, path), model=model, device=device)
+    recipe = replace(read_recipe(profile, path), model=model, device=device)
     recipe = replace(recipe, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
     if needs_certificate:
         recipe = replace(recipe, num_certify=recipe.num_certify or OPTIONS["num_certify"].default)
     if recipe.scope == "model" and not get_list(profile.record, "held_out", dict):
         raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
-    profile, rejected = fitted(profile, torch.device(device))
+    profile, rejected = adapt_to_device(profile, torch.device(device))
     if rejected is not None:
         raise InputError(f"{path} cannot be proven here: {rejected}")
     config = load_config(model, random_weights=True, trust_remote_code=trust_remote_code)  # an alias's sizes ship
     check_sizes(profile, path, model, geometry(config))
     random = recipe.random_weights
-    before_loading(recipe, preflight(model, config, device=device, lengths=recipe.lengths, random_weights=random))
+    before_loading(recipe, make_preflight(model, config, device=device, lengths=recipe.lengths, random_weights=random))
     loaded = load(model, device, seed=recipe.seed, **recipe.loading)
-    if mismatch := fingerprint_mismatch(loaded.fingerprint, profile.fingerprint):
+    if mismatch := explain_mismatch(loaded.fingerprint, profile.fingerprint):
         raise InputError(f"{path} is not of {model}: {mismatch} of the profile: calibrate this model")
     return LoadedProfile(profile, recipe, loaded, prompts)
 
@@ -111,7 +111,7 @@ def select_certified_lengths(profile: Profile) -> dict[int, CertifiedLength]:
 
 
 @dataclass(frozen=True)
-class Verified:
+class ProofCheck:
     """A proof that was made again.
 
     lengths: for each length the model's `kl`, `top1` and `needles` and, under "layers", each layer's error and its
@@ -125,9 +125,9 @@ class Verified:
     same_prompts: bool
 
 
-def verified(opened: LoadedProfile, *, progress: bool = False) -> Verified:
+def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck:
     """Make the proof of a profile again, on the prompts that its recipe adjusted layers on, or on other text."""
-    profile, recipe = opened.profile, on_other_text(opened.recipe, opened.prompts)
+    profile, recipe = opened.profile, replace_prompts(opened.recipe, opened.prompts)
     data = load_prompts(recipe, opened.loaded.tokenizer)
     with _start_prover(opened, recipe, "proving", len(data.held_out), progress) as prover:
         _, proofs = prover.prove(profile, data.held_out, timed=False)
@@ -141,18 +141,18 @@ def verified(opened: LoadedProfile, *, progress: bool = False) -> Verified:
     problems += find_lost_needles(proofs, recipe)
     recorded = read_record(profile).data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
-    return Verified(lengths, list(map(str, problems)), same_prompts)
+    return ProofCheck(lengths, list(map(str, problems)), same_prompts)
 
 
 @contextmanager
 def _start_prover(opened: LoadedProfile, recipe: Recipe, title: str, lengths: int, progress: bool) -> Iterator[Prover]:
-    with executor_of(opened.loaded) as executor:
+    with open_executor(opened.loaded) as executor:
         prover = Prover(executor, chunk=recipe.chunk, progress=progress)
         with prover.show_progress(title, lengths) as shown:
             yield shown
 
 
-def on_other_text(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
+def replace_prompts(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
     """Return the recipe with other files and folders as its prompts; None leaves it as it is."""
     return recipe if prompts is None else replace(recipe, prompts=prompts, domains=None)
 
@@ -173,7 +173,7 @@ def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: L
         "needles": proof.needles,
         "layers": [
             {
-                "layer": profile.geometry.layer_number(index),
+                "layer": profile.geometry.get_layer_number(index),
                 "error": layer.limited_error(recipe),
                 "limit": limit(index, layer),
                 "rel_mse": layer.rel_mse,
@@ -187,7 +187,7 @@ def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: L
 
 
 @dataclass(frozen=True)
-class LengthRecertified:
+class LengthCheck:
     """The certificate of one length beside the measurements of fresh prompts.
 
     means: the largest mean error of a layer over its limit. broken: how many layers' means are over it by more than
@@ -209,14 +209,14 @@ class LengthRecertified:
 
 
 @dataclass(frozen=True)
-class Recertified:
+class CertificateCheck:
     """A certificate that was checked on fresh prompts. problems: one sentence each; none if it holds."""
 
-    lengths: tuple[LengthRecertified, ...]
+    lengths: tuple[LengthCheck, ...]
     problems: tuple[str, ...]
 
 
-def recertified(opened: LoadedProfile, seed: int, *, progress: bool = False) -> Recertified:
+def verify_certificate(opened: LoadedProfile, seed: int, *, progress: bool = False) -> CertificateCheck:
     """Check each claim of a profile's certificate on prompts drawn with another seed, or from other files.
 
     A claim is broken if fresh prompts contradict it beyond chance, at 5%: for the layers' means that is at all of them
@@ -236,7 +236,7 @@ def recertified(opened: LoadedProfile, seed: int, *, progress: bool = False) -> 
     for length in certified:
         if len(groups := TextGroups.from_prompts(fresh.get(length, ()))) < MIN_GROUPS:
             raise InputError(
-                f"there are fresh prompts of {counted(len(groups), 'group')} of text of {length} tokens, expected at "
+                f"there are fresh prompts of {pluralize(len(groups), 'group')} of text of {length} tokens, expected at "
                 f"least {MIN_GROUPS}: give another --seed, or --prompts with more text"
             )
     proofs: dict[int, LengthProof] = {}
@@ -248,7 +248,7 @@ def recertified(opened: LoadedProfile, seed: int, *, progress: bool = False) -> 
 
 def compare_certificate(
     profile: ConfigSource, recipe: Recipe, certified: Mapping[int, CertifiedLength], proofs: Mapping[int, LengthProof]
-) -> Recertified:
+) -> CertificateCheck:
     """Compare a certificate with the measurements of fresh prompts.
 
     Args:
@@ -258,12 +258,12 @@ def compare_certificate(
     """
     risk = (1 - CONFIDENCE) / max(1, sum(len(proof.layers) for proof in proofs.values()))  # of one layer (Bonferroni)
     lengths = tuple(_compare_length(profile, recipe, certified[length], proofs[length], risk) for length in certified)
-    return Recertified(lengths, tuple(problem for length in lengths for problem in length.problems))
+    return CertificateCheck(lengths, tuple(problem for length in lengths for problem in length.problems))
 
 
 def _compare_length(
     profile: ConfigSource, recipe: Recipe, certified: CertifiedLength, proof: LengthProof, risk: float
-) -> LengthRecertified:
+) -> LengthCheck:
     """Compare one length; risk: the probability that one layer's mean is taken for too large by chance."""
     length, groups = certified.length or 0, TextGroups.from_prompts(proof.prompts)
     limits = tuple(
@@ -294,7 +294,7 @@ def _compare_length(
             f"at {length} tokens {now.kept} of {now.found} needles are kept, at least {before.low:.0%} is certified"
         )
     means = max(scorer.layer_means(proof), default=0.0)
-    return LengthRecertified(
+    return LengthCheck(
         length, len(proof.prompts), len(groups), means, broken, above, chance, proof.kl, now, tuple(problems)
     )
 
@@ -306,7 +306,7 @@ def draw_fresh_prompts(opened: LoadedProfile, recipe: Recipe) -> dict[int, list[
         opened: the profile, whose record names what took part, its model, and where prompts are drawn from.
         recipe: the lengths, how many prompts, the seed, and the kinds of text.
     """
-    drawn = on_other_text(recipe, opened.prompts)
+    drawn = replace_prompts(recipe, opened.prompts)
     if opened.prompts is not None:  # of the user's text as much as possible is for the certificate
         drawn = replace(drawn, num_prompts=1, held_out=1)
     recorded = read_record(opened.profile).data

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from calibrate.prompts.prompt import PromptSet
-from calibrate.proof.adjust import Proven
+from calibrate.proof.adjust import ProofResult
 from calibrate.proof.bounds import CONFIDENCE
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, PredictedLength, ProvenLayer, ProvenLength, Record
-from calibrate.versions import versions
+from calibrate.versions import collect_versions
 
 METHOD = (
     "means: Student's bounds over groups of text, kinds in equal parts, all within their limits at once; prompts: "
@@ -15,7 +15,7 @@ METHOD = (
 )
 
 
-def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
+def make_record(recipe: Recipe, prompts: PromptSet, proven: ProofResult) -> Record:
     """Return how the profile was made and what was shown.
 
     Times are recorded only where they were the objective, on a GPU: without them the same inputs give the same bytes.
@@ -26,7 +26,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
         objective="latency" if proven.device.kind == "cuda" else "predicted latency",
         recipe=recipe.record(),
         data=prompts.record(),
-        versions=versions(),
+        versions=collect_versions(),
         proof="held out" if proven.met else "failed",
         problems=tuple(map(str, proven.problems)),
         predicted=tuple(
@@ -39,7 +39,7 @@ def record_of(recipe: Recipe, prompts: PromptSet, proven: Proven) -> Record:
     )
 
 
-def _list_not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
+def _list_not_proven(recipe: Recipe, proven: ProofResult) -> tuple[str, ...]:
     """List what a reader might take for shown although it is not; what failed is in the problems."""
     if not proven.certificates:
         return ("that the next prompt keeps its limits: there is no certificate",)
@@ -59,7 +59,7 @@ def _list_not_proven(recipe: Recipe, proven: Proven) -> tuple[str, ...]:
     return (*sentences, f"text unlike these prompts, {between}, and calls that continue a prompt")
 
 
-def _record_length(proven: Proven, length: int) -> ProvenLength:
+def _record_length(proven: ProofResult, length: int) -> ProvenLength:
     proof = proven.proofs[length]
     on_gpu = proven.device.kind == "cuda"
     return ProvenLength(

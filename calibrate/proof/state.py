@@ -8,8 +8,8 @@ from enum import Enum
 from functools import cached_property
 
 from calibrate.recipe import Recipe
-from calibrate.search.choice import ChosenDense, search_constraints
-from calibrate.search.choose import Chosen
+from calibrate.search.choice import CalibrationDense, make_constraints
+from calibrate.search.choose import SearchResult
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
@@ -39,7 +39,7 @@ class Candidate:
     geometry: Geometry
     fingerprint: str
     device: DeviceIdentity
-    chosen: Mapping[int, Chosen]
+    chosen: Mapping[int, SearchResult]
     overrides: Mapping[LengthAndLayer, LayerConfig] = field(default_factory=dict)
     dense_lengths: frozenset[int] = frozenset()
     tightened: Mapping[LengthAndLayer, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Candidate:
         return config.as_dense() if length in self.dense_lengths else config
 
     def with_share(
-        self, layer: int, length: int, share: float, why_dense: ChosenDense = ChosenDense.OVER_LIMIT
+        self, layer: int, length: int, share: float, why_dense: CalibrationDense = CalibrationDense.OVER_LIMIT
     ) -> Candidate:
         """Return the candidate in which a layer at one length may have a share of the error that is predicted of it.
 
@@ -99,7 +99,7 @@ class Candidate:
         if length in chosen:
             choices = list(chosen[length].choices)
             choices[layer] = (
-                choices[layer].spending(choices[layer].spent * share, search_constraints(self.recipe))
+                choices[layer].spending(choices[layer].spent * share, make_constraints(self.recipe))
                 if share
                 else choices[layer].as_dense(why_dense)
             )

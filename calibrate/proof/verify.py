@@ -18,10 +18,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from calibrate.curves.curves import worst_of
+from calibrate.curves.curves import select_worst
 from calibrate.journal import Journal
 from calibrate.model.layers import DecoderLayer, Stream
-from calibrate.progress import progress_bar
+from calibrate.progress import show_progress
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.layers import (
     AgreementItem,
@@ -35,8 +35,8 @@ from calibrate.proof.layers import (
     make_layer_state,
 )
 from calibrate.recipe import Budget, Recipe
-from calibrate.timing import medians
-from calibrate.work.executor import Executor, Measuring, WorkerState, measured
+from calibrate.timing import measure_medians
+from calibrate.work.executor import Executor, MeasurementBatch, WorkerState, measure_items
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.call import Scoring
@@ -95,7 +95,7 @@ class LayerProof:
             mse=statistics.fmean(result["all_rows"][0] for result in results),
             dense_power=statistics.fmean(result["all_rows"][1] for result in results),
             density=statistics.fmean(result["density"] for result in results),
-            worst=float(worst_of(torch.cat([result["tiles"] for result in results]))),
+            worst=float(select_worst(torch.cat([result["tiles"] for result in results]))),
             of_prompts=tuple(PromptErrors(tuple(result["all_rows"]), tuple(result["last_rows"])) for result in results),
             kinds=tuple(prompt.domain for prompt in prompts),
         )
@@ -191,7 +191,7 @@ class Prover:
     def show_progress(self, title: str, lengths: int) -> Iterator[Prover]:
         """Yield the prover with a progress bar over every layer at so many lengths."""
         steps = self.executor.geometry.layers * lengths
-        with progress_bar(title, steps, "layer", shown=self.progress) as step:
+        with show_progress(title, steps, "layer", shown=self.progress) as step:
             yield replace(self, on_step=step)
 
     def prove(
@@ -262,7 +262,7 @@ class _LengthRun:
         self.history = LayerHistory()
         self._executor, self._journal, self._stage, self._length = executor, journal, stage, length
         self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
-        self._begun: tuple[LayerConfigAt, Measuring] | None = None
+        self._begun: tuple[LayerConfigAt, MeasurementBatch] | None = None
         executor.register_prompts(prompts)
 
     def begin(self, config: LayerConfigAt) -> None:
@@ -285,12 +285,12 @@ class _LengthRun:
         last = self._start(AgreementItem, len(self.history.configs) - 1, self.history.configs[-1])
         return tuple(PromptAgreement(**result) for result in last.results())
 
-    def _start(self, item_type: type[LayerProofItem], layer: int, config: LayerConfigAt) -> Measuring:
+    def _start(self, item_type: type[LayerProofItem], layer: int, config: LayerConfigAt) -> MeasurementBatch:
         items = [
             item_type(self._length, sha256, index, layer, self.history, config, stage=self._stage)
             for sha256, index in self._prompts
         ]
-        return Measuring(items, self._executor, self._journal)
+        return MeasurementBatch(items, self._executor, self._journal)
 
 
 def _add_times(
@@ -312,12 +312,12 @@ def _add_times(
         for number in numbers  # a layer's weights are on the device for all lengths
         for length, prompt in prompts.items()
     }
-    seconds = dict(zip(items, measured(list(items.values()), executor, journal), strict=True))
+    seconds = dict(zip(items, measure_items(list(items.values()), executor, journal), strict=True))
     timed = {}
     for length, proof in proofs.items():
         layers = []
         for row, layer in enumerate(proof.layers):
-            s2o, dense = seconds[length, geometry.layer_number(row)].get("attention") or (None, None)
+            s2o, dense = seconds[length, geometry.get_layer_number(row)].get("attention") or (None, None)
             layers.append(replace(layer, seconds=s2o, dense_seconds=dense))
         timed[length] = replace(
             proof,
@@ -389,10 +389,10 @@ class LayerTime(ProofItem):
 def _time_calls(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """Time decoder layers, in seconds: medians on a GPU, of one run if they are long; one run by the clock on a CPU."""
     if device.type == "cuda":
-        once = medians(calls, device, 1, LAYER_FLUSHES)
+        once = measure_medians(calls, device, 1, LAYER_FLUSHES)
         if min(once.values()) > LONG_SECONDS:
             return once
-        return medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
+        return measure_medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
     seconds = {}
     for name, call in calls.items():
         start = time.perf_counter()
@@ -410,8 +410,8 @@ def _time_attention(layer: DecoderLayer, stream: Stream, config: LayerConfigAt) 
         calls["dense"] = partial(fastest_dense_attention, q, k, v, scoring)
 
     layer.patched(stream, make_layer_state(layer, config, keep, chunks=False))
-    times = medians(calls, layer.device, GPU_ROUNDS)
+    times = measure_medians(calls, layer.device, GPU_ROUNDS)
     if times["s2o"] > times["dense"]:  # that would make the layer dense, so it must be no hiccup
-        again = medians(calls, layer.device, GPU_ROUNDS)
+        again = measure_medians(calls, layer.device, GPU_ROUNDS)
         times = {name: min(seconds, again[name]) for name, seconds in times.items()}
     return times["s2o"], times["dense"]

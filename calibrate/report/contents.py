@@ -1,6 +1,6 @@
 """The contents of a calibration's report: a finished run as typed, plain values.
 
-`report_of` makes a `Report` of a finished calibration. The tables, the sentences, the pictures and the JSON file
+`make_report` makes a `Report` of a finished calibration. The tables, the sentences, the pictures and the JSON file
 (`<profile>.report.json`) are all made from it, so nothing is shown that is not in the file. The names of the fields are
 the names in the file. Errors and limits are in the budget's unit, times in seconds, costs in times of dense attention.
 """
@@ -20,8 +20,8 @@ from calibrate.recipe import Recipe
 from calibrate.record import Certificate, read_record
 from calibrate.report.plan import list_options
 from calibrate.report.summary import count_heads
-from calibrate.search.choice import Choice, search_constraints
-from calibrate.versions import versions
+from calibrate.search.choice import LayerPlan, make_constraints
+from calibrate.versions import collect_versions
 from s2o_runtime.config import Tail
 from s2o_runtime.profile.record import BudgetKind, ErrorUnit
 
@@ -171,7 +171,7 @@ class Report:
         return asdict(replace(self, certificate=None)) | {"certificate": certificate}
 
 
-def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Report:
+def make_report(recipe: Recipe, result: Result, command: str | None = None) -> Report:
     """Return the report of a finished calibration; `command` is the command line that runs it again."""
     failures = sum((chosen.failures for chosen in result.chosen.values()), Counter[str]())
     record = read_record(result.profile)
@@ -190,7 +190,7 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
         failed_trials=sum(failures.values()),
         failures=dict(failures),
         journal=JournalReport(str(recipe.journal_path), result.journal_reused),
-        versions=versions(),
+        versions=collect_versions(),
         data=recipe.prompt_source,
         lengths=tuple(_report_length(recipe, result, length, proof) for length, proof in sorted(result.proofs.items())),
         command=command,
@@ -202,7 +202,7 @@ def report_of(recipe: Recipe, result: Result, command: str | None = None) -> Rep
 
 
 def _report_length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
-    chosen, layer_number = result.chosen.get(length), result.profile.geometry.layer_number
+    chosen, layer_number = result.chosen.get(length), result.profile.geometry.get_layer_number
     return LengthReport(
         **_copy_fields(proof, "kl", "top1", "needles", "prefill_seconds", "dense_prefill_seconds"),
         length=length,
@@ -220,7 +220,7 @@ def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof
     representatives = Counter(head.representatives for head in config.heads if head.mode == "s2o")
     error, limit = proof.error(recipe.budget), result.limits[length, index]
     return LayerReport(
-        layer=result.profile.geometry.layer_number(index),
+        layer=result.profile.geometry.get_layer_number(index),
         **count_heads(config.heads),
         **_copy_fields(config, "segment", "scores"),
         **_copy_fields(proof, "density", "worst", "seconds", "dense_seconds"),
@@ -237,7 +237,7 @@ def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof
     )
 
 
-def _report_prediction(recipe: Recipe, choices: Sequence[Choice], index: int) -> dict[str, Any]:
+def _report_prediction(recipe: Recipe, choices: Sequence[LayerPlan], index: int) -> dict[str, Any]:
     """Return the fields of a layer's report that follow from its choice; without choices they are empty."""
     if not choices:
         empty = dict.fromkeys(("why_dense", "predicted_error", "predicted_seconds", "frontier"))
@@ -245,7 +245,7 @@ def _report_prediction(recipe: Recipe, choices: Sequence[Choice], index: int) ->
     choice, power = choices[index], dense_power(choices[index].curves)
     # The frontier is computed here and not by the search, because which choice and which budget a layer ends with is
     # known only after the proof has tightened them.
-    constraints = search_constraints(recipe)
+    constraints = make_constraints(recipe)
     allocations = [choice.spending(choice.budget_mse * times, constraints).allocation for times in FRONTIER]
     return {
         "why_dense": choice.dense_sentence,
@@ -263,7 +263,7 @@ def _report_prediction(recipe: Recipe, choices: Sequence[Choice], index: int) ->
     }
 
 
-def _predict_seconds(choice: Choice, choices: Sequence[Choice]) -> float | None:
+def _predict_seconds(choice: LayerPlan, choices: Sequence[LayerPlan]) -> float | None:
     """Return the seconds that a layer's attention will take; None where it was not timed."""
     if choice.timing is None or choice.seconds is None:
         return None

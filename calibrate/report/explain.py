@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from calibrate.curves.curves import Curves, Shape, dense_power, methods
-from calibrate.profiles.stored import StoredCurves, calibrate_command, recipe_of, stored_curves
+from calibrate.curves.curves import Curves, Shape, dense_power, select_rankings
+from calibrate.profiles.stored import StoredCurves, calibrate_command, read_recipe, read_stored_curves
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import Point, points_of
-from calibrate.search.choice import budget_mse, search_constraints, weights_of
-from s2o_runtime.config import HeadConfig, LayerConfig, plain
+from calibrate.search.allocate import Point, list_points
+from calibrate.search.choice import budget_mse, compute_weights, make_constraints
+from s2o_runtime.config import HeadConfig, LayerConfig, convert_to_json
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile
 
@@ -34,14 +34,14 @@ def explain_head(
     stored: StoredCurves | None = None
     missing = "the journal has no curve of this length and tile, so what it costs is not known"
     try:
-        recipe = recipe_of(profile, path)
-        stored = stored_curves(profile, recipe, journal or recipe.journal_path, calibrate_command(recipe))
+        recipe = read_recipe(profile, path)
+        stored = read_stored_curves(profile, recipe, journal or recipe.journal_path, calibrate_command(recipe))
     except InputError as error:
         missing = f"its curve is not there: {error}"
     rows = []
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
-        row = {"length": length, **plain(settings), "scores": config.scores}
+        row = {"length": length, **convert_to_json(settings), "scores": config.scores}
         row |= {"last_rows": config.last_rows} if config.last_rows else {}
         row |= {"tile": str(config.tile), **dict.fromkeys(("density", "error", "unit"))}
         curves = stored.find_curves(layer, length) if stored and recipe and length in recipe.lengths else None
@@ -58,7 +58,7 @@ def explain_head(
     return rows
 
 
-def head_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def format_head(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines for what `explain_head` returns."""
     for row in rows:
         settings = "dense"
@@ -74,11 +74,11 @@ def head_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> dict[str, Any]:
     """Return a head's density and error as its curve predicts them, and what keeps it from the next cheaper setting."""
-    curves_of_methods = methods(curves, config.segment, Shape.of(config.tile), config.scores)
+    curves_of_methods = select_rankings(curves, config.segment, Shape.from_tile(config.tile), config.scores)
     power = dense_power(curves_of_methods)
-    constraints = search_constraints(recipe)
-    guarded = points_of(curves_of_methods, head, constraints)
-    free = points_of(curves_of_methods, head, replace(constraints, worst_rows=None))
+    constraints = make_constraints(recipe)
+    guarded = list_points(curves_of_methods, head, constraints)
+    free = list_points(curves_of_methods, head, replace(constraints, worst_rows=None))
     here = next((point for point in guarded if _is_same_setting(point.head, config.heads[head])), None)
     if here is None:
         return {
@@ -118,7 +118,7 @@ def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recip
 def _describe_budget(curves: Curves, recipe: Recipe, power: float) -> str:
     """Describe how much error the layer, or the model, may spend."""
     budget = recipe.budget
-    spend = budget.error(budget_mse(weights_of(curves, recipe), recipe), power)
+    spend = budget.error(budget_mse(compute_weights(curves, recipe), recipe), power)
     spender = "the layer" if recipe.scope == "layer" else "all layers in the mean"
     return f"{spender} may spend {spend:.2e} {budget.unit} in the mean over heads"
 

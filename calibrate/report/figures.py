@@ -16,7 +16,7 @@ from calibrate.curves.curves import TAUS
 from calibrate.machine import MARK
 from calibrate.report.contents import HeadReport, Report
 from calibrate.report.sections import format_tau
-from s2o_runtime.errors import first_line
+from s2o_runtime.errors import get_first_line
 from s2o_runtime.profile import Profile
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ COLOURS = "viridis"  # even in lightness, and told apart with every kind of colo
 BAR: dict[str, Any] = {"fraction": 0.06, "aspect": 30, "pad": 0.015}  # a colour bar beside its axes
 
 
-def png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
+def render_png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) -> bytes:
     """Return a PNG file: what `draw` puts into an empty figure below a title; pad: inches left free beside the axes."""
     return _save_figure(draw, title, pad, format="png", dpi=DPI, metadata={"Software": MARK})
 
@@ -57,12 +57,12 @@ def render_svg(draw: Callable[[Figure], None], title: str, name: str, descriptio
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(description)}"', 1)
 
 
-def attempt(draw: Callable[[], T]) -> tuple[T | None, str]:
+def try_drawing(draw: Callable[[], T]) -> tuple[T | None, str]:
     """Return what a function draws, or None and why it cannot: pictures that fail never fail a run."""
     try:
         return draw(), ""
     except Exception as error:  # whatever matplotlib raises
-        return None, f"the pictures cannot be drawn ({type(error).__name__}: {first_line(error)})"
+        return None, f"the pictures cannot be drawn ({type(error).__name__}: {get_first_line(error)})"
 
 
 def _save_figure(draw: Callable[[Figure], None], title: str, pad: float = 0.04, **options: Any) -> bytes:
@@ -78,7 +78,7 @@ def _save_figure(draw: Callable[[Figure], None], title: str, pad: float = 0.04, 
     return file.getvalue()
 
 
-def panels(
+def add_panels(
     figure: Figure,
     titles: Sequence[str],
     size: tuple[float, float],
@@ -194,12 +194,12 @@ def _compute_luminance(colour: tuple[float, ...]) -> float:
 CAPTION = "The threshold of every head at every length: the larger, the more a head skips; a cross is a dense head."
 
 
-def tau_picture(profile: Profile) -> bytes:
+def draw_tau_png(profile: Profile) -> bytes:
     """Return a PNG: for each length a map of layers and heads, coloured by tau.
 
     A dense head has a cross.
     """
-    return png(partial(_draw_taus, profile=profile), f"{profile.model_name} on {profile.device}")
+    return render_png(partial(_draw_taus, profile=profile), f"{profile.model_name} on {profile.device}")
 
 
 def draw_tau_svg(profile: Profile) -> str:
@@ -212,8 +212,8 @@ def _draw_taus(figure: Figure, profile: Profile) -> None:
 
     norm = LogNorm(TAUS[0], TAUS[-1], clip=True)  # a tau of 0 has the colour of the smallest
     titles = [f"{length} tokens" for length in profile.lengths]
-    all_axes = panels(figure, titles, (5.0, 4.0), x="head", y="layer")
-    numbers = [profile.geometry.layer_number(index) for index in range(profile.geometry.layers)]
+    all_axes = add_panels(figure, titles, (5.0, 4.0), x="head", y="layer")
+    numbers = [profile.geometry.get_layer_number(index) for index in range(profile.geometry.layers)]
     for axes, layers in zip(all_axes, profile.layers, strict=True):
         taus = [
             [max(head.tau, TAUS[0]) if head.mode == "s2o" else math.nan for head in layer.heads] for layer in layers
@@ -237,7 +237,7 @@ LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors
 def draw_pngs(report: Report) -> dict[str, bytes]:
     """Return PNG files by the names "density", "frontier" and "time"."""
     draws = {"density": draw_density, "frontier": draw_frontier, "time": draw_time}
-    return {name: png(partial(draw, report=report), _make_title(report)) for name, draw in draws.items()}
+    return {name: render_png(partial(draw, report=report), _make_title(report)) for name, draw in draws.items()}
 
 
 def draw_svgs(report: Report) -> dict[str, str]:
@@ -256,7 +256,7 @@ def draw_density(figure: Figure, report: Report) -> None:
     layers, heads = len(lengths[0].layers), len(lengths[0].layers[0].heads)
     widest = 9.0 if len(lengths) == 1 else 5.0
     wide, high = (min(max(CELL * count, 2.4), most) for count, most in ((heads, widest), (layers, 9.0)))
-    all_axes = panels(figure, [length.label for length in lengths], (wide, high), x="head", y="layer")
+    all_axes = add_panels(figure, [length.label for length in lengths], (wide, high), x="head", y="layer")
     cross = (30 * min(wide / heads, high / layers)) ** 2
     for axes, length in zip(all_axes, lengths, strict=True):
         densities = [[head.density for head in layer.heads] for layer in length.layers]
@@ -280,7 +280,7 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     bottom = max(min([*errors, budget.value]) / 3, LOWEST * budget.value)  # curves fall towards density 1
     size = (5.5, 4.2) if len(report.lengths) == 1 else (4.2, 3.6)
     titles = [length.label for length in report.lengths]
-    all_axes = panels(figure, titles, size, x="density", y=budget.kind, sharey=True)
+    all_axes = add_panels(figure, titles, size, x="density", y=budget.kind, sharey=True)
     for axes, length in zip(all_axes, report.lengths, strict=True):
         axes.axhline(budget.value, color="black", lw=1, ls="--", label="budget")
         for number, layer in enumerate(length.layers):
@@ -307,7 +307,7 @@ def draw_time(figure: Figure, report: Report) -> None:
     """Draw bars of each layer's attention before those of dense attention; predicted shares where nothing was timed."""
     wide = min(max(0.2 * len(report.lengths[0].layers), 5.0), 12.0)
     lengths = [length for length in report.lengths if length.attention_seconds is not None or length.has_heads]
-    all_axes = panels(figure, [length.label for length in lengths], (wide, 1.7), x="layer", y="", columns=1)
+    all_axes = add_panels(figure, [length.label for length in lengths], (wide, 1.7), x="layer", y="", columns=1)
     for axes, length in zip(all_axes, lengths, strict=True):
         layers = length.layers
         if length.attention_seconds is not None:  # so it is known of every layer

@@ -13,23 +13,23 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
 
-from calibrate.machine import MARK, json_file
-from calibrate.recipe import report_paths
+from calibrate.machine import MARK, format_json_file
+from calibrate.recipe import list_report_paths
 from calibrate.record import ProvenLength, read_record
 from calibrate.report import figures, sections
 from calibrate.report.contents import Report
-from calibrate.report.summary import count_heads, summary
+from calibrate.report.summary import count_heads, summarise_profile
 from calibrate.tables import (
     Number,
     Table,
-    bullets,
-    escaped,
-    formatted,
-    integer,
-    markdown,
+    escape_markdown,
+    format_bullets,
+    format_integer,
+    format_markdown,
+    format_number,
     print_lines,
     print_table,
-    printable,
+    replace_controls,
 )
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import Profile
@@ -55,7 +55,11 @@ def _render_markdown(template: str, **names: Any) -> str:
     """
     facts_table = partial(Table, ("", ""), align="l")
     templates = _open_templates(
-        autoescape=False, text=escaped, bullets=bullets, markdown=markdown, facts_table=facts_table
+        autoescape=False,
+        text=escape_markdown,
+        bullets=format_bullets,
+        markdown=format_markdown,
+        facts_table=facts_table,
     )
     text = templates.get_template(template).render(names, form="form.md.j2")
     title, _, rest = re.sub(r"\n{3,}", "\n\n", text).strip().partition("\n")
@@ -66,7 +70,7 @@ def _render_html(body: str, **names: Any) -> str:
     """Return the text of a template as a page of HTML, in which all text is escaped; `title` is one of its names."""
     templates = _open_templates(
         autoescape=True,
-        text=printable,
+        text=replace_controls,
         anchor=lambda heading: "-".join(re.findall(r"\w+", heading.lower())),
         nested=_group_indented,
         sorted_by=_mark_value,
@@ -114,10 +118,10 @@ def _list_page_names(report: Report, profile_path: Path) -> dict[str, Any]:
         "phases": {name: f"{seconds:.0f} s" for name, seconds in report.phases.items()},
         "captions": figures.CAPTIONS,
         "patch_call": patch_call,
-        "gain": sections.gain(report),
-        "statement": sections.statement(report.certificate, report.adjusted_on),
-        "certificate_tables": sections.tables(report.certificate),
-        "claims": sections.sentences(report.certificate),
+        "gain": sections.describe_gain(report),
+        "statement": sections.describe_certificate(report.certificate, report.adjusted_on),
+        "certificate_tables": sections.make_certificate_tables(report.certificate),
+        "claims": sections.list_claims(report.certificate),
         "overview": sections.make_overview_table(report),
         "closing_notes": sections.list_closing_notes(report),
         "by_length": [
@@ -157,7 +161,7 @@ def _keep_words(command: str) -> Markup:
 
 def _mark_options(sentence: str) -> Markup:
     """Return a sentence whose options (--lengths) are set as code, and not cut where lines end."""
-    return Markup(re.sub(r"--[a-z][a-z-]*", r"<code>\g<0></code>", str(escape(printable(sentence)))))
+    return Markup(re.sub(r"--[a-z][a-z-]*", r"<code>\g<0></code>", str(escape(replace_controls(sentence)))))
 
 
 def _mark_value(cell: str) -> Markup:
@@ -165,14 +169,14 @@ def _mark_value(cell: str) -> Markup:
     return Markup(' data-value="{}"').format(repr(cell.value)) if isinstance(cell, Number) else Markup("")
 
 
-def card(profile: Profile, file: str, origin: str = "") -> str:
+def render_card(profile: Profile, file: str, origin: str = "") -> str:
     """Return the card of a profile that is in `file`, a name beside it; `origin` says whose weights its model has."""
     return _render_markdown("card.j2", **_list_card_names(profile, file, origin), layer_tables=(), pictures={})
 
 
-def html_card(profile: Profile, file: str) -> tuple[str, str]:
+def render_html_card(profile: Profile, file: str) -> tuple[str, str]:
     """Return the card in HTML with what every layer does, and why it has no picture, empty if it has."""
-    picture, failure = figures.attempt(lambda: figures.draw_tau_svg(profile))
+    picture, failure = figures.try_drawing(lambda: figures.draw_tau_svg(profile))
     layer_tables = [_make_layer_table(profile, length) for length in profile.lengths]
     names = _list_card_names(profile, file) | {"captions": {"tau": figures.CAPTION}, "layer_tables": layer_tables}
     return _render_html("card.j2", **names, pictures={} if picture is None else {"tau": picture}), failure
@@ -180,20 +184,20 @@ def html_card(profile: Profile, file: str) -> tuple[str, str]:
 
 def _list_card_names(profile: Profile, file: str, origin: str = "") -> dict[str, Any]:
     """Return the names of card.j2 that both forms have."""
-    record, summed = read_record(profile), summary(profile)
-    columns = sections.COLUMNS | {"prefill": lambda row: sections.times(row["prefill_speedup"])}
+    record, summed = read_record(profile), summarise_profile(profile)
+    columns = sections.COLUMNS | {"prefill": lambda row: sections.format_speedup(row["prefill_speedup"])}
     return {
         "title": f"S2O profile of {profile.model_name}",
         "summary": summed,
         "origin": origin,
         "record": record,
         "recipe": record.recipe or {},
-        "statement": sections.statement(record.certificate, sections.adjusted_on(record)),
-        "certificate_tables": sections.tables(record.certificate),
-        "claims": sections.sentences(record.certificate),
+        "statement": sections.describe_certificate(record.certificate, sections.count_adjusted_on(record)),
+        "certificate_tables": sections.make_certificate_tables(record.certificate),
+        "claims": sections.list_claims(record.certificate),
         "not_recorded": NOT_RECORDED,
         "call": patch_call(file),
-        "lengths": Table.of(summed["lengths"], columns),
+        "lengths": Table.from_rows(summed["lengths"], columns),
         "min_length": profile.min_length,
     }
 
@@ -205,21 +209,23 @@ def _make_layer_table(profile: Profile, length: int) -> Table:
     proven = (record.find_proven(length) or ProvenLength()).layers or ()
     counts = [count_heads(config.heads) for config in configs]
     columns: dict[str, Callable[[int], str]] = {
-        "layer": lambda row: integer(profile.geometry.layer_number(row)),
+        "layer": lambda row: format_integer(profile.geometry.get_layer_number(row)),
         "tau": lambda row: sections.format_taus(counts[row]["tau_min"], counts[row]["tau_max"]),
-        "dense heads": lambda row: integer(counts[row]["dense_heads"]),
-        "segment": lambda row: integer(configs[row].segment),
+        "dense heads": lambda row: format_integer(counts[row]["dense_heads"]),
+        "segment": lambda row: format_integer(configs[row].segment),
         "tile": lambda row: str(configs[row].tile),
-        "density": lambda row: formatted(densities[row] if densities else None, ".3f"),
+        "density": lambda row: format_number(densities[row] if densities else None, ".3f"),
     }
     if len(proven) == len(configs):
         columns |= {
-            "mse": lambda row: formatted(proven[row].mse, ".2e"),
-            "rel_mse": lambda row: formatted(proven[row].rel_mse, ".2e"),
-            "limit": lambda row: formatted(proven[row].limit, ".2e"),
-            "worst row": lambda row: formatted(proven[row].worst, ".2g"),
+            "mse": lambda row: format_number(proven[row].mse, ".2e"),
+            "rel_mse": lambda row: format_number(proven[row].rel_mse, ".2e"),
+            "limit": lambda row: format_number(proven[row].limit, ".2e"),
+            "worst row": lambda row: format_number(proven[row].worst, ".2g"),
         }
-    return Table.of(range(len(configs)), columns, f"{length} tokens" + (f", densities {source}" if source else ""))
+    return Table.from_rows(
+        range(len(configs)), columns, f"{length} tokens" + (f", densities {source}" if source else "")
+    )
 
 
 def _list_items(value: Any) -> str:
@@ -233,18 +239,21 @@ def _list_items(value: Any) -> str:
 
 def print_report(report: Report, console: Console) -> None:
     """Print the gain, and target against achieved: all lengths, each one's layers with notes, the certificate."""
-    print_lines([sections.gain(report), ""], console)
+    print_lines([sections.describe_gain(report), ""], console)
     if len(report.lengths) > 1:
         print_table(sections.make_overview_table(report), console)
     for length in report.lengths:
         print_table(sections.make_layer_table(report, length, brief=True), console)
         print_lines([*sections.list_length_notes(report, length), ""], console)
     print_lines(sections.list_closing_notes(report), console)
-    for table in sections.tables(report.certificate):
+    for table in sections.make_certificate_tables(report.certificate):
         print_table(table, console)
     if report.met:
         print_lines(
-            [sections.statement(report.certificate, report.adjusted_on), *sections.sentences(report.certificate)],
+            [
+                sections.describe_certificate(report.certificate, report.adjusted_on),
+                *sections.list_claims(report.certificate),
+            ],
             console,
         )
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)
@@ -259,13 +268,13 @@ def write_report(report: Report, profile_path: Path) -> tuple[list[Path], str]:
         pictures inside, which is written last. And why there are no pictures, empty if there are.
     """
     profile_path.parent.mkdir(parents=True, exist_ok=True)
-    both, failure = figures.attempt(lambda: (figures.draw_pngs(report), figures.draw_svgs(report)))
+    both, failure = figures.try_drawing(lambda: (figures.draw_pngs(report), figures.draw_svgs(report)))
     drawn, svgs = both or ({}, {})
-    as_json, *picture_paths, as_markdown, as_html = report_paths(profile_path)
+    as_json, *picture_paths, as_markdown, as_html = list_report_paths(profile_path)
     named = dict(zip(drawn, picture_paths, strict=False))
     page = render_markdown_page(report, profile_path, {name: path.name for name, path in named.items()})
     files = {
-        as_json: json_file(report.to_json()),
+        as_json: format_json_file(report.to_json()),
         **{named[name]: picture for name, picture in drawn.items()},
         as_markdown: page.encode(),
         as_html: render_html_page(report, profile_path, svgs).encode(),

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 import torch
 
 from calibrate.model.estimate import GIB, Estimate
-from calibrate.model.models import in_full, shipped_sizes
+from calibrate.model.models import find_shipped_config, in_full
 from calibrate.model.preflight import Preflight
-from calibrate.progress import duration
+from calibrate.progress import format_duration
 from calibrate.recipe import OPTIONS, WORKERS, Recipe
 from s2o_runtime.devices import DeviceIdentity
 
@@ -64,20 +64,20 @@ def plan(
         "memory": _format_memory(estimate, device),
         "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
     }
-    if (rehearsed or recipe.random_weights) and shipped_sizes(recipe.model):
+    if (rehearsed or recipe.random_weights) and find_shipped_config(recipe.model):
         asked = "" if recipe.prompts else "; nothing was asked of the Hub"
         derived = {"sizes": f"sizes of the alias, as they ship{asked}"} | derived
     lines = derived | lines
     return {name: lines[name] for name in dict.fromkeys((*FIRST, *lines)) if name in lines}
 
 
-def in_short(lines: Mapping[str, str], given: Collection[str]) -> dict[str, str]:
+def select_lines(lines: Mapping[str, str], given: Collection[str]) -> dict[str, str]:
     """Return the lines of a plan that a user needs first, and those of the options that were given."""
     shown = {*FIRST, *(OPTIONS[name].label for name in given)}
     return {name: line for name, line in lines.items() if name in shown}
 
 
-def busy_line(device: DeviceIdentity) -> dict[str, str]:
+def describe_load(device: DeviceIdentity) -> dict[str, str]:
     """Return a line that says what to do where others use the cores of a CPU that a run is for; else nothing."""
     cores, threads, load = os.cpu_count() or 1, torch.get_num_threads(), os.getloadavg()[0]
     if device.kind != "cpu" or load + threads < cores + 1:
@@ -91,8 +91,8 @@ def _format_time(estimate: Estimate) -> str:
     longer = {
         name: seconds for name, seconds in estimate.seconds.items() if seconds >= NOT_WORTH_SAYING * estimate.total
     }
-    phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in longer.items())
-    return f"about {duration(estimate.total)} ({phases}), less what the journal has"
+    phases = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in longer.items())
+    return f"about {format_duration(estimate.total)} ({phases}), less what the journal has"
 
 
 def _format_memory(estimate: Estimate, device: DeviceIdentity) -> str:

@@ -10,8 +10,8 @@ from textwrap import shorten
 from typing import Any
 
 from calibrate.model.preflight import Preflight
-from calibrate.progress import duration
-from calibrate.proof.recheck import Recertified, Verified
+from calibrate.progress import format_duration
+from calibrate.proof.recheck import CertificateCheck, ProofCheck
 from calibrate.recipe import Recipe
 from calibrate.record import (
     Certificate,
@@ -22,14 +22,14 @@ from calibrate.record import (
     read_record,
 )
 from calibrate.report.contents import LayerReport, LengthReport, Report
-from calibrate.report.summary import divide, summary
-from calibrate.tables import Number, Table, formatted, integer, kept_of
-from s2o_runtime.config import plain
-from s2o_runtime.fields import counted
-from s2o_runtime.profile import Profile, described
+from calibrate.report.summary import divide, summarise_profile
+from calibrate.tables import Number, Table, format_integer, format_kept, format_number
+from s2o_runtime.config import convert_to_json
+from s2o_runtime.fields import pluralize
+from s2o_runtime.profile import Profile, make_document
 
 
-def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
+def describe_certificate(certificate: Certificate | None, adjusted_on: int | None) -> str:
     """Return one sentence on what was shown of means, of all layers at all lengths together.
 
     Args:
@@ -43,7 +43,7 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     confidence = (certificate and certificate.confidence) or 0.0
     domains = [domain for length in lengths for domain in length.domains or () if domain.domain]
     worst = max(domains, key=lambda domain: domain.error_over_limit or 0.0, default=CertifiedDomain())
-    number = f"{worst.error_over_limit or 0.0:.0%} of it, estimated from {counted(worst.prompts or 0, 'prompt')}"
+    number = f"{worst.error_over_limit or 0.0:.0%} of it, estimated from {pluralize(worst.prompts or 0, 'prompt')}"
     alone = f"; over {worst.domain} alone the largest is {number}" * bool(worst.domain)
     names = sorted({domain.domain or "" for domain in domains})
     # parts are equal where every kind of text has the two groups that `bounds.mean_bound` wants
@@ -57,20 +57,20 @@ def statement(certificate: Certificate | None, adjusted_on: int | None) -> str:
     )
 
 
-def adjusted_on(record: Record) -> int | None:
+def count_adjusted_on(record: Record) -> int | None:
     """Return how many prompts of each length a profile's layers were adjusted on; None if that is not recorded."""
     lengths = [prompt.length for prompt in (record.data and record.data.held_out) or ()]
     return min((lengths.count(length) for length in set(lengths)), default=None)
 
 
-def sentences(certificate: Certificate | None) -> list[str]:
+def list_claims(certificate: Certificate | None) -> list[str]:
     """List what is certified of prompts at each length, and how."""
     if certificate is None:
         return []
     layers = [layer for length in _get_lengths(certificate) for layer in length.layers or ()]
     dense = sum(layer.spent == 0 for layer in layers)
     less = sum(layer.spent is not None for layer in layers) - dense
-    changed = f"{counted(less, 'layer')} got less of the budget than was adjusted, and {dense} became dense"
+    changed = f"{pluralize(less, 'layer')} got less of the budget than was adjusted, and {dense} became dense"
     return [
         *(_describe_certified(length, certificate.confidence or 0.0) for length in _get_lengths(certificate)),
         *([changed] if less + dense else ()),
@@ -82,14 +82,14 @@ def _describe_certified(length: CertifiedLength, confidence: float) -> str:
     """Return the joint claim about prompts of a length, and what these prompts had."""
     text = "every layer is dense"
     if length.share is not None:
-        times = "" if length.error_over_limit == 1 else f"{formatted(length.error_over_limit, '.2f')} times "
+        times = "" if length.error_over_limit == 1 else f"{format_number(length.error_over_limit, '.2f')} times "
         text = (
             f"with {confidence:.0%} confidence at this length at least {round_down(length.share)} of prompts like "
             f"these keep every layer within {times}its limit, over all rows and over those that answer, "
-            f"and the KL within {formatted(length.kl, '.1e')} nats, together"
+            f"and the KL within {format_number(length.kl, '.1e')} nats, together"
         )
     noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
-    text += f"; these had a mean KL of {formatted(length.mean_kl, '.1e')}{noise}"
+    text += f"; these had a mean KL of {format_number(length.mean_kl, '.1e')}{noise}"
     retrieval = length.retrieval
     if retrieval is None or not retrieval.found:
         return f"{length.length} tokens: {text}; retrieval not proven"
@@ -104,7 +104,7 @@ def round_down(share: float) -> str:
     return f"{math.floor(1000 * share + 1e-9) / 10:.3g}%"
 
 
-def tables(certificate: Certificate | None) -> list[Table]:
+def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
     """Return what is certified of each length, both units of a budget in mse, and each kind of text; none without a
     certificate."""
     lengths = _get_lengths(certificate)
@@ -116,19 +116,19 @@ def tables(certificate: Certificate | None) -> list[Table]:
         return _format_largest((_divide(bound(layer), layer.limit) for layer in sparse), ".0%")
 
     bounds: dict[str, Callable[[CertifiedLength], str]] = {
-        "length": lambda length: formatted(length.length, "d"),
-        "prompts": lambda length: formatted(length.prompts, "d"),
-        "groups": lambda length: formatted(length.groups, "d"),
-        "less": lambda length: integer(sum(layer.spent is not None for layer in length.layers or ())),
+        "length": lambda length: format_number(length.length, "d"),
+        "prompts": lambda length: format_number(length.prompts, "d"),
+        "groups": lambda length: format_number(length.groups, "d"),
+        "less": lambda length: format_integer(sum(layer.spent is not None for layer in length.layers or ())),
         "mean /\nlimit": lambda length: over_limit(length, lambda layer: layer.mean),
         "bound /\nlimit": lambda length: over_limit(length, lambda layer: layer.bound),
         "of prompts": lambda length: "-" if length.share is None else round_down(length.share),
-        "error /\nlimit": lambda length: formatted(length.error_over_limit, ".2f"),
-        "KL": lambda length: formatted(length.kl, ".1e"),
-        "noise": lambda length: formatted(length.noise_floor, ".1e"),
-        "least\ntop-1": lambda length: formatted(length.top1, ".2%"),
+        "error /\nlimit": lambda length: format_number(length.error_over_limit, ".2f"),
+        "KL": lambda length: format_number(length.kl, ".1e"),
+        "noise": lambda length: format_number(length.noise_floor, ".1e"),
+        "least\ntop-1": lambda length: format_number(length.top1, ".2%"),
         "kept": lambda length: (
-            "-" if length.retrieval is None else kept_of(length.retrieval.kept or 0, length.retrieval.found or 0)
+            "-" if length.retrieval is None else format_kept(length.retrieval.kept or 0, length.retrieval.found or 0)
         ),
     }
 
@@ -137,14 +137,14 @@ def tables(certificate: Certificate | None) -> list[Table]:
         return f"{limits.count('rel_mse')} of {len(limits)} layers" if any(limits) else "-"
 
     units: dict[str, Callable[[CertifiedLength], str]] = {
-        "length": lambda length: formatted(length.length, "d"),
+        "length": lambda length: format_number(length.length, "d"),
         "largest bound, mse": lambda length: _format_largest((layer.bound for layer in length.layers or ()), ".2e"),
         "as rel_mse": lambda length: _format_largest((layer.rel_bound for layer in length.layers or ()), ".2e"),
         "the ceiling binds in": by_ceiling,
     }
     in_mse = any(layer.rel_mse is not None for layer in lengths[0].layers or ())
-    both = [Table.of(lengths, units, "in both units")] if in_mse else []
-    return [Table.of(lengths, bounds, "certified"), *both, _make_domain_table(lengths)]
+    both = [Table.from_rows(lengths, units, "in both units")] if in_mse else []
+    return [Table.from_rows(lengths, bounds, "certified"), *both, _make_domain_table(lengths)]
 
 
 def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
@@ -155,7 +155,7 @@ def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
             texts.setdefault(domain.domain or "-", {})[length.length] = domain
 
     def error_at(length: int | None) -> Callable[[str], str]:
-        return lambda text: formatted(texts[text].get(length, CertifiedDomain()).error_over_limit, ".0%")
+        return lambda text: format_number(texts[text].get(length, CertifiedDomain()).error_over_limit, ".0%")
 
     columns: dict[str, Callable[[str], str]] = {
         "text": str,
@@ -167,7 +167,7 @@ def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
         ),
         "mean KL": lambda text: _format_largest((domain.kl for domain in texts[text].values()), ".1e"),
     }
-    return Table.of(sorted(texts), columns, "by kind of text", align="lr")
+    return Table.from_rows(sorted(texts), columns, "by kind of text", align="lr")
 
 
 def _get_lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
@@ -179,7 +179,7 @@ def _divide(number: float | None, limit: float | None) -> float | None:
 
 
 def _format_largest(numbers: Iterable[float | None], form: str) -> str:
-    return formatted(max((number for number in numbers if number is not None), default=None), form)
+    return format_number(max((number for number in numbers if number is not None), default=None), form)
 
 
 def format_range(counts: Iterable[int | None]) -> str:
@@ -193,39 +193,39 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "tau": lambda row: format_taus(row["tau_min"], row["tau_max"]),
     "dense\nheads": lambda row: f"{row['dense_heads']} of {row['heads']}",
     "tails": lambda row: str(row["tails"]),
-    "density": lambda row: formatted(row["density"], ".3f"),
+    "density": lambda row: format_number(row["density"], ".3f"),
     "of": lambda row: row["density_is"] or "-",
-    "error /\nlimit": lambda row: formatted(row["error_over_limit"], ".0%"),
-    "worst\nrow": lambda row: formatted(row["worst"], ".2g"),
+    "error /\nlimit": lambda row: format_number(row["error_over_limit"], ".0%"),
+    "worst\nrow": lambda row: format_number(row["worst"], ".2g"),
     "needles": lambda row: _format_needles(row["needles"]),
-    "KL": lambda row: formatted(row["kl"], ".1e"),
+    "KL": lambda row: format_number(row["kl"], ".1e"),
 }
 
 
-def summary_parts(profile: Profile) -> Iterator[Table | str]:
+def show_summary(profile: Profile) -> Iterator[Table | str]:
     """Yield the summary in lines and a table, with what was proven."""
-    contents, record = summary(profile), read_record(profile)
+    contents, record = summarise_profile(profile), read_record(profile)
     for name in ("model", "architecture", "device", "budget", "objective", "proof"):
         yield f"{name:<12}  {contents[name] or 'not recorded'}"
     if (contents["proof"] or "").startswith("held out"):
-        yield statement(record.certificate, adjusted_on(record))
+        yield describe_certificate(record.certificate, count_adjusted_on(record))
     yield from (f"not proven: {sentence}" for sentence in (*contents["problems"], *contents["not_proven"]))
     if contents["retiled"]:
         yield contents["retiled"]
     if contents["unsupported_heads"]:
         count = contents["unsupported_heads"]
         yield f"dense here: {count} heads, whose tail, grain or representatives this version does not have"
-    yield Table.of(contents["lengths"], COLUMNS)
+    yield Table.from_rows(contents["lengths"], COLUMNS)
     yield "tau: a head stops visiting keys once the rest would add less than this to its denominator; more skips more"
     yield f"prompts below {profile.min_length} tokens stay dense"
 
 
-def exported(profile: Profile) -> dict[str, Any]:
+def export_profile(profile: Profile) -> dict[str, Any]:
     """Return a profile as JSON: the file's document, with `buckets` of all layers in place of the tensors."""
-    document = described(profile)
+    document = make_document(profile)
     record = document.pop("record")
     buckets = [
-        {"length": length, "layers": [plain(layer) for layer in bucket]}
+        {"length": length, "layers": [convert_to_json(layer) for layer in bucket]}
         for length, bucket in zip(profile.lengths, profile.layers, strict=True)
     ]
     return document | {"buckets": buckets, "record": record}
@@ -243,20 +243,22 @@ def format_tau(tau: float) -> str:
     return f"{float(f'{tau:.2g}'):g}"  # 150, not 1.5e+02
 
 
-def times(ratio: float | None) -> str:
+def format_speedup(ratio: float | None) -> str:
     """Format a speedup: 2.0 -> "2.00x"; "-" for None."""
     return "-" if ratio is None else Number(f"{ratio:.2f}x", ratio)
 
 
 def _format_needles(needles: Sequence[int] | None) -> str:
-    return "-" if needles is None else kept_of(*needles)
+    return "-" if needles is None else format_kept(*needles)
 
 
-def plan_lines(recipe: Recipe, preflight: Preflight, seconds: Mapping[str, float], prompts: str) -> dict[str, str]:
+def list_verify_plan(
+    recipe: Recipe, preflight: Preflight, seconds: Mapping[str, float], prompts: str
+) -> dict[str, str]:
     """Name what is measured again, and how long its phases take at most; prompts: how many of each length."""
-    phases = ", ".join(f"{name} {duration(expected)}" for name, expected in seconds.items())
+    phases = ", ".join(f"{name} {format_duration(expected)}" for name, expected in seconds.items())
     return {
-        "takes": f"at most about {duration(sum(seconds.values()))} ({phases})",
+        "takes": f"at most about {format_duration(sum(seconds.values()))} ({phases})",
         "model": recipe.model,
         "layers": preflight.layers,
         "lengths": ", ".join(map(str, sorted(recipe.all_lengths))),
@@ -264,7 +266,7 @@ def plan_lines(recipe: Recipe, preflight: Preflight, seconds: Mapping[str, float
     }
 
 
-def proof_parts(proof: Verified) -> Iterator[Table | str]:
+def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
     """Yield what the prompts that layers were adjusted on show here: a row for each length."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "length": lambda row: str(row["length"]),
@@ -277,12 +279,12 @@ def proof_parts(proof: Verified) -> Iterator[Table | str]:
         "needles": lambda row: _format_needles(row["needles"]),
         "KL": lambda row: f"{row['kl']:.1e}",
     }
-    yield Table.of(proof.lengths, columns, "proven here")
+    yield Table.from_rows(proof.lengths, columns, "proven here")
     if not proof.same_prompts:
         yield "the prompts are not those the profile was proven on"
 
 
-def certificate_parts(check: Recertified) -> Iterator[Table | str]:
+def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
     """Yield what fresh prompts show of a certificate: a row for each length."""
     columns: dict[str, Callable[[Any], str]] = {
         "length": lambda length: str(length.length),
@@ -296,7 +298,7 @@ def certificate_parts(check: Recertified) -> Iterator[Table | str]:
             "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}"
         ),
     }
-    yield Table.of(check.lengths, columns, "the certificate on fresh prompts")
+    yield Table.from_rows(check.lengths, columns, "the certificate on fresh prompts")
     yield (
         "mean / limit: of the layer that is nearest to its limit; broken: layers whose mean is over it by more than "
         "chance explains, at 5% for all together; outside: groups of text with a prompt outside the joint limit"
@@ -313,7 +315,7 @@ GAIN_MORE = "Allow more error, or calibrate for longer prompts (--lengths)."
 SHOWN_REASON = 110  # characters of a failed trial's reason; the JSON file has all of them
 
 
-def gain(report: Report) -> str:
+def describe_gain(report: Report) -> str:
     """Describe how many layers run S2O, what is gained at each length, and at what error; or why nothing is.
 
     Prefill is measured on a GPU; elsewhere attention's time is predicted, at the lengths that are calibrated.
@@ -324,7 +326,7 @@ def gain(report: Report) -> str:
         reasons = Counter(layer.why_dense for layer in layers if layer.why_dense).most_common()
         shown = [f"{reason} ({count}x)" for reason, count in reasons[:SHOWN_REASONS]]
         shown += [f"{len(reasons) - SHOWN_REASONS} more below"] if len(reasons) > SHOWN_REASONS else []
-        none_of = counted(total, "full-attention layer")
+        none_of = pluralize(total, "full-attention layer")
         return f"S2O runs in none of {none_of}, so nothing is gained: {'; '.join(shown)}. {GAIN_MORE}"
     where = ", ".join(f"{count} of {total} at {length}" for length, count in sparse.items())
     ratios, form = _compute_speedups(report)
@@ -364,27 +366,27 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
     """
     relative, ceiling = report.budget.unit == "mse", report.budget.ceiling is not None
     columns: dict[str, Callable[[LayerReport], str]] = {
-        "layer": lambda layer: integer(layer.layer),
+        "layer": lambda layer: format_integer(layer.layer),
         "tau": lambda layer: format_taus(layer.tau_min, layer.tau_max),
-        "dense\nheads": lambda layer: integer(layer.dense_heads),
-        "tails": lambda layer: integer(layer.tails),
+        "dense\nheads": lambda layer: format_integer(layer.dense_heads),
+        "tails": lambda layer: format_integer(layer.tails),
         "repr.": lambda layer: (
             f"{'/'.join(layer.representatives)}: {'/'.join(map(str, layer.representatives.values()))}"
             if layer.representatives
             else "-"
         ),
-        "segment": lambda layer: integer(layer.segment),
+        "segment": lambda layer: format_integer(layer.segment),
         "tile": lambda layer: layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
-        "density": lambda layer: formatted(layer.density, ".3f"),
-        report.budget.unit: lambda layer: formatted(layer.error, ".2e"),
-        "rel\nmse": lambda layer: formatted(layer.held_out_rel_mse, ".0e"),
-        "error /\nlimit": lambda layer: formatted(layer.error_over_limit, ".0%"),
+        "density": lambda layer: format_number(layer.density, ".3f"),
+        report.budget.unit: lambda layer: format_number(layer.error, ".2e"),
+        "rel\nmse": lambda layer: format_number(layer.held_out_rel_mse, ".0e"),
+        "error /\nlimit": lambda layer: format_number(layer.error_over_limit, ".0%"),
         "binds": lambda layer: BINDS[layer.binds],
-        "worst\nrow": lambda layer: formatted(layer.worst, ".2g"),
-        "vs\ndense": lambda layer: times(divide(layer.dense_seconds, layer.seconds)),
+        "worst\nrow": lambda layer: format_number(layer.worst, ".2g"),
+        "vs\ndense": lambda layer: format_speedup(divide(layer.dense_seconds, layer.seconds)),
     }
     left_out = {*(DETAILS if brief else ()), "" if relative else "rel\nmse", "" if ceiling else "binds"}
-    return Table.of(
+    return Table.from_rows(
         length.layers,
         {name: cell for name, cell in columns.items() if name not in left_out},
         f"{length.length} tokens, as adjusted{length.remark}",
@@ -398,34 +400,36 @@ def make_overview_table(report: Report) -> Table:
 
     def attention_speedup(length: LengthReport) -> str:
         if length.attention_seconds is not None:
-            return times(divide(length.dense_attention_seconds, length.attention_seconds))
+            return format_speedup(divide(length.dense_attention_seconds, length.attention_seconds))
         predicted = divide(1.0, length.cost)
         return "-" if predicted is None else Number(f"{predicted:.2f}x predicted", predicted)
 
     errors: dict[str, Callable[[LengthReport], str]] = {
-        f"{name}\n{report.budget.unit}": lambda length: formatted(combine(row.error for row in length.layers), ".2e")
+        f"{name}\n{report.budget.unit}": lambda length: format_number(
+            combine(row.error for row in length.layers), ".2e"
+        )
     }
     if report.budget.kind == "mse":
-        errors[f"{name}\nrel_mse"] = lambda length: formatted(
+        errors[f"{name}\nrel_mse"] = lambda length: format_number(
             combine(layer.held_out_rel_mse for layer in length.layers), ".2e"
         )
     columns: dict[str, Callable[[LengthReport], str]] = {
         "length": lambda length: Number(f"{length.length}{'' if length.calibrated else ' checked'}", length.length),
         **errors,
-        "error /\nlimit": lambda length: formatted(max(layer.error_over_limit for layer in length.layers), ".0%"),
-        "density": lambda length: formatted(fmean(layer.density for layer in length.layers), ".3f"),
+        "error /\nlimit": lambda length: format_number(max(layer.error_over_limit for layer in length.layers), ".0%"),
+        "density": lambda length: format_number(fmean(layer.density for layer in length.layers), ".3f"),
         "attention": attention_speedup,
-        "prefill": lambda length: times(divide(length.dense_prefill_seconds, length.prefill_seconds)),
+        "prefill": lambda length: format_speedup(divide(length.dense_prefill_seconds, length.prefill_seconds)),
         "needles": lambda length: _format_needles(length.needles),
-        "KL": lambda length: formatted(length.kl, ".1e"),
+        "KL": lambda length: format_number(length.kl, ".1e"),
     }
     title = f"all lengths, as adjusted to {report.budget.unit} {report.budget.value:g}"
-    return Table.of(report.lengths, columns, title)
+    return Table.from_rows(report.lengths, columns, title)
 
 
 def list_length_notes(report: Report, length: LengthReport) -> list[str]:
     """List the sentences below a length's table."""
-    speedup = times(divide(length.dense_prefill_seconds, length.prefill_seconds))
+    speedup = format_speedup(divide(length.dense_prefill_seconds, length.prefill_seconds))
     notes = [
         f"prefill of {length.length} tokens on {report.device}: {length.prefill_seconds * 1e3:.1f} ms, "
         f"dense {length.dense_prefill_seconds * 1e3:.1f} ms ({speedup})"

@@ -12,7 +12,7 @@ from s2o_runtime.identity import split_fingerprint
 from s2o_runtime.profile import Profile
 
 
-def summary(profile: Profile) -> dict[str, Any]:
+def summarise_profile(profile: Profile) -> dict[str, Any]:
     """Return what a profile says of itself, as JSON; None where its record has no answer."""
     record = read_record(profile)
     buckets = zip(profile.lengths, profile.layers, strict=True)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, overhead
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, estimate_overhead
 from s2o_runtime.config import HeadConfig, Tail
 
 
@@ -111,7 +111,7 @@ def allocate_together(
     """Allocate one budget to several layers: it is the limit of the mean over them of weight times error."""
     counts = [_count_heads(curves) for curves in layers]
     options = [
-        points_of(curves, head, constraints)
+        list_points(curves, head, constraints)
         for curves, count in zip(layers, counts, strict=True)
         for head in range(count)
     ]
@@ -124,7 +124,7 @@ def allocate_together(
     return [Allocation(tuple(islice(points, count))) for count in counts]
 
 
-def points_of(curves: Mapping[RankingConfig, Curve], head: int, constraints: SearchConstraints) -> list[Point]:
+def list_points(curves: Mapping[RankingConfig, Curve], head: int, constraints: SearchConstraints) -> list[Point]:
     """Return a head's useful points by rising error, the dense one first; each is cheaper than all before it."""
     limit = math.inf if constraints.worst_rows is None else constraints.worst_rows
     candidates: list[Point] = []
@@ -132,7 +132,7 @@ def points_of(curves: Mapping[RankingConfig, Curve], head: int, constraints: Sea
         densities = curve.density[head].tolist()
         for tail in constraints.tails:
             errors, worst = (values[head].tolist() for values in curve.errors(tail))
-            extra = overhead(ranking, tail) + curve.fixed_cost
+            extra = estimate_overhead(ranking, tail) + curve.fixed_cost
             by_tau = zip(errors, densities, worst, _list_heads(ranking, tail), strict=True)
             candidates += [
                 Point(mse, density + extra, density, row, config)

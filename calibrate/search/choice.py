@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, methods
+from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, select_rankings
 from calibrate.recipe import Recipe
 from calibrate.record import PredictedLayer
 from calibrate.search.allocate import (
@@ -29,7 +29,7 @@ from s2o_runtime.config import LayerConfig, Scores, Tail, TileConfig
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 
 
-class ChosenDense(Enum):
+class CalibrationDense(Enum):
     """Reasons of a calibration to make a layer dense, with their sentences; `s2o_runtime.dense_reason` is for calls."""
 
     NO_GAIN = "no head gains anything within the budget"
@@ -56,7 +56,7 @@ class SearchPoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerPlan:
     """The settings of one layer at one length, with their predictions."""
 
     point: SearchPoint  # its scores are "input" where the layer is dense as a whole
@@ -64,7 +64,7 @@ class Choice:
     budget_mse: float  # what the heads may spend, as mean squared error with `weights`
     allocation: Allocation
     timing: Timing | None = None  # of the layer's attention; None on a CPU, and after the allocation changed
-    why_dense: ChosenDense | None = None  # None if the layer was not made dense as a whole
+    why_dense: CalibrationDense | None = None  # None if the layer was not made dense as a whole
     measured: str = ""  # on the measurement that made it dense, in place of the reason's own sentence
     weights: ErrorWeights = UNWEIGHTED
     last_rows: int = 0  # dense ones at a prompt's end, as the curves were measured
@@ -97,34 +97,34 @@ class Choice:
     @property
     def dense_sentence(self) -> str | None:
         """Sentence on why the layer is dense as a whole; None if it is not."""
-        why = self.why_dense or (ChosenDense.NO_GAIN if self.config.is_dense else None)
+        why = self.why_dense or (CalibrationDense.NO_GAIN if self.config.is_dense else None)
         return self.measured or (why and why.value)
 
-    def spending(self, budget_mse: float, constraints: SearchConstraints) -> Choice:
+    def spending(self, budget_mse: float, constraints: SearchConstraints) -> LayerPlan:
         """Return the same search point with another budget; dense where int8 scores alone cost more than that."""
         allocation = allocate(self.curves, budget_mse, constraints, self.weights)
         spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
         # only rounded scores can be over: other errors are allocated as far as the budget goes
         is_over = self.point.scores != "input" and spending.spent > budget_mse
-        return spending.as_dense(ChosenDense.ROUNDING_COSTS) if is_over else spending
+        return spending.as_dense(CalibrationDense.ROUNDING_COSTS) if is_over else spending
 
-    def as_dense(self, why: ChosenDense, measured: str = "") -> Choice:
+    def as_dense(self, why: CalibrationDense, measured: str = "") -> LayerPlan:
         """Return the same layer with every head dense."""
         dense, point = self.allocation.as_dense(), self.point._replace(scores="input")
         return replace(self, allocation=dense, why_dense=why, measured=measured, point=point)
 
-    def dense_if_no_gain(self) -> Choice:
+    def dense_if_no_gain(self) -> LayerPlan:
         """Return the same choice, made dense where it gains nothing over dense attention."""
         if self.why_dense:
             return self
         if self.config.is_dense:  # with int8 scores too: no kernel of its own has shown to gain there
-            return self.as_dense(ChosenDense.NO_GAIN)
+            return self.as_dense(CalibrationDense.NO_GAIN)
         if (timing := self.timing) is None:
-            return self.as_dense(ChosenDense.PREDICTED_SLOWER) if self.cost >= 1.0 else self
+            return self.as_dense(CalibrationDense.PREDICTED_SLOWER) if self.cost >= 1.0 else self
         if timing.seconds < timing.dense_seconds:
             return self
         times = f"{timing.seconds * 1e3:.2f} ms against {timing.dense_seconds * 1e3:.2f} ms dense"
-        return self.as_dense(ChosenDense.TIMED_SLOWER, times)
+        return self.as_dense(CalibrationDense.TIMED_SLOWER, times)
 
     def predicted(self) -> PredictedLayer:
         """Return a profile's record of it: the curves' predictions, and the times if there are."""
@@ -138,13 +138,13 @@ class Choice:
         )
 
 
-def search_constraints(recipe: Recipe) -> SearchConstraints:
+def make_constraints(recipe: Recipe) -> SearchConstraints:
     """Return a recipe's limits on heads. One budget over the model has no equal parts: it goes where it saves most."""
     tails: tuple[Tail, ...] = tuple("mean" if has_tail else "none" for has_tail in recipe.tails)
     return SearchConstraints(tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
 
 
-def weights_of(curves: Curves, recipe: Recipe) -> ErrorWeights:
+def compute_weights(curves: Curves, recipe: Recipe) -> ErrorWeights:
     """Return the weight that converts one layer's errors to the unit of a recipe's budget."""
     budget, power = recipe.budget, dense_power(curves)
     # larger where a ceiling allows the layer less than the budget's value
@@ -156,15 +156,15 @@ def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
     return recipe.budget.value * recipe.margin / weights.layer
 
 
-def choice_at(point: SearchPoint, curves: Curves, recipe: Recipe, last_rows: int = 0) -> Choice:
+def build_plan(point: SearchPoint, curves: Curves, recipe: Recipe, last_rows: int = 0) -> LayerPlan:
     """Spend a layer's budget at one search point, without timing it. last_rows: as `Choice.last_rows`."""
-    point_curves = methods(curves, point.segment, Shape.of(point.tile), point.scores)
-    weights = weights_of(curves, recipe)
-    unspent = Choice(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
-    return unspent.spending(budget_mse(weights, recipe), search_constraints(recipe))
+    point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile), point.scores)
+    weights = compute_weights(curves, recipe)
+    unspent = LayerPlan(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
+    return unspent.spending(budget_mse(weights, recipe), make_constraints(recipe))
 
 
-def allocate_model_budget(choices: Sequence[Choice], recipe: Recipe) -> tuple[list[Choice], list[float]]:
+def allocate_model_budget(choices: Sequence[LayerPlan], recipe: Recipe) -> tuple[list[LayerPlan], list[float]]:
     """Spend a recipe's budget, the limit of the mean over all layers, where it saves most.
 
     Layers that are dense for a reason which another budget does not change take no part.
@@ -179,14 +179,14 @@ def allocate_model_budget(choices: Sequence[Choice], recipe: Recipe) -> tuple[li
         [choices[layer].curves for layer in live],
         [choices[layer].weights for layer in live],
         recipe.budget.value * recipe.margin * len(choices) / len(live),
-        search_constraints(recipe),
+        make_constraints(recipe),
     )
     after, limits = list(choices), [0.0] * len(choices)
     for layer, allocation in zip(live, allocations, strict=True):
         spent = choices[layer].weights.mean(allocation)
         after[layer] = choice = replace(choices[layer], allocation=allocation, timing=None, budget_mse=spent)
         if choice.config.is_dense:
-            after[layer] = choice.as_dense(ChosenDense.OTHERS_GAIN)
+            after[layer] = choice.as_dense(CalibrationDense.OTHERS_GAIN)
         else:
             limits[layer] = recipe.budget.error(allocation.mse, dense_power(choice.curves)) / recipe.margin
     return after, limits

@@ -14,25 +14,25 @@ from typing import Any, ClassVar
 import torch
 from sklearn.cluster import AgglomerativeClustering
 
-from calibrate.compiling import compile_ahead, form, with_tiles
-from calibrate.curves.curves import Curves, Shape, dense_power, methods
+from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles
+from calibrate.curves.curves import Curves, Shape, dense_power, select_rankings
 from calibrate.curves.measure import LayersCurves, get_forward
-from calibrate.journal import Journal, taken_on
-from calibrate.model.estimate import free_memory
+from calibrate.journal import Journal, gpu_key
+from calibrate.model.estimate import measure_free_memory
 from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import SearchConstraints, allocate
 from calibrate.search.choice import (
-    Choice,
+    LayerPlan,
     allocate_model_budget,
     budget_mse,
-    search_constraints,
-    weights_of,
+    compute_weights,
+    make_constraints,
 )
 from calibrate.search.study import LayerSearch, Studies
-from calibrate.timing import FAILURES, HOPELESS, Timing, against_dense, reason
-from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, completed
+from calibrate.timing import FAILURES, MAX_SLOWDOWN, Timing, describe_failure, time_against_dense
+from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, run_at_once
 from s2o_runtime.config import LayerConfig, TileConfig
 
 BUDGETS = (0.1, 1.0, 10.0)  # times a layer's own
@@ -41,10 +41,10 @@ MEMORY_SHARE = 0.25  # of the memory that would be free without them: inputs of 
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SearchResult:
     """Settings that a search chose at one length, layer by layer."""
 
-    choices: list[Choice]
+    choices: list[LayerPlan]
     limits: list[float]  # the error every layer may have, in the budget's unit
     groups: list[list[int]]  # layer numbers that shared a search, made on the first of them
     failures: Counter[str]  # of trials, by reason
@@ -55,7 +55,7 @@ class Chosen:
         """Number of trials of all groups together."""
         return sum(self.tried)
 
-    def spending(self, share: float, constraints: SearchConstraints) -> Chosen:
+    def spending(self, share: float, constraints: SearchConstraints) -> SearchResult:
         """Return the same choices with this share of their budget; dense layers stay as they are."""
         choices = [
             choice if choice.why_dense else choice.spending(choice.budget_mse * share, constraints)
@@ -73,7 +73,7 @@ def choose(
     recipe: Recipe,
     journal: Journal,
     on_trial: Callable[[str], object],
-) -> dict[int, Chosen]:
+) -> dict[int, SearchResult]:
     """Search for the first layer of every group; the others take its point and spend their own budget.
 
     On a GPU one calibration prompt of each length moves through the model, and calls are timed on its inputs. Layers
@@ -103,7 +103,7 @@ def choose(
         item = CallTime(layer, length, prompt, config, best, tuple(tiles[length]), likely)
         return _time_call(item, executor, journal)
 
-    def search_group(search: LayerSearch) -> Choice:
+    def search_group(search: LayerSearch) -> LayerPlan:
         def report_trial() -> None:
             best = min((choice.cost for choice in search.tried.values()), default=math.nan)
             text = f"{best * 1e3:.2f} ms" if on_gpu else f"cost {best:.3f}"
@@ -111,23 +111,25 @@ def choose(
 
         return search.run(studies, report_trial, lambda: time.monotonic() > deadline)
 
-    def apply_best(search: LayerSearch, leader: Pending[Choice]) -> Choice:
+    def apply_best(search: LayerSearch, leader: Pending[LayerPlan]) -> LayerPlan:
         return search.apply_point(leader.result().point)
 
     searches: dict[tuple[int, int], LayerSearch] = {}
     groups: dict[int, list[list[int]]] = {}
     for length in recipe.lengths:
         executor.register_prompts([prompts.calibration[length][0]])
-        groups[length] = group_layers(_predict_costs(curves[length], length, Shape.of(tiles[length][0]), recipe))
+        groups[length] = group_layers(_predict_costs(curves[length], length, Shape.from_tile(tiles[length][0]), recipe))
         for layer, layer_curves in enumerate(curves[length]):
             timer = partial(time_config, length, layer) if on_gpu else None
             searches[length, layer] = LayerSearch(layer, length, layer_curves, recipe, tiles[length], timer)
     leaders = {length: [searches[length, group[0]] for group in groups[length]] for length in groups}
-    first_trials = [search.choice_at(search.default).config for length in groups for search in leaders[length]]
-    likely = tuple({form(config): config for config in first_trials}.values())  # one for each kernel they need
+    first_trials = [search.build_plan(search.default).config for length in groups for search in leaders[length]]
+    likely = tuple(
+        {get_kernel_form(config): config for config in first_trials}.values()
+    )  # one for each kernel they need
 
-    run = executor.background if on_gpu else completed
-    pending: dict[tuple[int, int], Pending[Choice]] = {}
+    run = executor.run_async if on_gpu else run_at_once
+    pending: dict[tuple[int, int], Pending[LayerPlan]] = {}
     for layer in range(executor.geometry.layers):  # layer by layer: a call may wait only for earlier ones
         for length in groups:
             search = searches[length, layer]
@@ -145,19 +147,19 @@ def choose(
             choices, limits = allocate_model_budget(choices, recipe)
         failures = sum((search.failures for search in leaders[length]), Counter[str]())
         trials = tuple(search.trials for search in leaders[length])
-        chosen[length] = Chosen(choices, limits, groups[length], failures, trials)
+        chosen[length] = SearchResult(choices, limits, groups[length], failures, trials)
     return chosen
 
 
 def _predict_costs(curves: Sequence[Curves], length: int, shape: Shape, recipe: Recipe) -> list[list[float]]:
     """Return every layer's cost with one tile shape and the first scores, at all segments and `BUDGETS`."""
-    constraints = search_constraints(recipe)
+    constraints = make_constraints(recipe)
     costs: list[list[float]] = []
     for layer_curves in curves:
-        budget = budget_mse(weights_of(layer_curves, recipe), recipe)
+        budget = budget_mse(compute_weights(layer_curves, recipe), recipe)
         costs.append([])
-        for segment in recipe.segments_for(length):
-            segment_curves = methods(layer_curves, segment, shape, recipe.scores[0])
+        for segment in recipe.select_segments(length):
+            segment_curves = select_rankings(layer_curves, segment, shape, recipe.scores[0])
             costs[-1] += [allocate(segment_curves, share * budget, constraints).cost for share in BUDGETS]
     return costs
 
@@ -216,22 +218,22 @@ class CallTime(WorkItem):
     def run(self, worker: WorkerState) -> dict[str, Any] | str:
         captured = self._capture(worker)
         compiled: set[Hashable] = worker.cached("compiled", set)
-        if form(self.config) not in compiled:
-            needed = {form(config): config for config in (*self.likely, self.config)}
+        if get_kernel_form(self.config) not in compiled:
+            needed = {get_kernel_form(config): config for config in (*self.likely, self.config)}
             layers = [config for name, config in needed.items() if name not in compiled and not config.is_dense]
             compiled.update(needed)
             compile_ahead(captured.s2o(tiled) for config in layers for tiled in with_tiles(config, self.tiles))
         try:
             dense_seconds: dict[Hashable, float] = worker.cached("seconds of dense attention", dict)
             s2o, device = captured.s2o(self.config), captured.q.device
-            timing = against_dense(s2o, captured.dense, device, self.best, dense_seconds.get(self.affinity))
+            timing = time_against_dense(s2o, captured.dense, device, self.best, dense_seconds.get(self.affinity))
             dense_seconds[self.affinity] = timing.dense_seconds
             return asdict(timing)
         except FAILURES as failure:
             # inputs that are kept for later items may be what leaves too little memory: forget them and try again
             is_full = isinstance(failure, torch.OutOfMemoryError)
             if not (is_full and worker.cached("captured", CapturedLayers).keep_only(self.affinity)):
-                return reason(failure)
+                return describe_failure(failure)
         return self.run(worker)
 
     def _capture(self, worker: WorkerState) -> Captured:
@@ -269,7 +271,7 @@ class CapturedLayers:
         self._kept[name] = captured
         self._kept.move_to_end(name)
         taken = sum(map(_count_bytes, self._kept.values()))
-        room = MEMORY_SHARE * (free_memory(captured.q.device) + taken)
+        room = MEMORY_SHARE * (measure_free_memory(captured.q.device) + taken)
         while len(self._kept) > 1 and taken > room:
             _, forgotten = self._kept.popitem(last=False)
             taken -= _count_bytes(forgotten)
@@ -296,9 +298,9 @@ def _time_call(item: CallTime, executor: Executor, journal: Journal) -> Timing:
     Raises:
         RuntimeError: the GPU cannot run the configuration. That is not kept: another run may have more memory.
     """
-    key = {**item.key, **taken_on(executor.device)}
+    key = {**item.key, **gpu_key(executor.device)}
     timing = journal.get(item.kind, key)
-    if timing is None or (timing["rejected"] and timing["seconds"] <= HOPELESS * item.best):
+    if timing is None or (timing["rejected"] and timing["seconds"] <= MAX_SLOWDOWN * item.best):
         timing = executor.submit(item).result()
         if isinstance(timing, str):
             raise RuntimeError(timing)

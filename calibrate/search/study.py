@@ -23,8 +23,8 @@ import optuna
 
 from calibrate.curves.curves import Curves, Shape
 from calibrate.recipe import Recipe
-from calibrate.search.choice import Choice, ChosenDense, SearchPoint, choice_at
-from calibrate.timing import FAILURES, Timing, reason
+from calibrate.search.choice import CalibrationDense, LayerPlan, SearchPoint, build_plan
+from calibrate.timing import FAILURES, Timing, describe_failure
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ResourceError
 
@@ -77,8 +77,8 @@ def _convert_storage_errors() -> Iterator[None]:
         yield
     except optuna.exceptions.StorageInternalError as error:
         raise ResourceError(
-            f"the Optuna storage failed ({reason(error)}): run the same command again, or leave --storage out; what "
-            "was measured so far is kept"
+            f"the Optuna storage failed ({describe_failure(error)}): run the same command again, or leave --storage "
+            "out; what was measured so far is kept"
         ) from error
 
 
@@ -108,7 +108,7 @@ def open_storage(url: str | None) -> optuna.storages.BaseStorage | None:
         return optuna.storages.get_storage(url)
     except Exception as error:  # whatever SQLAlchemy and a database's driver raise
         raise ResourceError(
-            f"--storage cannot be opened ({reason(error)}): give the URL of an Optuna storage, such as "
+            f"--storage cannot be opened ({describe_failure(error)}): give the URL of an Optuna storage, such as "
             "sqlite:///studies.db"
         ) from error
 
@@ -123,9 +123,9 @@ class LayerSearch:
     recipe: Recipe
     tiles: Sequence[TileConfig]  # those that get trials, the safe default first
     timer: Timer | None = None  # on this layer's inputs; None on a CPU
-    tried: dict[SearchPoint, Choice] = field(default_factory=dict)  # without points that failed
+    tried: dict[SearchPoint, LayerPlan] = field(default_factory=dict)  # without points that failed
     failures: Counter[str] = field(default_factory=Counter)  # by reason
-    _allocated: dict[Hashable, Choice] = field(default_factory=dict)
+    _allocated: dict[Hashable, LayerPlan] = field(default_factory=dict)
 
     @property
     def trials(self) -> int:
@@ -136,14 +136,14 @@ class LayerSearch:
     def default(self) -> SearchPoint:
         """Point that is tried first, whatever is predicted of it."""
         # the second shortest segment: the shortest ranks most often
-        segments = self.recipe.segments_for(self.length)
+        segments = self.recipe.select_segments(self.length)
         return SearchPoint(segments[min(1, len(segments) - 1)], self.tiles[0], self.recipe.scores[0])
 
     def list_candidates(self) -> list[SearchPoint]:
         """Return the points to try, in order: the default, and those that may win, by rising predicted cost."""
         recipe = self.recipe
-        axes = product(recipe.segments_for(self.length), self.tiles, recipe.scores)
-        costs = {point: self.choice_at(point).allocation.cost for point in starmap(SearchPoint, axes)}
+        axes = product(recipe.select_segments(self.length), self.tiles, recipe.scores)
+        costs = {point: self.build_plan(point).allocation.cost for point in starmap(SearchPoint, axes)}
         limit = MAX_PREDICTED_COST * min(costs.values())
         by_cost = sorted((point for point, cost in costs.items() if cost <= limit), key=costs.__getitem__)
         return list(dict.fromkeys((self.default, *by_cost)))[: recipe.trials]
@@ -154,7 +154,7 @@ class LayerSearch:
         studies: Studies,
         on_trial: Callable[[], None] = lambda: None,
         out_of_time: Callable[[], bool] = lambda: False,
-    ) -> Choice:
+    ) -> LayerPlan:
         """Return the choice at the cheapest point; dense if nothing beats dense attention, or everything failed.
 
         on_trial is called after each trial, and then out_of_time, which makes it the last if it returns True.
@@ -163,7 +163,7 @@ class LayerSearch:
             ResourceError: the Optuna storage failed.
         """
         tiles = {str(tile): tile for tile in self.tiles}
-        segments, scores = self.recipe.segments_for(self.length), self.recipe.scores
+        segments, scores = self.recipe.select_segments(self.length), self.recipe.scores
         parameters: dict[str, tuple[Any, ...]] = {"segment": segments, "tile": tuple(tiles), "scores": scores}
         study = studies.create(self.length, self.layer)
 
@@ -178,30 +178,30 @@ class LayerSearch:
             if out_of_time():
                 break
         if not self.tried:
-            return self.choice_at(self.default).as_dense(ChosenDense.NO_TRIAL)
+            return self.build_plan(self.default).as_dense(CalibrationDense.NO_TRIAL)
         return min(self.tried.values(), key=attrgetter("cost")).dense_if_no_gain()  # of equal ones the first
 
-    def apply_point(self, point: SearchPoint) -> Choice:
+    def apply_point(self, point: SearchPoint) -> LayerPlan:
         """Return the choice at a similar layer's best point; dense if that fails or gains nothing here."""
         if point.scores not in self.recipe.scores:  # the similar layer is dense, which has no scores of its own
             point = point._replace(scores=self.recipe.scores[0])
-        choice = self.choice_at(point)
+        choice = self.build_plan(point)
         try:
             return self._add_timing(choice).dense_if_no_gain()
         except FAILURES as failure:
-            return choice.as_dense(ChosenDense.FAILED, self._count_failure(point, failure))
+            return choice.as_dense(CalibrationDense.FAILED, self._count_failure(point, failure))
 
-    def choice_at(self, point: SearchPoint) -> Choice:
+    def build_plan(self, point: SearchPoint) -> LayerPlan:
         """Return the choice at one point, not timed; tiles of one shape have the same curves."""
-        key = point.segment, point.scores, Shape.of(point.tile)
+        key = point.segment, point.scores, Shape.from_tile(point.tile)
         if key not in self._allocated:
-            self._allocated[key] = choice_at(point, self.curves, self.recipe, self.recipe.last_rows_at(self.length))
+            self._allocated[key] = build_plan(point, self.curves, self.recipe, self.recipe.count_last_rows(self.length))
         choice = self._allocated[key]
         return replace(choice, point=choice.point._replace(tile=point.tile))
 
     def _try_point(self, point: SearchPoint, trial: optuna.Trial) -> float:
         """Return the cost of a point; its heads' settings go into the trial's attributes, one value for each head."""
-        choice = self.choice_at(point)
+        choice = self.build_plan(point)
         points = choice.allocation.points
         attributes = {
             "mode": [point.head.mode for point in points],
@@ -222,7 +222,7 @@ class LayerSearch:
             raise TrialFailedError(cause) from failure
         return self.tried[point].cost
 
-    def _add_timing(self, choice: Choice) -> Choice:
+    def _add_timing(self, choice: LayerPlan) -> LayerPlan:
         """Return the choice with its time, on a GPU."""
         if self.timer is None:
             return choice
@@ -231,7 +231,7 @@ class LayerSearch:
 
     def _count_failure(self, point: SearchPoint, failure: Exception) -> str:
         """Count and log the reason why a point failed, and return it."""
-        cause = reason(failure)
+        cause = describe_failure(failure)
         self.failures[cause] += 1
         log.warning("segment %d, %s, %s scores failed: %s", *point, cause)
         return cause

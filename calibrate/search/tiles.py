@@ -11,17 +11,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from calibrate.compiling import any_stride, compile_ahead, form, with_tiles
+from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles, without_stride
 from calibrate.journal import Journal
-from calibrate.timing import FAILURES, medians, reason
-from calibrate.work.executor import Executor, WorkerState, WorkItem, measured, unmeasured
+from calibrate.timing import FAILURES, describe_failure, measure_medians
+from calibrate.work.executor import Executor, WorkerState, WorkItem, find_unmeasured, measure_items
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import GRAIN, MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
+from s2o_runtime.config import KEY_BLOCK, MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.sequences import CallShape
-from s2o_runtime.tiles import DECODE, candidate_tiles
+from s2o_runtime.tiles import DECODE, list_candidate_tiles
 
 CPU_TILES = tuple(TileConfig(block_m, 64, chunk) for block_m in (64, 128) for chunk in (2, 4, 8))
 MAX_SLOWDOWN = 1.2  # times the fastest tile: slower ones get no trial
@@ -39,7 +39,9 @@ MAX_TAIL_SHARE = 0.85  # the same for tails: with few row tiles the one that vis
 log = logging.getLogger("calibrate")
 
 
-def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journal: Journal) -> tuple[TileConfig, ...]:
+def choose_tiles(
+    executor: Executor, *, length: int, segments: Sequence[int], journal: Journal
+) -> tuple[TileConfig, ...]:
     """Choose the tiles to try for a model: on a GPU those nearly the fastest for a whole prefix without any stop.
 
     A tile is legal if its rows divide every segment that is tried. Tiles that differ only in the stride of their stop
@@ -56,12 +58,12 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
     """
     device = executor.device
     on_gpu = device.kind == "cuda"
-    candidates = candidate_tiles(executor.geometry.head_dim, device.capability) if on_gpu else CPU_TILES
+    candidates = list_candidate_tiles(executor.geometry.head_dim, device.capability) if on_gpu else CPU_TILES
     excluded: dict[TileConfig, str] = {}  # the reason, by the tile without its stride
     for tile in candidates:
         if crossed := [segment for segment in segments if segment % tile.rows]:
-            excluded[any_stride(tile)] = f"its {tile.rows} rows do not divide segments of {crossed[0]}"
-    legal = tuple(tile for tile in candidates if any_stride(tile) not in excluded)
+            excluded[without_stride(tile)] = f"its {tile.rows} rows do not divide segments of {crossed[0]}"
+    legal = tuple(tile for tile in candidates if without_stride(tile) not in excluded)
     if candidates and not legal:
         rows = min(tile.rows for tile in candidates)
         raise ConfigError(f"segments {tuple(segments)} fit no tile of this device: use multiples of {rows}")
@@ -82,21 +84,21 @@ def tiles_for(executor: Executor, *, length: int, segments: Sequence[int], journ
             excluded[tile] = f"{tile_seconds / fastest:.2f} times as slow as the fastest"
     for tile, cause in excluded.items():
         log.info("tile %s gets no trial: %s", str(tile), cause)
-    return tuple(tile for tile in legal if any_stride(tile) not in excluded)
+    return tuple(tile for tile in legal if without_stride(tile) not in excluded)
 
 
 def _time_tiles(
     legal: Sequence[TileConfig], executor: Executor, length: int, segment: int, journal: Journal
 ) -> Iterator[tuple[TileConfig, tuple[float, str]]]:
     """Yield each tile without its stride, its seconds, and why it failed, empty if it did not."""
-    first_of = {any_stride(tile): tile for tile in reversed(legal)}
-    tiles = list(dict.fromkeys(map(any_stride, legal)))
+    first_of = {without_stride(tile): tile for tile in reversed(legal)}
+    tiles = list(dict.fromkeys(map(without_stride, legal)))
     items = [TileTime(first_of[tile], length, segment) for tile in tiles]
-    unknown = unmeasured(items, executor, journal)
+    unknown = find_unmeasured(items, executor, journal)
     if len(unknown) > 1:
         config = _make_exact_layer(unknown[0].tile, executor.geometry, segment)
         executor.submit(Compilation(tuple(with_tiles(config, [item.tile for item in unknown])), length)).result()
-    return zip(tiles, measured(items, executor, journal), strict=True)
+    return zip(tiles, measure_items(items, executor, journal), strict=True)
 
 
 @dataclass(frozen=True)
@@ -112,19 +114,19 @@ class TileTime(WorkItem):
 
     @property
     def key(self) -> dict[str, Any]:
-        return {"tile": asdict(any_stride(self.tile)), "length": self.length, "segment": self.segment}
+        return {"tile": asdict(without_stride(self.tile)), "length": self.length, "segment": self.segment}
 
     def __str__(self) -> str:
         return f"tile {self.tile} at {self.length} tokens"
 
     def run(self, worker: WorkerState) -> tuple[float, str]:
         geometry, device = worker.loaded.geometry, worker.loaded.weights.device
-        q, k, v = random_inputs(geometry, self.length, self.length, torch.bfloat16, device)
+        q, k, v = draw_inputs(geometry, self.length, self.length, torch.bfloat16, device)
         call = partial(s2o_attention, q, k, v, _make_exact_layer(self.tile, geometry, self.segment))
         try:
-            return medians({"tile": call}, device, ROUNDS)["tile"], ""
+            return measure_medians({"tile": call}, device, ROUNDS)["tile"], ""
         except FAILURES as failure:
-            return 0.0, reason(failure)
+            return 0.0, describe_failure(failure)
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,11 @@ class Compilation(WorkItem):
 
     def run(self, worker: WorkerState) -> None:
         geometry, device = worker.loaded.geometry, worker.loaded.weights.device
-        q, k, v = random_inputs(geometry, self.length, self.length, torch.bfloat16, device)
+        q, k, v = draw_inputs(geometry, self.length, self.length, torch.bfloat16, device)
         compile_ahead(partial(s2o_attention, q, k, v, config) for config in self.configs)
 
 
-def random_inputs(
+def draw_inputs(
     geometry: Geometry, queries: int, keys: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw random queries, keys and values of a layer, [1, H, L, D]."""
@@ -237,7 +239,7 @@ class Crossovers(WorkItem):
     @property
     def key(self) -> dict[str, object]:
         tile, head, scores = self.of.tile, self.of.head, self.of.scores
-        key = {"tile": asdict(tile), "head": repr(head), "grain": GRAIN, "cases": self.cases}
+        key = {"tile": asdict(tile), "head": repr(head), "grain": KEY_BLOCK, "cases": self.cases}
         return key if scores == "input" else key | {"scores": scores}
 
     def run(self, worker: WorkerState) -> list[tuple[int, int]]:
@@ -245,7 +247,9 @@ class Crossovers(WorkItem):
         return [_measure_crossover(self.of, geometry, device, case) for case in self.cases]
 
 
-def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Journal) -> dict[Hashable, TileConfig]:
+def measure_crossovers(
+    executor: Executor, layers: Mapping[Hashable, Layer], journal: Journal
+) -> dict[Hashable, TileConfig]:
     """Return the tiles of many layers, by any name, with their crossovers, as `with_crossover` measures them.
 
     Layers that differ in their density only are one item of work.
@@ -254,13 +258,13 @@ def crossovers(executor: Executor, layers: Mapping[Hashable, Layer], journal: Jo
     for layer in layers.values():
         cases.setdefault(CrossoverKey.from_layer(layer.config), {})[layer.case] = None
     items = [Crossovers(key, tuple(key_cases)) for key, key_cases in cases.items()]
-    configs = [item.of.make_config(executor.geometry) for item in unmeasured(items, executor, journal)]
-    if len(kernels := {(any_stride(config.tile), form(config)): config for config in configs}) > 1:
+    configs = [item.of.make_config(executor.geometry) for item in find_unmeasured(items, executor, journal)]
+    if len(kernels := {(without_stride(config.tile), get_kernel_form(config)): config for config in configs}) > 1:
         length = COMPILED_SEGMENTS * max(config.segment for config in kernels.values())
         executor.submit(Compilation(tuple(kernels.values()), length, stage=Crossovers.stage)).result()
     by_case = {
         (item.of, case): crossover
-        for item, item_crossovers in zip(items, measured(items, executor, journal), strict=True)
+        for item, item_crossovers in zip(items, measure_items(items, executor, journal), strict=True)
         for case, crossover in zip(item.cases, item_crossovers, strict=True)
     }
     return {
@@ -334,8 +338,8 @@ def time_calls(
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = key.make_config(geometry)
-    q, k, v = random_inputs(geometry, queries, keys, dtype, device)
-    times = medians(
+    q, k, v = draw_inputs(geometry, queries, keys, dtype, device)
+    times = measure_medians(
         {"dense": partial(dense_attention, q, k, v), "s2o": partial(s2o_attention, q, k, v, config)}, device, ROUNDS
     )
     return times["s2o"], times["dense"]

@@ -24,13 +24,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from calibrate.progress import showing
+from calibrate.progress import show_status
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
-from calibrate.versions import versions
-from calibrate.work.executor import Item, Pending, StageWork, Track, WorkerState, WorkItem
-from s2o_runtime.devices import DeviceIdentity, identify, same_product
-from s2o_runtime.errors import ConfigError, ResourceError, S2OError, first_line
+from calibrate.versions import collect_versions
+from calibrate.work.executor import Item, ItemChain, Pending, StageWork, WorkerState, WorkItem
+from s2o_runtime.devices import DeviceIdentity, identify, is_same_product
+from s2o_runtime.errors import ConfigError, ResourceError, S2OError, get_first_line
 from s2o_runtime.identity import Geometry
 
 try:
@@ -86,7 +86,7 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
         with self._lock:
             state = self._load()
         model = state.loaded
-        return WorkerInfo(model.name, model.geometry, model.fingerprint, state.device, versions())
+        return WorkerInfo(model.name, model.geometry, model.fingerprint, state.device, collect_versions())
 
     def teardown(self, worker: Any) -> None:
         with self._lock:
@@ -96,12 +96,12 @@ class S2OWorker(WorkerPlugin):  # type: ignore[misc]
     def _load(self) -> WorkerState:
         if self._state is None:
             from calibrate.model.models import load
-            from calibrate.model.self_test import self_test
+            from calibrate.model.self_test import run_self_test
 
             recipe = self._recipe
             device = "cuda:0" if recipe.device.startswith("cuda") else recipe.device
             loaded = load(recipe.model, device, seed=recipe.seed, **recipe.loading)
-            self_test(loaded)
+            run_self_test(loaded)
             self._state = self._open.enter_context(WorkerState(loaded).open())
             self._state.register_prompts(self._prompts)
         return self._state
@@ -161,7 +161,7 @@ class _Submitted:
             except Exception as error:
                 if self.future.status != "error":
                     continue  # it runs, or its worker is gone before the result was fetched
-                cause = "its worker is gone" if isinstance(error, KilledWorker) else first_line(error)
+                cause = "its worker is gone" if isinstance(error, KilledWorker) else get_first_line(error)
                 raise self._make_failure(cause) from error
         if isinstance(value, S2OError):
             raise value
@@ -225,8 +225,8 @@ class _Workers:
                 raise ConfigError(f"target_gpu {target!r} is no worker's: there are {names}")
         else:
             local = identify(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-            fitting = [device for device in devices if same_product(local, device)] or devices
-            if not all(same_product(fitting[0], device) for device in fitting):
+            fitting = [device for device in devices if is_same_product(local, device)] or devices
+            if not all(is_same_product(fitting[0], device) for device in fitting):
                 raise ConfigError(f"the workers have GPUs of several kinds ({names}): name one with --target-gpu")
         with self._lock:
             self._product = fitting[0]
@@ -235,7 +235,7 @@ class _Workers:
 
     def _has_product(self, address: str, info: WorkerInfo) -> bool:
         """Check that a worker has the run's GPU product, as far as it is chosen; warn if not."""
-        if self._product is None or same_product(self._product, info.device):
+        if self._product is None or is_same_product(self._product, info.device):
             return True
         log.warning("worker %s is not used: it has %s, and the run is for %s", address, info.device, self._product)
         return False
@@ -250,8 +250,8 @@ class _Workers:
                 present = set(self._client.nthreads())
             except Exception as error:  # whatever Dask raises when the scheduler is gone
                 raise ResourceError(
-                    f"the scheduler cannot be reached any more ({first_line(error)}): run the same command again, what "
-                    "was measured so far is kept"
+                    f"the scheduler cannot be reached any more ({get_first_line(error)}): run the same command again, "
+                    "what was measured so far is kept"
                 ) from error
             for address in self.ready.keys() - present:
                 del self.ready[address]
@@ -270,7 +270,7 @@ class _Workers:
         try:
             info, seconds = future.result()
         except Exception as error:
-            log.warning("worker %s cannot be used: %s", address, first_line(error))
+            log.warning("worker %s cannot be used: %s", address, get_first_line(error))
             return
         if isinstance(info, S2OError):
             raise info
@@ -344,7 +344,7 @@ class ClusterExecutor:
         self.workers.refresh()
         return _Submitted(self, item, priority=0)
 
-    def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
+    def spread(self, tracks: Sequence[ItemChain[Item]]) -> Iterator[tuple[Item, Any]]:
         self.workers.refresh()
         waiting: dict[Any, tuple[Item, _Submitted]] = {}
         for track in tracks:
@@ -361,7 +361,7 @@ class ClusterExecutor:
                 yield item, submitted.result()
             waiting = {submitted.future: (item, submitted) for item, submitted in waiting.values()}
 
-    def background(self, call: Callable[[], T]) -> Pending[T]:
+    def run_async(self, call: Callable[[], T]) -> Pending[T]:
         return self._threads.submit(call)
 
     def list_addresses(self, item: WorkItem) -> list[str]:
@@ -406,7 +406,7 @@ class ClusterExecutor:
 
 
 @contextmanager
-def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[ClusterExecutor]:
+def connect_cluster(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[ClusterExecutor]:
     """Yield an executor on the workers that a recipe names: started here, or those of a scheduler.
 
     Args:
@@ -422,7 +422,7 @@ def cluster_executor(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[Clus
         client = stack.enter_context(connect(address))
         executor = ClusterExecutor(client, recipe, prompts)
         stack.callback(executor.close)
-        stack.enter_context(showing(lambda: executor.status))
+        stack.enter_context(show_status(lambda: executor.status))
         yield executor
 
 
@@ -435,7 +435,7 @@ def connect(scheduler: Any) -> Any:
     try:
         return Client(scheduler, set_as_default=False, timeout=CONNECT_TIMEOUT_S)
     except OSError as error:
-        problem = f"does not answer within {CONNECT_TIMEOUT_S:g} s ({first_line(error)})"
+        problem = f"does not answer within {CONNECT_TIMEOUT_S:g} s ({get_first_line(error)})"
         raise ResourceError(f"scheduler {scheduler} {problem}: check that it runs") from error
 
 

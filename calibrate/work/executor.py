@@ -11,12 +11,12 @@ from functools import cache, partial
 from itertools import pairwise, zip_longest
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
-from calibrate.journal import Journal, taken_on
+from calibrate.journal import Journal, gpu_key
 from calibrate.model.layers import use_attention
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.devices import DeviceIdentity, identify
-from s2o_runtime.huggingface.hf import implementations, set_implementations
+from s2o_runtime.huggingface.hf import get_implementations, set_implementations
 from s2o_runtime.huggingface.layers import Implementations
 from s2o_runtime.identity import Geometry
 
@@ -87,7 +87,7 @@ class WorkerState:
     def attend_with(self, name: str) -> None:
         """Let the model compute attention by the function that transformers knows by this name, until `close`."""
         if self._attention is None:
-            self._attention = implementations(self.loaded.model)
+            self._attention = get_implementations(self.loaded.model)
         use_attention(self.loaded.model, name)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class WorkerState:
 
 T_co = TypeVar("T_co", covariant=True)
 Item = TypeVar("Item", bound=WorkItem)
-Track = Sequence[Item]  # items that continue one another, such as the layers of a model at one length
+ItemChain = Sequence[Item]  # items that continue one another, such as the layers of a model at one length
 
 
 @dataclass
@@ -163,17 +163,17 @@ class Executor(Protocol):
     def submit(self, item: WorkItem) -> Pending[Any]:
         """Run an item once; it may begin at once or when its result is asked for."""
 
-    def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
+    def spread(self, tracks: Sequence[ItemChain[Item]]) -> Iterator[tuple[Item, Any]]:
         """Run all items of some tracks, and yield each with its result as soon as it is there, in any order.
 
         A worker that runs neighbours of a track goes on where it was; one that begins in the middle has to get there.
         """
 
-    def background(self, call: Callable[[], T]) -> Pending[T]:
+    def run_async(self, call: Callable[[], T]) -> Pending[T]:
         """Run a call concurrently that submits items. It may wait for earlier calls only, or it deadlocks."""
 
 
-def completed(call: Callable[[], T]) -> Pending[T]:
+def run_at_once(call: Callable[[], T]) -> Pending[T]:
     """Run a call at once, and return its result as a future."""
     finished: Future[T] = Future()
     finished.set_result(call())
@@ -204,12 +204,12 @@ class LocalExecutor:
     def submit(self, item: WorkItem) -> Pending[Any]:
         return _LazyResult(partial(self._run, item))
 
-    def spread(self, tracks: Sequence[Track[Item]]) -> Iterator[tuple[Item, Any]]:
+    def spread(self, tracks: Sequence[ItemChain[Item]]) -> Iterator[tuple[Item, Any]]:
         for row in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
             yield from ((item, self._run(item)) for item in row if item is not None)
 
-    def background(self, call: Callable[[], T]) -> Pending[T]:
-        return completed(call)
+    def run_async(self, call: Callable[[], T]) -> Pending[T]:
+        return run_at_once(call)
 
     def _run(self, item: WorkItem) -> Any:
         begin = time.monotonic()
@@ -219,23 +219,23 @@ class LocalExecutor:
 
 
 @contextmanager
-def local_executor(loaded: LoadedModel) -> Iterator[LocalExecutor]:
+def open_local_executor(loaded: LoadedModel) -> Iterator[LocalExecutor]:
     """Yield the executor of this process for a loaded model, which is left as it was."""
     with WorkerState(loaded).open() as worker:
         yield LocalExecutor(worker)
 
 
 @contextmanager
-def executor_of(model: LoadedModel | Executor) -> Iterator[Executor]:
+def open_executor(model: LoadedModel | Executor) -> Iterator[Executor]:
     """Yield the executor itself, or one of this process for a loaded model."""
     if isinstance(model, LoadedModel):
-        with local_executor(model) as executor:
+        with open_local_executor(model) as executor:
             yield executor
     else:
         yield model
 
 
-def shares(executor: Executor, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+def split_among_workers(executor: Executor, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
     """Split prompts into as many nearly equal runs of neighbours as there are workers; none is empty."""
     count = min(executor.size, len(prompts))
     edges = [len(prompts) * number // count for number in range(count + 1)]
@@ -245,7 +245,7 @@ def shares(executor: Executor, prompts: Sequence[Prompt]) -> list[Sequence[Promp
 WRITE_INTERVAL_S = 1.0  # of measuring: a commit waits for the disk
 
 
-def measured(items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> list[Any]:
+def measure_items(items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> list[Any]:
     """Return the results of items, in their order: from the journal, or measured and put into it.
 
     Args:
@@ -257,15 +257,15 @@ def measured(items: Sequence[WorkItem], executor: Executor, journal: Journal | N
         ModelError: inf or NaN came up.
         ResourceError: The GPU's memory ran out, or the journal cannot be written.
     """
-    return Measuring(items, executor, journal).results()
+    return MeasurementBatch(items, executor, journal).results()
 
 
-def unmeasured(items: Sequence[Item], executor: Executor, journal: Journal) -> list[Item]:
+def find_unmeasured(items: Sequence[Item], executor: Executor, journal: Journal) -> list[Item]:
     """Return the items whose results the journal does not have."""
     return [item for item in items if journal.get(*_get_entry(item, executor)) is None]
 
 
-class Measuring:
+class MeasurementBatch:
     """Items that are in the journal, or submitted: they may run before the results are asked for.
 
     The arguments are those of `measured`.
@@ -306,4 +306,4 @@ class Measuring:
 
 def _get_entry(item: WorkItem, executor: Executor) -> tuple[str, dict[str, Any]]:
     """Return an item's kind and key in a journal."""
-    return item.kind, {**item.key, **(taken_on(executor.device) if item.timed else {})}
+    return item.kind, {**item.key, **(gpu_key(executor.device) if item.timed else {})}

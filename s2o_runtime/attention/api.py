@@ -92,10 +92,10 @@ def s2o_attention(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, **option
     if torch.compiler.is_compiling() and not chosen.keeps_more:
         scale = q.shape[3] ** -0.5 if chosen.scale is None else chosen.scale
         arguments = (q, k, v, kv_start, sinks, config.as_text(), chosen.backend, scale, chosen.softcap)
-        return torch_op.node("attention", *arguments)
+        return torch_op.call_node("attention", *arguments)
 
     def prepare(_: object) -> tuple[Call, BackendChoice]:
-        call = Call.of(q, k, v, config, scoring=chosen.scoring, kv_start=kv_start, with_lse=chosen.return_lse)
+        call = Call.from_tensors(q, k, v, config, scoring=chosen.scoring, kv_start=kv_start, with_lse=chosen.return_lse)
         return call, choose_backend(call, chosen.backend)
 
     plain = chosen.backend == "auto" and chosen.softcap is None and not chosen.keeps_more
@@ -161,7 +161,7 @@ def s2o_attention_varlen(
     packed = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
     def prepare(_: object) -> tuple[Call, BackendChoice]:
-        call = Call.of(q, k, v, config, packed, scoring=chosen.scoring, with_lse=chosen.return_lse)
+        call = Call.from_tensors(q, k, v, config, packed, scoring=chosen.scoring, with_lse=chosen.return_lse)
         return call, choose_backend(call, chosen.backend)
 
     inputs = (q, k, v, packed.cu_q, None if packed.cu_k is packed.cu_q else packed.cu_k, chosen.sinks)
@@ -214,10 +214,10 @@ def run_node(
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Run the node of a compiled graph; the arguments are those of `torch.ops.s2o.attention`."""
-    layer = torch_op.config_from_text(config)
+    layer = torch_op.read_config(config)
     return s2o_attention(
         q, k, v, layer, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start, backend=backend
     )  # fmt: skip
 
 
-torch_op.implement("attention", run_node)
+torch_op.register_node("attention", run_node)

@@ -11,10 +11,10 @@ from torch import Tensor
 from s2o_runtime.call import Call
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
 from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.devices import capability, interpreted, tensor_obstacle
+from s2o_runtime.devices import find_tensor_obstacle, get_capability, is_interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.sequences import CallShape, needs_gradients
-from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, Capability, fewest_queries, tile_obstacle
+from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, Capability, find_tile_obstacle, get_fewest_queries
 
 Backend = Literal["auto", "triton", "reference", "dense"]
 
@@ -58,7 +58,7 @@ def _choose_automatically(call: Call, kernel_obstacle: str | None) -> BackendCho
             return BackendChoice("triton", "SDPA gives no log-sum-exp, the kernel does")
         if call.scoring.softcap is not None:
             return BackendChoice("triton", "SDPA cannot cap scores, the kernel can")
-    if reason := why_dense(call.config, call.shape, capability(call.q.device)):
+    if reason := find_dense_reason(call.config, call.shape, get_capability(call.q.device)):
         return BackendChoice("dense", reason)
     if on_cpu:
         return BackendChoice("reference", "reference backend, no GPU")
@@ -67,7 +67,7 @@ def _choose_automatically(call: Call, kernel_obstacle: str | None) -> BackendCho
     return BackendChoice("dense", kernel_obstacle)
 
 
-def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | None:
+def find_dense_reason(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | None:
     """Return the reason why dense attention is better for calls of these sizes; None if S2O is.
 
     Args:
@@ -77,13 +77,13 @@ def why_dense(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | N
     """
     if config.is_dense and config.scores == "input":
         return DenseReason.NO_S2O_HEAD
-    fewest = max(fewest_queries(config.tile, gpu), config.last_rows + 1)  # of last rows alone, none would be sparse
+    fewest = max(get_fewest_queries(config.tile, gpu), config.last_rows + 1)  # of last rows alone, none would be sparse
     if shape.offset > 0 and shape.q_len < fewest:
-        return DenseReason.FEW_QUERIES.about(fewest)
+        return DenseReason.FEW_QUERIES.with_numbers(fewest)
     if shape.offset == 0 and shape.q_len <= config.shortest_segment:  # no head has keys before a segment
         return DenseReason.ONE_SEGMENT
     if shape.is_little_for(config.tile):
-        return DenseReason.LITTLE_WORK.about(config.tile.dense_below)
+        return DenseReason.LITTLE_WORK.with_numbers(config.tile.dense_below)
     return None
 
 
@@ -105,10 +105,10 @@ def _find_kernel_obstacle(call: Call) -> str | None:
     if call.config.scores == "int8" and call.scoring.softcap is not None:
         return "int8 scores cannot be soft-capped by the kernel"
     if head_dim > HEAD_DIMS[-1]:  # no GPU has a tile for it, and the interpreter none either
-        return tile_obstacle(tile, head_dim, MIN_CAPABILITY)
-    if interpreted():
+        return find_tile_obstacle(tile, head_dim, MIN_CAPABILITY)
+    if is_interpreted():
         return "the specialised kernel cannot be interpreted" if tile.specialized else None
-    return tensor_obstacle(q) or tile_obstacle(tile, head_dim, capability(q.device))
+    return find_tensor_obstacle(q) or find_tile_obstacle(tile, head_dim, get_capability(q.device))
 
 
 @lru_cache(maxsize=64)

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.call import PLAIN, Call, Scoring, capped, softmax
+from s2o_runtime.call import PLAIN, Call, Scoring, cap_scores, softmax
 from s2o_runtime.config import HEAD_DIMS, LayerConfig
-from s2o_runtime.devices import launching_on
+from s2o_runtime.devices import launch_on
 from s2o_runtime.errors import InputError
 from s2o_runtime.reference.attention import Attended, s2o_attention_reference
 from s2o_runtime.reference.dense import dense_attention, log_sum_exp, with_sink_key
-from s2o_runtime.sequences import CallShape, call_shape, density, laid_out, list_sequences
-from s2o_runtime.tiles import padded_head_dim
+from s2o_runtime.sequences import CallShape, call_shape, lay_out, list_sequences, measure_density
+from s2o_runtime.tiles import pad_head_dim
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AttentionStats:
         """Query-key pairs computed over causal pairs, window included: float64 [Hq]; dense is 1.0."""
         if self.visited is None:
             return torch.ones(self.shape.query_heads, dtype=torch.float64)
-        return density(self.visited, self.config, self.shape, self.kv_start, self.cu_q, self.cu_k)
+        return measure_density(self.visited, self.config, self.shape, self.kv_start, self.cu_q, self.cu_k)
 
 
 class Attention(NamedTuple):
@@ -136,7 +136,7 @@ def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: S
     if softcap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | blind, scale=scale)
         return out.masked_fill(blind, 0.0)
-    scores = capped((q @ k.transpose(2, 3) * scale).float(), softcap).masked_fill(~visible, float("-inf"))
+    scores = cap_scores((q @ k.transpose(2, 3) * scale).float(), softcap).masked_fill(~visible, float("-inf"))
     weights = softmax(scores.masked_fill(blind, 0.0), None if sinks is None else sinks.float()[None, :, None, None])
     return (weights.to(v.dtype) @ v).masked_fill(blind, 0.0)
 
@@ -177,12 +177,12 @@ def supports_output(out: Tensor, q: Tensor) -> bool:
 
 def _run_kernels(call: Call, given: Tensor | None = None) -> Attended:
     """Run S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
-    from s2o_runtime.kernels.prefill import s2o_prefill
+    from s2o_runtime.kernels.prefill import run_prefill
 
-    value_dim, head_dim = call.shape.value_dim, padded_head_dim(call.shape.widest)
+    value_dim, head_dim = call.shape.value_dim, pad_head_dim(call.shape.widest)
     shape = replace(call.shape, head_dim=head_dim, value_dim=head_dim)
     batched = (tensor.expand(shape.batch, -1, -1, -1) for tensor in (call.q, call.k, call.v))  # the packed ones
-    q, k, v = (laid_out(tensor, head_dim, call.packed) for tensor in batched)
+    q, k, v = (lay_out(tensor, head_dim, call.packed) for tensor in batched)
     # such as the column of a mask: kernels take one entry after the other
     positions = (call.kv_start, call.cu_q, call.cu_k)
     kv_start, cu_q, cu_k = (None if tensor is None else tensor.contiguous() for tensor in positions)
@@ -190,8 +190,8 @@ def _run_kernels(call: Call, given: Tensor | None = None) -> Attended:
     scoring = call.scoring._replace(sinks=sinks)
     call = replace(call, q=q, k=k, v=v, shape=shape, scoring=scoring, kv_start=kv_start, cu_q=cu_q, cu_k=cu_k)
     given = None if given is None else given.transpose(0, 1)[None]
-    with launching_on(q.device):
-        out, visited, lse = s2o_prefill(call, given)
+    with launch_on(q.device):
+        out, visited, lse = run_prefill(call, given)
     return Attended(out if head_dim == value_dim else out[..., :value_dim], visited, lse)
 
 

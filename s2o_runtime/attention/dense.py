@@ -9,9 +9,9 @@ from torch import Tensor
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.call import PLAIN, Scoring
 from s2o_runtime.config import HEAD_DIMS, LayerConfig, TileConfig
-from s2o_runtime.devices import capability
+from s2o_runtime.devices import get_capability
 from s2o_runtime.reference.dense import dense_attention, get_preferred_backend
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 
 
 def fastest_dense_attention(
@@ -31,7 +31,7 @@ def fastest_dense_attention(
     """
     widest, (scale, softcap, sinks) = max(q.shape[3], v.shape[3]), scoring
     if softcap is not None and q.is_cuda and widest <= HEAD_DIMS[-1] and get_preferred_backend() is None:
-        tiles = candidate_tiles(widest, capability(q.device))
+        tiles = list_candidate_tiles(widest, get_capability(q.device))
         if tiles:
             config = _make_dense_config(q.shape[1], tiles[0])
             return s2o_attention(q, k, v, config, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start)

@@ -14,10 +14,10 @@ from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend
 from s2o_runtime.attention.compute import Attention, supports_output
 from s2o_runtime.attention.replay import run_call
 from s2o_runtime.call import Call
-from s2o_runtime.config import GRAIN, HEAD_DIMS, LayerConfig
-from s2o_runtime.devices import capability, interpreted, launching_on
+from s2o_runtime.config import HEAD_DIMS, KEY_BLOCK, LayerConfig
+from s2o_runtime.devices import get_capability, is_interpreted, launch_on
 from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import KERNEL_TYPES, Packed, PagedKeys, packed_starts
+from s2o_runtime.sequences import KERNEL_TYPES, Packed, PagedKeys, make_packed_starts
 from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def s2o_attention_paged(
     """Compute `s2o_attention_varlen` for keys and values in the pages of a cache.
 
     A sequence has at most as many queries as keys, and its queries stand at its last positions: a prompt fed in chunks,
-    or one whose prefix was cached. The kernels read keys and values where they lie (`in_place_obstacle` says when they
-    cannot); everything else attends to a copy of them.
+    or one whose prefix was cached. The kernels read keys and values where they lie (`find_in_place_obstacle` says when
+    they cannot); everything else attends to a copy of them.
 
     Args:
         q: [Tq, Hq, D], any floating type of at least 16 bits, the sequences one behind another.
@@ -117,7 +117,7 @@ def s2o_attention_paged(
         raise InputError(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}: expected {q.dtype} {tuple(q.shape)} on {q.device}"
         )
-    cu_k = packed_starts(seq_lens) if cu_k is None else cu_k
+    cu_k = make_packed_starts(seq_lens) if cu_k is None else cu_k
     lengths = read_lengths(max_q, max_k, int(seq_lens.sum()) if total_k is None else total_k)
     packed = Packed(cu_q, cu_k, max_q, max_k)
     written = None  # by the kernels
@@ -128,16 +128,16 @@ def s2o_attention_paged(
         pages = PagedKeys(k_cache, v_cache, block_table, cu_k, max_k, lengths[2], k_scale, v_scale).validate(q.dtype)
 
         def make_call(k: Tensor, v: Tensor) -> Call:
-            return Call.of(q, k, v, config, packed, scoring=chosen.scoring, with_lse=chosen.return_lse)
+            return Call.from_tensors(q, k, v, config, packed, scoring=chosen.scoring, with_lse=chosen.return_lse)
 
         choice = None
-        if in_place_obstacle(pages, config, q.dtype) is None:
+        if find_in_place_obstacle(pages, config, q.dtype) is None:
             call = make_call(*pages.rows)
             choice = choose_backend(call, chosen.backend)
             if choice.backend == "triton":
                 return replace(call, pages=pages.table), choice
         with nullcontext() if recorder is None else recorder:
-            k, v = gathered(pages, q.dtype)
+            k, v = gather_keys(pages, q.dtype)
         if recorder is not None:
             recorder.beside = k.nbytes + v.nbytes
         call = make_call(k, v)
@@ -152,7 +152,7 @@ def s2o_attention_paged(
     )  # fmt: skip
 
 
-def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype) -> str | None:
+def find_in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype) -> str | None:
     """Return the reason why the kernels want a copy of keys and values in pages; None if they can read them there.
 
     Args:
@@ -164,8 +164,8 @@ def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype)
         return obstacle
     if config.scores == "int8":
         return "int8 scores are of keys that were rounded, which is a copy"
-    if pages.page_size < GRAIN:
-        return f"pages have {pages.page_size} tokens, fewer than the {GRAIN} of a step"
+    if pages.page_size < KEY_BLOCK:
+        return f"pages have {pages.page_size} tokens, fewer than the {KEY_BLOCK} of a step"
     if pages.k.shape[3] not in HEAD_DIMS:
         return f"head_dim {pages.k.shape[3]} is filled up with zeros"
     if config.tile.specialized:
@@ -178,17 +178,17 @@ def in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype)
     return None
 
 
-def gathered(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gather_keys(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Copy keys and values out of their pages, [total_k, Hkv, D] in `dtype`: by the kernel or in torch."""
     device = pages.k.device
-    if interpreted():
+    if is_interpreted():
         compiled = dtype in (*KERNEL_TYPES, *FLOAT32)
     else:
         least = FP8_CAPABILITY if pages.is_fp8 else MIN_CAPABILITY
-        compiled = capability(device) >= least and dtype in KERNEL_TYPES
+        compiled = get_capability(device) >= least and dtype in KERNEL_TYPES
     if not compiled:
         return pages.gathered(dtype)
     from s2o_runtime.kernels.pages import gather_pages  # imports triton
 
-    with launching_on(device):
+    with launch_on(device):
         return gather_pages(pages, dtype)

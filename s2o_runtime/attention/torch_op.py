@@ -28,7 +28,7 @@ _OPS = {
 _library = torch.library.Library("s2o", "DEF")  # type: ignore[no-untyped-call]
 
 
-def node(op: Op, *arguments: object) -> Tensor:
+def call_node(op: Op, *arguments: object) -> Tensor:
     """Call an op, which is one node of a graph: its arguments in the order of its schema, its output [B, Hq, Lq, Dv].
 
     The output is laid out [B, Lq, Hq, Dv]. `scale` is filled in; `config` is as `LayerConfig.as_text` writes it; `mask`
@@ -38,7 +38,7 @@ def node(op: Op, *arguments: object) -> Tensor:
     return out
 
 
-def implement(op: Op, run: Callable[..., Tensor]) -> None:
+def register_node(op: Op, run: Callable[..., Tensor]) -> None:
     """Make `run` what the op does: it gets the op's arguments in their order and returns [B, Hq, Lq, Dv]."""
 
     def implementation(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
@@ -62,7 +62,7 @@ for _op, _schema in _OPS.items():
 
 
 @lru_cache(maxsize=1024)
-def config_from_text(text: str) -> LayerConfig:
+def read_config(text: str) -> LayerConfig:
     """Read the config that `LayerConfig.as_text` wrote. Raises ConfigError if it is illegal."""
     fields = json.loads(text)
     distinct = [HeadConfig(**head | {"stop_rule": StopRule(head["stop_rule"])}) for head in fields["heads"]]

@@ -6,7 +6,7 @@ import torch
 
 from s2o_runtime.attention.api import refuse, s2o_attention
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import InputError, first_line
+from s2o_runtime.errors import InputError, get_first_line
 from s2o_runtime.sequences import check_config
 
 # segments in a call, one number for each form of the ranking kernels (`scores.segments_at_once`, `tail.tail_segments`)
@@ -58,7 +58,9 @@ def warmup(
     try:
         torch.zeros(kv_heads, head_dim, dtype=dtype, device=device)
     except (AssertionError, RuntimeError, TypeError) as error:
-        raise InputError(f"warmup cannot run on {device} ({first_line(error)}): give the GPU of the calls") from error
+        raise InputError(
+            f"warmup cannot run on {device} ({get_first_line(error)}): give the GPU of the calls"
+        ) from error
     sink_values = None if sinks is None else torch.zeros(config.num_heads, dtype=sinks, device=device)
     calls = [(count * min(segments),) * 2 for count in SEGMENTS]
     for queries, keys in calls + split_calls(config):

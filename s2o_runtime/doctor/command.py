@@ -17,10 +17,10 @@ from s2o_runtime.command_line import (
     OK,
     Parser,
     add_information,
-    exit_codes,
-    failure_code,
+    describe_exit_codes,
+    get_exit_code,
 )
-from s2o_runtime.command_line import exit_code as run_command
+from s2o_runtime.command_line import call_command as run_command
 from s2o_runtime.doctor.findings import (
     Finding,
     Section,
@@ -46,13 +46,13 @@ EXAMPLES = (
 )
 
 
-def parser(program: str = PROGRAM) -> Parser:
+def build_parser(program: str = PROGRAM) -> Parser:
     """Return the parser of the flags."""
     out = Parser(
         program,
         description="Say what is installed here, test the kernels against the reference in seconds, and with a profile "
         "or a model which layers would run S2O, which dense, and why.",
-        epilog=exit_codes(OK, BAD_INPUT, NO_RESOURCE, INTERRUPTED),
+        epilog=describe_exit_codes(OK, BAD_INPUT, NO_RESOURCE, INTERRUPTED),
         examples=EXAMPLES,
     )
     out.add_argument("--profile", type=Path, metavar="FILE", help="what this profile would run here")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM, view_of
         The exit code: 0 if all is well, 2 for a flag, a profile or a model that is wrong or do not fit one another,
         4 where torch or the GPU cannot be used or the self-test fails.
     """
-    args = parser(program).parse_args(arguments)
+    args = build_parser(program).parse_args(arguments)
 
     def run() -> int:
         set_up(logging.ERROR, as_json=False)  # what the runtime would warn about is among the findings
@@ -97,20 +97,20 @@ def examine(
         return [Section("environment", installed)]  # nothing else can be looked at
     sections = [Section("environment", [*installed, *check_variables()])]
 
-    from s2o_runtime.devices import named_device
-    from s2o_runtime.doctor.profile_check import check_device, describe_model, describe_profile, model_view
+    from s2o_runtime.devices import get_device
+    from s2o_runtime.doctor.profile_check import check_device, describe_model, describe_profile, find_model
     from s2o_runtime.doctor.self_test import run_self_test
 
     where = view = None
     with _report_errors(sections, "device", device):
-        where = named_device(device)
+        where = get_device(device)
         sections.append(Section("device", check_device(where)))
         sections.append(Section("self-test", run_self_test(where)))
     if where is None:
         return sections
     if model is not None:
         with _report_errors(sections, "model", model):
-            view = model_view(model) if view_of is None else view_of(model, profile)
+            view = find_model(model) if view_of is None else view_of(model, profile)
             sections.append(describe_model(view))
     if profile is not None:
         with _report_errors(sections, "profile", profile):
@@ -124,4 +124,4 @@ def _report_errors(sections: list[Section], name: str, value: object) -> Iterato
     try:
         yield
     except S2OError as error:
-        sections.append(Section(name, [Finding(name, str(value), str(error), failure_code(error))]))
+        sections.append(Section(name, [Finding(name, str(value), str(error), get_exit_code(error))]))

@@ -20,7 +20,7 @@ from typing import Any
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.errors import S2OError
 from s2o_runtime.fields import did_you_mean
-from s2o_runtime.serving.sources import ServerInterface, interface_obstacle
+from s2o_runtime.serving.sources import ServerInterface, find_interface_obstacle
 from s2o_runtime.sglang import compat as sglang_compat
 from s2o_runtime.version import __version__
 from s2o_runtime.vllm import compat as vllm_compat
@@ -146,13 +146,13 @@ def check_variables() -> Iterator[Finding]:
     """Check the variables that are set for S2O: a value that is refused is a problem, and a name that nothing reads."""
     from s2o_runtime.huggingface.run import read_drift, read_long_prompts
     from s2o_runtime.profile import load_profile
-    from s2o_runtime.profile.find import folders
-    from s2o_runtime.sglang.engine import settings_of_environment
+    from s2o_runtime.profile.find import list_folders
+    from s2o_runtime.sglang.engine import read_settings
 
     readers: dict[str, Callable[[], object]] = {
         "S2O_PROFILE": lambda: load_profile(os.environ["S2O_PROFILE"]).check_trained(),
-        "S2O_PROFILES": folders,
-        "S2O_SETTINGS": settings_of_environment,
+        "S2O_PROFILES": list_folders,
+        "S2O_SETTINGS": read_settings,
         "S2O_BEYOND": read_long_prompts,
         "S2O_DRIFT": read_drift,
         **dict.fromkeys(UNCHECKED_VARIABLES, bool),
@@ -242,7 +242,7 @@ def check_server(
     if spec is None or spec.origin is None:
         return Finding(package, "not installed")
     version = next(filter(None, map(find_version, distributions)), "of an unknown version")
-    if obstacle := interface_obstacle(interface, Path(spec.origin).parent / folder):
+    if obstacle := find_interface_obstacle(interface, Path(spec.origin).parent / folder):
         return Finding(
             package, version, f"S2O does not know it ({obstacle}) and stays out: use one of {', '.join(versions)}"
         )

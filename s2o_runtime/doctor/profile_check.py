@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
-from s2o_runtime.devices import fit, identify, interpreted
+from s2o_runtime.devices import decide_fit, identify, is_interpreted
 from s2o_runtime.doctor.findings import Finding, Section
-from s2o_runtime.errors import ModelError, ProfileError, ResourceError, first_line
+from s2o_runtime.errors import ModelError, ProfileError, ResourceError, get_first_line
 from s2o_runtime.identity import geometry
-from s2o_runtime.layer_kinds import positions
-from s2o_runtime.monitor.drift import error_limits
+from s2o_runtime.layer_kinds import get_max_positions
+from s2o_runtime.monitor.drift import read_error_limits
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.record import get_list, list_certified, read_budget
-from s2o_runtime.serving.fit import ANOTHER, COMPARED, ProfileFit, Rank, Request, check_model
+from s2o_runtime.serving.fit import ANOTHER, COMPARED, Rank, RankProfile, Request, check_model
 
 GIB = 1 << 30
 
@@ -31,13 +31,13 @@ def check_device(device: torch.device) -> list[Finding]:
             "the kernels need an NVIDIA GPU; S2O runs in plain torch here, which shows what is skipped, not how fast"
         )
         return [Finding("device", "cpu", advice)]
-    verdict = fit(here, here)
+    verdict = decide_fit(here, here)
     problem = () if verdict.tiles is not None else (verdict.reason, NO_RESOURCE)
     findings = [Finding("device", f"{device}: {here}", *problem)]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         findings.append(Finding("memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"))
-    if interpreted():
+    if is_interpreted():
         advice = "TRITON_INTERPRET=1 runs kernels in Python, thousands of times slower: unset it"
         findings.append(Finding("interpreter", "on", advice))
     return findings
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     reason: str | None
 
 
-def model_view(name: str) -> ModelView:
+def find_model(name: str) -> ModelView:
     """Find a model by its folder or hub id.
 
     Raises:
@@ -91,7 +91,7 @@ def model_view(name: str) -> ModelView:
         return ModelView(name, AutoConfig.from_pretrained(name), folder)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(
-            f"model {name!r} cannot be loaded ({first_line(error)}): give a local folder or a hub id"
+            f"model {name!r} cannot be loaded ({get_first_line(error)}): give a local folder or a hub id"
         ) from error
 
 
@@ -101,7 +101,7 @@ def describe_model(view: ModelView) -> Section:
         shape = geometry(view.config)
     except ModelError as error:
         return Section("model", [Finding("model", view.name, str(error), BAD_INPUT)])
-    facts = {"model": f"{view.name}: {shape}", "positions": f"{positions(view.config)} tokens", **view.facts}
+    facts = {"model": f"{view.name}: {shape}", "positions": f"{get_max_positions(view.config)} tokens", **view.facts}
     return Section("model", [Finding(name, value) for name, value in facts.items()])
 
 
@@ -117,7 +117,7 @@ def describe_profile(path: Path, device: torch.device, view: ModelView | None) -
         ProfileError: the file cannot be read.
     """
     profile = load_profile(path)
-    verdict = fit(profile.device, identify(device))
+    verdict = decide_fit(profile.device, identify(device))
     made_on = Finding("made on", f"{profile.device}; {verdict.reason}")
     if verdict.tiles != "profile":
         made_on = Finding("made on", str(profile.device), verdict.reason, OK if verdict.tiles else NO_RESOURCE)
@@ -129,7 +129,7 @@ def describe_profile(path: Path, device: torch.device, view: ModelView | None) -
     ]
     if view is not None:
         findings.append(_match_model(profile, view))
-    on_device = ProfileFit(profile, Rank(), device)
+    on_device = RankProfile(profile, Rank(), device)
     runs = {length: list_outcomes(on_device, length) for length in profile.lengths}
     findings += [Finding(f"{length} tokens", describe_outcomes(layers)) for length, layers in runs.items()]
     dense = (
@@ -141,7 +141,7 @@ def describe_profile(path: Path, device: torch.device, view: ModelView | None) -
     return Section("profile", [*findings, Finding("dense too", dense)], data)
 
 
-def list_outcomes(on_device: ProfileFit, length: int) -> list[Outcome]:
+def list_outcomes(on_device: RankProfile, length: int) -> list[Outcome]:
     """Return what each layer of a profile runs for a whole prompt of `length` tokens."""
     reasons = ((layer.layer, on_device.dense_reason(Request(length, length), layer)) for layer in on_device.layers)
     return [Outcome(number, "s2o" if reason is None else "dense", reason) for number, reason in reasons]
@@ -189,7 +189,7 @@ def _check_proof(profile: Profile) -> list[Finding]:
         findings.append(Finding("proof", text, "nothing is certified: s2o-calibrate certifies by default"))
     findings += [Finding("not proven", problem, "see the report") for problem in get_list(record, "problems", str)]
     try:
-        error_limits(profile)
+        read_error_limits(profile)
     except ProfileError as error:
         return [*findings, Finding("drift check", "off", str(error))]
     return [*findings, Finding("drift check", "on: the record says what errors are allowed")]

@@ -14,10 +14,10 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.compute import Attention
 from s2o_runtime.command_line import NO_RESOURCE
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.devices import capability, fit, identify, launching_on
+from s2o_runtime.devices import decide_fit, get_capability, identify, launch_on
 from s2o_runtime.doctor.findings import Finding, describe_error
 from s2o_runtime.reference.dense import dense_attention, exact_attention
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 
 SEGMENT = 256  # queries; a whole number of rows of every tile
 TAU = 1.0  # of the heads that stop
@@ -43,7 +43,7 @@ def run_self_test(device: torch.device) -> list[Finding]:
     """
     if device.type != "cuda":
         return [_run_check(partial(check_reference, device), "reference")]
-    if (verdict := fit(identify(device), identify(device))).tiles is None:
+    if (verdict := decide_fit(identify(device), identify(device))).tiles is None:
         return [Finding("kernels", "not run", verdict.reason, NO_RESOURCE)]
     names = {True: "specialised kernel", False: "kernel"}
     return [
@@ -67,7 +67,7 @@ def _run_check(check: Callable[[], tuple[str, str]], name: str) -> Finding:
 def list_kernel_tiles(device: torch.device) -> list[TileConfig]:
     """Return the safest tile of each kernel that this GPU has."""
     tiles: dict[bool, TileConfig] = {}
-    for tile in candidate_tiles(128, capability(device)):  # the safest first
+    for tile in list_candidate_tiles(128, get_capability(device)):  # the safest first
         tiles.setdefault(tile.specialized, tile)
     return list(tiles.values())
 
@@ -130,7 +130,7 @@ def check_kernel(
     device: torch.device, tile: TileConfig, length: int = 2045, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, str]:
     """Return a sentence about what a kernel computes with a tile, and what is wrong with it, if anything."""
-    with launching_on(device):
+    with launch_on(device):
         q, k, v = make_inputs(length, 128, dtype, device)
         ours, theirs = (
             s2o_attention(q, k, v, make_layer(tile), backend=backend, return_stats=True)

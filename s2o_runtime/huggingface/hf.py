@@ -40,8 +40,8 @@ from s2o_runtime.huggingface.layers import (
     TransformersCall,
     check_model,
     check_policy,
+    find_layer_obstacle,
     find_state,
-    layer_obstacle,
     make_states,
     pair_states,
 )
@@ -50,15 +50,22 @@ from s2o_runtime.huggingface.layers import Observer as Observer
 from s2o_runtime.huggingface.layers import ServerLikeState as ServerLikeState
 from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
-from s2o_runtime.huggingface.layers import layer_states as layer_states
-from s2o_runtime.huggingface.layers import scoring_of as scoring_of
+from s2o_runtime.huggingface.layers import get_layer_states as get_layer_states
+from s2o_runtime.huggingface.layers import read_scoring as read_scoring
 from s2o_runtime.huggingface.paged import split_requests
 from s2o_runtime.huggingface.run import SOFT_CAP, attach_profile, find_weights_mismatch, read_available
-from s2o_runtime.identity import attention_modules, decoder_attention, device_of, geometry, not_finite, offloaded
-from s2o_runtime.layer_kinds import chunk, positions, sees_window, window
+from s2o_runtime.identity import (
+    find_decoder_attention,
+    find_not_finite,
+    find_offloaded,
+    geometry,
+    get_device_of,
+    list_attention_modules,
+)
+from s2o_runtime.layer_kinds import describe_window, get_chunk, get_max_positions, get_window
 from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.counters import DenseWatch
-from s2o_runtime.monitor.drift import Drift, check_of
+from s2o_runtime.monitor.drift import Drift, read_check
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.find import find_profile
 from s2o_runtime.sequences import needs_gradients
@@ -124,22 +131,22 @@ def patch(
     strict = Rule(bool).checked(strict, "strict")
     if not isinstance(profile, Profile | str | PathLike | None):
         raise ProfileError(f"the profile is a {type(profile).__name__}, expected a Profile or the path of its file")
-    check_of(drift)
+    read_check(drift)
     check_policy(beyond)
     if profile is None:
-        device = device_of(attention_modules(model)[0])
+        device = get_device_of(list_attention_modules(model)[0])
         match = find_profile(model.config, device, lambda candidate: find_weights_mismatch([model], candidate))
         log.info("S2O takes the profile %s", match)
         profile = match.profile
     if not isinstance(profile, Profile):
         profile = load_profile(profile)
-    if misfit := profile.misfit(geometry(model.config)):
+    if misfit := profile.explain_misfit(geometry(model.config)):
         raise ProfileError(f"{misfit}; calibrate this model")
     profile.check_trained()
-    rejected = offloaded(model)
+    rejected = find_offloaded(model)
     if mismatch := find_weights_mismatch([model], profile):
         message = rejected or f"{mismatch} that the profile was calibrated on"
-        broken = not_finite(model)
+        broken = find_not_finite(model)
         if strict:
             raise ProfileError(broken or f"{message}: calibrate this model, or patch with strict=False")
         consequence = "the model stays dense" if rejected else broken or "errors and densities may differ"
@@ -148,11 +155,11 @@ def patch(
         if strict:
             raise ProfileError(f"{unknown}, or patch with strict=False")
         log.info("config not compared: %s", unknown)
-    states = make_states(profile, list(map(device_of, attention_modules(model))), drift, beyond, rejected)
-    modules = [module for modules in decoder_attention(model).values() for module in modules]
+    states = make_states(profile, list(map(get_device_of, list_attention_modules(model))), drift, beyond, rejected)
+    modules = [module for modules in find_decoder_attention(model).values() for module in modules]
     pairs = pair_states(modules, states, model.config, profile.geometry.query_heads)
     unpatch(model)
-    states[0].previous = implementations(model)
+    states[0].previous = get_implementations(model)
     _attach_all(pairs)
     _register()
     model.set_attn_implementation(NAME)
@@ -211,7 +218,7 @@ def patched(
     """
     check_model(model, profile)
     layers = [(module, module.__dict__[STATE]) for module in model.modules() if STATE in module.__dict__]
-    previous = implementations(model)
+    previous = get_implementations(model)
     try:
         yield patch(model, profile, strict=strict, drift=drift, beyond=beyond)
     finally:
@@ -220,7 +227,7 @@ def patched(
         set_implementations(previous)
 
 
-def implementations(model: Any) -> Implementations:
+def get_implementations(model: Any) -> Implementations:
     """Return the attention implementation in each configuration of a model and of its parts, outer ones first.
 
     All handles of a model share these: its inner model, its PEFT wrapper, what `torch.compile` returned.
@@ -270,8 +277,8 @@ def s2o_mask(**call: Any) -> Tensor | None:
     other_mask = sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else eager_mask
     compiling = torch.compiler.is_compiling()
     q_length, q_offset = _read_query_range(call)
-    plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _hides_nothing(call)
-    keys = None if plain else _large_window(call)
+    plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _is_plain_window(call)
+    keys = None if plain else _find_large_window(call)
     if q_length == 1 or not (plain or keys) or int(call.get("kv_offset", 0)) != 0:
         return other_mask(**call)
     padding, starts, device = call.get("attention_mask"), None, call.get("device", "cpu")
@@ -319,7 +326,7 @@ def is_prefill_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
     return mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 4)
 
 
-def _recovered(mask: Tensor | None, queries: int, keys: int) -> PrefillCall | None:
+def _read_prefill(mask: Tensor | None, queries: int, keys: int) -> PrefillCall | None:
     """Read the call from a mask that lost its attribute (moved to another device): costs a synchronisation."""
     if not is_prefill_mask(mask):
         return None
@@ -339,18 +346,18 @@ def _expand_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
     return (key <= row) & (key >= start) & ((window == 0) | (key > row - window))
 
 
-def _large_window(call: dict[str, Any]) -> int | None:
+def _find_large_window(call: dict[str, Any]) -> int | None:
     """Return the keys that a query sees under a mask of causal windows that is too large to be made; else None."""
     local, config = call.get("local_size"), call.get("config")
     if local is None or not call.get("allow_is_causal_skip", False) or torch.compiler.is_compiling():
         return None
-    if int(local) != window(config) or int(local) == chunk(config):
+    if int(local) != get_window(config) or int(local) == get_chunk(config):
         return None
     q_length, q_offset = _read_query_range(call)
     return int(local) if q_length * (int(q_offset) + q_length) > SMALL_MASK else None
 
 
-def _hides_nothing(call: dict[str, Any]) -> bool:
+def _is_plain_window(call: dict[str, Any]) -> bool:
     """Decide if a mask of windows or chunks is a plain causal one because all keys so far fit one of them.
 
     Transformers forbids to skip a mask that anything else deviates from the causal one (images, packed sequences).
@@ -359,7 +366,7 @@ def _hides_nothing(call: dict[str, Any]) -> bool:
     if local is None or not call.get("allow_is_causal_skip", False):
         return False
     if torch.compiler.is_compiling():  # a graph must not depend on how long the prompt is
-        return int(local) >= positions(call.get("config"))
+        return int(local) >= get_max_positions(call.get("config"))
     q_length, q_offset = _read_query_range(call)
     return int(q_offset) + q_length <= int(local)
 
@@ -391,20 +398,20 @@ def s2o_attention_forward(
             "S2O computes no attention weights, output_attentions=True gives none: unpatch the model and load it with "
             'attn_implementation="eager" for them',
         )
-    unserved, seen = layer_obstacle(query, key, value, kwargs), kwargs.get("sliding_window")
-    obstacle = unserved or (None if seen is None or key.shape[2] <= seen else sees_window(seen))
+    unserved, seen = find_layer_obstacle(query, key, value, kwargs), kwargs.get("sliding_window")
+    obstacle = unserved or (None if seen is None or key.shape[2] <= seen else describe_window(seen))
     state: LayerState | None = module.__dict__.get(STATE)
     prefill: PrefillCall | None = getattr(attention_mask, CALL, None)
     reason = DenseReason.DECODE if query.shape[2] == 1 else getattr(attention_mask, REASON, DenseReason.MASK)
     training = module.training or dropout > 0
     if not compiling:
         state = attach_profile(module, query.device) if state is None else state
-        prefill = prefill or _recovered(attention_mask, query.shape[2], key.shape[2])
+        prefill = prefill or _read_prefill(attention_mask, query.shape[2], key.shape[2])
     elif is_prefill_mask(attention_mask):
         gradients = needs_gradients(query, key, value)  # the op has no backward pass
         if state is not None and obstacle is None and not training and not gradients:
             inputs = query, key, value, attention_mask, scoring.sinks
-            out = torch_op.node("layer_attention", *inputs, state.key, scoring.scale, scoring.softcap)
+            out = torch_op.call_node("layer_attention", *inputs, state.key, scoring.scale, scoring.softcap)
             return out.transpose(1, 2), None
         reason = DenseReason.TRAINING if training else DenseReason.GRADIENTS if gradients else reason
         call, prefill = call._replace(mask=_expand_mask(attention_mask, query.shape[2], key.shape[2])), None
@@ -440,7 +447,7 @@ def _run_prefill(
     k, v = k[:, :, :keys], v[:, :, :keys]
     if prefill.window is not None:
         if state is not None:
-            state.count("dense", state.other_kind or sees_window(prefill.window), q.shape[2], keys)
+            state.count("dense", state.other_kind or describe_window(prefill.window), q.shape[2], keys)
         return window_attention(q, k, v, window=prefill.window, scoring=scoring, kv_start=prefill.kv_start)
     if state is None:
         return fastest_dense_attention(q, k, v, scoring, prefill.kv_start)
@@ -480,14 +487,14 @@ def _run_node(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, key: str, scale: float, softcap: float | None
 ) -> Tensor:
     """Compute a layer's node in a compiled graph: the same function, run eagerly inside the op."""
-    prefill: PrefillCall | None = getattr(mask, CALL, None) or _recovered(mask, q.shape[2], k.shape[2])
+    prefill: PrefillCall | None = getattr(mask, CALL, None) or _read_prefill(mask, q.shape[2], k.shape[2])
     if prefill is None:
         raise InputError(f"the attention mask is {mask.dtype} {tuple(mask.shape)}: give a boolean one")
     scoring = Scoring(scale, softcap, without_gradients(sinks))
     return _run_prefill(find_state(key), None, q, k, v, scoring, prefill)
 
 
-torch_op.implement("layer_attention", _run_node)
+torch_op.register_node("layer_attention", _run_node)
 
 
 def _restore_state(kind: type[LayerState], values: dict[str, Any]) -> LayerState:

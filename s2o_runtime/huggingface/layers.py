@@ -25,16 +25,16 @@ from s2o_runtime.config import HEAD_DIMS, KvCacheDtype, LayerConfig
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.errors import ModelError
 from s2o_runtime.fields import Rule
-from s2o_runtime.identity import attention_modules, decoder_attention
-from s2o_runtime.layer_kinds import kind_in_words, layer_kinds
+from s2o_runtime.identity import find_decoder_attention, list_attention_modules
+from s2o_runtime.layer_kinds import describe_kind, list_layer_kinds
 from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.counters import DenseWatch, Meter
 from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.profile import fitted
-from s2o_runtime.quantisation import as_cached
+from s2o_runtime.profile.profile import adapt_to_device
+from s2o_runtime.quantisation import round_as_cached
 from s2o_runtime.sequences import CallShape, needs_gradients
-from s2o_runtime.serving.fit import Rank, ServedLayer, longest_trusted
+from s2o_runtime.serving.fit import Rank, ServedLayer, get_longest_trusted
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 DENSE = "dense"  # in place of a profile's digest, of states that never run S2O
@@ -68,19 +68,19 @@ class TransformersCall(NamedTuple):
     def scoring(self) -> Scoring:
         """The factor of the scores, their cap and the sinks."""
         scale = self.options.get("scaling")
-        return scoring_of(self.q.shape[3] ** -0.5 if scale is None else scale, self.options)
+        return read_scoring(self.q.shape[3] ** -0.5 if scale is None else scale, self.options)
 
     def compute(self, attention: Callable[..., tuple[Tensor, Any]]) -> Tensor:
         """Compute the call by another attention function of transformers: [B, Lq, Hq, Dv]."""
         return attention(self.module, self.q, self.k, self.v, self.mask, **self.options)[0]
 
 
-def scoring_of(scale: float, options: Mapping[str, Any]) -> Scoring:
+def read_scoring(scale: float, options: Mapping[str, Any]) -> Scoring:
     """Read the scoring from what a layer passes to transformers' attention function by name."""
     return Scoring(scale, options.get("softcap"), without_gradients(options.get("s_aux")))
 
 
-def layer_obstacle(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> str | None:
+def find_layer_obstacle(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> str | None:
     """Return why S2O cannot do the attention of a layer, whatever the prompt; None if it can.
 
     Args:
@@ -90,8 +90,8 @@ def layer_obstacle(query: Tensor, key: Tensor, value: Tensor, options: Mapping[s
     return _judge_head_dims(query.shape[3], value.shape[3])
 
 
-def foreseen_obstacle(module: nn.Module, config: Any) -> str | None:
-    """Return what `layer_obstacle` will say of an attention module, whose parameters need not be in memory."""
+def expect_obstacle(module: nn.Module, config: Any) -> str | None:
+    """Return what `find_layer_obstacle` will say of an attention module, whose parameters need not be in memory."""
     query_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or 0
     value_dim = getattr(module, "v_head_dim", None) or query_dim
     return _judge_head_dims(query_dim, value_dim)
@@ -148,13 +148,13 @@ class LayerState(ServedLayer):
 
     def warn_of_mode(self, mode: DenseReason, keys: int) -> None:
         """Warn once of a prompt that is dense only because of the model's or autograd's mode."""
-        if self.watch is not None and self.why_dense_at(keys) is None:
+        if self.watch is not None and self.find_own_reason(keys) is None:
             self.watch.warn_of_mode(mode, keys)
 
     def dense_reason(self, q: Tensor, k: Tensor, v: Tensor, obstacle: str | None) -> str | None:
         """Return why a prefill is dense before the op decides, None if it is not. Args: those of `attend`."""
         keys = k.shape[2]
-        if reason := self.other_kind or obstacle or self.why_dense_at(keys):
+        if reason := self.other_kind or obstacle or self.find_own_reason(keys):
             return reason
         if needs_gradients(q, k, v):  # the op has no backward pass
             self.warn_of_mode(DenseReason.GRADIENTS, keys)
@@ -246,7 +246,7 @@ class ServerLikeState(LayerState):
 
     def run_s2o(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kv_start: Tensor | None) -> Attention:
         """Run the op on keys and values as they are read from the cache."""
-        k, v = as_cached(k, self.kv_cache_dtype), as_cached(v, self.kv_cache_dtype)
+        k, v = round_as_cached(k, self.kv_cache_dtype), round_as_cached(v, self.kv_cache_dtype)
         return super().run_s2o(q, k, v, scoring, kv_start)
 
 
@@ -310,9 +310,9 @@ def check_model(model: object, profile: object = None) -> None:
     raise ModelError(f"{name} is not a transformers model: load it with AutoModelForCausalLM")
 
 
-def layer_states(model: nn.Module) -> list[LayerState]:
+def get_layer_states(model: nn.Module) -> list[LayerState]:
     """Return the states of a model's layers of full attention, in order. Raises ModelError if it is not patched."""
-    states = [module.__dict__.get(STATE) for module in attention_modules(model)]
+    states = [module.__dict__.get(STATE) for module in list_attention_modules(model)]
     patched = [state for state in states if isinstance(state, LayerState)]
     if len(patched) != len(states):
         raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first")
@@ -321,8 +321,8 @@ def layer_states(model: nn.Module) -> list[LayerState]:
 
 def list_states(model: nn.Module) -> list[LayerState]:
     """Return the states of all attention layers of a patched model, in order, also of those without a profile's row."""
-    layer_states(model)  # which raises ModelError if it is not patched
-    states = {module.__dict__.get(STATE) for modules in decoder_attention(model).values() for module in modules}
+    get_layer_states(model)  # which raises ModelError if it is not patched
+    states = {module.__dict__.get(STATE) for modules in find_decoder_attention(model).values() for module in modules}
     return sorted((state for state in states if isinstance(state, LayerState)), key=lambda state: state.layer)
 
 
@@ -344,7 +344,7 @@ def pair_states(
     for module in modules:
         number = int(module.layer_idx)  # type: ignore[arg-type]
         if number not in by_layer:
-            reason = kind_in_words(layer_kinds(config)[number], config)
+            reason = describe_kind(list_layer_kinds(config)[number], config)
             by_layer[number] = LayerState(number, refuse_config, 0, other_kind=reason, meter=None, source=DENSE)
         elif query_heads is not None and by_layer[number].other_kind is None:
             by_layer[number].heads = find_local_heads(module, query_heads)
@@ -380,15 +380,17 @@ def make_states(
     check_policy(beyond)
     check, allowed = check_and_limits(profile, drift)
     devices = [device] * profile.geometry.layers if isinstance(device, torch.device) else list(device)
-    fits = {here: (profile, rejected) if rejected else fitted(profile, here) for here in dict.fromkeys(devices)}
+    fits = {
+        here: (profile, rejected) if rejected else adapt_to_device(profile, here) for here in dict.fromkeys(devices)
+    }
     rejected = next((why for _, why in fits.values() if why is not None), None)
-    longest = longest_trusted(profile)
+    longest = get_longest_trusted(profile)
     runs = profile.geometry, profile.fingerprint, profile.lengths, profile.layers
     digest = hashlib.sha256(repr(runs).encode()).hexdigest()  # of what decides what layers compute, as memory has it
     watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
     states = [
         LayerState(
-            profile.geometry.layer_number(index),
+            profile.geometry.get_layer_number(index),
             partial(fits[here][0].layer_config, index),
             profile.min_length,
             rejected,

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 
-from s2o_runtime.command_line import BAD_INPUT, Parser, add_information, exit_code, exit_codes
+from s2o_runtime.command_line import BAD_INPUT, Parser, add_information, call_command, describe_exit_codes
 from s2o_runtime.errors import InputError, ModelError, ProfileError
 from s2o_runtime.fields import Rule
 from s2o_runtime.huggingface.layers import (
@@ -30,17 +30,17 @@ from s2o_runtime.huggingface.layers import (
     refuse_config,
 )
 from s2o_runtime.identity import (
-    attention_modules,
-    decoder_attention,
+    explain_mismatch,
+    find_decoder_attention,
+    find_offloaded,
     fingerprint,
-    fingerprint_mismatch,
     geometry,
-    offloaded,
+    list_attention_modules,
 )
 from s2o_runtime.logs import log_once
-from s2o_runtime.monitor.drift import DriftChoice, error_limits
+from s2o_runtime.monitor.drift import DriftChoice, read_error_limits
 from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.profile.find import Found, fitting_profile, none_like, profiles
+from s2o_runtime.profile.find import FoundProfile, explain_no_match, find_profiles, select_profile
 
 VARIABLE = "S2O_PROFILE"
 BEYOND = "S2O_BEYOND"
@@ -57,7 +57,7 @@ refused: dict[str, None] = {}  # why models stayed dense, in the order in which 
 
 # The profile that S2O_PROFILE names; without one, in a program that `s2o-run` started, the profiles that
 # `s2o_runtime.profile.find` sees in its folders. None for what is not there.
-Available = tuple[Profile | None, tuple[Found, ...] | None]
+Available = tuple[Profile | None, tuple[FoundProfile, ...] | None]
 _read: list[Available] = []  # what `read_available` returns; torch.compile can look at a list
 
 
@@ -76,12 +76,12 @@ def read_available() -> Available:
             try:
                 profile = load_profile(path).check_trained()
                 if drift in ("warn", "dense"):
-                    error_limits(profile)
+                    read_error_limits(profile)
             except ProfileError as error:
                 raise ProfileError(f"{VARIABLE}: {error}") from error
             _read.append((profile, None))
         else:
-            _read.append((None, tuple(profiles()) if STARTED in os.environ else None))
+            _read.append((None, tuple(find_profiles()) if STARTED in os.environ else None))
     return _read[0]
 
 
@@ -100,7 +100,7 @@ def find_misfit(config: Any) -> str | None:
     """Return why a model with this transformers configuration gets no profile, by its sizes alone; None if it may."""
     named, candidates = read_available()
     try:
-        return none_like(candidates or (), config) if named is None else named.misfit(geometry(config))
+        return explain_no_match(candidates or (), config) if named is None else named.explain_misfit(geometry(config))
     except (ModelError, ValueError, AttributeError) as error:  # anybody's configuration
         return str(error)
 
@@ -168,10 +168,10 @@ def _find_siblings(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
     models.sort(key=lambda model: sum(1 for _ in model.modules()), reverse=True)
     for model in models:
         try:
-            attention_modules(model)
+            list_attention_modules(model)
         except (ModelError, ValueError, AttributeError):
             continue
-        modules = [attention for layer_modules in decoder_attention(model).values() for attention in layer_modules]
+        modules = [attention for layer_modules in find_decoder_attention(model).values() for attention in layer_modules]
         if any(attention is module for attention in modules):
             return [attention for attention in modules if STATE not in attention.__dict__], models
     _searched.add(id(module.config))
@@ -190,10 +190,10 @@ def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tup
     """
     profile, candidates = read_available()
     if profile is None:
-        match = fitting_profile(candidates or (), config, device, lambda one: find_weights_mismatch(models, one))
+        match = select_profile(candidates or (), config, device, lambda one: find_weights_mismatch(models, one))
         log.info("S2O takes the profile %s", match)
         return match.profile, None
-    rejected = next(filter(None, map(offloaded, models)), None)
+    rejected = next(filter(None, map(find_offloaded, models)), None)
     if rejected is not None:
         warn_dense(rejected)
     elif not models:
@@ -213,9 +213,9 @@ def find_weights_mismatch(models: list[Any], profile: Profile) -> str | None:
     """
     if not models:
         return NO_MODEL
-    if rejected := next(filter(None, map(offloaded, models)), None):
+    if rejected := next(filter(None, map(find_offloaded, models)), None):
         return rejected
-    mismatches = [fingerprint_mismatch(fingerprint(model), profile.fingerprint) for model in models]
+    mismatches = [explain_mismatch(fingerprint(model), profile.fingerprint) for model in models]
     return None if None in mismatches else f"{mismatches[0]} of {profile.model_name}"
 
 
@@ -225,7 +225,8 @@ DESCRIPTION = """\
 Run COMMAND so that the transformers models which it starts in Python with SDPA attention, the default, run S2O where
 the profile fits them. Other models, and all that S2O is not for, run as without s2o-run.
 """
-EPILOG = f"The exit code is the command's. If it is not started: {exit_codes(BAD_INPUT).removeprefix('Exit codes: ')}"
+_OWN_CODES = describe_exit_codes(BAD_INPUT).removeprefix("Exit codes: ")
+EPILOG = f"The exit code is the command's. If it is not started: {_OWN_CODES}"
 EXAMPLES = (
     ("Run a program with a profile", "--profile p.safetensors python answer.py"),
     ("See what ran and why", "--profile p.safetensors --explain python answer.py"),
@@ -234,11 +235,11 @@ EXAMPLES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Become the command; return an exit code only if there is no profile that can be used, or no such command."""
-    args = parser().parse_args(arguments)
-    return exit_code(PROGRAM, lambda: _execute(args))
+    args = build_parser().parse_args(arguments)
+    return call_command(PROGRAM, lambda: _execute(args))
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Return the parser of the flags before the command, and of the command with its own."""
     out = Parser(PROGRAM, description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False, examples=EXAMPLES)
     out.add_argument(
@@ -269,7 +270,7 @@ def _execute(args: argparse.Namespace) -> int:
     flags = {"S2O_PROFILE": args.profile, "S2O_BEYOND": args.beyond, "S2O_DRIFT": args.drift}
     os.environ.update({variable: value for variable, value in flags.items() if value is not None})
     from s2o_runtime.profile.find import VARIABLE as FOLDERS
-    from s2o_runtime.profile.find import folders
+    from s2o_runtime.profile.find import list_folders
 
     try:
         read_available()
@@ -277,7 +278,9 @@ def _execute(args: argparse.Namespace) -> int:
         if args.profile is None:
             raise
         raise ProfileError(f"--profile: {error.__cause__}") from error
-    environment = dict(os.environ) | {FOLDERS: os.pathsep.join(map(str, folders()))}  # the command may go elsewhere
+    environment = dict(os.environ) | {
+        FOLDERS: os.pathsep.join(map(str, list_folders()))
+    }  # the command may go elsewhere
     if os.environ.get(VARIABLE):
         environment[VARIABLE] = os.path.abspath(os.environ[VARIABLE])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))

@@ -16,8 +16,8 @@ from torch import Tensor
 from s2o_runtime import quantisation
 from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST, at_head
+from s2o_runtime.kernels.launch import group_strides, launch
+from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST, head_pointer
 
 RANGE_PARTS = 32  # programs that share the keys of a head; so many ranges each program of `_quantise_keys` reads
 RANGE_ELEMENTS = 8192  # that are loaded at once
@@ -69,7 +69,7 @@ def _channel_ranges(
         k_first = tl.load(CU_K + b).to(tl.int32)
         kv_len = tl.load(CU_K + b + 1).to(tl.int32) - k_first
     offs_d = tl.arange(0, D)
-    base = at_head(K, stride_k, b, h) + offs_d[None, :]
+    base = head_pointer(K, stride_k, b, h) + offs_d[None, :]
     low = tl.full([ROWS, D], float("inf"), tl.float32)
     high = tl.full([ROWS, D], float("-inf"), tl.float32)
     for t0 in tl.range(start + part * ROWS, kv_len, tl.num_programs(0) * ROWS, num_stages=3):
@@ -106,7 +106,7 @@ def _quantise_keys(
         inside = t < kv_len
         offs_d = tl.arange(0, D)
         row = (k_first + t)[:, None].to(tl.int64)
-        keys = at_head(K, stride_k, b, h) + row * stride_k.row + offs_d[None, :]
+        keys = head_pointer(K, stride_k, b, h) + row * stride_k.row + offs_d[None, :]
         k = tl.load(keys, mask=inside[:, None], other=0.0).to(tl.float32)
         of_head = (b * tl.num_programs(1) + h).to(tl.int64)
         ranges = (of_head * PARTS + tl.arange(0, PARTS)[:, None]) * D + offs_d[None, :]
@@ -123,14 +123,14 @@ def _quantise_keys(
         levels = tl.minimum(tl.maximum((k - middle[None, :]) * (1.0 / unit)[None, :], -LEVELS), LEVELS)
         # as in `primitives.quantised`
         rounded = (levels + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
-        out = at_head(OUT, stride_o, b, h) + row * stride_o.row + offs_d[None, :]
+        out = head_pointer(OUT, stride_o, b, h) + row * stride_o.row + offs_d[None, :]
         tl.store(out, rounded, mask=inside[:, None])
         if tl.program_id(0) == 0:
             tl.store(UNIT + of_head * D + offs_d, unit)
             tl.store(MIDDLE + of_head * D + offs_d, middle)
 
 
-def keys_of(call: Call) -> Keys:
+def read_keys(call: Call) -> Keys:
     """Return the keys as the kernels of a call read them: rounded to 8 bits if its scores are int8."""
     k = call.k
     if call.config.scores != "int8":
@@ -146,7 +146,7 @@ def keys_of(call: Call) -> Keys:
         (RANGE_PARTS, shape.kv_heads, shape.batch),
         {
             "K": k, "LOW": low, "HIGH": high, "KV_START": call.kv_start, "CU_K": call.cu_k, "kv_len": shape.kv_len,
-            **stride_groups(k=k),
+            **group_strides(k=k),
         },
         {
             "D": shape.head_dim, "ROWS": RANGE_ELEMENTS // shape.head_dim, "HAS_START": call.kv_start is not None,
@@ -160,7 +160,7 @@ def keys_of(call: Call) -> Keys:
         (-(-shape.kv_len // at_once) or 1, shape.kv_heads, shape.batch),
         {
             "K": k, "LOW": low, "HIGH": high, "OUT": rows, "UNIT": unit, "MIDDLE": middle, "CU_K": call.cu_k,
-            "kv_len": shape.kv_len, **stride_groups(k=k, o=rows),
+            "kv_len": shape.kv_len, **group_strides(k=k, o=rows),
         },
         {"D": shape.head_dim, "ROWS": at_once, "PARTS": RANGE_PARTS, "PACKED": call.packed},
         num_warps=QUANTISE_WARPS,

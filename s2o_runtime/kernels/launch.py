@@ -77,7 +77,7 @@ def launch(
         grid: programs in each of the three dimensions.
         arguments: for every pointer a tensor, or None for one that is absent, which the kernel must not read: it
             gets the address of its first tensor, which may be neither absent nor in a group. For every other parameter
-            a number; `strides` and `stride_groups` make those of strides. For a parameter that takes a group, one
+            a number; `strides` and `group_strides` make those of strides. For a parameter that takes a group, one
             of the types in `groups`: of at least two tensors, or of integers.
         constants: the kernel's constexprs.
         options: Triton's, such as num_warps.
@@ -136,7 +136,7 @@ def launch(
         observed.listener(compiled, grid, pointers, rest)
 
 
-def strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
+def list_strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
     """Return the stride arguments of some tensors: `strides("bh", q=q)` gives stride_qb and stride_qh.
 
     Args:
@@ -150,8 +150,8 @@ def strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
     return arguments
 
 
-def stride_groups(**tensors: Tensor) -> dict[str, Strides]:
-    """Return the stride arguments of some tensors in groups: `stride_groups(q=q)` gives stride_q.
+def group_strides(**tensors: Tensor) -> dict[str, Strides]:
+    """Return the stride arguments of some tensors in groups: `group_strides(q=q)` gives stride_q.
 
     tensors: [B, H, rows, D], by the letter that the kernel's parameters have for them.
     """

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.launch import launch, list_strides
 from s2o_runtime.sequences import PagedKeys
 
 GATHER_ROWS = 64  # tokens of a program
@@ -77,7 +77,7 @@ def gather_pages(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         (-(-pages.max_k // GATHER_ROWS), heads, len(pages.cu_k) - 1),
         {
             "K": pages.k, "V": pages.v, "OUT_K": out_k, "OUT_V": out_v, "BLOCK_TABLE": pages.block_table,
-            "CU_K": pages.cu_k, "K_SCALE": k_scale, "V_SCALE": v_scale, **strides("pnh", k=pages.k, v=pages.v),
+            "CU_K": pages.cu_k, "K_SCALE": k_scale, "V_SCALE": v_scale, **list_strides("pnh", k=pages.k, v=pages.v),
             "stride_tb": pages.block_table.stride(0), "stride_oh": out_k.stride(0),
         },
         {

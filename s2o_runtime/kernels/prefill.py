@@ -16,10 +16,10 @@ from torch import Tensor
 
 from s2o_runtime import config
 from s2o_runtime.call import Call
-from s2o_runtime.devices import Resources, resources
+from s2o_runtime.devices import Resources, get_resources
 from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, Sizes, Splits, Strides
-from s2o_runtime.kernels.keys import Keys, keys_of
-from s2o_runtime.kernels.launch import Argument, launch, stride_groups
+from s2o_runtime.kernels.keys import Keys, read_keys
+from s2o_runtime.kernels.launch import Argument, group_strides, launch
 from s2o_runtime.kernels.primitives import (
     GRAIN,
     LOG2E,
@@ -30,12 +30,12 @@ from s2o_runtime.kernels.primitives import (
     WIDE_ELEMENTS,
     assign_split,
     assign_tile,
-    at_head,
     attend_gathered,
     attend_window,
     find_dense_from,
     find_diagonal_start,
     find_window_start,
+    head_pointer,
     load_sequence,
     log_sum_exp,
     quantise,
@@ -151,11 +151,11 @@ def _prefill(
     real = (rows < q_len) & (position >= start)
 
     head_row = (q_first + row0).to(tl.int64)
-    q_base = at_head(Q, stride_q, b, h) + head_row * stride_q.row
+    q_base = head_pointer(Q, stride_q, b, h) + head_row * stride_q.row
     offs_row = tl.arange(0, BM)[:, None]
     q = tl.load(q_base + offs_row * stride_q.row + offs_d[None, :], mask=rows[:, None] < q_len, other=0.0)
-    k_base = at_head(K, stride_k, b, h // GROUP)
-    v_base = at_head(V, stride_v, b, h // GROUP)
+    k_base = head_pointer(K, stride_k, b, h // GROUP)
+    v_base = head_pointer(V, stride_v, b, h // GROUP)
     pages = PAGES
     if MODE.PAGED:
         pages += b.to(tl.int64) * stride_pb
@@ -193,7 +193,7 @@ def _prefill(
     tiles = prefix // BN
     tau = tl.load(HEADS.tau + h)
     real_rows = tl.sum(real.to(tl.float32), 0)
-    order = at_head(RANKING.order, stride_i, b, h)
+    order = head_pointer(RANKING.order, stride_i, b, h)
     of_slice = n - row_begin // tl.maximum(segment, 1)  # the segment's number in the slice
     order += of_slice.to(tl.int64) * stride_i.row
     done = 0
@@ -242,7 +242,7 @@ def _prefill(
         split_base = SPLITS.split_out + split_row.to(tl.int64) * D
         tl.store(split_base + tl.arange(0, BM)[:, None] * D + offs_d[None, :], acc, mask=rows[:, None] < q_len)
     else:
-        out_base = at_head(OUT, stride_o, b, h) + head_row * stride_o.row
+        out_base = head_pointer(OUT, stride_o, b, h) + head_row * stride_o.row
         tl.store(
             out_base + offs_row * stride_o.row + offs_d[None, :],
             acc.to(OUT.dtype.element_ty),
@@ -258,7 +258,7 @@ def _prefill(
         tl.store(VISITED + b.to(tl.int64) * stride_cb + h.to(tl.int64) * stride_ch + row0 // BM, done * BN)
 
 
-def s2o_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def run_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute S2O attention with Triton: the function of `reference.s2o_attention_reference`.
 
     Args:
@@ -282,9 +282,9 @@ def s2o_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, 
     visited = torch.empty(
         shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
     )
-    keys = keys_of(call)
+    keys = read_keys(call)
     ranker = Ranker(call, keys) if call.tables.shortest_segment else None
-    for rows in row_slices(call, WORKSPACE_BYTES):
+    for rows in slice_rows(call, WORKSPACE_BYTES):
         ranking = None if ranker is None else ranker.rank(rows)
         prefill(call, keys, ranking, out, visited, rows, logs)
     return out, visited, logs
@@ -305,7 +305,7 @@ class Ranker:
         return ranked, None if self._pooled is None else sum_tails(ranked, self._pooled, self._call, rows)
 
 
-def row_slices(call: Call, workspace: int) -> list[range]:
+def slice_rows(call: Call, workspace: int) -> list[range]:
     """Cut the query rows into slices of whole segments whose ranking fits the workspace.
 
     A slice is as wide as its longest prefix, so early slices hold more rows.
@@ -317,7 +317,7 @@ def row_slices(call: Call, workspace: int) -> list[range]:
     shape, tables = call.shape, call.tables
     if not tables.shortest_segment:
         return [range(shape.q_len)]
-    key_bytes = shape.batch * shape.query_heads * RANK_BYTES / config.GRAIN
+    key_bytes = shape.batch * shape.query_heads * RANK_BYTES / config.KEY_BLOCK
     keys = int(workspace / key_bytes)  # of all segments of one head together
     sums = shape.query_heads * count_tail_bytes(shape.head_dim) * tables.tail
     tail = int(shape.batch * sums / key_bytes)  # as if a segment had more keys
@@ -362,10 +362,10 @@ def prefill(
     """Compute window and gathered prefix for the query rows in `rows`.
 
     Args:
-        call: as for `s2o_prefill`.
-        keys: as `keys_of` gave them.
+        call: as for `run_prefill`.
+        keys: as `read_keys` gave them.
         ranking: what `Ranker.rank` gave for these rows; None if no head has a prefix.
-        out, visited, lse: tensors to write, as `s2o_prefill` returns them; of packed sequences one batch entry.
+        out, visited, lse: tensors to write, as `run_prefill` returns them; of packed sequences one batch entry.
         rows: query rows; they begin at a multiple of every segment.
     """
     shape, tile, tables = call.shape, call.config.tile, call.tables
@@ -392,7 +392,7 @@ def prefill(
     programs, waves, splits = -(-len(rows) // tile.rows), 1, Splits(None, None)
     grid = (programs, shape.query_heads, shape.batch)
     if tables.launch_order is not None:
-        gpu = resources(q.device)
+        gpu = get_resources(q.device)
         waves = shape.query_heads // count_heads_per_wave(shape, k.element_size() + v.element_size(), gpu)
         grid = (shape.query_heads, programs, shape.batch)
         if (count := count_key_splits(call, programs, gpu)) > 1:
@@ -409,7 +409,7 @@ def prefill(
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
             "waves": waves, "dense": tables.dense_heads, "last_rows": call.config.last_rows,
-            **stride_groups(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
+            **group_strides(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
             "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,
         },
         {

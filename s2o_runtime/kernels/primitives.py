@@ -25,7 +25,7 @@ WIDE_ELEMENTS = 1 << 31  # from here on an offset into one head of k or v needs 
 # the bits of HeadTables.flags, and the one stop rule beside the paper's that kernels know
 STOP_RULE_BITS = tl.constexpr(call.STOP_RULE_BITS)
 TAIL = tl.constexpr(call.TAIL)
-GRAIN = tl.constexpr(config.GRAIN)
+GRAIN = tl.constexpr(config.KEY_BLOCK)
 REST = tl.constexpr(int(StopRule.REST))
 
 SMALLEST = tl.constexpr(quantisation.SMALLEST)
@@ -112,7 +112,7 @@ def find_dense_from(q_len, last_rows, ROWS: tl.constexpr):
 
 
 @triton.jit
-def at_head(pointer, stride, b, h):
+def head_pointer(pointer, stride, b, h):
     """Return the pointer to row 0 of head h in batch entry b; stride: `groups.Strides` of the tensor."""
     return pointer + b.to(tl.int64) * stride.batch + h.to(tl.int64) * stride.head
 
@@ -175,7 +175,7 @@ def cap_scores(scores, qk_scale, CAP: tl.constexpr):
 
 
 @triton.jit
-def absorb(
+def online_softmax_update(
     q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False
 ):  # fmt: skip
     """Do one step of the online softmax (Algorithm 3, lines 10 to 12): a tile of keys joins the rows' state.
@@ -228,7 +228,7 @@ def attend_window(
         else:
             k = tl.load(k_tile + j * stride_kl)
             v = tl.load(v_tile + j * stride_vl)
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP, INT8=INT8)
+        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP, INT8=INT8)
     for j in tl.range(diagonal, end, BN, num_stages=1):
         keys = j + offs_n
         if PAGED:
@@ -241,7 +241,7 @@ def attend_window(
         k = tl.load(k_at, mask=keys[None, :] < kv_len, other=0)
         v = tl.load(v_at, mask=keys[:, None] < kv_len, other=0.0)
         visible = keys[None, :] <= position[:, None]
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, visible, True, CAP=CAP, INT8=INT8)
+        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, visible, True, CAP=CAP, INT8=INT8)
     return m, l, acc
 
 
@@ -262,7 +262,7 @@ def attend_gathered(
         index = tl.load(order + ((begin + t) * BN + offs_n) // GRAIN) + offs_n % GRAIN
         k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
         v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
-        m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP, INT8=INT8)
+        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP, INT8=INT8)
     return m, l, acc
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from s2o_runtime.call import Call
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels.groups import Splits, Strides
-from s2o_runtime.kernels.launch import Argument, launch, stride_groups, strides
+from s2o_runtime.kernels.launch import Argument, group_strides, launch, list_strides
 from s2o_runtime.kernels.primitives import LN2, RCP_LN2, load_sequence
 
 DENSITY = 0.25  # the share of its keys that a head that stops is assumed to visit; the true one is not known in advance
@@ -141,8 +141,8 @@ def combine(splits: Splits, out: Tensor, lse: Tensor | None, call: Call, rows: r
             "SPLIT_OUT": splits.split_out, "SPLIT_LSE": splits.split_lse, "OUT": out, "LSE": lse, "CU_Q": call.cu_q,
             "LAUNCH_ORDER": tables.launch_order, "q_len": shape.q_len, "row_begin": rows.start,
             "rows": splits.split_out.shape[2],
-            "splits": splits.split_out.shape[1] // tables.dense_heads, **stride_groups(o=out), **strides("bh", e=lse),
-            **one_entry,
+            "splits": splits.split_out.shape[1] // tables.dense_heads, **group_strides(o=out),
+            **list_strides("bh", e=lse), **one_entry,
         },
         {"D": shape.head_dim, "ROWS": at_once, "PACKED": call.packed, "HAS_LSE": lse is not None},
         num_warps=COMBINE_WARPS,

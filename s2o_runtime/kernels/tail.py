@@ -19,8 +19,8 @@ from torch import Tensor
 from s2o_runtime import config
 from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.launch import launch, stride_groups
-from s2o_runtime.kernels.primitives import GRAIN, TAIL, at_head, find_window_start, load_cache_rows, load_sequence
+from s2o_runtime.kernels.launch import group_strides, launch
+from s2o_runtime.kernels.primitives import GRAIN, TAIL, find_window_start, head_pointer, load_cache_rows, load_sequence
 from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
 from s2o_runtime.sequences import Starts
 
@@ -71,7 +71,7 @@ def _pool(
         kv_len = tl.load(CU_K + b + 1).to(tl.int32) - k_first
     step = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, D)
-    base = at_head(V, stride_v, b, h)
+    base = head_pointer(V, stride_v, b, h)
     total = tl.zeros([ROWS, D], tl.float32)
     for i in tl.static_range(GRAIN):
         t = start + step * GRAIN + i
@@ -122,8 +122,8 @@ def _tail(
         e = tl.arange(0, EDGES)
         edge = EDGE + of_segment[:, None] * BUCKETS + e[None, :] * (BUCKETS // EDGES)
         highest = tl.load(edge, mask=(steps > 0)[:, None], other=0.0)  # nothing is ranked without steps
-        score = at_head(SCORE, stride_s, b, h) + n[:, None].to(tl.int64) * stride_s.row
-        value = at_head(VALUES, stride_v, b, h // GROUP)
+        score = head_pointer(SCORE, stride_s, b, h) + n[:, None].to(tl.int64) * stride_s.row
+        value = head_pointer(VALUES, stride_v, b, h // GROUP)
         offs_d = tl.arange(0, D)
         acc = tl.zeros([BS * EDGES, D], tl.float32)
         mass = tl.zeros([BS * EDGES, 16], tl.float32)  # a product with ones: every column is the sum
@@ -173,14 +173,14 @@ def _add(SPLITS, OUT, splits, size, BLOCK: tl.constexpr):
 def pool_values(v: Tensor, call: Call) -> Tensor:
     """Average the values of each step: [B, Hkv, steps, D] from v [B, Hkv, Lk, D]."""
     shape = call.shape
-    steps = -(-shape.kv_len // config.GRAIN)
+    steps = -(-shape.kv_len // config.KEY_BLOCK)
     out = torch.empty(shape.batch, shape.kv_heads, steps, shape.head_dim, dtype=v.dtype, device=v.device)
     launch(
         _pool,
         (-(-steps // POOL_STEPS), shape.kv_heads, shape.batch),
         {
             "V": v, "POOLED": out, "KV_START": call.kv_start, "CU_K": call.cu_k, **call.paging, "kv_len": shape.kv_len,
-            "steps": steps, **stride_groups(v=v),
+            "steps": steps, **group_strides(v=v),
         },
         {
             "D": shape.head_dim, "ROWS": POOL_STEPS, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
@@ -211,7 +211,7 @@ def sum_tails(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
             "SEGMENT": tables.segment, "FLAGS": tables.flags, "q_len": shape.q_len, "offset": shape.offset,
             "row_begin": rows.start, "rows_end": rows.stop, "segments": score.shape[2],
             "splits": splits, "split_size": parts.shape[1],
-            **stride_groups(s=score, v=pooled),
+            **group_strides(s=score, v=pooled),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BS": at_once, "EDGES": EDGES, "BUCKETS": BUCKETS,

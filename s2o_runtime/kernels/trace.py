@@ -16,9 +16,9 @@ from torch import Tensor
 
 from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Levels, Ranking, Sizes, Strides
-from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.launch import launch, stride_groups, strides
-from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, row_slices
+from s2o_runtime.kernels.keys import read_keys
+from s2o_runtime.kernels.launch import group_strides, launch, list_strides
+from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, slice_rows
 from s2o_runtime.kernels.primitives import (
     GRAIN,
     LOG2E,
@@ -243,9 +243,9 @@ def trace(
     size = triton.next_power_of_2(len(taus))
     grid = torch.full((size,), -1.0, dtype=torch.float32, device=q.device)
     grid[: len(taus)] = taus
-    keys = keys_of(call)
+    keys = read_keys(call)
     ranker, k = Ranker(call, keys), keys.rows
-    for rows in row_slices(call, WORKSPACE_BYTES) if slices is None else slices:
+    for rows in slice_rows(call, WORKSPACE_BYTES) if slices is None else slices:
         ranked, tail = ranker.rank(rows)
         assert tail is not None
         tiles = -(-len(rows) // tile.block_m)
@@ -259,7 +259,8 @@ def trace(
                 "LEVELS": Levels(keys.unit, keys.middle),
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
                 "segment": tables.shortest_segment, "segments": ranked.order.shape[2], "count": tiles,
-                **stride_groups(q=q, k=k, v=v, t=truth), **strides("hn", i=ranked.order[0]), **strides("qs", o=out),
+                **group_strides(q=q, k=k, v=v, t=truth), **list_strides("hn", i=ranked.order[0]),
+                **list_strides("qs", o=out),
             },
             {
                 "SIZES": Sizes(

@@ -78,7 +78,7 @@ class DenseWatch:
                     "S2O hardly runs: %d of the first %d calls of attention layers with %d keys or more were dense, "
                     "most often (%d) for this reason: %s; %s",
                     self.dense.total(), self.long, self.min_length, count, most_frequent,
-                    REMEDIES.get(DenseReason.of(most_frequent), OTHERWISE),
+                    REMEDIES.get(DenseReason.from_sentence(most_frequent), OTHERWISE),
                 )  # fmt: skip
 
     def warn_of_mode(self, mode: DenseReason, keys: int) -> None:

@@ -21,9 +21,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from s2o_runtime.call import PLAIN, Scoring, capped, softmax
+from s2o_runtime.call import PLAIN, Scoring, cap_scores, softmax
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.fields import Rule, check_fields, ruled
+from s2o_runtime.fields import Rule, check_fields, validated_field
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import ErrorUnit, read_budget, read_limits
 
@@ -63,12 +63,12 @@ class DriftCheck:
     32
     """
 
-    every: int = ruled(256, Rule(int, low=1))
-    rows: int = ruled(32, Rule(int, low=2))
-    action: Action = ruled("warn", Rule(str, allowed=get_args(Action)))
-    margin: float = ruled(2.0, Rule(float, low=0, above=True))
-    after: int = ruled(16, Rule(int, low=1))
-    trial: int = ruled(0, Rule(int, low=0))
+    every: int = validated_field(256, Rule(int, low=1))
+    rows: int = validated_field(32, Rule(int, low=2))
+    action: Action = validated_field("warn", Rule(str, allowed=get_args(Action)))
+    margin: float = validated_field(2.0, Rule(float, low=0, above=True))
+    after: int = validated_field(16, Rule(int, low=1))
+    trial: int = validated_field(0, Rule(int, low=0))
 
     def validate(self) -> DriftCheck:
         """Return the check itself. Raises ConfigError naming what is out of range."""
@@ -79,7 +79,7 @@ class DriftCheck:
 Drift = DriftCheck | DriftChoice | None
 
 
-def check_of(drift: Drift) -> DriftCheck | None:
+def read_check(drift: Drift) -> DriftCheck | None:
     """Return the check that is meant, None for none. Raises ConfigError if it is illegal or not known."""
     if isinstance(drift, DriftCheck):
         return drift.validate()
@@ -107,7 +107,7 @@ class ErrorLimits:
         return math.inf if nearest is None else self.limits[nearest]
 
 
-def error_limits(profile: Profile) -> list[ErrorLimits]:
+def read_error_limits(profile: Profile) -> list[ErrorLimits]:
     """Return the error that each layer may have.
 
     Returns:
@@ -146,11 +146,11 @@ def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple
     Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
     line of the log says why, which begins with `speaker`.
     """
-    check = check_of(drift)
+    check = read_check(drift)
     if check is None:
         return None, []
     try:
-        return check, error_limits(profile)
+        return check, read_error_limits(profile)
     except ProfileError as error:
         if drift != "auto":
             raise
@@ -197,7 +197,7 @@ class DriftMonitor:
 
         Args:
             q, out: [B, Hq, Lq, D] and [B, Hq, Lq, Dv]; k, v: [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
-            scoring, kv_start: as for `sampled_errors`.
+            scoring, kv_start: as for `sample_errors`.
         """
         self._calls += 1
         if self._calls % self.check.every or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -207,7 +207,7 @@ class DriftMonitor:
             if q.device not in self._generators:
                 self._generators[q.device] = torch.Generator(q.device).manual_seed(self.layer)
             generator = self._generators[q.device]
-            sampled = sampled_errors(q, k, v, out, self.check.rows, generator, scoring, kv_start)
+            sampled = sample_errors(q, k, v, out, self.check.rows, generator, scoring, kv_start)
             self._add(sampled, self.allowed.at(k.shape[2]))
         if not q.is_cuda:
             self._judge()
@@ -299,7 +299,7 @@ class SampledErrors(NamedTuple):
     last_power: Tensor
 
 
-def sampled_errors(
+def sample_errors(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -341,7 +341,7 @@ def sampled_errors(
         keys, values = (t[:, begin : begin + at_once].to(dtype) for t in (k, v))
         group_heads = slice(begin * group, (begin + keys.shape[1]) * group)
         queries = query[:, group_heads].reshape(batch, -1, group * rows, head_dim)
-        scores = capped(queries @ keys.transpose(2, 3), softcap)  # [B, H, G * R, Lk]
+        scores = cap_scores(queries @ keys.transpose(2, 3), softcap)  # [B, H, G * R, Lk]
         scores.view(batch, -1, group, rows, kv_len).masked_fill_(hidden[:, None, None], -math.inf)
         row_sinks = None
         if sinks is not None:  # [H, G * R, 1]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from s2o_runtime.lazy import lazily
+from s2o_runtime.lazy import load_lazily
 
 if TYPE_CHECKING:
-    from s2o_runtime.profile.file import METADATA_KEY, SCHEMA, described, load_profile, save_profile, serialize
+    from s2o_runtime.profile.file import METADATA_KEY, SCHEMA, load_profile, make_document, save_profile, serialize
     from s2o_runtime.profile.profile import Profile
     from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES
 
@@ -20,16 +20,16 @@ __all__ = [
     "METADATA_KEY",
     "SCHEMA",
     "Profile",
-    "described",
     "load_profile",
+    "make_document",
     "save_profile",
     "serialize",
 ]
 
 _HOMES = {
-    "file": ("METADATA_KEY", "SCHEMA", "described", "load_profile", "save_profile", "serialize"),
+    "file": ("METADATA_KEY", "SCHEMA", "make_document", "load_profile", "save_profile", "serialize"),
     "profile": ("Profile",),
     "record": ("BUDGET_KINDS", "BUDGET_SCOPES"),
 }
 
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = load_lazily(__name__, _HOMES)

@@ -26,7 +26,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from s2o_runtime.config import (
-    GRAIN,
+    KEY_BLOCK,
     LAST_ROWS,
     REPRESENTATIVES,
     HeadConfig,
@@ -39,10 +39,10 @@ from s2o_runtime.config import (
 )
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError, ProfileError
-from s2o_runtime.fields import shown
+from s2o_runtime.fields import short_repr
 from s2o_runtime.files import write_atomically
-from s2o_runtime.identity import Geometry, dump_json, join_fingerprint, split_fingerprint, tensor_bytes
-from s2o_runtime.lengths import MAX_LENGTH, length_step
+from s2o_runtime.identity import Geometry, dump_json, join_fingerprint, read_tensor_bytes, split_fingerprint
+from s2o_runtime.lengths import MAX_LENGTH, get_length_step
 from s2o_runtime.profile.profile import Profile
 from s2o_runtime.version import __version__
 
@@ -56,7 +56,7 @@ MAX_BYTES = 32 << 20
 MAX_DOCUMENT = 4 << 20  # characters
 MAX_HEADER = 2 * MAX_DOCUMENT + (1 << 16)  # bytes: the document with its quotes escaped, and where the tensors lie
 MAX_DEPTH = 16  # of objects and lists inside one another
-MAX_BUCKETS = length_step(MAX_LENGTH) + 1  # as many as differ by an eighth of an octave
+MAX_BUCKETS = get_length_step(MAX_LENGTH) + 1  # as many as differ by an eighth of an octave
 MAX_HEADS = 1 << 20  # of all buckets and layers together
 MAX_DIGITS = 60  # of an integer that is read: reading takes time that is quadratic in them
 MAX_NAME = 60  # characters of a field's name in a message
@@ -140,7 +140,7 @@ def serialize(profile: Profile) -> bytes:
     Raises:
         ProfileError: naming a field that `load_profile` would refuse.
     """
-    tensors, document = _make_tensors(profile.validate()), described(profile)
+    tensors, document = _make_tensors(profile.validate()), make_document(profile)
     _check_values(document)  # the record's are anyone's; JSON would turn some into others without a word
     text = dump_json(document | {"digest": _compute_digest(document, tensors)})
     data: bytes = save(tensors, metadata={METADATA_KEY: text})
@@ -164,7 +164,7 @@ def deserialize(data: bytes) -> Profile:
         _check_schema(document)  # before the tensors are read, which newer schemas may have of other types
         for name in sorted((header.keys() - OPTIONAL_TENSORS.keys()) ^ TENSORS.keys()):
             wrong = "is not part of a profile" if name in header else "is missing"
-            raise ProfileError(f"tensor {shown(name)} {wrong}: expected {sorted(TENSORS)}")
+            raise ProfileError(f"tensor {short_repr(name)} {wrong}: expected {sorted(TENSORS)}")
         return _parse(document, load(data)).validate()
     except ProfileError:
         raise
@@ -172,7 +172,7 @@ def deserialize(data: bytes) -> Profile:
         raise ProfileError(f"its contents cannot be read ({error}): it is damaged or foreign") from error
 
 
-def described(profile: Profile) -> dict[str, Any]:
+def make_document(profile: Profile) -> dict[str, Any]:
     """Return the JSON document of a profile's file without the digest: all of the profile but its layers."""
     return {
         "schema": SCHEMA,
@@ -190,7 +190,7 @@ def _make_tensors(profile: Profile) -> dict[str, Tensor]:
             return [_encode(name, head) for head in layer.heads]
         if name == "tile":
             return [int(getattr(layer.tile, field)) for field in TILE_FIELDS]
-        return {"row_reduce": 0, "grain": GRAIN}[name] if name in ("row_reduce", "grain") else _encode(name, layer)
+        return {"row_reduce": 0, "grain": KEY_BLOCK}[name] if name in ("row_reduce", "grain") else _encode(name, layer)
 
     has_last_rows = any(layer.last_rows for bucket in profile.layers for layer in bucket)
     return {
@@ -213,7 +213,7 @@ def _compute_digest(document: dict[str, Any], tensors: dict[str, Tensor]) -> str
     digest = hashlib.sha256(dump_json({name: document[name] for name in document if name != "digest"}).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor_bytes(tensor))
+        digest.update(read_tensor_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -259,7 +259,7 @@ def _read_json(text: str) -> Any:
     def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(values := dict(pairs)) < len(pairs):  # readers would differ in which value they take
             (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            raise ProfileError(f"field {shown(name)} is given twice: expected every field once")
+            raise ProfileError(f"field {short_repr(name)} is given twice: expected every field once")
         return values
 
     def parse_integer(digits: str) -> float:  # `_check_values` refuses infinity
@@ -282,14 +282,14 @@ def _check_values(value: Any, *path: str | int) -> None:
         for name, item in value.items():
             if not isinstance(name, str) or _SURROGATE.search(name):
                 raise ProfileError(
-                    f"field {_format_path((*path, shown(name)))} has a name that is no text: expected text"
+                    f"field {_format_path((*path, short_repr(name)))} has a name that is no text: expected text"
                 )
             _check_values(item, *path, name)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             _check_values(item, *path, index)
     elif isinstance(value, str):
-        fault, expected = f"is {shown(value)}" if _SURROGATE.search(value) else "", "valid Unicode"
+        fault, expected = f"is {short_repr(value)}" if _SURROGATE.search(value) else "", "valid Unicode"
     elif isinstance(value, int):
         bits = value.bit_length()
         fault, expected = f"has {bits} bits" if bits > 63 else "", "an integer of at most 63"
@@ -337,14 +337,15 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     """Return the profile in a document of this schema and in tensors of these names."""
     if methods := _get(document, "baselines", list):
         raise ProfileError(
-            f"field baselines is {shown(methods)}: this version has no heads that other methods compute, calibrate "
-            "again"
+            f"field baselines is {short_repr(methods)}: this version has no heads that other methods compute, "
+            "calibrate again"
         )
     geometry = _parse_geometry(document)
     lengths = _get(document, "lengths", list)
     if not 1 <= len(lengths) <= MAX_BUCKETS or not _are_integers(lengths, range(1, MAX_LENGTH + 1)):
         raise ProfileError(
-            f"field lengths is {shown(lengths)}, {len(lengths)} entries: expected 1 to {MAX_BUCKETS} numbers of tokens"
+            f"field lengths is {short_repr(lengths)}, {len(lengths)} entries: expected 1 to {MAX_BUCKETS} numbers of "
+            "tokens"
         )
     shape = (len(lengths), geometry.layers, geometry.query_heads)
     if math.prod(shape) > MAX_HEADS:
@@ -354,7 +355,7 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     _check_tensors(tensors, shape)
     capability = _get(document, "device.capability", list)
     if len(capability) != 2 or not _are_integers(capability, range(1000)):
-        raise ProfileError(f"field device.capability is {shown(capability)}: expected two integers, 0 to 999")
+        raise ProfileError(f"field device.capability is {short_repr(capability)}: expected two integers, 0 to 999")
     device = DeviceIdentity(
         _get(document, "device.kind", str),
         _get(document, "device.name", str),
@@ -388,11 +389,13 @@ def _parse_geometry(document: dict[str, Any]) -> Geometry:
         return Geometry(architecture, layers, query_heads, kv_heads, head_dim)
     numbers, others = _get(document, "model.layer_numbers", list), _get(document, "model.other_layers", dict)
     if not others or not _are_integers(others.values(), COUNTS):
-        raise ProfileError(f"field model.other_layers is {shown(others)}: expected numbers of layers by their kinds")
+        raise ProfileError(
+            f"field model.other_layers is {short_repr(others)}: expected numbers of layers by their kinds"
+        )
     total = layers + sum(others.values())
     if len(numbers) != layers or not _are_integers(numbers, range(total)) or numbers != sorted(set(numbers)):
         raise ProfileError(
-            f"field model.layer_numbers is {shown(numbers)}: expected {layers} ascending numbers below {total}"
+            f"field model.layer_numbers is {short_repr(numbers)}: expected {layers} ascending numbers below {total}"
         )
     return Geometry(
         architecture, layers, query_heads, kv_heads, head_dim, tuple(numbers), tuple(sorted(others.items()))
@@ -422,7 +425,7 @@ def _without_unsupported_heads(tensors: dict[str, Tensor]) -> tuple[dict[str, Te
     A dense head has no error, so whatever was proven of the profile still holds.
     """
     mode, tail, representatives = (tensors[name] for name in ("mode", "tail", "representatives"))
-    unsupported = (tail >= len(get_args(Tail))) | (tensors["grain"] != GRAIN)[..., None]
+    unsupported = (tail >= len(get_args(Tail))) | (tensors["grain"] != KEY_BLOCK)[..., None]
     unsupported |= ~torch.isin(representatives, torch.tensor(REPRESENTATIVES))
     dense = mode.masked_fill(unsupported, _DENSE)
     supported = {

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from s2o_runtime.devices import identify, same_product
+from s2o_runtime.devices import identify, is_same_product
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import geometry
 from s2o_runtime.profile.file import load_profile
@@ -34,7 +34,7 @@ KINDS: tuple[BudgetKind, ...] = ("rel_mse", "mse")  # of budgets, in the order i
 log = logging.getLogger("s2o_runtime")
 
 
-class Found(NamedTuple):
+class FoundProfile(NamedTuple):
     """A profile and the file that it is in."""
 
     path: Path
@@ -52,7 +52,7 @@ class Found(NamedTuple):
         return read_budget(self.profile.record)[:2]
 
 
-def folders() -> list[Path]:
+def list_folders() -> list[Path]:
     """Return the folders of profiles in the order of the search, each once, as absolute paths without symbolic links.
 
     Raises:
@@ -66,7 +66,7 @@ def folders() -> list[Path]:
     return list(dict.fromkeys(folder.resolve() for folder in (*named, *others)))
 
 
-def profiles() -> list[Found]:
+def find_profiles() -> list[FoundProfile]:
     """Return all profiles in these folders, in the order in which they are taken.
 
     A file that is none is left out, and a line of the log says why.
@@ -75,23 +75,23 @@ def profiles() -> list[Found]:
         ConfigError: as `folders` does.
     """
     candidates = []
-    for number, folder in enumerate(folders()):
+    for number, folder in enumerate(list_folders()):
         for path in sorted(folder.rglob("*.safetensors")):
             try:
-                candidates.append((number, Found(path, load_profile(path))))
+                candidates.append((number, FoundProfile(path, load_profile(path))))
             except ProfileError as error:
                 log.warning("left out of the search for a profile: %s", error)
     return [candidate for _, candidate in sorted(candidates, key=lambda entry: (entry[0], *_rank(entry[1])))]
 
 
-def _rank(candidate: Found) -> tuple[object, ...]:
+def _rank(candidate: FoundProfile) -> tuple[object, ...]:
     """Return the key that the profiles of one folder are sorted by."""
     kind, value = candidate.budget
     order = len(KINDS) if kind is None or value is None else KINDS.index(kind)
     return not list_certified(candidate.profile.record), order, value or 0.0, -candidate.profile.lengths[-1]
 
 
-def none_like(candidates: Sequence[Found], config: Any) -> str | None:
+def explain_no_match(candidates: Sequence[FoundProfile], config: Any) -> str | None:
     """Return the reason that none of some profiles fits a model, if none has its geometry; None if one has.
 
     Args:
@@ -107,9 +107,9 @@ def none_like(candidates: Sequence[Found], config: Any) -> str | None:
     return f"no profile is of a model like this one ({model}): {_advise(config)}"
 
 
-def fitting_profile(
-    candidates: Sequence[Found], config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]
-) -> Found:
+def select_profile(
+    candidates: Sequence[FoundProfile], config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]
+) -> FoundProfile:
     """Return the first of some profiles that is of a model and for a device.
 
     Args:
@@ -124,11 +124,11 @@ def fitting_profile(
         ProfileError: none fits; the sentence says what the first that has the model's geometry is of, and how to make
             one that does.
     """
-    if reason := none_like(candidates, config):
+    if reason := explain_no_match(candidates, config):
         raise ProfileError(reason)
     nearest, here, model = "", identify(device), geometry(config)
     for candidate in (candidate for candidate in candidates if candidate.profile.geometry == model):
-        elsewhere = not same_product(candidate.profile.device, here)
+        elsewhere = not is_same_product(candidate.profile.device, here)
         difference = f"it is for {candidate.profile.device}" if elsewhere else mismatch(candidate.profile)
         if difference is None:
             return candidate
@@ -136,12 +136,12 @@ def fitting_profile(
     raise ProfileError(f"no profile fits this model on {here} ({nearest}): {_advise(config)}")
 
 
-def find_profile(config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]) -> Found:
+def find_profile(config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]) -> FoundProfile:
     """Return the profile of a model and a device in the folders where profiles are looked for.
 
-    Args, Raises: as `fitting_profile`; ConfigError as `folders`.
+    Args, Raises: as `select_profile`; ConfigError as `folders`.
     """
-    return fitting_profile(profiles(), config, device, mismatch)
+    return select_profile(find_profiles(), config, device, mismatch)
 
 
 def _advise(config: Any) -> str:

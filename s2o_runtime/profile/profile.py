@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from s2o_runtime.config import MAX_CHUNK, HeadConfig, KvCacheDtype, LayerConfig, TileConfig
-from s2o_runtime.devices import DeviceIdentity, fit, identify
+from s2o_runtime.devices import DeviceIdentity, decide_fit, identify
 from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.identity import CONFIG, RANDOM, Geometry
-from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, far_apart, length_step
+from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, get_length_step, is_far_apart
 from s2o_runtime.profile.record import get_object
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Profile:
         means another error with another segment or other checks. Lengths are rounded to an eighth of an octave, so
         that a server sees few distinct configurations.
         """
-        steps = [length_step(bucket) for bucket in self.lengths]
-        if length_step(length) in steps:
-            return self.layers[steps.index(length_step(length))][layer]
-        position = length_step(length) / STEPS_PER_OCTAVE
+        steps = [get_length_step(bucket) for bucket in self.lengths]
+        if get_length_step(length) in steps:
+            return self.layers[steps.index(get_length_step(length))][layer]
+        position = get_length_step(length) / STEPS_PER_OCTAVE
         logs = [math.log2(bucket) for bucket in self.lengths]
         nearest = min(range(len(logs)), key=lambda bucket: abs(logs[bucket] - position))
         config = self.layers[nearest][layer]
@@ -90,9 +90,9 @@ class Profile:
         pairs = zip(config.heads, other_config.heads, strict=True)
         return replace(config, heads=tuple(_interpolate(near, distant, weight) for near, distant in pairs))
 
-    def misfit(self, model: Geometry) -> str | None:
+    def explain_misfit(self, model: Geometry) -> str | None:
         """Return the reason that the profile is not of a model with this geometry; None if it may be."""
-        difference = model.difference(self.geometry)
+        difference = model.describe_difference(self.geometry)
         return f"the profile of {self.model_name} does not fit this model: it has {difference}" if difference else None
 
     def check_trained(self) -> Profile:
@@ -115,7 +115,7 @@ class Profile:
         if not all(1 <= length <= MAX_LENGTH for length in self.lengths):
             raise ProfileError(f"lengths {self.lengths} are out of range: expected 1 to {MAX_LENGTH}")
         for shorter, longer in pairwise(self.lengths):
-            if not far_apart(shorter, longer):
+            if not is_far_apart(shorter, longer):
                 raise ProfileError(
                     f"lengths {shorter} and {longer} are less than an eighth of an octave apart: keep one of them"
                 )
@@ -155,16 +155,16 @@ def _interpolate(near: HeadConfig, distant: HeadConfig, weight: float | None) ->
 log = logging.getLogger("s2o_runtime")
 
 
-def fitted(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
+def adapt_to_device(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
     """Return the profile as it can run on a device, and the reason if it cannot; warn of what was not proven there."""
     here = identify(device)
-    verdict = fit(profile.device, here)
+    verdict = decide_fit(profile.device, here)
     if verdict.tiles == "profile":
         return profile, None
     log.warning("%s", verdict.reason)
     if verdict.tiles is None:
         return profile, verdict.reason
-    tiles = candidate_tiles(profile.geometry.head_dim, here.capability)
+    tiles = list_candidate_tiles(profile.geometry.head_dim, here.capability)
     layers = tuple(tuple(with_safe_tile(layer, tiles) for layer in bucket) for bucket in profile.layers)
     return replace(profile, layers=layers), None
 

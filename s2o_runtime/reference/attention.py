@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.call import Scoring, ScoringOptions, capped
-from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.call import Scoring, ScoringOptions, cap_scores
+from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.quantisation import Int8Operands
-from s2o_runtime.reference.ranking import RankedPrefix, part_means, rank
+from s2o_runtime.reference.ranking import RankedPrefix, make_representatives, rank
 from s2o_runtime.sequences import call_shape, check_heads, find_window_start
 
 if TYPE_CHECKING:
@@ -133,14 +133,14 @@ def s2o_attention_reference(
             rows = q[b, h].to(dtype) * scoring.scale
             sink = None if sinks is None else sinks[h].to(dtype)
             rankings = None if ranking_of is None else partial(ranking_of, b, h)
-            exact, int8 = rows, Int8Operands.of(rows, keys, starts[b]) if config.scores == "int8" else None
+            exact, int8 = rows, Int8Operands.from_head(rows, keys, starts[b]) if config.scores == "int8" else None
             if int8 is not None:
                 rows, keys, _ = int8
             inputs = _Head(
                 rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings, exact, int8
             )
             out[b, h], visited[b, h], lse[b, h] = _attend_head(inputs)
-            last = config.dense_from(shape.q_len)
+            last = config.find_first_dense_row(shape.q_len)
             if head.mode == "s2o" and last < shape.q_len:
                 dense = inputs._replace(q=rows[last:], exact=exact[last:], head=replace(head, mode="dense"))
                 out[b, h, last:], visited[b, h, last // config.tile.block_m :], lse[b, h, last:] = _attend_head(dense)
@@ -169,13 +169,13 @@ def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
         position = torch.where(real, tiles + offset, -1)
         queries = q[tiles.clamp_min(0)]
         last = offset + end
-        state = dense_window(queries, k[first:last], v[first:last], position - first, softcap, sink)
+        state = attend_window(queries, k[first:last], v[first:last], position - first, softcap, sink)
         if first > start:
             if ranking_of is None:
-                parts = part_means(exact[begin:end], segment // head.representatives, offset + begin, start)
+                parts = make_representatives(exact[begin:end], segment // head.representatives, offset + begin, start)
                 if int8 is not None:
                     parts = int8.representatives(parts)
-                ranking = rank(parts, k[start:first], v[start:first], 1 if paper_literal else GRAIN, start, softcap)
+                ranking = rank(parts, k[start:first], v[start:first], 1 if paper_literal else KEY_BLOCK, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
             state, keys_visited = _visit_prefix(inputs, queries, state, ranking, real)
@@ -196,7 +196,7 @@ def order_queries(q: Tensor, guide: Tensor) -> Tensor:
     return (q @ guide).argsort(descending=True, stable=True)
 
 
-def dense_window(
+def attend_window(
     q: Tensor, k: Tensor, v: Tensor, last_key: Tensor, softcap: float | None = None, sink: Tensor | None = None
 ) -> State:  # fmt: skip
     """Attend causally inside a segment, and to the sink if there is one (Algorithm 2).
@@ -208,7 +208,7 @@ def dense_window(
         softcap: bounds the scores; None for no bound.
         sink: a score without a value that broadcasts with [T, BM]; None for none.
     """
-    scores = capped(q @ k.mT, softcap)
+    scores = cap_scores(q @ k.mT, softcap)
     hidden = torch.arange(k.shape[-2], device=k.device) > last_key[..., None]
     scores = scores.masked_fill(hidden, float("-inf"))
     m = scores.amax(-1) if sink is None else torch.maximum(scores.amax(-1), sink)
@@ -219,7 +219,7 @@ def dense_window(
 
 def update_softmax(state: State, q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> State:
     """Add keys [N, D] that every row may see to the online softmax (Algorithm 3, line 11)."""
-    scores = capped(q @ k.T, softcap)
+    scores = cap_scores(q @ k.T, softcap)
     m = torch.maximum(state.m, scores.amax(-1))
     weights = (scores - m[..., None]).exp()
     decay = (state.m - m).exp()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from s2o_runtime.call import Scoring, ScoringOptions, capped
+from s2o_runtime.call import Scoring, ScoringOptions, cap_scores
 from s2o_runtime.sequences import CallShape, Starts, call_shape, list_sequences
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def dense_attention(
 
 
 @contextmanager
-def sdpa_backend(backend: SDPBackend) -> Iterator[None]:
+def use_sdpa_backend(backend: SDPBackend) -> Iterator[None]:
     """Run dense attention inside the block by this backend of SDPA, or a slower one that takes the call.
 
     No kernel of S2O's is used either, so what differs from dense attention outside the block is rounding alone.
@@ -79,7 +79,7 @@ def sdpa_backend(backend: SDPBackend) -> Iterator[None]:
 
 
 def get_preferred_backend() -> SDPBackend | None:
-    """Return the backend of the `sdpa_backend` block around this, if there is one."""
+    """Return the backend of the `use_sdpa_backend` block around this, if there is one."""
     return _preferred.get()
 
 
@@ -268,7 +268,7 @@ def _iterate_scores(
             position = torch.arange(shape.offset + begin, last, device=q.device)
             visible = (key[:last] <= position[:, None]) & (key[:last] >= start[:, None, None])
             products = (q[:, h, rows].to(dtype) * scale) @ keys[:, :last].transpose(1, 2)
-            scores = capped(products, softcap).masked_fill(~visible, float("-inf"))
+            scores = cap_scores(products, softcap).masked_fill(~visible, float("-inf"))
             if sinks is not None:
                 of_rows = torch.where(visible.any(-1, keepdim=True), sinks[h].to(dtype), float("-inf"))
                 scores = torch.cat([of_rows, scores], -1)

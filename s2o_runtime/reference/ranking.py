@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.call import capped
+from s2o_runtime.call import cap_scores
 
 
 class RankedPrefix(NamedTuple):
@@ -37,7 +37,7 @@ class RankedPrefix(NamedTuple):
         return self.mass[keys // self.grain], self.values[keys // self.grain]
 
 
-def part_means(q: Tensor, part: int, first_position: int = 0, start: int = 0) -> Tensor:
+def make_representatives(q: Tensor, part: int, first_position: int = 0, start: int = 0) -> Tensor:
     """Average the queries of each part of a segment, without those in the padding: its representatives.
 
     Args:
@@ -76,7 +76,7 @@ def log_weights(representatives: Tensor, k: Tensor, grain: int = 1, softcap: flo
     Returns:
         [..., P / grain].
     """
-    scores = capped(representatives @ k.transpose(-1, -2), softcap)
+    scores = cap_scores(representatives @ k.transpose(-1, -2), softcap)
     finite = scores.isfinite()
     log_sum = scores.masked_fill(~finite, float("-inf")).logsumexp(-1, keepdim=True)
     largest = torch.where(finite, scores - log_sum, float("inf")).amax(-2)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from s2o_runtime.attention.paged import gathered, s2o_attention_paged
+from s2o_runtime.attention.paged import gather_keys, s2o_attention_paged
 from s2o_runtime.call import Scoring
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.sequences import PagedKeys
@@ -105,6 +105,6 @@ def _compute(
             cache = PagedKeys(
                 *pages, arguments["block_table"], arguments["cu_k"], max_k=span.max_k, total_k=span.total_k
             )
-            packed = (query, *gathered(cache, query.dtype), out)
+            packed = (query, *gather_keys(cache, query.dtype), out)
             q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
             layer.drift.see(q, keys, values, output, Scoring(call.scale), None)

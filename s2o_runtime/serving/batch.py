@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
-from s2o_runtime.lengths import length_step, shared_bound
-from s2o_runtime.sequences import packed_starts
-from s2o_runtime.serving.fit import ProfileFit, Request, ServedLayer
+from s2o_runtime.lengths import get_length_step, round_up_length
+from s2o_runtime.sequences import make_packed_starts
+from s2o_runtime.serving.fit import RankProfile, Request, ServedLayer
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | Non
         reason = dense_reason(request) if request.queries > 0 else ""  # without queries: of a CUDA graph's padding
         if reason:
             dense_rows[reason] += request.queries
-        own_step = length_step(request.keys) if reason is None else None
+        own_step = get_length_step(request.keys) if reason is None else None
         if index > first and (own_step != step or (step is not None and total_k + request.keys > max_keys)):
             slices.append(BatchSlice(first, index, starts[first], starts[index], step, max_q, max_k, total_k))
             first, max_q, max_k, total_k = index, 0, 0, 0
@@ -178,20 +178,20 @@ def make_call(span: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Te
     max_q, max_k = round_bounds(span.max_q, span.max_k, block_table.shape[1] * page_size)
     return {
         "cu_q": cu_q,
-        "cu_k": cu_q if span.total_k == span.end - span.begin else packed_starts(seq_lens),
+        "cu_k": cu_q if span.total_k == span.end - span.begin else make_packed_starts(seq_lens),
         "seq_lens": seq_lens,
         "block_table": block_table.clone() if block_table.data_ptr() & 15 else block_table,  # plans want aligned
         "max_q": max_q,
         "max_k": max_k,
-        "total_k": max_k if span.last == span.first + 1 else max(max_k, shared_bound(span.total_k)),
+        "total_k": max_k if span.last == span.first + 1 else max(max_k, round_up_length(span.total_k)),
     }
 
 
 def round_bounds(max_q: int, max_k: int, room: int) -> tuple[int, int]:
     """Round bounds of queries and keys up to ones that other slices share, at most `room`; equal only if they were."""
     behind = int(max_k > max_q)
-    q_bound = min(shared_bound(max_q), room - behind)
-    return q_bound, min(max(shared_bound(max_k), q_bound + behind), room)
+    q_bound = min(round_up_length(max_q), room - behind)
+    return q_bound, min(max(round_up_length(max_k), q_bound + behind), room)
 
 
 class Batch:
@@ -208,7 +208,7 @@ class Batch:
     """
 
     def __init__(
-        self, split: SplitRequests, fit: ProfileFit, max_keys: int, build_part: Callable[[BatchSlice], Any]
+        self, split: SplitRequests, fit: RankProfile, max_keys: int, build_part: Callable[[BatchSlice], Any]
     ) -> None:
         self.split, self.fit, self._max_keys, self._build_part = split, fit, max_keys, build_part
         self._plans: dict[object, BatchPlan] = {}

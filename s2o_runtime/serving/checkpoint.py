@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from s2o_runtime.errors import ProfileError
-from s2o_runtime.identity import StoredTensor, sampled_fingerprint, stored_tensors
-from s2o_runtime.layer_kinds import text_config
+from s2o_runtime.identity import StoredTensor, compute_sampled_fingerprint, read_stored_tensors
+from s2o_runtime.layer_kinds import get_text_config
 
 BUFFERS = "rotary_emb.inv_freq"  # older checkpoints have it, no model has it as a parameter
 HEAD = "lm_head.weight"  # absent from a model that ties it to its embeddings, but not from every checkpoint
@@ -76,7 +76,7 @@ class _Experts:
         rows, columns = self.matrices[0, 0].shape
         return experts, stacked * rows, columns
 
-    def elements(self, indices: range) -> Tensor:
+    def read_elements(self, indices: range) -> Tensor:
         """Read elements of the flattened tensor."""
         _, rows, columns = self.shape
         size = math.prod(self.matrices[0, 0].shape)
@@ -84,7 +84,7 @@ class _Experts:
         def element(index: int) -> Tensor:
             expert, index = divmod(index, rows * columns)
             matrix, index = divmod(index, size)
-            return self.matrices[expert, matrix].elements(range(index, index + 1))
+            return self.matrices[expert, matrix].read_elements(range(index, index + 1))
 
         return torch.cat([element(index) for index in indices])
 
@@ -101,7 +101,7 @@ def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
     """
     try:
         stored = {name: tensor for name, tensor in _list_tensors(folder).items() if not name.endswith(BUFFERS)}
-        tied = bool(getattr(text_config(config), "tie_word_embeddings", False))
+        tied = bool(getattr(get_text_config(config), "tie_word_embeddings", False))
         if not stored:
             return ()
         renamed = _rename_tensors(stored, config)
@@ -132,13 +132,13 @@ def has_known_names(config: Any, folder: Path) -> bool:
     """
     if getattr(config, "model_type", None) in RENAMED:
         return True
-    return text_config(config) is config and not any(".experts." in name for name in _list_tensors(folder))
+    return get_text_config(config) is config and not any(".experts." in name for name in _list_tensors(folder))
 
 
 def _hash_tensors(tensors: Mapping[str, StoredTensor | _Experts], tied: bool) -> str:
     kept = {name: tensor for name, tensor in tensors.items() if not (tied and name == HEAD)}
     shapes = {name: tensor.shape for name, tensor in kept.items()}
-    return sampled_fingerprint(shapes, lambda name, indices: kept[name].elements(indices))
+    return compute_sampled_fingerprint(shapes, lambda name, indices: kept[name].read_elements(indices))
 
 
 def _rename_tensors(stored: Mapping[str, StoredTensor], config: Any) -> dict[str, StoredTensor | _Experts]:
@@ -159,7 +159,7 @@ def _rename_tensors(stored: Mapping[str, StoredTensor], config: Any) -> dict[str
 
 def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint, none of them read."""
-    return {name: tensor for path in _list_files(folder) for name, tensor in stored_tensors(path).items()}
+    return {name: tensor for path in _list_files(folder) for name, tensor in read_stored_tensors(path).items()}
 
 
 def _list_files(folder: Path) -> list[Path]:

@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.backend import why_dense
+from s2o_runtime.attention.backend import find_dense_reason
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.devices import capability
+from s2o_runtime.devices import get_capability
 from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.identity import RANDOM, compose_fingerprint, fingerprint_mismatch, geometry
-from s2o_runtime.layer_kinds import sees_window, text_config
-from s2o_runtime.lengths import length_step
+from s2o_runtime.identity import RANDOM, compose_fingerprint, explain_mismatch, geometry
+from s2o_runtime.layer_kinds import describe_window, get_text_config
+from s2o_runtime.lengths import get_length_step
 from s2o_runtime.monitor.drift import DriftMonitor
 from s2o_runtime.profile import Profile
-from s2o_runtime.profile.profile import fitted
+from s2o_runtime.profile.profile import adapt_to_device
 from s2o_runtime.sequences import CallShape
 from s2o_runtime.serving.checkpoint import has_known_names, hash_checkpoint
-from s2o_runtime.tiles import fewest_queries, tile_obstacle
+from s2o_runtime.tiles import find_tile_obstacle, get_fewest_queries
 
 TRUSTED_BEYOND = 1.5  # a profile's settings hold up to this many times its longest calibrated length
 NO_GPU = (0, 0)  # the capability of a CPU
@@ -84,7 +84,7 @@ class ServedLayer:
 
     def config(self, keys: int) -> LayerConfig:
         """Return the configuration of this process's heads for so many keys; lengths that share one get one object."""
-        step = length_step(keys)
+        step = get_length_step(keys)
         if step not in self.configs:
             config = self.select_heads(self.config_at(keys))
             config = config if self.ends_known else replace(config, last_rows=0)
@@ -112,7 +112,7 @@ class ServedLayer:
         self.rejected = reason
         log.error("S2O: layer %d is dense: %s", self.layer, reason)
 
-    def why_dense_at(self, keys: int) -> str | None:
+    def find_own_reason(self, keys: int) -> str | None:
         """Return the reason why a prompt of so many keys is dense by the profile and the checks so far, or None.
 
         `ProfileFit.dense_reason` asks this too; transformers' calls leave the rest to `attention.backend`.
@@ -120,15 +120,15 @@ class ServedLayer:
         if reason := self.rejected or self.past_budget:
             return reason
         if keys < self.min_length:
-            return DenseReason.TOO_SHORT.about(self.min_length)
+            return DenseReason.TOO_SHORT.with_numbers(self.min_length)
         if self.max_length is not None and keys > self.max_length:
             if not self.warn_beyond:
-                return DenseReason.TOO_LONG.about(self.max_length, TRUSTED_BEYOND)
+                return DenseReason.TOO_LONG.with_numbers(self.max_length, TRUSTED_BEYOND)
             _warn_beyond(self.max_length)
         return None
 
 
-def longest_trusted(profile: Profile) -> int:
+def get_longest_trusted(profile: Profile) -> int:
     """Return the most keys for which a profile's settings are taken to hold."""
     return int(TRUSTED_BEYOND * profile.lengths[-1])
 
@@ -170,7 +170,7 @@ class Rank:
         return range(first, first + count)
 
 
-class ProfileFit:
+class RankProfile:
     """A profile on one rank of a server.
 
     Attributes:
@@ -191,12 +191,12 @@ class ProfileFit:
         self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1,
         host_flops: float = 0.0, row_weights: int = 0,
     ) -> None:  # fmt: skip
-        self.profile, self.rejected = fitted(profile, device)
+        self.profile, self.rejected = adapt_to_device(profile, device)
         self.made_for = profile.kv_cache_dtype
-        self.max_length = longest_trusted(profile) if beyond == "dense" else None
+        self.max_length = get_longest_trusted(profile) if beyond == "dense" else None
         self.heads = rank.heads(profile.geometry.query_heads)
         self.kv_heads = rank.kv_heads(profile.geometry.kv_heads)
-        self.capability, self.decode_queries = capability(device), decode_queries
+        self.capability, self.decode_queries = get_capability(device), decode_queries
         self.host_flops, self.row_weights = host_flops, row_weights
         self._used: set[int] = set()  # rows of the layers that this process has, which a stage of a pipeline finds out
         self._all_tested = False
@@ -205,7 +205,7 @@ class ProfileFit:
         layers = []
         for row, buckets in enumerate(zip(*self.profile.layers, strict=True)):
             layer = ServedLayer(
-                profile.geometry.layer_number(row), partial(self.profile.layer_config, row), profile.min_length,
+                profile.geometry.get_layer_number(row), partial(self.profile.layer_config, row), profile.min_length,
                 self.rejected, self.max_length, heads=self.heads, ends_known=False,  # see `count_last_rows`
             )  # fmt: skip
             configs = map(layer.select_heads, buckets)
@@ -217,7 +217,7 @@ class ProfileFit:
         no_sparse_layer = None if self.sparse_layers else "every layer of the profile is dense"
         self.obstacle: str | None = self.rejected or no_sparse_layer
         tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
-        fewest = min((fewest_queries(tile, self.capability) for tile in tiles), default=0)
+        fewest = min((get_fewest_queries(tile, self.capability) for tile in tiles), default=0)
         self.min_queries = max(fewest, decode_queries + 1)
 
     @property
@@ -243,12 +243,12 @@ class ProfileFit:
             return DenseReason.HOST
         if layer is None:
             return None
-        if reason := layer.why_dense_at(request.keys):
+        if reason := layer.find_own_reason(request.keys):
             return reason
         config = layer.config(request.keys)
-        if self.capability != NO_GPU and (obstacle := tile_obstacle(config.tile, head_dim, self.capability)):
+        if self.capability != NO_GPU and (obstacle := find_tile_obstacle(config.tile, head_dim, self.capability)):
             return obstacle  # a CPU runs the reference, which takes any tile
-        if reason := why_dense(config, shape, self.capability):
+        if reason := find_dense_reason(config, shape, self.capability):
             return reason
         if request.has_adapter:
             return DenseReason.ADAPTER
@@ -274,7 +274,7 @@ class ProfileFit:
         """
         if left is None or keys < self.profile.min_length or self.dense_reason(Request(queries, keys)):
             return 0
-        step = length_step(keys)
+        step = get_length_step(keys)
         if step not in self._last_rows:
             layers = range(self.profile.geometry.layers)
             self._last_rows[step] = max(self.profile.layer_config(layer, keys).last_rows for layer in layers)
@@ -285,14 +285,14 @@ class ProfileFit:
         if self.obstacle is not None:
             return self.obstacle
         expected = (len(self.heads), len(self.kv_heads), self.profile.geometry.head_dim)
-        row = self.profile.geometry.row_of(number)  # layers of another kind have none, nor have a draft model's
+        row = self.profile.geometry.find_row(number)  # layers of another kind have none, nor have a draft model's
         if row is None or (num_heads, num_kv_heads, head_dim) != expected:
             return NOT_IN_PROFILE
         self._used.add(row)
         return self.layers[row]
 
 
-class NoProfile(ProfileFit):
+class NoProfile(RankProfile):
     """The stand-in where no profile was found: every request is the stock backend's, for this reason."""
 
     made_for = "auto"
@@ -310,7 +310,7 @@ def find_layer_obstacle(
     if attn_type != "decoder":
         return f"the layer's attention is of type {attn_type}"
     if sliding_window is not None:
-        return sees_window(sliding_window)
+        return describe_window(sliding_window)
     if soft_cap:
         return f"the scores are soft-capped at {soft_cap:g}"
     if sinks:
@@ -353,7 +353,7 @@ def count_row_weights(config: Any) -> int:
     Those of attention and of a gated MLP, or of the experts that a row is sent to; what a configuration does not say
     counts as none.
     """
-    decoder = text_config(config)
+    decoder = get_text_config(config)
 
     def size(name: str) -> int:
         value = getattr(decoder, name, None)
@@ -382,7 +382,7 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused:
     except ModelError as error:
         raise ProfileError(f"the served model has no profiles: {error}") from error
     name = profile.model_name
-    if difference := served.difference(profile.geometry):
+    if difference := served.describe_difference(profile.geometry):
         raise ProfileError(
             f"the profile is of {name} ({profile.geometry}) but the served model has {difference}: "
             "calibrate the model that you serve"
@@ -399,7 +399,7 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused:
         hashes = tuple(known for known in stored if known.startswith(calibrated)) or stored
         if not hashes[0].startswith(calibrated) and not has_known_names(config, checkpoint):
             unseen, hashes = "how transformers names those of such a model is not known", (calibrated,)
-    mismatch = fingerprint_mismatch(compose_fingerprint(hashes[0], config), profile.fingerprint)
+    mismatch = explain_mismatch(compose_fingerprint(hashes[0], config), profile.fingerprint)
     sentences = {
         ANOTHER: mismatch and f"{mismatch} of {name}: calibrate the model that you serve, or",
         UNSEEN: unseen and f"weights not compared: {unseen}:",

@@ -14,7 +14,7 @@ from s2o_runtime.attention.backend import Backend
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import S2OError
-from s2o_runtime.lengths import length_step
+from s2o_runtime.lengths import get_length_step
 from s2o_runtime.sequences import FP8_TYPES
 from s2o_runtime.serving.batch import Batch, BatchSlice, make_call
 from s2o_runtime.serving.fit import TEST_KEYS, ServedLayer
@@ -33,7 +33,7 @@ def find_test_rows(batch: Batch) -> BatchSlice | None:
     for index, (queries, keys, *_) in enumerate(split.requests):
         rows, end = min(queries, keys // 2, ROWS), split.starts[index + 1]
         if keys >= TEST_KEYS and rows >= FEWEST_ROWS:
-            return BatchSlice(index, index + 1, end - rows, end, length_step(keys), rows, keys, keys)
+            return BatchSlice(index, index + 1, end - rows, end, get_length_step(keys), rows, keys, keys)
     return None
 
 

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention_varlen
-from s2o_runtime.attention.paged import IN_PLACE_ELEMENTS, gathered, s2o_attention_paged
+from s2o_runtime.attention.paged import IN_PLACE_ELEMENTS, gather_keys, s2o_attention_paged
 from s2o_runtime.attention.warmup import SEGMENTS, THREADS, split_calls
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError, S2OError
-from s2o_runtime.fields import DURATION, Rule, ruled, rules_of
+from s2o_runtime.fields import DURATION, Rule, get_rules, validated_field
 from s2o_runtime.monitor.counters import EARLY, Counters, serve_metrics
-from s2o_runtime.monitor.drift import DriftChoice, DriftMonitor, check_and_limits, check_of
+from s2o_runtime.monitor.drift import DriftChoice, DriftMonitor, check_and_limits, read_check
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.find import find_profile
-from s2o_runtime.sequences import PagedKeys, packed_starts
+from s2o_runtime.sequences import PagedKeys, make_packed_starts
 from s2o_runtime.serving import fit
-from s2o_runtime.serving.fit import NoProfile, ProfileFit, Rank
+from s2o_runtime.serving.fit import NoProfile, Rank, RankProfile
 from s2o_runtime.serving.self_test import exact_config
 from s2o_runtime.version import __version__
 
@@ -51,13 +51,13 @@ class Settings:
         log_every: seconds between two lines of the log with the counters' summary; 0 for none.
     """
 
-    profile: Path | None = ruled(None, Rule(Path, optional=True))
-    beyond: Beyond = ruled("dense", Rule(str, allowed=get_args(Beyond)))
-    drift: DriftChoice = ruled("auto", Rule(str, allowed=get_args(DriftChoice)))
-    strict: bool = ruled(True, Rule(bool))
-    metrics_port: int | None = ruled(None, Rule(int, low=1, high=65535, optional=True))
-    metrics_host: str = ruled("127.0.0.1", Rule(str))
-    log_every: float = ruled(300.0, Rule(float, low=0, unit=DURATION))
+    profile: Path | None = validated_field(None, Rule(Path, optional=True))
+    beyond: Beyond = validated_field("dense", Rule(str, allowed=get_args(Beyond)))
+    drift: DriftChoice = validated_field("auto", Rule(str, allowed=get_args(DriftChoice)))
+    strict: bool = validated_field(True, Rule(bool))
+    metrics_port: int | None = validated_field(None, Rule(int, low=1, high=65535, optional=True))
+    metrics_host: str = validated_field("127.0.0.1", Rule(str))
+    log_every: float = validated_field(300.0, Rule(float, low=0, unit=DURATION))
 
     @classmethod
     def from_section(cls, section: Any, name: str) -> Settings:
@@ -72,7 +72,7 @@ class Settings:
         """
         if not isinstance(section, Mapping):
             raise ConfigError(f'{name} is {section!r}: use an object, {{"profile": FILE}}')
-        rules = rules_of(cls)
+        rules = get_rules(cls)
         for setting in section:
             if setting not in rules:
                 raise ConfigError(f'"{setting}" is not a setting of {name}: use {", ".join(sorted(rules))}')
@@ -180,7 +180,7 @@ class Server:
         if not self.fit.layers:
             return
         if rank.size > 1:  # the profile states errors of whole layers
-            if check_of(settings.drift) is not None:
+            if read_check(settings.drift) is not None:
                 log.info("S2O: drift is not checked: a rank of several sees its own heads only")
             return
         check, allowed = check_and_limits(self.fit.profile, settings.drift, "S2O: ")
@@ -256,7 +256,7 @@ class Server:
             cache = query.new_zeros(2, 1, page, kv_heads, query.shape[2])
             seq_lens = torch.tensor([keys], dtype=torch.int32, device=device)
             table = torch.zeros(1, -(-keys // page), dtype=torch.int32, device=device)
-            cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=device), packed_starts(seq_lens)
+            cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=device), make_packed_starts(seq_lens)
             if in_pages:
                 s2o_attention_paged(
                     q, cache[0], cache[1], config, cu_q=cu_q, seq_lens=seq_lens, block_table=table,
@@ -265,10 +265,12 @@ class Server:
             else:
                 k, v = query.new_zeros(2, keys, kv_heads, query.shape[2])
                 s2o_attention_varlen(q, k, v, cu_q, cu_k, queries, keys, config, backend="triton")
-            gathered(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)  # what a check of drift reads
+            gather_keys(
+                PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype
+            )  # what a check of drift reads
 
 
-def _load_fit(settings: Settings, context: ServerContext) -> tuple[ProfileFit, str]:
+def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, str]:
     """Load the profile that the settings name, or else one that is found; return its name for the log with it.
 
     If none is found, nothing runs S2O, for that reason.
@@ -287,7 +289,7 @@ def _load_fit(settings: Settings, context: ServerContext) -> tuple[ProfileFit, s
     host_flops = HOST_FLOPS if device.type == "cuda" else 0.0
     row_weights = fit.count_row_weights(model) // context.rank.size
     decode_queries, beyond = context.decode_queries, settings.beyond
-    return ProfileFit(profile, context.rank, device, beyond, decode_queries, host_flops, row_weights), source
+    return RankProfile(profile, context.rank, device, beyond, decode_queries, host_flops, row_weights), source
 
 
 def _kernels_key(config: LayerConfig) -> object:

@@ -31,7 +31,7 @@ class ServerInterface(ABC):
         """Return the first name that the backend was not written for, in words, or None."""
 
 
-def interface_obstacle(interface: type[ServerInterface], folder: Path) -> str | None:
+def find_interface_obstacle(interface: type[ServerInterface], folder: Path) -> str | None:
     """Return the first difference, in words, of the sources in a folder from what a backend knows; None without."""
     try:
         return interface.from_sources(folder).find_obstacle()

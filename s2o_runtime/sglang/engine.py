@@ -14,7 +14,7 @@ from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.serving.checkpoint import find_local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, log_start_failures
-from s2o_runtime.serving.sources import interface_obstacle
+from s2o_runtime.serving.sources import find_interface_obstacle
 from s2o_runtime.sglang.backend import SglangApi, mix_in
 from s2o_runtime.sglang.compat import READ, SglangInterface
 
@@ -35,7 +35,7 @@ def create_backend(runner: Any) -> Any:
     import sglang
 
     stock = get_stock_class(runner)
-    obstacle = interface_obstacle(SglangInterface, Path(str(sglang.__file__)).parent / "srt")
+    obstacle = find_interface_obstacle(SglangInterface, Path(str(sglang.__file__)).parent / "srt")
     if obstacle is not None:
         log.warning(
             "S2O does not know SGLang %s (%s), only %s: the stock backend runs in its place",
@@ -89,7 +89,7 @@ def make_api(runner: Any) -> SglangApi:
     parallel, model = get_parallel(), runner.model_config
     kv_cache_dtype, obstacle = str(runner.kv_cache_dtype).removeprefix("torch."), _find_obstacle(runner)
     server = Server(
-        settings_of_environment(),
+        read_settings(),
         ServerContext(
             engine=f"SGLang {sglang.__version__}",
             stock="torch_native" if on_cpu else "fa3",
@@ -112,7 +112,7 @@ def make_api(runner: Any) -> SglangApi:
     return SglangApi(server, obstacle, kv_cache_dtype, is_cp_active, write)
 
 
-def settings_of_environment() -> Settings:
+def read_settings() -> Settings:
     """Read the settings in the environment's S2O_SETTINGS; without a profile there, its S2O_PROFILE.
 
     Raises:

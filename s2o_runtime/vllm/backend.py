@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import FP8_TYPES, page_obstacle
+from s2o_runtime.sequences import FP8_TYPES, find_page_obstacle
 from s2o_runtime.serving import fit
 from s2o_runtime.serving.attend import LayerCall, attend
 from s2o_runtime.serving.batch import BatchSlice
@@ -210,9 +210,9 @@ class _Implementation:
         except InputError as error:
             return str(error)
         if k.dtype not in FP8_TYPES:
-            return page_obstacle(k.shape[1])
+            return find_page_obstacle(k.shape[1])
         if getattr(self, "supports_quant_query_input", True):
             return "queries are rounded to fp8, which the profile was not made for"
         if not hasattr(layer, "_k_scale") or not hasattr(layer, "_v_scale"):
             return "the scales of the fp8 cache are not where they are expected"
-        return page_obstacle(k.shape[1]) or fit.find_scales_obstacle(layer._k_scale, layer._v_scale)
+        return find_page_obstacle(k.shape[1]) or fit.find_scales_obstacle(layer._k_scale, layer._v_scale)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from s2o_runtime.sequences import page_obstacle
+from s2o_runtime.sequences import find_page_obstacle
 from s2o_runtime.serving.checkpoint import find_local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, log_start_failures
@@ -27,11 +27,11 @@ def make_api() -> VllmApi:
     """Return the functions by which S2O's classes ask this vLLM."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return VllmApi(server, extract_layer_index, PROMPTS.count_left, PROMPTS.has_adapter)
+    return VllmApi(get_server, extract_layer_index, PROMPTS.count_left, PROMPTS.has_adapter)
 
 
 @lru_cache(maxsize=1)
-def server() -> Server:
+def get_server() -> Server:
     """Return S2O in this process, made when vLLM makes its first layer.
 
     Raises:
@@ -65,7 +65,9 @@ def server() -> Server:
         decode_queries=1 + 2 * int(getattr(config.speculative_config, "num_speculative_tokens", None) or 0),
         process=_find_process(config.parallel_config, get_world_group().rank_in_group, get_pp_group().rank_in_group),
         kv_cache_dtype=_get_cache_dtype(config.cache_config),
-        obstacle=page_obstacle(config.cache_config.block_size or 1),  # 0 or None where vLLM will choose, a small one
+        obstacle=find_page_obstacle(
+            config.cache_config.block_size or 1
+        ),  # 0 or None where vLLM will choose, a small one
     )
     vllm_log = logging.getLogger("vllm")
     if not log.handlers:  # S2O's log goes where vLLM's goes
@@ -73,10 +75,10 @@ def server() -> Server:
             log.addHandler(handler)
         log.setLevel(vllm_log.level or logging.INFO)
     with log_start_failures():
-        return Server(settings_of(config.additional_config), context)
+        return Server(read_settings(config.additional_config), context)
 
 
-def settings_of(additional_config: Any) -> Settings:
+def read_settings(additional_config: Any) -> Settings:
     """Read the settings in vLLM's `additional_config`; without a profile there, the environment's S2O_PROFILE.
 
     Raises:

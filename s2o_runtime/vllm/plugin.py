@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from s2o_runtime.serving.sources import interface_obstacle
+from s2o_runtime.serving.sources import find_interface_obstacle
 from s2o_runtime.vllm.compat import VllmInterface
 
 NAME = "S2O"  # of the backend where vLLM lets plugins name one, else CUSTOM
@@ -33,11 +33,11 @@ def register() -> None:
         return
     import vllm
 
-    obstacle = interface_obstacle(VllmInterface, Path(str(vllm.__file__)).parent)
+    obstacle = find_interface_obstacle(VllmInterface, Path(str(vllm.__file__)).parent)
     if obstacle is not None:
         log.warning("S2O does not know this vLLM (%s): the stock backend runs in its place", obstacle)
     path = FLASH if obstacle is None else STOCK
-    if backend_name() == NAME:
+    if get_backend_name() == NAME:
         if NAME not in AttentionBackendEnum.__members__:
             register_backend(NAME, path)
         # vLLM hands its configuration to processes that have not loaded plugins yet, and an enum's member is pickled by
@@ -49,7 +49,7 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, path)
 
 
-def backend_name() -> str:
+def get_backend_name() -> str:
     """Return the name of S2O's backend in the installed vLLM: CUSTOM where plugins cannot name one."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

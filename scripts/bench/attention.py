@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from calibrate.timing import samples
+from calibrate.timing import sample_times
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import MAX_TAU, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError
@@ -152,7 +152,7 @@ def bench(args: argparse.Namespace, inputs: Inputs, never_stop: dict[str, LayerC
             jobs[f"{form}, rank"], prefills = kernel_parts(q, k, v, [point.config for point in of_form])
             jobs |= {f"{name}, prefill": prefill for name, prefill in zip(named, prefills, strict=True)}
         points |= named
-    seconds = {name: common.spread(times) for name, times in samples(jobs, q.device, args.rounds).items()}
+    seconds = {name: common.spread(times) for name, times in sample_times(jobs, q.device, args.rounds).items()}
 
     def row(name: str, point: TableRow) -> AttentionRow:
         of_heads, prefill = density(point.config), seconds.get(f"{name}, prefill")

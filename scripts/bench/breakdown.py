@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from calibrate.timing import medians
+from calibrate.timing import measure_medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.profile import load_profile
 from s2o_runtime.reference.dense import dense_attention
@@ -108,7 +108,7 @@ def layer_row(qkv: QKV, call: Callable[..., Any], rounds: int) -> Row:
     q = qkv[0]
     stats = call(return_stats=True).stats
     dense = partial(dense_attention, *qkv)
-    seconds = medians({"total": call, "dense": dense}, q.device, rounds, FLUSHES)
+    seconds = measure_medians({"total": call, "dense": dense}, q.device, rounds, FLUSHES)
     host = host_seconds(call)  # before the profiler, which leaves launches slower behind it
     parts = {} if stats.visited is None else kernel_seconds(call, q.device)
     density = float(stats.density.mean())

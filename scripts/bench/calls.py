@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import identify
-from s2o_runtime.tiles import default_tile
+from s2o_runtime.tiles import get_default_tile
 
 if TYPE_CHECKING:
     from s2o_runtime.kernels.rank.order import Ranked
@@ -37,7 +37,7 @@ def published_config(heads: int, tau: float, segment: int, tile: TileConfig) -> 
 
 def device_tile(head_dim: int, device: torch.device) -> TileConfig:
     """The default tile of a GPU; on a CPU one whose rows divide every segment."""
-    return default_tile(head_dim, identify(device).capability) if device.type == "cuda" else CPU_TILE
+    return get_default_tile(head_dim, identify(device).capability) if device.type == "cuda" else CPU_TILE
 
 
 def with_taus(config: LayerConfig, taus: list[float]) -> LayerConfig:
@@ -81,15 +81,15 @@ def kernel_parts(q: Tensor, k: Tensor, v: Tensor, configs: list[LayerConfig]) ->
     """
     from s2o_runtime.call import Call
     from s2o_runtime.kernels import prefill as kernel
-    from s2o_runtime.kernels.keys import keys_of
+    from s2o_runtime.kernels.keys import read_keys
 
-    calls = [Call.of(q, k, v, config) for config in configs]
-    out, visited, _ = kernel.s2o_prefill(calls[0])  # the buffers that every call writes
-    slices = kernel.row_slices(calls[0], kernel.WORKSPACE_BYTES)
-    keys = keys_of(calls[0])
+    calls = [Call.from_tensors(q, k, v, config) for config in configs]
+    out, visited, _ = kernel.run_prefill(calls[0])  # the buffers that every call writes
+    slices = kernel.slice_rows(calls[0], kernel.WORKSPACE_BYTES)
+    keys = read_keys(calls[0])
 
     def ranked_slices() -> Iterator[tuple[Ranked, Tail | None]]:
-        return map(kernel.Ranker(calls[0], keys_of(calls[0])).rank, slices)
+        return map(kernel.Ranker(calls[0], read_keys(calls[0])).rank, slices)
 
     rankings = list(ranked_slices())
 

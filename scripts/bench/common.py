@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from calibrate.versions import now
+from calibrate.versions import format_now
 from s2o_runtime.command_line import BAD_INPUT, OK, Parser
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import ConfigError, S2OError
@@ -93,7 +93,7 @@ def float_list(example: str) -> Callable[[str], Any]:
 def machine(device: torch.device) -> dict[str, Any]:
     """The fields of a `ResultFile`: when, on what and with which versions something is measured."""
     return {
-        "date": now(),
+        "date": format_now(),
         "device": asdict(identify(device)),
         "versions": {name: str(import_module(name).__version__) for name in ("torch", "triton")},
         "python": platform.python_version(),

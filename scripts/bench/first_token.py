@@ -44,7 +44,7 @@ from typing import Any, ClassVar
 import torch
 
 from calibrate.model.models import load_config, load_tokenizer, resolve
-from calibrate.prompts.documents import first_tokens, one_text, sources
+from calibrate.prompts.documents import make_prompts_of_one_text, shuffle_held_out_sources, take_first_tokens
 from calibrate.recipe import DEFAULT_LAST_ROWS
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.devices import identify
@@ -288,7 +288,9 @@ class Served:
     def needles(self) -> int:
         """Count the codes that the engine names, of `NEEDLES` in one text of the longest length."""
         tokenizer = load_tokenizer(self.args.model)
-        prompts, codes = one_text(tokenizer, self.args.lengths[-1] - NEEDLE_TOKENS, NEEDLES, random.Random(7))
+        prompts, codes = make_prompts_of_one_text(
+            tokenizer, self.args.lengths[-1] - NEEDLE_TOKENS, NEEDLES, random.Random(7)
+        )
         with failures(self.engine):
             set_chunk(self.llm, self.args.chunks[-1])
             self.llm.reset_prefix_cache()
@@ -336,7 +338,7 @@ class Served:
 
         from s2o_runtime.vllm import engine as vllm_engine
 
-        counters = vllm_engine.server().counters
+        counters = vllm_engine.get_server().counters
         machine = common.machine(torch.device(self.args.device))
         machine["versions"]["vllm"] = vllm.__version__
         used = any(path == "s2o" for path, _ in counters.shares())
@@ -418,12 +420,12 @@ def engine_options(engine: str, args: argparse.Namespace, folder: Path) -> dict[
     if args.device == "cuda":
         options["attention_backend"] = "FLASH_ATTN"
     if engine == S2O:
-        from s2o_runtime.vllm.plugin import backend_name
+        from s2o_runtime.vllm.plugin import get_backend_name
 
         profile = even_profile(args, folder / "even.safetensors") if drawn else args.profile.resolve()
         options["additional_config"] = {"s2o": {"profile": str(profile), "strict": False, "drift": "off"}}
         if args.device == "cuda":
-            options["attention_backend"] = backend_name()
+            options["attention_backend"] = get_backend_name()
     return options
 
 
@@ -460,8 +462,8 @@ class Text:
             vocabulary = load_config(args.model, random_weights=True).vocab_size
             self.ids = [self.rng.randrange(vocabulary) for _ in range(2 * args.lengths[-1])]
         else:
-            files = sources(self.rng)
-            self.ids = first_tokens(load_tokenizer(args.model), files, 2 * args.lengths[-1])
+            files = shuffle_held_out_sources(self.rng)
+            self.ids = take_first_tokens(load_tokenizer(args.model), files, 2 * args.lengths[-1])
 
     def tokens(self, length: int) -> list[int]:
         """So many tokens from a random place on."""

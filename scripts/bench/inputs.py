@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.layer_kinds import positions
+from s2o_runtime.layer_kinds import get_max_positions
 
 SCORES = 2**27  # that are computed together, half a gigabyte in float32
 DIRECTIONS = 4  # that the random queries and keys of a KV head share
@@ -123,16 +123,16 @@ def model_qkv(model: str, length: int, batch: int, seed: int, device: torch.devi
     Queries of a model with another scale than head_dim ** -0.5 are multiplied, so that this scale is theirs.
     Raises ConfigError if the model takes no prompt of this length, or not every method can do its layers.
     """
-    from calibrate.model.layers import layers
+    from calibrate.model.layers import capture_layers
     from calibrate.model.models import load, load_config
-    from calibrate.prompts.documents import built_in
+    from calibrate.prompts.documents import make_held_out_prompts
 
-    limit = positions(load_config(model))
+    limit = get_max_positions(load_config(model))
     if length > limit:
         raise ConfigError(f"length {length} is beyond the model's limit of {limit}: use a shorter one")
     loaded = load(model, str(device))
-    ids = [prompt.ids for prompt in built_in(loaded.tokenizer, length, batch, seed)]
-    for captured in layers(loaded, ids):
+    ids = [prompt.ids for prompt in make_held_out_prompts(loaded.tokenizer, length, batch, seed)]
+    for captured in capture_layers(loaded, ids):
         prompts = list(captured)
         if beyond := prompts[0].scoring.beyond_sdpa:
             raise ConfigError(f"model {model!r} has {beyond}, which not every method can do: bench another model")

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.curves.curves import row_errors, worst_of
+from calibrate.curves.curves import compute_row_errors, select_worst
 from calibrate.evaluation.plan import configure_layer, find_baseline, normalise_setting
 from calibrate.evaluation.run import DIGEST
 from calibrate.record import read_record
-from calibrate.timing import samples
+from calibrate.timing import sample_times
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.backend import choose_backend
 from s2o_runtime.call import Call
@@ -44,7 +44,7 @@ from s2o_runtime.devices import identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 from scripts.bench import common
 from scripts.bench.baselines.run import attend, baseline_attention, select
 from scripts.bench.baselines.settings import BASELINES, Baseline
@@ -163,7 +163,7 @@ def measure_layer(inputs: Inputs, settings: Settings, rounds: int, chunk: int) -
         calls = [call_of(part) for part in parts]
         outs, densities = zip(*(call.measured() for call in calls), strict=True)
         out = torch.cat(outs, 2)[:, :, inputs.rows]
-        worst = float(worst_of(row_errors(out, inputs.exact).flatten()))
+        worst = float(select_worst(compute_row_errors(out, inputs.exact).flatten()))
         mse = float((out.float() - inputs.exact).square().mean())
         relative = mse / float(inputs.exact.square().mean())
         density = sum(share * count for share, count in zip(densities, pairs, strict=True)) / sum(pairs)
@@ -171,7 +171,7 @@ def measure_layer(inputs: Inputs, settings: Settings, rounds: int, chunk: int) -
         jobs[f"{key}"] = partial(in_turn, [call.attention for call in calls])
         if selections := [call.selection for call in calls if call.selection]:
             jobs[f"{key}, selecting"] = partial(in_turn, selections)
-    times = samples(jobs, inputs.q.device, rounds, FLUSHES)
+    times = sample_times(jobs, inputs.q.device, rounds, FLUSHES)
     seconds = {name: statistics.median(taken) for name, taken in times.items()}
     return {
         key: replace(row, seconds=seconds[f"{key}"], selecting_seconds=seconds.get(f"{key}, selecting", 0.0))
@@ -278,7 +278,7 @@ def baseline_call(baseline: Baseline, inputs: Inputs) -> MethodCall:
 
 def text_call(text: str, inputs: Inputs) -> MethodCall:
     heads, head_dim, device = inputs.q.shape[1], inputs.q.shape[3], inputs.q.device
-    tiles = candidate_tiles(head_dim, identify(device).capability) if device.type == "cuda" else ()
+    tiles = list_candidate_tiles(head_dim, identify(device).capability) if device.type == "cuda" else ()
     return config_call(configure_layer(text, heads, tiles), inputs)
 
 
@@ -292,7 +292,7 @@ def profile_call(profile: Profile, inputs: Inputs) -> MethodCall:
 def config_call(config: LayerConfig, inputs: Inputs) -> MethodCall:
     """S2O with this config; its selection is the ranking."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    backend = choose_backend(Call.of(q, k, v, config), "auto").backend
+    backend = choose_backend(Call.from_tensors(q, k, v, config), "auto").backend
     ranks = backend == "triton" and not config.is_dense
 
     def measured() -> tuple[Tensor, float]:

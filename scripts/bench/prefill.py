@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibrate.evaluation.run import Variant, collect_run_stats, repeat_config, run_as
-from calibrate.model.layers import attention_implementation
+from calibrate.model.layers import with_attention
 from calibrate.model.models import LoadedModel, load
-from calibrate.timing import medians
+from calibrate.timing import measure_medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.call import Scoring
 from s2o_runtime.config import LayerConfig
@@ -87,7 +87,7 @@ def bench(loaded: LoadedModel, name: str, length: int, args: argparse.Namespace)
         attention[DENSE_FLASH] = partial(flash_attention, *qkv)
         forms[DENSE_FLASH] = None
     forms |= configs
-    attention_seconds = medians(attention, device, args.rounds)
+    attention_seconds = measure_medians(attention, device, args.rounds)
     rows = []
     for form, config in forms.items():
         rounds = [timed(loaded, ids, config) for _ in range(args.rounds + 1)][1:]
@@ -127,7 +127,7 @@ def config_of(qkv: QKV, density: float, loaded: LoadedModel, args: argparse.Name
 @contextmanager
 def flash(loaded: LoadedModel) -> Iterator[None]:
     """The model as transformers runs it through SDPA, on FlashAttention-2."""
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), attention_implementation(loaded.model, "sdpa"):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), with_attention(loaded.model, "sdpa"):
         yield
 
 

@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from calibrate.recipe import Budget, default_out
+from calibrate.recipe import Budget, place_profile
 from calibrate.record import Record, read_record
-from calibrate.report.page import card
-from calibrate.report.sections import format_range, round_down, times
-from calibrate.report.summary import summary
-from calibrate.tables import Markup, Table, escaped, markdown
-from s2o_runtime.command_line import OK, failed, failure_code
+from calibrate.report.page import render_card
+from calibrate.report.sections import format_range, format_speedup, round_down
+from calibrate.report.summary import summarise_profile
+from calibrate.tables import Markup, Table, escape_markdown, format_markdown
+from s2o_runtime.command_line import OK, get_exit_code, report_failure
 from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import load_profile
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path, text in overviews(arguments.folder).items():
             write_atomically(path, text.encode())
     except S2OError as error:
-        return failed("scripts.docs.catalogue", failure_code(error), str(error))
+        return report_failure("scripts.docs.catalogue", get_exit_code(error), str(error))
     return OK
 
 
@@ -85,7 +85,7 @@ def file_profile(profile_path: Path, catalogue: Path, name: str | None = None) -
             f"{profile_path} does not say what its budget is, which its file in a catalogue is named by: "
             "calibrate it again"
         )
-    copy = default_out(profile.model_name, profile.device.name, Budget(budget.kind, budget.value), catalogue)
+    copy = place_profile(profile.model_name, profile.device.name, Budget(budget.kind, budget.value), catalogue)
     copy.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(copy, data)
     return copy
@@ -97,10 +97,10 @@ def overviews(catalogue: Path) -> dict[Path, str]:
     entries = [_entry(catalogue, path) for path in paths]
     profiles = {path: load_profile(path) for path in paths}
     cards = {
-        path.with_suffix(".md"): card(profile, path.name, ORIGINS.get(profile.model_name, ""))
+        path.with_suffix(".md"): render_card(profile, path.name, ORIGINS.get(profile.model_name, ""))
         for path, profile in profiles.items()
     }
-    table = markdown(Table(NAMES, [_cells(entry) for entry in entries], align="l"))
+    table = format_markdown(Table(NAMES, [_cells(entry) for entry in entries], align="l"))
     readme = (catalogue / README).read_text(encoding="utf-8")
     return cards | {
         catalogue / README: between(readme, START, END, table),
@@ -112,7 +112,7 @@ def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
     """What the index says of a profile: what it is for, its digest and what it saves."""
     profile = load_profile(path)
     record = read_record(profile)
-    summed = summary(profile)
+    summed = summarise_profile(profile)
     return {
         "file": path.relative_to(catalogue).as_posix(),
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
@@ -154,13 +154,13 @@ def _cells(entry: dict[str, Any]) -> list[str]:
     timed = any(row["prefill_speedup"] is not None for row in lengths)
     elsewhere = f" (on {entry['measured_on']})" if entry["measured_on"] != entry["device"] else ""
     file = str(entry["file"])
-    card_link = f"[{escaped(str(entry['model']))}]({file.removesuffix('.safetensors')}.md)"
+    card_link = f"[{escape_markdown(str(entry['model']))}]({file.removesuffix('.safetensors')}.md)"
     return [
         Markup(card_link),
         *(str(entry[name] or "-") for name in ("device", "budget")),
         ", ".join(str(row["length"]) for row in lengths),
         ", ".join(densities),
-        (", ".join(times(row["prefill_speedup"]) for row in lengths) if timed else "not timed") + elsewhere,
+        (", ".join(format_speedup(row["prefill_speedup"]) for row in lengths) if timed else "not timed") + elsewhere,
         entry["certified"],
         Markup(f"[{Path(file).stem}]({file})"),
     ]

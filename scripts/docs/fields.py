@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import get_args, get_origin
 
-from calibrate.options import Option, flag
+from calibrate.options import Option, format_flag
 from calibrate.record import FieldSpec, Record, RecordNode
-from calibrate.tables import Markup, Table, markdown
+from calibrate.tables import Markup, Table, format_markdown
 from s2o_runtime.command_line import EXIT_CODES
 
 SECTIONS = ("predicted", "held_out", "certificate", "retiled")  # fields of the record that have a table of their own
@@ -25,20 +25,20 @@ def options(stated: Mapping[str, Option]) -> str:
     for group, members in groups.items():
         rows = [(flags(option), str(option.rule), option.shown_default, option.help) for option in members]
         parts.append(f"**{group[0].upper()}{group[1:]}**")
-        parts.append(markdown(Table(("option", "value", "default", "what it is"), rows, align="l")))
+        parts.append(format_markdown(Table(("option", "value", "default", "what it is"), rows, align="l")))
     return "\n\n".join(parts)
 
 
 def flags(option: Option) -> Markup:
     """Return the flag, and beside that of a switch the one that turns it off."""
     is_switch = option.rule.type is bool and not option.rule.many
-    return Markup(f"`{option.flag}`" + f", `{flag(f'no_{option.name}')}`" * is_switch)
+    return Markup(f"`{option.flag}`" + f", `{format_flag(f'no_{option.name}')}`" * is_switch)
 
 
 def codes() -> str:
     """A table of the exit codes."""
     rows = [(str(code), meaning) for code, meaning in EXIT_CODES.items()]
-    return markdown(Table(("code", "meaning"), rows, align="l"))
+    return format_markdown(Table(("code", "meaning"), rows, align="l"))
 
 
 def record() -> str:

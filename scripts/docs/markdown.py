@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from calibrate.tables import Markup, Table, markdown
+from calibrate.tables import Markup, Table, format_markdown
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
@@ -15,7 +15,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> st
         rows: their cells, which are Markdown already.
         align: one letter for each column, l (left), r (right) or c (centre); the last holds for all that follow.
     """
-    return markdown(Table(tuple(names), [tuple(map(Markup, row)) for row in rows], align=align))
+    return format_markdown(Table(tuple(names), [tuple(map(Markup, row)) for row in rows], align=align))
 
 
 def between(page: str, start: str, end: str, written: str) -> str:

@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from calibrate import calibrate
-from calibrate.machine import named_device
-from calibrate.proof.recheck import opened, recertified
+from calibrate.machine import resolve_device
+from calibrate.proof.recheck import open_profile, verify_certificate
 from calibrate.record import read_record
-from calibrate.report.sections import certificate_parts, gain, sentences, statement
-from calibrate.tables import Table, print_lines, print_table, terminal
+from calibrate.report.sections import describe_certificate, describe_gain, list_claims, show_certificate
+from calibrate.tables import Table, open_console, print_lines, print_table
 from scripts.bench.common import bench_parser, int_list
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--fresh", 64, "prompts of each length to ask", type=int, metavar="N")
     parser.add_argument("--per-prompt", action="store_true", help="hold single prompts to the limits")
     args = parser.parse_args(argv)
-    console, broken = terminal(), 0
+    console, broken = open_console(), 0
     for seed in args.seeds:
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -42,16 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.model, lengths=args.lengths, seed=seed, per_prompt=args.per_prompt, out=out, progress=False
             )
             print(f"seed {seed}: calibrated in {time.monotonic() - begun:.0f} s", flush=True)
-            print_lines([gain(result.report), *map(str, result.problems)], console)
+            print_lines([describe_gain(result.report), *map(str, result.problems)], console)
             if not result.written:
                 broken += 1
                 continue
             certificate = read_record(result.profile).certificate
-            print_lines([statement(certificate, None), *sentences(certificate)], console)
-            profile = opened(args.model, out, named_device(None)[0], needs_certificate=True)
+            print_lines([describe_certificate(certificate, None), *list_claims(certificate)], console)
+            profile = open_profile(args.model, out, resolve_device(None)[0], needs_certificate=True)
             asked = replace(profile, recipe=replace(profile.recipe, num_certify=args.fresh))
-            check = recertified(asked, 1000 + seed)
-            for part in certificate_parts(check):
+            check = verify_certificate(asked, 1000 + seed)
+            for part in show_certificate(check):
                 print_table(part, console) if isinstance(part, Table) else print_lines([part], console)
             print_lines(
                 [f"chance of what is outside: {one.chance:.1%} at {one.length}" for one in check.lengths], console

@@ -25,10 +25,10 @@ from calibrate.proof.adjust import compute_allowed_growth
 from calibrate.proof.bounds import (
     CONFIDENCE,
     SPEND_FRACTIONS,
+    bound_mean,
     bound_share,
     compute_attempt_confidence,
     count_allowed_above,
-    mean_bound,
 )
 from calibrate.proof.verify import LayerProof, PromptErrors
 from calibrate.recipe import Budget, Recipe
@@ -98,7 +98,7 @@ def covered(
     for _ in range(rounds):
         losses = draw(rng, (texts // kinds, kinds, cells)) * means_of_kinds[:, None]
         losses = losses.reshape(texts, cells)
-        means += all(mean_bound(losses[:, cell].tolist(), names, confidence) >= 1 for cell in range(cells))
+        means += all(bound_mean(losses[:, cell].tolist(), names, confidence) >= 1 for cell in range(cells))
         numbers, above = np.sort(losses[:, :layers].max(1))[::-1], count_allowed_above(texts, 1 - CONFIDENCE)
         shares += (many <= numbers[above]).mean() >= bound_share(texts, above, 1 - CONFIDENCE)
     return means / rounds, shares / rounds
@@ -112,8 +112,8 @@ def grouped(rounds: int, seed: int = 0) -> tuple[float, float]:
     for _ in range(rounds):
         groups = rng.lognormal(-0.08, 0.4, (2, 4))
         prompts = np.repeat(groups, 4, 0) * rng.lognormal(-0.005, 0.1, (8, 4)) * KINDS
-        by_prompt += mean_bound(prompts.ravel().tolist(), kinds, confidence) >= 1
-        by_group += mean_bound(prompts.reshape(2, 4, 4).mean(1).ravel().tolist(), [*"abcd"] * 2, confidence) >= 1
+        by_prompt += bound_mean(prompts.ravel().tolist(), kinds, confidence) >= 1
+        by_group += bound_mean(prompts.reshape(2, 4, 4).mean(1).ravel().tolist(), [*"abcd"] * 2, confidence) >= 1
     return by_prompt / rounds, by_group / rounds
 
 
@@ -134,7 +134,7 @@ def price(draw: Draw, texts: int, kinds: int, rounds: int, seed: int = 0) -> flo
             growth = compute_allowed_growth(proof, 1.0, RECIPE, LAYERS, texts)
             spent = losses[:, layer] * growth
             confidences = ((step, compute_attempt_confidence(step, RECIPE, LAYERS)) for step in SPEND_FRACTIONS)
-            held = (step for step, level in confidences if mean_bound((step * spent).tolist(), names, level) <= 1)
+            held = (step for step, level in confidences if bound_mean((step * spent).tolist(), names, level) <= 1)
             share = growth * next(held, 0.0) / RECIPE.margin
             times.append(share**-SLOPE if share else 8.0)
     return float(np.mean(times))

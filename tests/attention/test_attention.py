@@ -10,7 +10,7 @@ from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.backend import _log_once
 from s2o_runtime.attention.warmup import warmup
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.devices import interpreted
+from s2o_runtime.devices import is_interpreted
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
 from support.marks import INTERPRETED
@@ -267,6 +267,6 @@ def test_a_parameter_as_sinks_is_no_gradient_where_none_is_wanted():
         out = s2o_attention(q, k, v, config(), sinks=sinks)
     expected, _, _ = s2o_attention_reference(q, k, v, config(), sinks=sinks.detach())
     assert torch.equal(out, expected)
-    if interpreted():
+    if is_interpreted():
         with pytest.raises(InputError, match="no backward pass"):
             s2o_attention(q, k, v, config(), sinks=sinks, backend="triton")

@@ -11,7 +11,7 @@ from s2o_runtime.attention.replay import STEPS, _get_step, forget_plans
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference import dense
-from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention, sdpa_backend
+from s2o_runtime.reference.dense import FASTEST_FIRST, dense_attention, use_sdpa_backend
 from support.naive import naive_attention
 
 CONFIG = LayerConfig.uniform(4, tau=0.5, segment=64, tile=TileConfig(64, 64, 2))
@@ -31,13 +31,13 @@ def nothing_known():
 def checks(monkeypatch):
     """How often calls were checked."""
     seen = []
-    original = api.Call.of
+    original = api.Call.from_tensors
 
     def of(*arguments, **options):
         seen.append(arguments[0].shape)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(api.Call, "of", of)
+    monkeypatch.setattr(api.Call, "from_tensors", of)
     return seen
 
 
@@ -181,7 +181,7 @@ def test_the_fastest_backends_come_first_and_the_programs_own_order_stays(first,
             dense_attention(*inputs(*shape))
             assert settings() == own
         assert set(map(str, orders[1:])) == {str(([int(backend) for backend in FASTEST_FIRST], (True, True)))}
-        with sdpa_backend(FASTEST_FIRST[2]):
+        with use_sdpa_backend(FASTEST_FIRST[2]):
             dense_attention(*inputs(8, 8))
         assert orders[-1][0][0] == int(FASTEST_FIRST[2])
         assert orders[-1][1] == (False, False)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from s2o_runtime import ConfigError, LayerConfig, s2o_attention, s2o_attention_varlen
-from s2o_runtime.attention.backend import why_dense
-from s2o_runtime.attention.torch_op import config_from_text
+from s2o_runtime.attention.backend import find_dense_reason
+from s2o_runtime.attention.torch_op import read_config
 from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.reference.dense import dense_attention, log_sum_exp
 from s2o_runtime.sequences import CallShape
@@ -37,7 +37,7 @@ def check(q, k, v, config, kv_start=None, **options):
         s2o_attention(q, k, v, layer, kv_start=kv_start, **KEPT, **options)
         for layer in (config, replace(config, last_rows=0))
     )
-    first = config.dense_from(q.shape[2])
+    first = config.find_first_dense_row(q.shape[2])
     assert first <= max(0, q.shape[2] - config.last_rows)
     assert torch.equal(ours.out[:, :, :first], without.out[:, :, :first])
     assert torch.equal(ours.lse[:, :, :first], without.lse[:, :, :first])
@@ -98,13 +98,13 @@ def test_density_counts_their_pairs(backend):
 
 def test_a_call_of_nothing_but_last_rows_runs_dense():
     config = LayerConfig.uniform(1, segment=64, tile=TILE, last_rows=256)
-    reasons = [why_dense(config, CallShape(1, 1, 1, q_len, 4096, 64, 64), (0, 0)) for q_len in (256, 257)]
-    assert [reason and DenseReason.of(reason) for reason in reasons] == [DenseReason.FEW_QUERIES, None]
+    reasons = [find_dense_reason(config, CallShape(1, 1, 1, q_len, 4096, 64, 64), (0, 0)) for q_len in (256, 257)]
+    assert [reason and DenseReason.from_sentence(reason) for reason in reasons] == [DenseReason.FEW_QUERIES, None]
 
 
 def test_the_field_is_checked_and_part_of_a_config():
     config = LayerConfig.uniform(2, segment=64, tile=TILE, last_rows=512)
-    assert config_from_text(config.as_text()) == config != replace(config, last_rows=0)
+    assert read_config(config.as_text()) == config != replace(config, last_rows=0)
     assert config.as_dense().last_rows == 0
     with pytest.raises(ConfigError, match=r"last_rows 64 is not supported: use one of \(0, 128, 256, 512\)"):
         LayerConfig.uniform(2, last_rows=64)

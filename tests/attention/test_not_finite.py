@@ -16,7 +16,7 @@ from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.compute import window_attention
 from s2o_runtime.call import Scoring
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.devices import interpreted
+from s2o_runtime.devices import is_interpreted
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention
 from support.marks import INTERPRETED, pairwise
@@ -83,7 +83,7 @@ def test_in_plain_torch(path, where, bad, position):
 @pytest.mark.parametrize("bad", [math.nan, 6e4])
 @pytest.mark.parametrize(("backend", "head"), [*pairwise(["reference", "triton"], list(OF_HEADS)), ("dense", "plain")])
 def test_what_lies_in_padding_or_in_a_neighbour_reaches_no_other_row(backend, head, bad):
-    if backend == "triton" and not interpreted():
+    if backend == "triton" and not is_interpreted():
         pytest.skip("a GPU is here, so kernels are compiled")
     config, pad = LayerConfig((OF_HEADS[head],) * HEADS, TILE), 40
     q, k, v = (torch.randn(1, heads, LENGTH, HEAD_DIM) for heads in (HEADS, 1, 1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from s2o_runtime import ConfigError, LayerConfig, TileConfig, s2o_attention
-from s2o_runtime.attention.torch_op import config_from_text
+from s2o_runtime.attention.torch_op import read_config
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.errors import InputError, ModelError
 from s2o_runtime.huggingface.hf import prefill_mask, s2o_attention_forward
@@ -77,8 +77,8 @@ INT8 = LayerConfig.uniform(2, segment=128, scores="int8")
 
 @pytest.mark.parametrize("config", [CONFIG, MIXED, INT8], ids=["uniform", "mixed", "int8"])
 def test_the_text_of_a_config_says_everything(config):
-    assert config_from_text(config.as_text()) == config
+    assert read_config(config.as_text()) == config
     changed = json.loads(config.as_text())
     changed["heads"][0]["tau"] = -1.0
     with pytest.raises(ConfigError, match=r"tau -1\.0"):
-        config_from_text(json.dumps(changed))
+        read_config(json.dumps(changed))

@@ -8,7 +8,7 @@ import torch
 
 from s2o_runtime import HeadConfig, InputError, LayerConfig, TileConfig, s2o_attention_paged
 from s2o_runtime.attention import paged as paged_op
-from s2o_runtime.attention.paged import gathered, in_place_obstacle
+from s2o_runtime.attention.paged import find_in_place_obstacle, gather_keys
 from s2o_runtime.sequences import PagedKeys
 from support.marks import INTERPRETED, pairwise
 from support.paging import LAYOUTS, PagedBatch, paged
@@ -45,7 +45,7 @@ def pages_of(lengths, page_size, name, dtype=torch.float32, cache=None, head_dim
 def test_every_key_is_found_in_its_page(name, page_size, nan_filled):
     lengths = [37, 1, 16, 70]
     k, v, pages = pages_of(lengths, page_size, name)
-    for gather in (PagedKeys.gathered, gathered):
+    for gather in (PagedKeys.gathered, gather_keys):
         assert all(torch.equal(*pair) for pair in zip(gather(pages, torch.float32), (k, v), strict=True))
 
 
@@ -53,13 +53,13 @@ def test_every_key_is_found_in_its_page(name, page_size, nan_filled):
 def test_odd_head_dims_and_a_larger_output(nan_filled):
     """Rows behind the last key are nobody's."""
     k, _, pages = pages_of([20, 33], 16, LAYOUTS[0], torch.float16, head_dim=80, total_k=64)
-    k_out, _ = gathered(pages, torch.float16)
+    k_out, _ = gather_keys(pages, torch.float16)
     assert k_out.shape == (64, 2, 80)
     assert torch.equal(k_out[:53], k)
     assert pages.gathered(torch.float16)[0][:53].equal(k)
 
 
-@pytest.mark.parametrize("gather", [PagedKeys.gathered, pytest.param(gathered, marks=INTERPRETED)])
+@pytest.mark.parametrize("gather", [PagedKeys.gathered, pytest.param(gather_keys, marks=INTERPRETED)])
 @pytest.mark.parametrize("scales", [{}, {"k_scale": [0.5], "v_scale": [1.0, 2.0]}], ids=["plain", "scaled"])
 def test_keys_of_eight_bits_are_scaled(gather, scales, nan_filled):
     scales = {name: torch.tensor(values) for name, values in scales.items()}
@@ -121,9 +121,9 @@ def copies(monkeypatch):
 
     def spied(pages, dtype):
         made.append(pages)
-        return gathered(pages, dtype)
+        return gather_keys(pages, dtype)
 
-    monkeypatch.setattr(paged_op, "gathered", spied)
+    monkeypatch.setattr(paged_op, "gather_keys", spied)
     return made
 
 
@@ -179,7 +179,7 @@ def test_why_a_copy_is_wanted(change, config, said):
     k, v = (change.get(name, empty) for name in "kv")
     table = torch.zeros(1, 9, dtype=torch.int32)
     keys = PagedKeys(k, v, table, torch.tensor([0, 9 * page]), 9 * page, 9 * page)
-    obstacle = in_place_obstacle(keys, config, torch.float32)
+    obstacle = find_in_place_obstacle(keys, config, torch.float32)
     assert obstacle is None if said is None else re.search(said, obstacle)
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from calibrate.model.weights import model_class
+from calibrate.model.weights import get_model_class
 from s2o_runtime import explain, patched
 from s2o_runtime.attention import compute
 from s2o_runtime.attention.compute import window_attention
@@ -45,8 +45,8 @@ def twins(name):
     """The eager model of an architecture, and one with the same weights."""
     torch.manual_seed(1)
     config = CASES[name].config
-    eager = model_class(config).from_config(config, attn_implementation="eager").eval()
-    model = model_class(config).from_config(copy.deepcopy(config)).eval()
+    eager = get_model_class(config).from_config(config, attn_implementation="eager").eval()
+    model = get_model_class(config).from_config(copy.deepcopy(config)).eval()
     model.load_state_dict(eager.state_dict())
     return eager, model
 
@@ -117,7 +117,7 @@ def test_a_prompt_that_just_fits_a_window_and_one_that_does_not(length):
     ids = tokens(1, length)
     torch.testing.assert_close(model(ids).logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
     call = {"q_length": length, "q_offset": 0, "local_size": WINDOW, "allow_is_causal_skip": True, "config": config}
-    assert hf._hides_nothing(call) == (length == WINDOW)
+    assert hf._is_plain_window(call) == (length == WINDOW)
 
 
 @torch.no_grad()
@@ -143,8 +143,8 @@ def test_short_prompts_and_other_masks_stay_what_they_are():
     window, chunked = CASES["ministral"].config, CASES["llama4"].config
     call = {"batch_size": 1, "q_length": 4096, "kv_length": 4096, "q_offset": 0, "mask_function": lambda *index: True}
     call |= {"local_size": WINDOW, "allow_is_causal_skip": True}
-    assert hf._large_window(call | {"config": window}) == WINDOW
-    assert hf._large_window(call | {"config": window, "q_length": 1024, "kv_length": 1024}) is None
-    assert hf._large_window(call | {"config": window, "allow_is_causal_skip": False}) is None
-    assert hf._large_window(call | {"config": window, "local_size": None}) is None
-    assert hf._large_window(call | {"config": chunked}) is None
+    assert hf._find_large_window(call | {"config": window}) == WINDOW
+    assert hf._find_large_window(call | {"config": window, "q_length": 1024, "kv_length": 1024}) is None
+    assert hf._find_large_window(call | {"config": window, "allow_is_causal_skip": False}) is None
+    assert hf._find_large_window(call | {"config": window, "local_size": None}) is None
+    assert hf._find_large_window(call | {"config": chunked}) is None

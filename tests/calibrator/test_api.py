@@ -34,7 +34,7 @@ def test_it_does_what_the_command_does(tiny_folder, tmp_path, monkeypatch, capsy
     result = calibrate(str(tiny_folder), progress=False, out="a/named.safetensors", **given)
     assert result.met
     assert result.written
-    recipe = Recipe.of(given | {"model": str(tiny_folder), "out": Path("b/named.safetensors")})
+    recipe = Recipe.from_options(given | {"model": str(tiny_folder), "out": Path("b/named.safetensors")})
     assert recipe.budget == Budget("rel_mse", 1e-2)
     assert calibrate(recipe, progress=False).journal_reused > 0
     flags = "--budget-rel-mse 1e-2 --lengths 512 --segments 64,128 --trials 1 --num-prompts 1"

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from calibrate.compiling import THREADS, any_stride, compile_ahead, compiling, form, with_tiles
+from calibrate.compiling import THREADS, compile_ahead, get_kernel_form, start_compiling, with_tiles, without_stride
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.kernels import keys, prefill, splits, tail
 from s2o_runtime.kernels.rank import means, order, scores
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 from support.kernels import inputs
 
 TILE = TileConfig(64, 64, 2, 4, 2)
@@ -49,22 +49,22 @@ def test_a_block_goes_on_while_calls_are_made_and_leaves_out_what_did_not_begin(
         begun.set()
         made.append(inside.wait(20))
 
-    with compiling([waits]) as finish:
+    with start_compiling([waits]) as finish:
         inside.set()
         finish()
         assert made == [True]
     inside.clear()
     begun.clear()
-    with compiling([waits, lambda: made.append("left out")]):
+    with start_compiling([waits, lambda: made.append("left out")]):
         begun.wait(20)
     inside.set()  # nobody has waited for what was begun
     assert "left out" not in made
 
 
 def test_tiles_that_differ_in_their_stride_alone_have_one_kernel():
-    tiles = candidate_tiles(128, (9, 0))
+    tiles = list_candidate_tiles(128, (9, 0))
     layers = with_tiles(LayerConfig.uniform(2, segment=1024, tile=tiles[0]), tiles)
-    assert [any_stride(layer.tile) for layer in layers] == list(dict.fromkeys(map(any_stride, tiles)))
+    assert [without_stride(layer.tile) for layer in layers] == list(dict.fromkeys(map(without_stride, tiles)))
     assert len(layers) < len(tiles)
     assert {layer.tile for layer in layers} <= set(tiles)
 
@@ -95,6 +95,6 @@ def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
     for config in LAYERS.values():
         constants.clear()
         s2o_attention(q, k, v, config, backend="triton")
-        of_form.setdefault(form(config), set()).add(constants[-1])
+        of_form.setdefault(get_kernel_form(config), set()).add(constants[-1])
     assert all(len(each) == 1 for each in of_form.values())
     assert len({next(iter(each)) for each in of_form.values()}) == len(of_form) == 4

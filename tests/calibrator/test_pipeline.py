@@ -11,20 +11,20 @@ import torch
 from calibrate import pipeline
 from calibrate.journal import Journal
 from calibrate.model.models import load
-from calibrate.pipeline import calibrate, journal_identity
+from calibrate.pipeline import calibrate, make_journal_identity
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import adjust
 from calibrate.proof.verify import LengthProof
 from calibrate.record import read_record
 from calibrate.report import contents
 from calibrate.search.allocate import Allocation, Point
-from calibrate.search.choice import Choice, ChosenDense, SearchPoint
+from calibrate.search.choice import CalibrationDense, LayerPlan, SearchPoint
 from calibrate.timing import Timing
 from s2o_runtime import load_profile, patch, unpatch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError
-from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.reference.dense import exact_attention
 from support.tiny import recipe
 
@@ -85,13 +85,13 @@ def seen_from_outside(folder, recipe, profile):
         truth = exact_attention(q, k, v, **scoring.arguments())
         errors[len(q[0, 0]), layer] = float((out - truth).square().mean() / truth.square().mean())
 
-    for state in layer_states(loaded.model):
+    for state in get_layer_states(loaded.model):
         state.observer = observe
     seen = {}
     for length, (prompt,) in held_out.items():
         with torch.no_grad():
             loaded.model(prompt.ids[None], use_cache=False)
-        for index, state in enumerate(layer_states(loaded.model)):
+        for index, state in enumerate(get_layer_states(loaded.model)):
             density = 1.0 if state.last is None else float(state.last.density.mean())
             seen[length, index] = errors[length, index], density
     unpatch(loaded.model)
@@ -160,7 +160,7 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
         config = result.configs[512, layer]
         assert certified.limit == result.limits[512, layer]
         assert config.is_dense or certified.bound <= certified.limit
-        assert (certified.spent == 0) == (result.chosen[512].choices[layer].why_dense == ChosenDense.OVER_BOUND)
+        assert (certified.spent == 0) == (result.chosen[512].choices[layer].why_dense == CalibrationDense.OVER_BOUND)
         assert certified.density == pytest.approx(result.proofs[512].layers[layer].density, abs=0.1)
     assert length.share is None or length.share == pytest.approx(0.05 ** (1 / 3))
     assert length.share is None or 0 < length.mean_kl <= length.kl
@@ -171,7 +171,7 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
     assert [len(part) for part in parts] == [2, 1, 3]
     assert len(set.union(*parts)) == 6
     assert record.not_proven[-1].startswith("text unlike these prompts")
-    assert contents.report_of(recipe, result).certificate == record.certificate
+    assert contents.make_report(recipe, result).certificate == record.certificate
     again, _ = run("again", **CERTIFIED)
     assert again.out.read_bytes() == recipe.out.read_bytes()
 
@@ -203,18 +203,18 @@ def test_no_budget_at_all_gives_a_dense_profile(lengths, run):
 def test_what_changed_is_named(change, said, tiny_folder, tmp_path):
     loaded = load(str(tiny_folder), "cpu")
     device = DeviceIdentity("cpu", "cpu")
-    Journal.open(tmp_path / "j", journal_identity(loaded, device)).close()
+    Journal.open(tmp_path / "j", make_journal_identity(loaded, device)).close()
     if "geometry" in change:
         change = {"geometry": replace(loaded.geometry, layers=3)}
     with pytest.raises(InputError, match=said):
-        Journal.open(tmp_path / "j", journal_identity(replace(loaded, **change), device))
-    identity = journal_identity(loaded, device)
+        Journal.open(tmp_path / "j", make_journal_identity(replace(loaded, **change), device))
+    identity = make_journal_identity(loaded, device)
     identity["versions"] |= {"transformers": "5.0.0"}
     with pytest.raises(InputError, match=r"versions\.transformers 5.*, this run has 5\.0\.0"):
         Journal.open(tmp_path / "j", identity)
     with pytest.raises(InputError, match=r"device\.kind cpu, this run has cuda"):
-        Journal.open(tmp_path / "j", journal_identity(loaded, DeviceIdentity("cuda", "H200")))
-    Journal.open(tmp_path / "j", journal_identity(loaded, device)).close()
+        Journal.open(tmp_path / "j", make_journal_identity(loaded, DeviceIdentity("cuda", "H200")))
+    Journal.open(tmp_path / "j", make_journal_identity(loaded, device)).close()
 
 
 def test_a_run_after_an_edit_of_config_json_does_not_continue_the_one_before(tiny_folder, tmp_path):
@@ -223,7 +223,7 @@ def test_a_run_after_an_edit_of_config_json_does_not_continue_the_one_before(tin
     shutil.copytree(tiny_folder, folder)
 
     def opened():
-        return Journal.open(tmp_path / "j", journal_identity(load(str(folder), "cpu"), device))
+        return Journal.open(tmp_path / "j", make_journal_identity(load(str(folder), "cpu"), device))
 
     with opened() as journal:
         journal.put("curve", {"layer": 0}, [1.0])
@@ -240,7 +240,7 @@ def test_a_run_after_an_edit_of_config_json_does_not_continue_the_one_before(tin
 def choice(timing, mode="s2o", below=0):
     config = LayerConfig.uniform(2, tau=1.0, segment=512, mode=mode, tile=TileConfig(dense_below=below))
     allocation = Allocation(tuple(Point(0.0, 0.5, 0.5, 0.0, head) for head in config.heads))
-    return Choice(SearchPoint(512, config.tile), {}, 0.0, allocation, timing)
+    return LayerPlan(SearchPoint(512, config.tile), {}, 0.0, allocation, timing)
 
 
 def test_what_was_faster_than_dense_at_a_length_runs_there():
@@ -270,7 +270,7 @@ def test_how_many_needles_may_be_lost(needles, lost, tiny_folder, tmp_path):
 
 def test_the_report_says_what_the_result_is(certified):
     recipe, result = certified
-    document = json.loads(json.dumps(contents.report_of(recipe, result).to_json(), allow_nan=False))
+    document = json.loads(json.dumps(contents.make_report(recipe, result).to_json(), allow_nan=False))
     assert (document["out"], document["met"], document["problems"]) == (str(recipe.out), True, [])
     assert document["journal"] == {"path": str(recipe.journal), "reused": result.journal_reused}
     assert document["trials"] == 2 * len(result.chosen[512].groups)

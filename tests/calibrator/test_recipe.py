@@ -51,7 +51,7 @@ def options_that_fit(draw):
 
 
 def recipe(**options):
-    return Recipe.of(BASE | options)
+    return Recipe.from_options(BASE | options)
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +68,13 @@ def save(folder, text):
 @settings(max_examples=100, deadline=None)
 @given(options=options_that_fit())
 def test_a_recipe_survives_yaml_and_its_record(options, folder):
-    made = Recipe.of(options)
+    made = Recipe.from_options(options)
     assert all(getattr(made, OPTIONS[name].field) == value for name, value in options.items() if "mse" not in name)
     from_yaml = load_yaml(save(folder, made.to_yaml()))
     others = {f"budget_{kind}" for kind in KINDS} - {f"budget_{made.budget.kind}"}
     others |= set() if made.budget.kind == "mse" else {"ceiling_rel_mse"}
     assert set(from_yaml) == set(OPTIONS) - others
-    assert (Recipe.of(from_yaml), Recipe.of(from_yaml).to_yaml()) == (made, made.to_yaml())
+    assert (Recipe.from_options(from_yaml), Recipe.from_options(from_yaml).to_yaml()) == (made, made.to_yaml())
     record = json.loads(json.dumps(made.record()))
     again = Recipe.from_record(record, made.out)
     names = made.prompts and tuple(Path(path.name) for path in made.prompts)  # of prompts their names alone are kept
@@ -151,7 +151,7 @@ def test_flags_override_a_file():
 
 
 def test_a_budget_in_mse_has_a_ceiling_unless_it_is_switched_off():
-    assert Budget.of({"budget_mse": 2.0}) == Budget("mse", 2.0, 1e-2)
+    assert Budget.from_options({"budget_mse": 2.0}) == Budget("mse", 2.0, 1e-2)
     for off in (None, 0.0):
         assert recipe(budget_mse=2.0, ceiling_rel_mse=off).budget == Budget("mse", 2.0)
         assert recipe(ceiling_rel_mse=off).budget == DEFAULT_BUDGET  # it has none anyway
@@ -224,18 +224,18 @@ def test_the_models_limit_holds_for_check_lengths_too():
 
 
 def test_half_of_a_prompt_lies_in_some_prefix():
-    assert recipe().segments_for(1024) == (256, 512)
-    assert recipe().segments_for(1 << 20) == (256, 512, 1024, 2048)
-    assert recipe().segments_for(300) == (256,)  # the shortest is always there
-    assert recipe(segments=(64, 192)).segments_for(256) == (64,)
+    assert recipe().select_segments(1024) == (256, 512)
+    assert recipe().select_segments(1 << 20) == (256, 512, 1024, 2048)
+    assert recipe().select_segments(300) == (256,)  # the shortest is always there
+    assert recipe(segments=(64, 192)).select_segments(256) == (64,)
 
 
 def test_dense_last_rows_follow_the_length():
     made = recipe(lengths=(1024, 2048))
-    assert [made.last_rows_at(length) for length in (1024, 4096, 8191, 8192, 131072)] == [0, 128, 128, 256, 256]
-    assert recipe(last_rows=512).last_rows_at(1024) == 512
+    assert [made.count_last_rows(length) for length in (1024, 4096, 8191, 8192, 131072)] == [0, 128, 128, 256, 256]
+    assert recipe(last_rows=512).count_last_rows(1024) == 512
     older = {name: value for name, value in made.record().items() if name != "last_rows"}  # before there were any
-    assert Recipe.from_record(older, made.out).last_rows_at(8192) == 0
+    assert Recipe.from_record(older, made.out).count_last_rows(8192) == 0
 
 
 def test_the_journal_is_named_by_the_model_alone():

@@ -5,7 +5,16 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from calibrate.tables import Markup, Table, bullets, escaped, markdown, print_fields, print_lines, print_table
+from calibrate.tables import (
+    Markup,
+    Table,
+    escape_markdown,
+    format_bullets,
+    format_markdown,
+    print_fields,
+    print_lines,
+    print_table,
+)
 
 FOREIGN = "a|b\n# c \x1b[31m[bold]`x`</td>"
 
@@ -18,7 +27,7 @@ def printed(show, *arguments, width=120):
 
 def test_a_table_in_markdown():
     table = Table(("name", "error /\nlimit", "tile"), [("q", "9%", "64x64"), ("k", "10%", "8")], "not shown", "lrc")
-    assert markdown(table).splitlines() == [
+    assert format_markdown(table).splitlines() == [
         "| name | error / limit | tile |",
         "| :-- | --: | :-: |",
         "| q | 9% | 64x64 |",
@@ -27,10 +36,10 @@ def test_a_table_in_markdown():
 
 
 def test_foreign_text_is_neither_markup_nor_another_cell():
-    assert escaped(FOREIGN) == "a\\|b # c  \\[31m\\[bold\\]\\`x\\`\\</td\\>"
-    assert markdown(Table(("a",), [(FOREIGN,)])).count("\n") == 2
-    assert bullets(["one", "  two | three"]) == "- one\n  - two \\| three"
-    assert markdown(Table(("a",), [(Markup("[a](b)"),)])).endswith("| [a](b) |")
+    assert escape_markdown(FOREIGN) == "a\\|b # c  \\[31m\\[bold\\]\\`x\\`\\</td\\>"
+    assert format_markdown(Table(("a",), [(FOREIGN,)])).count("\n") == 2
+    assert format_bullets(["one", "  two | three"]) == "- one\n  - two \\| three"
+    assert format_markdown(Table(("a",), [(Markup("[a](b)"),)])).endswith("| [a](b) |")
 
 
 def test_foreign_text_cannot_colour_or_move_a_terminal():

@@ -11,7 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from calibrate import timing
-from calibrate.timing import CERTAIN, HOPELESS, LONG, ROUNDS, against_dense, interval, medians, samples
+from calibrate.timing import (
+    CERTAIN,
+    LONG_CALL_S,
+    MAX_SLOWDOWN,
+    ROUNDS,
+    interval,
+    measure_medians,
+    sample_times,
+    time_against_dense,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -52,19 +61,19 @@ def half_width(seconds):
     noise=st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0, 5.0]),
     first=st.sampled_from([1.0, 1.29, 1.31]),
     best=st.sampled_from([math.inf, 1.0]),
-    known=st.sampled_from([None, LONG / 2, LONG]),
+    known=st.sampled_from([None, LONG_CALL_S / 2, LONG_CALL_S]),
 )
 def test_timing_goes_on_until_the_median_is_certain_or_the_call_hopeless(device, noise, first, best, known):
     """Long dense attention is not timed again, and warming up is not counted."""
-    assert HOPELESS == 1.3
+    assert MAX_SLOWDOWN == 1.3
     seconds = [1.0 + noise * (value - 1.0) for value in (1.0, 1.06, 0.97, 1.02, 1.01, 0.99, 1.0)]
     seconds[0] = first
     rejected = first > 1.3 * best
     certain = (n for n in range(3, 8) if half_width(seconds[:n]) < CERTAIN * statistics.median(seconds[:n]))
     rounds = 1 if rejected else next(certain, ROUNDS)
-    again = known != LONG
+    again = known != LONG_CALL_S
     (call, calls), (dense, dense_calls) = counted(seconds, 2), counted([3.0, 5.0, 4.0], 1)
-    result = against_dense(call, dense, device, best=best, dense_seconds=known)
+    result = time_against_dense(call, dense, device, best=best, dense_seconds=known)
     assert (result.rounds, result.rejected) == (rounds, rejected)
     assert result.seconds == statistics.median(seconds[:rounds])
     assert result.dense_seconds == (statistics.median([3.0, 5.0, 4.0, 4.0, 4.0, 4.0, 4.0][:rounds]) if again else known)
@@ -90,7 +99,7 @@ def test_calls_take_turns_and_the_first_turn_is_not_counted(device):
         order.append(name)
         return next(times[name])
 
-    sampled = samples({name: (lambda name=name: call(name)) for name in times}, device, 3)
+    sampled = sample_times({name: (lambda name=name: call(name)) for name in times}, device, 3)
     assert sampled == {"a": [1.0, 9.0, 2.0], "b": [5.0, 4.0, 3.0]}
     assert order == ["a", "b", "b", "a"] * 2
 
@@ -143,7 +152,7 @@ class PretendedGPU:
         ([3.0], 2.0, [8.0], 2e-3),
         ([20.0, 3.0], 2.0, [8.0, 32.0], 2e-3),
         ([20.0, 20.0], 2.0, [8.0, 32.0], 2e-3),
-        ([9.0], 1000 * LONG, [8.0], LONG + 1e-3),  # launched a millisecond too late, which does not count
+        ([9.0], 1000 * LONG_CALL_S, [8.0], LONG_CALL_S + 1e-3),  # launched a millisecond too late, which does not count
     ],
     ids=["in time", "late once", "late", "long"],
 )
@@ -160,5 +169,5 @@ def test_a_call_is_timed_on_its_own_gpu(monkeypatch):
     second, gpu = torch.device("cuda", 1), PretendedGPU([1.0], 3.0)
     monkeypatch.setattr(timing, "torch", gpu)
     monkeypatch.setattr(timing, "_create_event", gpu.event)
-    assert medians({"a": gpu.call}, second, 1) == {"a": pytest.approx(3e-3)}
+    assert measure_medians({"a": gpu.call}, second, 1) == {"a": pytest.approx(3e-3)}
     assert gpu.recorded == [second, "call", second] * 2

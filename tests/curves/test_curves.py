@@ -16,13 +16,13 @@ from calibrate.curves.curves import (
     RankingConfig,
     Shape,
     combine_curves,
+    compute_row_errors,
     count_window_pairs,
+    estimate_overhead,
     fixed_cost,
-    overhead,
-    row_errors,
     tile_worst,
 )
-from calibrate.curves.measure import RANKING_COST, RankingCost, measure, measure_ranking_cost, stored_cost
+from calibrate.curves.measure import RANKING_COST, RankingCost, measure, measure_ranking_cost, read_stored_cost
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
@@ -30,7 +30,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.identity import geometry
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.sequences import call_shape, density
+from s2o_runtime.sequences import call_shape, measure_density
 from support.executors import GPU, pretended
 from support.marks import pairwise
 from support.models import CONFIGS
@@ -76,7 +76,9 @@ def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
 def predicts(captured, method, tile, tail, last_rows=0):
     """Compare the curve of a method and a tile with the reference at some thresholds."""
     methods = [RankingConfig(method.segment, 17 - method.representatives), method]  # one pass, several ways to rank
-    curve = measure(captured, methods, [Shape(64, 128), Shape.of(tile)], last_rows)[method, Shape.of(tile)]
+    curve = measure(captured, methods, [Shape(64, 128), Shape.from_tile(tile)], last_rows)[
+        method, Shape.from_tile(tile)
+    ]
     scoring = captured.scoring.arguments()
     truth = exact_attention(captured.q, captured.k, captured.v, **scoring)
     assert curve.dense_power == pytest.approx(float(truth.square().mean()), rel=1e-5)
@@ -87,12 +89,12 @@ def predicts(captured, method, tile, tail, last_rows=0):
         out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, **scoring)
         # a curve's prefix is a whole number of its steps; the kernel's of its tiles, which divide them
         predicted = curve.density[:, index]
-        actual = density(visited, config, call_shape(captured.q, captured.k, captured.v))
+        actual = measure_density(visited, config, call_shape(captured.q, captured.k, captured.v))
         torch.testing.assert_close(predicted, actual, rtol=1e-9, atol=1e-9)
         mse = (out - truth).square().mean((0, 2, 3)).double()
         predicted_mse, predicted_worst = (errors[:, index] for errors in curve.errors(tail))
         torch.testing.assert_close(predicted_mse, mse, rtol=1e-3, atol=1e-9)
-        worst = tile_worst(row_errors(out, truth), tile.block_m)[0].double()
+        worst = tile_worst(compute_row_errors(out, truth), tile.block_m)[0].double()
         expected = worst.sort(-1).values[:, round(WORST * (worst.shape[1] - 1))]
         torch.testing.assert_close(predicted_worst.square(), expected.square(), rtol=2e-3, atol=1e-9)
         seen.add(round(float(actual.mean()), 3))
@@ -156,7 +158,7 @@ GEOMETRY = geometry(CONFIGS["llama"])
 
 
 def recipe():
-    return Recipe.of({"model": "tiny", "lengths": (8192,), "out": Path("unused"), "budget_rel_mse": 1e-3})
+    return Recipe.from_options({"model": "tiny", "lengths": (8192,), "out": Path("unused"), "budget_rel_mse": 1e-3})
 
 
 @pytest.mark.parametrize(("file", "length", "most"), [("8k", 8192, 1.05), ("32k", 32768, 1.05), ("128k", 131072, 1.25)])
@@ -170,7 +172,7 @@ def test_what_ranking_takes_is_what_an_h200_took(file, length, most):
     dense = next(row["seconds"] for row in measured["rows"] if row["method"] == "dense (cuDNN)")
     selecting = [row["selecting_seconds"] for row in measured["rows"] if row["method"] == "S2O, one tau"]
     share = statistics.median(selecting) / dense
-    assert 0.95 < (overhead(RankingConfig(1024), tail="mean") + fixed_cost(length)) / share < most
+    assert 0.95 < (estimate_overhead(RankingConfig(1024), tail="mean") + fixed_cost(length)) / share < most
 
 
 def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
@@ -181,10 +183,10 @@ def test_a_gpus_cost_is_measured_once_and_read_again(tmp_path, monkeypatch):
             assert measure_ranking_cost(pretended(GEOMETRY, GPU), 8192, recipe(), journal) == 0.123
         assert measure_ranking_cost(pretended(GEOMETRY), 8192, recipe(), journal) == fixed_cost(8192)
         entries = journal.entries(RANKING_COST)
-    assert stored_cost(entries, GEOMETRY, GPU, 8192, recipe()) == 0.123
-    assert stored_cost(entries, GEOMETRY, replace(GPU, name="another"), 8192, recipe()) == fixed_cost(8192)
-    assert stored_cost(entries, GEOMETRY, GPU, 16384, recipe()) == fixed_cost(16384)
-    assert stored_cost([], GEOMETRY, GPU, 8192, recipe()) == fixed_cost(8192)
+    assert read_stored_cost(entries, GEOMETRY, GPU, 8192, recipe()) == 0.123
+    assert read_stored_cost(entries, GEOMETRY, replace(GPU, name="another"), 8192, recipe()) == fixed_cost(8192)
+    assert read_stored_cost(entries, GEOMETRY, GPU, 16384, recipe()) == fixed_cost(16384)
+    assert read_stored_cost([], GEOMETRY, GPU, 8192, recipe()) == fixed_cost(8192)
     assert [key["heads"] for key, _ in entries] == [[4, 2, 64]]
 
 
@@ -196,10 +198,10 @@ def test_the_measured_call_stops_as_early_as_it_can(monkeypatch):
         ran.extend(call() for call in calls.values())
         return {"s2o": 0.6, "dense": 1.0}
 
-    monkeypatch.setattr(measure_module, "medians", medians)
+    monkeypatch.setattr(measure_module, "measure_medians", medians)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     executor = pretended(GEOMETRY, GPU)
     cost = executor.submit(RankingCost(1024, 256, (4, 2, 64))).result()
     assert [out.shape for out in ran] == [(1, 4, 1024, 64)] * 2
-    density = 0.6 - overhead(RankingConfig(256), "none") - cost
+    density = 0.6 - estimate_overhead(RankingConfig(256), "none") - cost
     assert 0.25 < density < 0.6  # windows of 256 have 0.25 of the pairs; to it comes one chunk for each row tile

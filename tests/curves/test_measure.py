@@ -15,7 +15,7 @@ from calibrate.journal import Journal
 from calibrate.model import layers
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
-from calibrate.work.executor import local_executor
+from calibrate.work.executor import open_local_executor
 from support.models import save, stream
 
 SLOW = pytest.mark.slow(reason="measures a model several times, or starts a process of its own")
@@ -37,7 +37,7 @@ def make_prompts(seed=5):
 
 def recipe(**changes):
     options = {"model": "tiny", "lengths": LENGTHS, "check_lengths": (), "out": Path("unused"), "segments": (64, 256)}
-    return Recipe.of(options | changes)
+    return Recipe.from_options(options | changes)
 
 
 @dataclasses.dataclass
@@ -96,7 +96,7 @@ def test_the_model_is_measured_as_prompt_by_prompt(loaded, watched):
     for length in LENGTHS:
         segments = (64,) if length == 450 else (64, 256)  # at least half of a prompt lies in some prefix
         rankings = [RankingConfig(segment, count) for segment in segments for count in (1, 16)]
-        alone = [list(map(list, layers.layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
+        alone = [list(map(list, layers.capture_layers(loaded, [prompt.ids]))) for prompt in prompts[length]]
         for layer in range(2):
             assert set(curves[length][layer]) == {(ranking, shape) for ranking in rankings for shape in SHAPES[length]}
             for key, curve in curves[length][layer].items():
@@ -130,7 +130,7 @@ def test_the_journal_answers_for_what_it_has(watched, monkeypatch):
 def test_workers_share_prompts_and_an_interrupted_run_keeps_their_parts(loaded, watched):
     """Each of two workers measures one prompt of every length; a part is kept until the mean takes its place."""
     first = watched.run()
-    with local_executor(loaded) as executor, Journal.open(watched.path.with_name("parts"), {}) as journal:
+    with open_local_executor(loaded) as executor, Journal.open(watched.path.with_name("parts"), {}) as journal:
         executor.size, spread, done = 2, executor.spread, []
 
         def interrupted(tracks):

@@ -28,7 +28,7 @@ from s2o_runtime.doctor.command import examine, main
 from s2o_runtime.doctor.findings import Finding, Section, choose_exit_code, render_json, render_text
 from s2o_runtime.reference import attention
 from s2o_runtime.reference.dense import dense_attention, exact_attention
-from s2o_runtime.serving.fit import ProfileFit, Rank
+from s2o_runtime.serving.fit import Rank, RankProfile
 from support.marks import pairwise
 from support.pages import DEMO_PROFILE, ROOT
 
@@ -101,7 +101,8 @@ def test_problems_decide_the_exit_code_bad_input_first():
 
 def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
     program = (
-        "import sys\nfrom s2o_runtime.doctor.command import main, parser\nparser()\nflags = set(sys.modules)\n"
+        "import sys\nfrom s2o_runtime.doctor.command import build_parser, main\nbuild_parser()\n"
+        "flags = set(sys.modules)\n"
         "code = main(['--device', 'cpu', '--profile', sys.argv[1]])\n"
         "heavy = {'transformers', 'vllm', 'sglang', 'calibrate', 'rich', 'packaging'}\n"
         "print(code, 'torch' in flags, sorted(heavy & set(sys.modules)))"
@@ -205,7 +206,7 @@ def test_a_server_is_known_by_its_sources_alone(server, sources, tmp_path, monke
     assert unknown.advice.endswith(f"use one of {', '.join(versions)}")
 
     inspected, plugins = [], []
-    monkeypatch.setattr(findings, "interface_obstacle", lambda *arguments: inspected.append(arguments))
+    monkeypatch.setattr(findings, "find_interface_obstacle", lambda *arguments: inspected.append(arguments))
     monkeypatch.setattr(findings.metadata, "entry_points", lambda group: {server[5]: plugins}.get(group, []))
     assert "does not find S2O's plugin" in findings.check_server(*server).advice
     plugins.append(SimpleNamespace(name="s2o"))
@@ -332,7 +333,7 @@ GPU_TILES = {  # those of `kernel_tiles`, by their stride and height
 def test_these_are_the_tiles_of_every_gpu(monkeypatch):
     tiles = {}
     for gpu in [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]:
-        monkeypatch.setattr(self_test, "capability", lambda device, gpu=gpu: gpu)
+        monkeypatch.setattr(self_test, "get_capability", lambda device, gpu=gpu: gpu)
         tiles[gpu] = self_test.list_kernel_tiles(CPU)
     assert {tile for of_gpu in tiles.values() for tile in of_gpu} == set(GPU_TILES.values())
     assert {gpu: {tile.specialized for tile in of_gpu} for gpu, of_gpu in tiles.items()} == {
@@ -396,7 +397,7 @@ def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
     Values are read as they are: no kernel rounds them.
     """
     (q, k, v), judged = compared(tile, length)
-    real, generator = attention.part_means, torch.Generator().manual_seed(length)
+    real, generator = attention.make_representatives, torch.Generator().manual_seed(length)
 
     def rounded(x):
         off = (torch.rand(x.shape, generator=generator) * 2 - 1) * 2**-8
@@ -406,7 +407,7 @@ def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
         parts = real(*arguments)
         return parts * (1 + 0.05 * torch.randn(parts.shape, generator=generator))
 
-    monkeypatch.setattr(attention, "part_means", part_means)
+    monkeypatch.setattr(attention, "make_representatives", part_means)
     for _ in range(5):
         off_q, off_k = rounded(q), rounded(k)
         assert not torch.equal(off_q, q)
@@ -491,7 +492,7 @@ def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
         with torch.no_grad():
             model(torch.arange(length)[None] + 100, logits_to_keep=1)
         ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
-        foreseen = profile_check.list_outcomes(ProfileFit(profile, Rank(), CPU), length)
+        foreseen = profile_check.list_outcomes(RankProfile(profile, Rank(), CPU), length)
         assert {(layer, path) for layer, path, _ in foreseen} == ran.keys()
         assert all(ran[layer, path] == reason for layer, path, reason in foreseen if path == "dense")
         seen |= {path for _, path, _ in foreseen}

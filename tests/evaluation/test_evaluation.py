@@ -20,18 +20,18 @@ from transformers import AutoTokenizer
 
 from calibrate.evaluation import plan, report, score
 from calibrate.evaluation.plan import TEXT, EvaluationPlan, normalise_setting, parse_setting
-from calibrate.evaluation.results import open_journal, summary
+from calibrate.evaluation.results import open_journal, summarise
 from calibrate.evaluation.run import (
     BASELINE,
     Evaluation,
     Variant,
-    _baseline_forward,
+    _run_baseline,
     collect_run_stats,
     evaluate,
+    list_variants,
     run_as,
-    variants,
 )
-from calibrate.evaluation.tasks import SUMMARY, Case, build, cases, check, read_user_prompts
+from calibrate.evaluation.tasks import SUMMARY, Case, build, check_lengths, list_cases, read_user_prompts
 from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
 from calibrate.prompts.prompt import Prompt
@@ -58,11 +58,11 @@ def tiny(tiny_folder):
 
 def run(plan, loaded, own=()):
     """The summary of a plan, measured or taken from its journal."""
-    compared = variants(plan.validate(), loaded)
+    compared = list_variants(plan.validate(), loaded)
     with open_journal(plan, loaded) as journal:
         evaluation = Evaluation(plan, loaded, compared, own, journal)
         evaluate(evaluation, progress=False)
-        return summary(evaluation)
+        return summarise(evaluation)
 
 
 def entries(plan):
@@ -115,19 +115,19 @@ def test_a_setting_that_never_stops_is_dense_and_a_coarse_one_is_not(measured):
 def test_rows_and_the_heat_map_are_what_the_entries_say(tiny, tmp_path):
     tasks, rng, by_hand = ("needles", "alike"), random.Random(0), {}
     plan = EvaluationPlan("tiny", tmp_path, (512, 640), tasks, settings=(COARSE,), samples=5, needles=2).validate()
-    compared = variants(plan, tiny)
+    compared = list_variants(plan, tiny)
     with open_journal(plan, tiny) as journal:
-        for case, variant in product(cases(plan, ()), compared):
+        for case, variant in product(list_cases(plan, ()), compared):
             asked, correct = rng.sample((0, 1), 2), [rng.random() < 0.5, rng.random() < 0.7]
             value = {"correct": correct, "asked": asked, "log_likelihood": [-1.0] * 2, "density": 1.0, "dense": {}}
             journal.put(case.tasks[0], case.key(variant.identity), value)
             by_hand.setdefault((case.tasks[0], case.length, variant.name), []).append((asked, correct))
-        results = summary(Evaluation(plan, tiny, compared, (), journal))
+        results = summarise(Evaluation(plan, tiny, compared, (), journal))
     for heat in results["heat"]:
         answers = [by_hand["needles", length, heat["variant"]] for length in (512, 640)]
         shares = [[sum(correct[asked.index(part)] for asked, correct in at) / 5 for at in answers] for part in (0, 1)]
         assert heat["accuracy"] == shares
-    assert report.pictures(results).keys() == {"needles"}
+    assert report.draw_pictures(results).keys() == {"needles"}
     kept = {(row["task"], row["length"]): row["kept"] for row in rows(results, "retrieval", COARSE)}
     for length, pooled in zip((512, 640), results["quality"], strict=True):
         pairs = []
@@ -156,7 +156,7 @@ def log_probs(model, ids):
 
 def test_agreement_is_the_divergence_made_by_hand(tiny, tmp_path):
     ids, positions = torch.randint(3, 99, (700,)), torch.arange(5, 700, 3)
-    compared = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
+    compared = list_variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(COARSE,)).validate(), tiny)
     dense = torch.cat(list(score.ForwardPass(tiny, ids).log_probs(positions)))
     p = log_probs(tiny.model, ids)[positions]
     with run_as(tiny.model, compared[1]):
@@ -198,7 +198,7 @@ def generated(model, ids, count):
 @pytest.mark.slow(reason="generates with three models")
 def test_greedy_answers_are_those_that_the_models_generate(demo, tmp_path):
     plan = EvaluationPlan("demo", tmp_path, (700,), settings=("tau=20,segment=64", EXACT)).validate()
-    dense, *sparse = variants(plan, demo)
+    dense, *sparse = list_variants(plan, demo)
     ids = build(Case(("greedy",), 700, 1), plan, demo.tokenizer, ())[0].ids
     with run_as(demo.model, dense):
         forward = score.ForwardPass(demo, ids, cache=True)
@@ -233,7 +233,7 @@ def test_a_greedy_answer_ends_where_the_model_ends_it(demo, tmp_path, monkeypatc
     ],
 )
 def test_a_baseline_computes_every_layer_that_it_does_not_leave_dense(tiny, tmp_path, text, dense_layers):
-    dense, baseline = variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(text,)).validate(), tiny)
+    dense, baseline = list_variants(EvaluationPlan("tiny", tmp_path, (700,), settings=(text,)).validate(), tiny)
     assert baseline.name == text
     ids, hidden = torch.randint(3, 99, (700,)), {}
     for variant in (dense, baseline):
@@ -262,7 +262,7 @@ def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
     q, mask = torch.randn(1, 2, 300, head_dim), hf.prefill_mask(1, 0)
     setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
     with pytest.raises(InputError, match=f"pbs cannot compute {obstacle}: leave this setting out"):
-        _baseline_forward(module, q, q, q, mask, **options)
+        _run_baseline(module, q, q, q, mask, **options)
 
 
 def test_baselines_are_found_in_a_clone_only(tmp_path, monkeypatch):
@@ -305,7 +305,7 @@ def read_answer(task, text, question):
 @pytest.mark.parametrize("task", ["needles", "alike", "variables", "counting", "questions"])
 def test_every_question_is_answered_by_the_text(demo, tmp_path, task):
     plan = EvaluationPlan("demo", tmp_path, (1024,), (task,), samples=2, needles=8).validate()
-    prompt, asked = build(cases(plan, ())[1], plan, demo.tokenizer, ())
+    prompt, asked = build(list_cases(plan, ())[1], plan, demo.tokenizer, ())
     assert (len(prompt.ids), sorted(asked)) == (1024, list(range(8)))
     text, end = re.split(r"(?=\n# (?:What is|How many|In which|Who is))", demo.tokenizer.decode(prompt.ids), maxsplit=1)
     answers = [demo.tokenizer.decode(prompt.ids[first:end]).strip() for first, end in prompt.answers]
@@ -348,10 +348,10 @@ def test_a_users_prompt_is_read_as_it_is_served(tmp_path):
 def test_the_shortest_length_is_checked_for_every_task(demo, tmp_path):
     plan = EvaluationPlan("demo", tmp_path, (256,), ("needles", "greedy"), needles=9).validate()
     with pytest.raises(InputError, match=r"length 256 .* 'needles': use (\d+) tokens") as refused:
-        check(plan, demo.tokenizer)
+        check_lengths(plan, demo.tokenizer)
     enough = replace(plan, lengths=(int(re.search(r"use (\d+) tokens", str(refused.value))[1]),))
-    check(enough, demo.tokenizer)
-    for case in cases(enough, ()):
+    check_lengths(enough, demo.tokenizer)
+    for case in list_cases(enough, ()):
         prompt, _ = build(case, enough, demo.tokenizer, ())
         text = demo.tokenizer.decode(prompt.ids)
         assert len(prompt.ids) == case.length

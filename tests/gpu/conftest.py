@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from s2o_runtime.kernels.plan import LaunchPlan
-from s2o_runtime.tiles import tile_obstacle
+from s2o_runtime.tiles import find_tile_obstacle
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def _gpu(request):
     given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if "tile" in given:
         head_dim = given["shape"][5] if "shape" in given else given.get("head_dim", 128)
-        obstacle = tile_obstacle(given["tile"], head_dim, torch.cuda.get_device_capability())
+        obstacle = find_tile_obstacle(given["tile"], head_dim, torch.cuda.get_device_capability())
         if obstacle:
             pytest.skip(obstacle)
 

@@ -155,7 +155,7 @@ def trace() -> float:
     config = LayerConfig.uniform(HEADS, segment=256, tail="mean", representatives=16, tile=PLAIN)
     truth = exact_attention(q, k, v).to(q.dtype)
     taus = torch.tensor([1e-2, 0.1, 1.0, 10.0], device="cuda")
-    (found,) = traced(Call.of(q, k, v, config), truth, torch.ones(HEADS, device="cuda"), taus)
+    (found,) = traced(Call.from_tensors(q, k, v, config), truth, torch.ones(HEADS, device="cuda"), taus)
     grown = (found.visited[..., : len(taus)].diff(dim=-1) > 0).sum()
     return float(grown + sum(one[..., : len(taus)].isnan().sum() for one in found if isinstance(one, Tensor)))
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from s2o_runtime.quantisation import as_cached
+from s2o_runtime.quantisation import round_as_cached
 from s2o_runtime.serving import self_test
 from s2o_runtime.serving.fit import Rank
 from support.engines import ENGINES
@@ -63,7 +63,7 @@ def check(server_name, tile, fp8):
         took, out = seconds(lambda: engine.outputs([(second, LENGTH)]))
         times.append(1e3 * took)
     if fp8:
-        second.keys, second.values = (as_cached(tensor, "fp8") for tensor in (second.keys, second.values))
+        second.keys, second.values = (round_as_cached(tensor, "fp8") for tensor in (second.keys, second.values))
     truth = alone(second, LENGTH, layer.config(LENGTH)).out.float()
     error = float((out.float() - truth).square().mean() / truth.square().mean())
     paths = {path for path, _ in engine.counted()}

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from s2o_runtime.devices import capability
+from s2o_runtime.devices import get_capability
 from s2o_runtime.doctor.command import main
 from s2o_runtime.doctor.self_test import check_kernel, list_kernel_tiles, run_self_test
 
@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 0)
 
 def test_every_kernel_of_this_gpu_passes(nan_filled):
     findings = run_self_test(GPU)
-    assert [finding.verdict for finding in findings] == ["ok"] * (2 if capability(GPU) == (9, 0) else 1), findings
+    assert [finding.verdict for finding in findings] == ["ok"] * (2 if get_capability(GPU) == (9, 0) else 1), findings
 
 
 @pytest.mark.parametrize("length", [301, 1021, 2045])

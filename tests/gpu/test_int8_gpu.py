@@ -8,10 +8,10 @@ import torch
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
 from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig
-from s2o_runtime.kernels.keys import keys_of
+from s2o_runtime.kernels.keys import read_keys
 from s2o_runtime.quantisation import quantise_keys
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 from support.gpu import SHAPES, SHAPES_256, drawn, inputs, relative_error
 from support.marks import pairwise
 
@@ -24,7 +24,7 @@ def test_keys_are_rounded_as_the_rule_says(kv_len, head_dim, starts, dtype, nan_
     batch = 1 if starts is None else 2
     q, k, _, kv_start = drawn((batch, 4, 2, kv_len, kv_len, head_dim, starts), dtype)
     config = LayerConfig.uniform(4, scores="int8")
-    rows, unit, middle = keys_of(Call.of(q, k, k, config, kv_start=kv_start))
+    rows, unit, middle = read_keys(Call.from_tensors(q, k, k, config, kv_start=kv_start))
     for b in range(batch):
         start = 0 if starts is None else starts[b]
         for h in range(2):
@@ -45,7 +45,7 @@ def test_never_stopping_is_the_reference(shape, dtype, nan_filled):
     config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), PLAIN, scores="int8")
     options = {"kv_start": kv_start, "return_lse": True}
     expected, expected_lse, _ = s2o_attention(q, k, v, config, backend="reference", **options)
-    for tile in {replace(tile, chunk=2) for tile in candidate_tiles(shape[5], torch.cuda.get_device_capability())}:
+    for tile in {replace(tile, chunk=2) for tile in list_candidate_tiles(shape[5], torch.cuda.get_device_capability())}:
         ours, lse, _ = s2o_attention(q, k, v, config.with_tile(tile), backend="triton", **options)
         # bf16 weights and output, 2^-8 each, and a query between two levels that is rounded to the other one
         assert relative_error(ours, expected.float()) <= 8e-3, tile
@@ -59,7 +59,7 @@ def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau, nan_filled)
     q, k, v = inputs(1, 4, 2, 3000, 3000, head_dim, torch.bfloat16)
     kinds = (HeadConfig(tau, 256, representatives=16, tail="mean"), HeadConfig(tau, 128), HeadConfig(mode="dense"))
     heads = tuple(kinds[h % 3] for h in range(4))
-    for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
+    for tile in {replace(tile, chunk=2) for tile in list_candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
         config = LayerConfig(heads, tile, scores="int8")
         warps = 4 if tile.block_m == 64 and head_dim <= 128 else 8
         plain = config.with_tile(TileConfig(tile.block_m, tile.block_n, 2, warps, 1))
@@ -78,7 +78,7 @@ def test_sinks_packed_sequences_and_plans(nan_filled):
     cu = torch.tensor([0, 700, 700, 701, 2001], dtype=torch.int32, device="cuda")
     sinks = torch.tensor([1.0, 4.0, -2.0, 0.0], device="cuda")
     config = LayerConfig.uniform(4, segment=128, tau=0.0, tile=PLAIN, scores="int8")
-    tiles = [PLAIN, *candidate_tiles(128, torch.cuda.get_device_capability())[:1]]
+    tiles = [PLAIN, *list_candidate_tiles(128, torch.cuda.get_device_capability())[:1]]
     arguments, options = (q, k, v, cu, cu, 1300, 1300), {"sinks": sinks, "return_lse": True}
     expected = s2o_attention_varlen(*arguments, config, backend="reference", **options)
     for tile in tiles:

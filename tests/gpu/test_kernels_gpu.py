@@ -9,13 +9,13 @@ import torch
 
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen, warmup
 from s2o_runtime.call import Call
-from s2o_runtime.config import GRAIN, HeadConfig, StopRule
+from s2o_runtime.config import KEY_BLOCK, HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.rank.order import order
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
-from s2o_runtime.sequences import call_shape, density
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.sequences import call_shape, measure_density
+from s2o_runtime.tiles import list_candidate_tiles
 from support.gpu import SHAPES, SHAPES_256, drawn, inputs, relative_error
 from support.kernels import kernel_ranking
 from support.layouts import as_transformers, pack, unpacked
@@ -57,14 +57,16 @@ def test_stopping_follows_the_reference(shape, stop_rule, tau, nan_filled):
     assert abs(ours_error - theirs_error) <= (1.5 if stop_rule is StopRule.PAPER else 0.1) * theirs_error + 5e-3
     one_check = config.tile.stride / (k.shape[2] / 2)  # of the keys that a row sees on average
     torch.testing.assert_close(stats.density, expected.density, rtol=0.03, atol=0.005 + one_check / 2)
-    torch.testing.assert_close(stats.density, density(stats.visited, config, call_shape(q, k, v, kv_start), kv_start))
+    torch.testing.assert_close(
+        stats.density, measure_density(stats.visited, config, call_shape(q, k, v, kv_start), kv_start)
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_every_candidate_tile_of_this_gpu(head_dim, nan_filled):
     q, k, v = inputs(1, 4, 2, 1333, 1333, head_dim, torch.bfloat16)
     truth = exact_attention(q, k, v)
-    for tile in {replace(tile, chunk=2) for tile in candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
+    for tile in {replace(tile, chunk=2) for tile in list_candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
         config = LayerConfig.uniform(4, tau=0.0, segment=256, tile=tile)
         out = s2o_attention(q, k, v, config, backend="triton")
         assert relative_error(out, truth) <= 6e-3, tile  # bf16 weights and output, each within 2^-8
@@ -80,12 +82,12 @@ def test_the_order_in_which_heads_start_changes_nothing(length, last_rows, tile,
     q, k, v = inputs(1, 6, 2, length, length, 128, torch.bfloat16)
     kinds = (HeadConfig(0.0, 256), HeadConfig(0.3, 512, tail="mean"), HeadConfig(0.0, mode="dense"))
     config = LayerConfig(tuple(kinds[head % 3] for head in range(6)), tile, last_rows=last_rows)
-    call = Call.of(q, k, v, config)
+    call = Call.from_tensors(q, k, v, config)
     expected = exact_attention(q, k, v)
     outputs = []
     for per_wave in (1, 2, 3, 6):
         monkeypatch.setattr(prefill_module, "count_heads_per_wave", lambda *_, heads=per_wave: heads)
-        outputs.append(prefill_module.s2o_prefill(call))
+        outputs.append(prefill_module.run_prefill(call))
     for out, visited, _ in outputs:
         assert relative_error(out[:, [0, 2, 3, 5]], expected[:, [0, 2, 3, 5]]) <= 6e-3
         assert relative_error(out, outputs[0][0]) <= 1e-4
@@ -142,11 +144,11 @@ def test_the_order_with_ballots_is_the_portable_one(nan_filled):
     for length in (70, 1000, 2600, 5000):
         q, k, _ = inputs(2, 4, 2, min(length, 700), length, 64, torch.bfloat16)
         config = LayerConfig.uniform(4, segment=128, tail="mean", tile=TileConfig(64, 32, 4, 4, 1))
-        call = Call.of(q, k, k, config)
+        call = Call.from_tensors(q, k, k, config)
         fast, _ = kernel_ranking(call)
         portable = order(fast.score, call, range(call.shape.q_len), portable=True)
         for n in range(fast.order.shape[2]):
-            steps = (call.shape.offset + n * 128) // 32 * 32 // GRAIN
+            steps = (call.shape.offset + n * 128) // 32 * 32 // KEY_BLOCK
             assert torch.equal(fast.order[:, :, n, :steps], portable.order[:, :, n, :steps])
             if steps:
                 assert torch.equal(fast.first[:, :, n], portable.first[:, :, n])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from calibrate.timing import medians
+from calibrate.timing import measure_medians
 from s2o_runtime import LayerConfig, TileConfig, s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.attention.replay import forget_plans
@@ -14,7 +14,7 @@ from s2o_runtime.call import Scoring
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 from support.gpu import drawn, inputs, relative_error
 from support.layouts import pack, unpacked
 from support.marks import pairwise
@@ -116,7 +116,7 @@ def test_packed_sequences_have_sinks_too(nan_filled):
 def test_every_head_dim_runs_or_is_dense_with_a_reason(head_dim, value_dim, nan_filled):
     q, k, _ = inputs(1, 4, 2, 701, 1203, head_dim, torch.bfloat16)
     v = inputs(1, 4, 2, 701, 1203, value_dim, torch.bfloat16)[2]
-    tiles = candidate_tiles(max(head_dim, value_dim), here())
+    tiles = list_candidate_tiles(max(head_dim, value_dim), here())
     tile = replace(next((tile for tile in tiles if not tile.specialized), PLAIN), min_queries=2)
     config = LayerConfig.uniform(4, tau=0.0, segment=128, tile=tile)
     out, _, stats = s2o_attention(q, k, v, config, return_stats=True)
@@ -132,7 +132,7 @@ def test_dense_attention_with_sinks_takes_a_fast_backend(head_dim):
     sinks = sinks_of(8)
     assert relative_error(dense_attention(q, k, v, sinks=sinks), exact_attention(q, k, v, sinks=sinks)) < 6e-3
     calls = {"plain": lambda: dense_attention(q, k, v), "sinks": lambda: dense_attention(q, k, v, sinks=sinks)}
-    seconds = medians(calls, torch.device("cuda"), 5)
+    seconds = measure_medians(calls, torch.device("cuda"), 5)
     print(f"dense attention of 8192 tokens with sinks: {seconds['sinks'] / seconds['plain']:.2f} times one without")
     assert seconds["sinks"] < 8 * seconds["plain"]
 
@@ -144,7 +144,7 @@ def test_dense_attention_with_a_cap_runs_in_the_kernel(head_dim, nan_filled):
     options = {"softcap": CAP, "sinks": sinks_of(8)}
     truth = exact_attention(q, k, v, **options)
     assert relative_error(fastest_dense_attention(q, k, v, Scoring(**options)), truth) < 6e-3
-    seconds = medians(
+    seconds = measure_medians(
         {
             "kernel": lambda: fastest_dense_attention(q, k, v, Scoring(**options)),
             "torch": lambda: dense_attention(q, k, v, **options),
@@ -153,7 +153,7 @@ def test_dense_attention_with_a_cap_runs_in_the_kernel(head_dim, nan_filled):
         5,
     )
     print(f"4097 tokens with a cap, D {head_dim}: {1e3 * seconds['kernel']:.2f} ms, {1e3 * seconds['torch']:.2f} ms")
-    if candidate_tiles(head_dim, here()):
+    if list_candidate_tiles(head_dim, here()):
         assert seconds["kernel"] < seconds["torch"] / 2
 
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from calibrate import calibrate
-from calibrate.model.models import in_memory, load
-from calibrate.model.self_test import self_test
-from calibrate.model.weights import model_class
+from calibrate.model.models import from_memory, load
+from calibrate.model.self_test import run_self_test
+from calibrate.model.weights import get_model_class
 from s2o_runtime import explain, patched
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.devices import capability, identify
+from s2o_runtime.devices import get_capability, identify
 from s2o_runtime.huggingface import hf
-from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.identity import fingerprint, geometry
-from s2o_runtime.layer_kinds import window
+from s2o_runtime.layer_kinds import get_window
 from s2o_runtime.profile import Profile, save_profile
-from s2o_runtime.tiles import default_tile
+from s2o_runtime.tiles import get_default_tile
 from support.architectures import CASES, RUNNING
 from support.tiny import tiny_tokenizer
 
@@ -30,7 +30,7 @@ QUICK = BUDGET | {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_
 HEAD_TAUS = (0.01, 0.3, 1.0, 10.0)  # of a model's four heads: from all pairs computed to few
 DENSITY_APART = 0.04  # of two runs in bfloat16: few of the row tiles stop a chunk earlier or later
 
-UNLIMITED = [name for name, case in CASES.items() if case.runs_all and window(case.config) is not None]
+UNLIMITED = [name for name, case in CASES.items() if case.runs_all and get_window(case.config) is not None]
 
 
 def on_gpu(name):
@@ -41,13 +41,13 @@ def on_gpu(name):
     if name in UNLIMITED:  # a window of as many keys as the model has positions hides none
         text.sliding_window *= 4096 // text.max_position_embeddings
     text.max_position_embeddings = 4096
-    return model_class(config).from_config(config, dtype=torch.bfloat16).eval().cuda()
+    return get_model_class(config).from_config(config, dtype=torch.bfloat16).eval().cuda()
 
 
 def a_threshold_for_each_head(model, taus):
     """A profile of every layer with the same thresholds, one for each query head."""
     shape, device = geometry(model.config), torch.device("cuda", 0)
-    tile = default_tile(shape.head_dim, capability(device))
+    tile = get_default_tile(shape.head_dim, get_capability(device))
     config = LayerConfig.uniform(len(taus), tau=1.0, segment=256, tile=tile)
     config = replace(config, heads=tuple(replace(head, tau=tau) for head, tau in zip(config.heads, taus, strict=True)))
     lengths = (2048, 8192)
@@ -65,14 +65,14 @@ def calibrated_and_run(model, out):
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_the_self_test_holds(name):
-    self_test(in_memory(on_gpu(name), tiny_tokenizer(), name))
+    run_self_test(from_memory(on_gpu(name), tiny_tokenizer(), name))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "qwen3-next", "qwen2.5-vl", "granite", "gemma3-vision"])
 def test_a_model_in_memory_is_calibrated_and_runs(name, tmp_path):
     model = on_gpu(name)
     profile, ran = calibrated_and_run(model, tmp_path / "p.safetensors")
-    numbers = {profile.geometry.layer_number(row) for row in range(profile.geometry.layers)}
+    numbers = {profile.geometry.get_layer_number(row) for row in range(profile.geometry.layers)}
     assert {row["layer"] for row in ran if row["path"] == "s2o"} <= numbers <= {row["layer"] for row in ran}
 
 
@@ -84,7 +84,7 @@ def test_a_mixed_model_streams_as_it_runs_whole(name, tmp_path):
     streamed, resident = (load(str(tmp_path / "model"), "cuda", resident=stays) for stays in (False, True))
     assert streamed.fingerprint == resident.fingerprint
     for loaded in (streamed, resident):
-        self_test(loaded)
+        run_self_test(loaded)
     assert all(parameter.is_meta for parameter in streamed.model.parameters())
 
 
@@ -95,7 +95,7 @@ def test_windows_of_long_prompts_need_no_mask_of_rows_by_keys(name, monkeypatch)
     config = CASES[name].config
     config.get_text_config().max_position_embeddings = 16384
     torch.manual_seed(1)
-    model = model_class(config).from_config(config).eval().cuda()
+    model = get_model_class(config).from_config(config).eval().cuda()
     hf.register()
     model.set_attn_implementation("s2o")
     ids = torch.randint(8, 120, (1, 2000), device="cuda")
@@ -146,8 +146,8 @@ def test_a_model_spread_over_two_gpus(tmp_path):
     def runs():
         with patched(model, profile, strict=True):
             logits = model(ids, attention_mask=padding, use_cache=False).logits.float().cpu()[real]
-            assert all(path == "s2o" for state in layer_states(model) for path, _ in state.counts), explain(model)
-            return logits, [state.last.density.cpu() for state in layer_states(model)]
+            assert all(path == "s2o" for state in get_layer_states(model) for path, _ in state.counts), explain(model)
+            return logits, [state.last.density.cpu() for state in get_layer_states(model)]
 
     expected, densities = runs()
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
@@ -175,8 +175,8 @@ def test_two_ranks_of_a_patched_model_give_what_one_gpu_gives(tmp_path):
     ids = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(0)).cuda()
     with torch.no_grad(), patched(model, out, strict=True):
         expected = model(ids, use_cache=False).logits.float().cpu()
-        assert all(path == "s2o" for state in layer_states(model) for path, _ in state.counts), explain(model)
-        whole = [state.last.density.cpu() for state in layer_states(model)]
+        assert all(path == "s2o" for state in get_layer_states(model) for path, _ in state.counts), explain(model)
+        whole = [state.last.density.cpu() for state in get_layer_states(model)]
     assert (whole[0].sort().values.diff() > 2 * DENSITY_APART).all()  # the heads differ
     program = Path(__file__).parents[1] / "tensor_parallel.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]

@@ -5,7 +5,7 @@ import torch
 
 from s2o_runtime import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.attention import paged as paged_op
-from s2o_runtime.attention.paged import gathered
+from s2o_runtime.attention.paged import gather_keys
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.sequences import PagedKeys
 from support.marks import pairwise
@@ -69,7 +69,7 @@ def test_a_cache_of_eight_bits_is_its_rounded_keys(backend, scales, cache, nan_f
 def test_pages_change_nothing(tile, head_dim, name, heads, page_size, nan_filled, monkeypatch):
     """Bit for bit: the kernels read the same numbers, wherever they lie; in pages of 48 they want a copy."""
     copies = []
-    monkeypatch.setattr(paged_op, "gathered", lambda *pages: copies.append(pages) or gathered(*pages))
+    monkeypatch.setattr(paged_op, "gather_keys", lambda *pages: copies.append(pages) or gather_keys(*pages))
     config = LayerConfig(HEADS[heads], tile=tile)
     batch = batch_of(page_size, name, head_dim=head_dim)
     for _ in range(3):  # compiled, recorded, replayed

@@ -13,7 +13,7 @@ from s2o_runtime.devices import identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.profile import Profile
-from s2o_runtime.sequences import packed_starts
+from s2o_runtime.sequences import make_packed_starts
 from s2o_runtime.serving.fit import Rank
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine
@@ -118,8 +118,8 @@ def paged_call(cache, q, config, queries, lengths, plans=True):
         forget_plans()
     attention = s2o_attention_paged(
         q, *cache.unbind(1), config,
-        cu_q=packed_starts(cu_q), seq_lens=seq_lens, block_table=table.view(2, -1).int().cuda(), max_q=MOST, max_k=MOST,
-        total_k=2 * MOST, backend="triton", out=out, return_stats=True,
+        cu_q=make_packed_starts(cu_q), seq_lens=seq_lens, block_table=table.view(2, -1).int().cuda(), max_q=MOST,
+        max_k=MOST, total_k=2 * MOST, backend="triton", out=out, return_stats=True,
     )  # fmt: skip
     return attention.out, attention.stats.visited
 

@@ -13,7 +13,7 @@ from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, load_profile, save_profile
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 
 GEOMETRY = Geometry("llama", 3, 16, 4, 128)
 LENGTHS = (8192, 32768)
@@ -39,7 +39,7 @@ def test_tiles_are_tuned_and_thresholds_kept(tmp_path):
     print(f"{seconds:.0f} s", *done.record["retiled"]["kinds"], sep="\n")
     new = load_profile(tmp_path / "new.safetensors")
     here = identify(torch.device("cuda"))
-    candidates = {replace(tile, chunk=1) for tile in candidate_tiles(128, here.capability)}
+    candidates = {replace(tile, chunk=1) for tile in list_candidate_tiles(128, here.capability)}
     assert new.device == here
     for of_old, of_new in zip(old.layers, new.layers, strict=True):
         for before, config in zip(of_old, of_new, strict=True):
@@ -59,7 +59,7 @@ def test_the_timed_calls_compute_what_the_record_says(density):
     prompt = _make_inputs(GEOMETRY, LENGTHS[1], where)
     config = _with_density(prompt, layer(16, "mean"), density)
     here = torch.cuda.get_device_capability()
-    tile = next(t for t in candidate_tiles(128, here) if Shape.of(t) == Shape.of(FORMER))
+    tile = next(t for t in list_candidate_tiles(128, here) if Shape.from_tile(t) == Shape.from_tile(FORMER))
     qkv = prompt.q, prompt.k, prompt.v
     stats = s2o_attention(*qkv, config.with_tile(tile), scale=prompt.scale, return_stats=True).stats
     assert float(stats.density.mean()) == pytest.approx(density, abs=0.02)

@@ -13,7 +13,7 @@ from s2o_runtime.huggingface import hf
 from s2o_runtime.huggingface.explanation import explain_layers
 from s2o_runtime.huggingface.layers import LayerState, attach
 from s2o_runtime.monitor.counters import SAMPLES, Meter
-from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, sampled_errors
+from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, sample_errors
 from s2o_runtime.reference.dense import exact_attention
 from support.gpu import laid_out
 
@@ -146,7 +146,7 @@ def test_the_estimate_is_the_error_within_sampling_error():
     real = torch.arange(2048, device="cuda") >= kv_start[:, None]
     expected = (out.float() - truth).square().mean((1, 3))[real].mean()  # rows of all sequences alike
     generator = torch.Generator("cuda").manual_seed(0)
-    draws = torch.stack([sampled_errors(q, k, v, out, 32, generator, kv_start=kv_start)[0] for _ in range(60)])
+    draws = torch.stack([sample_errors(q, k, v, out, 32, generator, kv_start=kv_start)[0] for _ in range(60)])
     standard_error = draws.std() / len(draws) ** 0.5
     assert float(expected) > 0
     # 1e-3 of it: float32 products that may be rounded to tf32

@@ -8,10 +8,10 @@ import torch
 from s2o_runtime import HeadConfig, LayerConfig, TileConfig, s2o_attention, warmup
 from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.call import Call, Scoring
-from s2o_runtime.devices import resources
+from s2o_runtime.devices import get_resources
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.prefill import s2o_prefill
+from s2o_runtime.kernels.prefill import run_prefill
 from s2o_runtime.kernels.splits import count_key_splits
 from s2o_runtime.reference.dense import exact_attention
 from s2o_runtime.sequences import CallShape
@@ -48,7 +48,7 @@ def both(monkeypatch, call, splits):
     outputs = []
     for count in (1, splits):
         monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_, count=count: count)
-        outputs.append(s2o_prefill(call))
+        outputs.append(run_prefill(call))
     return outputs
 
 
@@ -75,7 +75,7 @@ SHAPES += [(1, 2048, 20000, None)]
 )
 def test_split_is_unsplit(batch, q_len, kv_len, starts, splits, tile, head_dim, monkeypatch, nan_filled):
     q, k, v, kv_start = drawn((batch, 8, 2, q_len, kv_len, head_dim, starts))
-    call = Call.of(q, k, v, config_of(tile), kv_start=kv_start, with_lse=True)
+    call = Call.from_tensors(q, k, v, config_of(tile), kv_start=kv_start, with_lse=True)
     exact = exact_attention(q, k, v, kv_start=kv_start)
     same_within_rounding(*both(monkeypatch, call, splits), exact)
 
@@ -85,7 +85,7 @@ def test_split_is_unsplit(batch, q_len, kv_len, starts, splits, tile, head_dim, 
 def test_with_sinks_and_caps_and_int8_scores(cap, scores, tile, head_dim, monkeypatch, nan_filled):
     q, k, v = inputs(1, 8, 2, 600, 5000, head_dim, torch.bfloat16)
     scoring = Scoring(softcap=cap, sinks=torch.linspace(-2.0, 9.0, 8, device="cuda"))
-    call = Call.of(q, k, v, config_of(tile, scores), scoring=scoring, with_lse=True)
+    call = Call.from_tensors(q, k, v, config_of(tile, scores), scoring=scoring, with_lse=True)
     same_within_rounding(*both(monkeypatch, call, 8))
 
 
@@ -123,7 +123,7 @@ def test_pages_change_nothing(page_size, tile, head_dim, monkeypatch, nan_filled
     config = config_of(tile)
     forget_plans()
     monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: 8)
-    monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
+    monkeypatch.delattr("s2o_runtime.attention.paged.gather_keys")  # no copy is made
     for _ in range(3):
         out = torch.full_like(batch.q, float("nan"))
         batch.paged(config, total_k=len(batch.k), backend="triton", out=out)
@@ -136,11 +136,11 @@ def test_pages_change_nothing(page_size, tile, head_dim, monkeypatch, nan_filled
 
 def test_a_chunk_behind_a_long_prompt_is_split_here():
     """A dense head's programs, one for 128 rows, are an eighth of this GPU's SMs."""
-    gpu = resources(torch.device("cuda"))
+    gpu = get_resources(torch.device("cuda"))
     programs = max(1, gpu.sm_count // 8)
     sizes = (8, 128 * programs), (2, 256 * programs + 131072), (2, 256 * programs + 131072)
     tensors = (torch.empty(1).expand(1, *size, 128) for size in sizes)
-    assert count_key_splits(Call.of(*tensors, config_of(HOPPER)), programs, gpu) >= 4
+    assert count_key_splits(Call.from_tensors(*tensors, config_of(HOPPER)), programs, gpu) >= 4
 
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[2]])

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from calibrate.search.tiles import Layer, with_crossover
-from calibrate.timing import medians
+from calibrate.timing import measure_medians
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 from scripts.bench.calls import bisect, device_tile
 from scripts.bench.inputs import random_qkv
 
@@ -58,7 +58,7 @@ def slower_every_time(qkv, config, keys, limit):
         for call in calls:
             jobs = {"dense": partial(dense_attention, *last(qkv, *call))}
             jobs["auto"] = partial(s2o_attention, *last(qkv, *call), config)
-            seconds = medians(jobs, qkv[0].device, TURNS)
+            seconds = measure_medians(jobs, qkv[0].device, TURNS)
             ratios[call] = seconds["dense"] / seconds["auto"]
         calls = [call for call, ratio in ratios.items() if not ratio > limit]
         if not calls:
@@ -89,7 +89,7 @@ def test_a_prompt_in_chunks_takes_little_longer_than_at_once(alone):
         for end in range(chunk, 131073, chunk):
             s2o_attention(*last(qkv, chunk, end), config)
 
-    seconds = medians({chunk: partial(feed, chunk) for chunk in (2048, 8192, 131072)}, qkv[0].device, TURNS)
+    seconds = measure_medians({chunk: partial(feed, chunk) for chunk in (2048, 8192, 131072)}, qkv[0].device, TURNS)
     assert seconds[2048] < 1.5 * seconds[131072]  # 1.31 and 1.04 on an H200 (docs/results/bench-tails-h200.json)
     assert seconds[8192] < 1.1 * seconds[131072]
 
@@ -97,7 +97,7 @@ def test_a_prompt_in_chunks_takes_little_longer_than_at_once(alone):
 @pytest.mark.parametrize("queries", [1, 64])
 def test_a_call_that_goes_dense_takes_the_host_no_longer_than_dense_attention(queries, alone):
     """The host is what a server without CUDA graphs waits for in a short call."""
-    tile = candidate_tiles(128, torch.cuda.get_device_capability())[0]
+    tile = list_candidate_tiles(128, torch.cuda.get_device_capability())[0]
     config = LayerConfig.uniform(8, tau=0.5, segment=256, tile=tile)
     q = torch.randn(1, 8, queries, 128, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(1, 2, 4096, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")

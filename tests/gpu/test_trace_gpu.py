@@ -5,13 +5,13 @@ import torch
 
 from calibrate.curves import torch_pass as plain_pass
 from calibrate.curves import trace_pass as kernel_pass
-from calibrate.curves.curves import TAUS, RankingConfig, Shape, head_norms, row_errors
+from calibrate.curves.curves import TAUS, RankingConfig, Shape, compute_head_norms, compute_row_errors
 from calibrate.model.layers import Captured
-from calibrate.timing import medians
+from calibrate.timing import measure_medians
 from s2o_runtime import LayerConfig, s2o_attention
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.reference.dense import dense_attention, exact_attention
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 from support.gpu import inputs
 from support.marks import pairwise
 
@@ -29,7 +29,7 @@ def prompt(length, head_dim, heads=8, kv_heads=2, **features):
 
 
 def tile_of(head_dim, block_m):
-    tiles = candidate_tiles(head_dim, torch.cuda.get_device_capability())
+    tiles = list_candidate_tiles(head_dim, torch.cuda.get_device_capability())
     return next(tile for tile in tiles if tile.block_m == block_m)
 
 
@@ -45,7 +45,7 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, featured, bloc
     tile = tile_of(head_dim, block_m)
     if method.segment % tile.rows:
         pytest.skip("the tile's rows do not divide the segment")
-    curve = kernel_pass.measure(captured, [method], [Shape.of(tile)])[method, Shape.of(tile)]
+    curve = kernel_pass.measure(captured, [method], [Shape.from_tile(tile)])[method, Shape.from_tile(tile)]
     truth = exact_attention(captured.q, captured.k, captured.v, **captured.scoring.arguments())
     power = float(truth.square().mean())
     assert curve.dense_power == pytest.approx(power, rel=1e-3)
@@ -64,7 +64,7 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, featured, bloc
             well_above_rounding = mse > 3e-4 * power  # of the output to bfloat16, 3e-6
             torch.testing.assert_close(predicted[well_above_rounding], mse[well_above_rounding], rtol=0.03, atol=0)
             compared += int(well_above_rounding.sum())
-            rows = row_errors(out, truth)[0].amax(-1).cpu()
+            rows = compute_row_errors(out, truth)[0].amax(-1).cpu()
             assert (worst.square() <= rows.square() * 1.1 + 1e-4).all()  # squares, whose rounding is bounded
     assert compared >= 10
 
@@ -84,11 +84,11 @@ def test_a_trace_costs_at_most_four_dense_calls():
     captured = prompt(32768, 128, 32, 8)
     shapes = [Shape(64, stride) for stride in (512, 1024, 2048)]
     dense = dense_attention(captured.q, captured.k, captured.v, scale=captured.scale)
-    norms = head_norms(dense)
+    norms = compute_head_norms(dense)
     calls = {
         "dense": lambda: dense_attention(captured.q, captured.k, captured.v, scale=captured.scale),
-        "trace": lambda: kernel_pass.traced(captured, RankingConfig(1024), shapes, dense, norms),
+        "trace": lambda: kernel_pass.trace_ranking(captured, RankingConfig(1024), shapes, dense, norms),
     }
-    seconds = medians(calls, torch.device("cuda"), 5)
+    seconds = measure_medians(calls, torch.device("cuda"), 5)
     print(f"trace of 32768 tokens: {seconds['trace'] / seconds['dense']:.2f} dense calls")
     assert seconds["trace"] < 4 * seconds["dense"]

@@ -28,8 +28,8 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 import s2o_runtime
 from calibrate import Recipe, pipeline
-from calibrate.model.models import in_memory
-from calibrate.model.weights import model_class
+from calibrate.model.models import from_memory
+from calibrate.model.weights import get_model_class
 from calibrate.record import read_record
 from s2o_runtime import explain, patch, patched, unpatch
 from s2o_runtime.errors import ModelError
@@ -63,7 +63,7 @@ def models(name: str) -> tuple[Any, Any]:
 def _models(name: str) -> tuple[Any, Any]:
     torch.manual_seed(1)
     config = CASES[name].config
-    eager = model_class(config).from_config(config, attn_implementation="eager").eval()
+    eager = get_model_class(config).from_config(config, attn_implementation="eager").eval()
     return eager, twin(eager, "sdpa" if eager._supports_sdpa else "eager")
 
 
@@ -316,10 +316,10 @@ def test_compiled(name, eager, model, monkeypatch):
 
 def calibrated(model: Any, folder: Path) -> Profile:
     """The profile that a model in memory is calibrated to, with a budget that makes S2O worth its ranking."""
-    loaded, out = in_memory(model, tiny_tokenizer(), "tiny"), folder / "profile.safetensors"
+    loaded, out = from_memory(model, tiny_tokenizer(), "tiny"), folder / "profile.safetensors"
     options = {"model": "tiny", "out": out, "budget_rel_mse": 0.5, "lengths": (512,), "segments": (64,), "trials": 1}
     options |= {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": None}
-    pipeline.calibrate(Recipe.of(options | {"hide_needles": False}), progress=False, loaded=loaded)
+    pipeline.calibrate(Recipe.from_options(options | {"hide_needles": False}), progress=False, loaded=loaded)
     return load_profile(out)
 
 
@@ -328,7 +328,7 @@ def check_calibration(model: Any, eager: Any, name: str, folder: Path) -> None:
     patched model equals the eager one."""
     profile = calibrated(model, folder)
     assert profile.geometry == geometry(model.config)
-    numbers = [profile.geometry.layer_number(row) for row in range(profile.geometry.layers)]
+    numbers = [profile.geometry.get_layer_number(row) for row in range(profile.geometry.layers)]
     assert set(numbers) == must_run(name)
     proven = read_record(profile).held_out[0].layers
     assert len(proven) == len(numbers)

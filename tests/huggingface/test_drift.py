@@ -11,8 +11,8 @@ from transformers import DynamicCache
 from s2o_runtime import DriftCheck, LayerConfig, TileConfig, explain, patch, patched, s2o_attention, unpatch
 from s2o_runtime.call import Scoring
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.huggingface.hf import layer_states
-from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, SampledErrors, error_limits, sampled_errors
+from s2o_runtime.huggingface.hf import get_layer_states
+from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, SampledErrors, read_error_limits, sample_errors
 from s2o_runtime.reference.dense import exact_attention
 from support.models import LENGTH, RUNS, make_profile, new_model, padded_batch, paths, prompt
 
@@ -50,7 +50,7 @@ def test_the_estimate_is_the_error_within_sampling_error(starts, q_len):
     out = s2o_attention(q, k, v, LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE), kv_start=kv_start)
     truth = true_errors(q, k, v, out, kv_start)
     generator = torch.Generator().manual_seed(0)
-    draws = torch.tensor([sampled_errors(q, k, v, out, 8, generator, kv_start=kv_start) for _ in range(200)])
+    draws = torch.tensor([sample_errors(q, k, v, out, 8, generator, kv_start=kv_start) for _ in range(200)])
     mean, deviation = draws.mean(0), draws.std(0)
     standard_error = deviation / len(draws) ** 0.5
     assert min(truth) > 0
@@ -72,17 +72,17 @@ def test_all_rows_give_the_error_itself(q_len, rows, value_dim, features):
     truth = true_errors(q[:1], k[:1], v[:1], out[:1], **features)
     for batch, starts in ((1, None), (2, torch.tensor([0, 200]))):
         given = (tensor[:batch] for tensor in (q, k, v, out))
-        sampled = sampled_errors(*given, rows, torch.Generator(), Scoring(**features), starts)
+        sampled = sample_errors(*given, rows, torch.Generator(), Scoring(**features), starts)
         assert [float(error) for error in sampled] == pytest.approx(truth, rel=1e-5)
 
 
 def test_few_heads_at_a_time_give_the_same(monkeypatch):
     q, k, v = torch.randn(2, 6, 70, 32), torch.randn(2, 3, 90, 32), torch.randn(2, 3, 90, 32)
     out = torch.randn_like(q)
-    errors = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), Scoring(0.3))
+    errors = sample_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), Scoring(0.3))
     for scores in (1, 2 * 2 * 32 * 90 * 2):
         monkeypatch.setattr("s2o_runtime.monitor.drift.SCORES", scores)
-        again = sampled_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), Scoring(0.3))
+        again = sample_errors(q, k, v, out, 8, torch.Generator().manual_seed(1), Scoring(0.3))
         assert [float(each) for each in again] == pytest.approx([float(each) for each in errors], rel=1e-6)
 
 
@@ -148,7 +148,7 @@ def test_a_loosened_profile_is_noticed(plain, caplog, action, how):
         run(plain)
     [warning] = caplog.records
     assert warning.getMessage().startswith("layer 0: the sampled rel_mse is ")
-    verdict = layer_states(plain)[0].drift.verdict
+    verdict = get_layer_states(plain)[0].drift.verdict
     assert verdict in warning.getMessage()
     calls = 12 if how == "chunked" else 6
     expected = {(1, "s2o", RUNS): calls, (0, "s2o", RUNS): calls}
@@ -158,7 +158,7 @@ def test_a_loosened_profile_is_noticed(plain, caplog, action, how):
     assert {(row["layer"], row["path"], row["reason"]): row["calls"] for row in rows} == expected
     assert "error" in str(rows).splitlines()[0]
     if action == "dense":
-        layer_states(plain)[1].rejected = "for the test"  # then no layer is left that differs from dense
+        get_layer_states(plain)[1].rejected = "for the test"  # then no layer is left that differs from dense
         torch.testing.assert_close(run(plain), run(dense), rtol=1e-4, atol=1e-4)
     unpatch(plain)
     assert all("s2o_layer" not in module.__dict__ for module in plain.modules())
@@ -170,7 +170,7 @@ def test_every_nth_call_is_checked_and_layers_take_turns(plain):
     checks = []
     for _ in range(8):
         plain(prompt())
-        checks.append([state.drift.checks for state in layer_states(plain)])
+        checks.append([state.drift.checks for state in get_layer_states(plain)])
     assert checks == [[0, 0], [0, 0], [0, 1], [1, 1], [1, 1], [1, 1], [1, 2], [2, 2]]
 
 
@@ -184,9 +184,9 @@ def test_a_check_changes_nothing_and_works_in_and_out_of_inference_mode(plain):
             if drift is OFTEN:
                 with torch.inference_mode(False), torch.no_grad():
                     plain(ids)
-                assert [state.drift.checks for state in layer_states(plain)] == [2, 2]
+                assert [state.drift.checks for state in get_layer_states(plain)] == [2, 2]
                 assert all(0 < row["error"] < 1 for row in explain(plain))
-                copies = [state.drift for state in layer_states(copy.deepcopy(plain))]
+                copies = [state.drift for state in get_layer_states(copy.deepcopy(plain))]
                 assert [(one.check, one.layer, one.checks) for one in copies] == [(OFTEN, 0, 0), (OFTEN, 1, 0)]
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
@@ -209,13 +209,13 @@ def test_allowed_errors_are_the_limits_of_the_proof(plain):
     profile = make_profile(plain, 0.5)
     limits = record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), scope="model")
     with_limits = dataclasses.replace(profile, record=limits)
-    first, second = error_limits(with_limits)
+    first, second = read_error_limits(with_limits)
     assert (first.unit, [first.at(length) for length in (1, 128, 360, 370, 10**6)]) == (
         "mse",
         [0.1, 0.1, 0.1, 0.3, 0.3],
     )
     assert second.at(10**6) == 0.2  # a limit of 0 is a dense layer's
-    without = error_limits(budgeted(profile, 0.7))
+    without = read_error_limits(budgeted(profile, 0.7))
     assert [each.at(LENGTH) for each in without] == [0.7, 0.7]
 
 
@@ -237,7 +237,7 @@ def test_profiles_without_limits_are_refused_where_a_check_is_asked_for(plain, r
             patch(plain, profile, drift=asked)
         assert plain.config._attn_implementation == "sdpa"
     patch(plain, profile)
-    assert [state.drift for state in layer_states(plain)] == [None, None]
+    assert [state.drift for state in get_layer_states(plain)] == [None, None]
     [said] = [record for record in info_log.records if "drift" in record.getMessage()]
     assert said.levelname == "INFO"
     assert said.getMessage().startswith("drift is not checked: the profile's record ")
@@ -259,7 +259,7 @@ def test_every_256th_call_is_checked_unless_told_otherwise(plain):
     expected = {"auto": DriftCheck(every=256, action="warn"), "dense": DriftCheck(action="dense"), OFTEN: OFTEN}
     for drift in (*expected, "off", None):
         patch(plain, profile, drift=drift)
-        assert [state.drift and state.drift.check for state in layer_states(plain)] == [expected.get(drift)] * 2
+        assert [state.drift and state.drift.check for state in get_layer_states(plain)] == [expected.get(drift)] * 2
     with pytest.raises(ConfigError, match="drift 'always' is not known"):
         patch(plain, profile, drift="always")
 
@@ -270,7 +270,7 @@ ROW = torch.zeros(1, 1, 8, 1)
 
 def monitor_of(monkeypatch, sampled, **settings):
     """A monitor of a limit of 1 whose checks find what a function gives, and a function that makes one more check."""
-    monkeypatch.setattr("s2o_runtime.monitor.drift.sampled_errors", lambda *_, **__: sampled())
+    monkeypatch.setattr("s2o_runtime.monitor.drift.sample_errors", lambda *_, **__: sampled())
     monitor = DriftMonitor(DriftCheck(every=1, **settings), 0, ErrorLimits("mse", {8: 1.0}))
     return monitor, lambda: monitor.see(ROW, ROW, ROW, ROW, Scoring(), None)
 

@@ -90,7 +90,7 @@ def test_beyond_and_drift_are_those_of_the_environment(model, profile, named, mo
     hf.register()
     ours = twin(model, "s2o")
     ours(prompt())
-    for state in hf.layer_states(ours):
+    for state in hf.get_layer_states(ours):
         assert (state.max_length, state.drift and state.drift.check.action) == states
         assert state.warn_beyond == (beyond == "warn")
 
@@ -155,7 +155,7 @@ def test_taken_over_the_default_runs_s2o(model, profile, taken_over):
     ids, mask = padded_batch()
     logits = model(ids, attention_mask=mask).logits, model(ids[:1]).logits
     assert paths(model) == {("s2o", RUNS)}
-    assert run.attached == hf.layer_states(model)
+    assert run.attached == hf.get_layer_states(model)
     patch(model, profile)
     assert torch.equal(logits[0], model(ids, attention_mask=mask).logits)
     assert torch.equal(logits[1], model(ids[:1]).logits)

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from s2o_runtime import Explanation, LayerConfig, TileConfig, explain, patch, patched, s2o_attention, unpatch
 from s2o_runtime.config import HeadConfig
 from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.logs import log_once
 from s2o_runtime.monitor import counters
 from s2o_runtime.monitor.counters import OTHERWISE, REMEDIES, SAMPLES, WARM, DenseWatch, Meter
@@ -44,7 +44,7 @@ def test_rows_say_calls_density_and_time(model):
             model.generate(prompt(), max_new_tokens=3, do_sample=False)
         else:
             model(**call)
-        for layer, state in enumerate(layer_states(model)):
+        for layer, state in enumerate(get_layer_states(model)):
             densities[layer].append(float(state.last.density.mean()))
     rows = explain(model)
     assert [(row["layer"], row["path"], row["reason"], row["calls"]) for row in rows] == [
@@ -125,7 +125,7 @@ def test_first_calls_do_not_count_for_the_time():
 def test_copies_start_anew(model):
     model(prompt())
     other = copy.deepcopy(model)
-    assert pickle.loads(pickle.dumps(layer_states(model)[0].meter)).read() == {}
+    assert pickle.loads(pickle.dumps(get_layer_states(model)[0].meter)).read() == {}
     assert all(row["ms"] is None for row in explain(other))
     assert all(row["ms"] is not None for row in explain(model))
 
@@ -218,7 +218,7 @@ def test_reasons_that_have_a_remedy_are_those_that_layers_give(model):
     mask = torch.ones(1, LENGTH, dtype=torch.int64)
     mask[0, 40:60] = 0
     model(prompt(), attention_mask=mask)
-    state = layer_states(model)[0]
+    state = get_layer_states(model)[0]
     state.max_length = 150
     model(prompt())
     with torch.enable_grad():
@@ -228,21 +228,21 @@ def test_reasons_that_have_a_remedy_are_those_that_layers_give(model):
     state.max_length = None
     state.config_at = lambda length: make_profile(model, 0.5).layer_config(0, length).as_dense()
     model(prompt())
-    assert {DenseReason.of(reason) for path, reason in state.counts if path == "dense"} == set(REMEDIES)
+    assert {DenseReason.from_sentence(reason) for path, reason in state.counts if path == "dense"} == set(REMEDIES)
 
 
 def test_a_reason_with_numbers_stays_what_it_is_in_another_process():
-    reason = DenseReason.TOO_LONG.about(150, 1.5)
+    reason = DenseReason.TOO_LONG.with_numbers(150, 1.5)
     assert reason == "longer than 150 keys, 1.5 times the longest calibrated length"
-    assert DenseReason.of(pickle.loads(pickle.dumps(reason))) is DenseReason.TOO_LONG
+    assert DenseReason.from_sentence(pickle.loads(pickle.dumps(reason))) is DenseReason.TOO_LONG
     assert f"{DenseReason.DECODE}" == str(DenseReason.DECODE) == "decode"
-    assert DenseReason.of("decode") is None
+    assert DenseReason.from_sentence("decode") is None
 
 
 def test_a_model_that_cannot_run_s2o_at_all_has_said_so_already(model, monkeypatch):
-    monkeypatch.setattr("s2o_runtime.huggingface.hf.offloaded", lambda model: "the weights are offloaded")
+    monkeypatch.setattr("s2o_runtime.huggingface.hf.find_offloaded", lambda model: "the weights are offloaded")
     patch(model, make_profile(model, 0.5))
-    assert [state.watch for state in layer_states(model)] == [None, None]
+    assert [state.watch for state in get_layer_states(model)] == [None, None]
 
 
 def test_the_first_long_prompt_with_gradients_is_warned_about_once(model, caplog):
@@ -278,7 +278,7 @@ def test_requests_of_a_batch_are_long_by_their_keys(model, caplog, longest, coun
     """A batch of continuous batching has the new tokens of all requests in one row."""
     model.set_attn_implementation("eager")
     [attention] = [layer.self_attn for layer in model.model.layers if layer.self_attn._forward_pre_hooks]
-    layer_states(model)[0].watch.check_forward(attention, (torch.zeros(1, 300, 64),), {"max_length_k": longest})
+    get_layer_states(model)[0].watch.check_forward(attention, (torch.zeros(1, 300, 64),), {"max_length_k": longest})
     assert len(warnings(caplog)) == count
 
 

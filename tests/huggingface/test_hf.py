@@ -32,7 +32,7 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ModelError, ProfileError
 from s2o_runtime.huggingface import layers
-from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.identity import fingerprint
 from s2o_runtime.logs import log_once
 from s2o_runtime.profile import save_profile
@@ -61,7 +61,7 @@ def test_a_layer_whose_heads_are_all_dense_is_what_it_would_be_unpatched(eager, 
     patch(model, dataclasses.replace(profile, layers=dense))
     close(model(ids).logits, eager(ids).logits)
     assert paths(model) == {("dense", "every head of the layer is dense")}
-    assert all(state.last is None for state in layer_states(model))
+    assert all(state.last is None for state in get_layer_states(model))
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def test_the_last_rows_of_each_call_are_dense(eager):
     profile = make_profile(model, 1e6)
     layers = tuple(tuple(dataclasses.replace(layer, last_rows=128) for layer in bucket) for bucket in profile.layers)
     patch(model, dataclasses.replace(profile, layers=layers), drift=None)
-    for state in layer_states(model):
+    for state in get_layer_states(model):
         state.observer = lambda layer, q, k, v, scoring, out: seen.append((q, k, v, out))
     ids = prompt(700)
     cache = model(ids[:, :400], use_cache=True).past_key_values
@@ -116,12 +116,12 @@ def test_a_block_in_a_patched_model_gives_back_the_profile_before(eager, ids, mi
     model = twin(eager)
     implementation = model.config._attn_implementation
     patch(model, make_profile(model, 2.0))
-    outer, states = model(ids).logits, layer_states(model)
+    outer, states = model(ids).logits, get_layer_states(model)
     wrong = dataclasses.replace(make_profile(model, 0.0), fingerprint="0" * 64)
     with pytest.raises(ProfileError) if mistake else nullcontext(), hf.patched(model, wrong, strict=mistake):
         assert not torch.equal(model(ids).logits, outer)
     assert torch.equal(model(ids).logits, outer)
-    assert [id(state) for state in layer_states(model)] == [id(state) for state in states]  # with what they counted
+    assert [id(state) for state in get_layer_states(model)] == [id(state) for state in states]  # with what they counted
     for _ in range(2):
         assert unpatch(model).config._attn_implementation == implementation
 
@@ -294,7 +294,7 @@ def test_a_graph_of_another_process_runs_a_layer_of_the_same_profile_or_none(eag
         assert keys_of(unrelated) != []
     same = patch(twin(eager), profile, drift=None)
     assert torch.equal(run(key), expected)
-    assert [sum(state.counts.values()) for state in layer_states(same)] == [0, 1]
+    assert [sum(state.counts.values()) for state in get_layer_states(same)] == [0, 1]
     patch(same, profile, drift=None)  # anew: a graph of before must be compiled again
     with pytest.raises(ModelError, match="the model of this compiled graph is gone"):
         run(key)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from s2o_runtime import patch
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ProfileError
-from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.huggingface.layers import find_local_heads
 from s2o_runtime.profile import save_profile
 from support.models import make_profile, save
@@ -41,7 +41,7 @@ def test_two_ranks_give_what_one_process_gives(tmp_path):
     ids = torch.randint(3, 100, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
-    whole = [state.last.density for state in layer_states(model)]
+    whole = [state.last.density for state in get_layer_states(model)]
     assert len({round(float(density), 4) for density in whole[0].flatten()}) > 2  # the heads differ
     out = tmp_path / "out"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
@@ -99,7 +99,7 @@ def test_layers_on_unlike_devices_get_tiles_of_their_own(monkeypatch, tmp_path):
         moved = tuple(tuple(layer.with_tile(other) for layer in bucket) for bucket in profile.layers)
         return replace(profile, layers=moved), None
 
-    monkeypatch.setattr(layers, "fitted", fitted)
+    monkeypatch.setattr(layers, "adapt_to_device", fitted)
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     states = layers.make_states(profile, devices)
     assert asked == devices

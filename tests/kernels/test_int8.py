@@ -8,7 +8,7 @@ import torch
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
 from s2o_runtime.errors import ConfigError, InputError
-from s2o_runtime.kernels.keys import keys_of
+from s2o_runtime.kernels.keys import read_keys
 from s2o_runtime.quantisation import LEVELS, NARROWEST, SMOOTHING, quantise, quantise_keys
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
@@ -141,7 +141,7 @@ def test_keys_are_rounded_as_the_rule_says(starts, nan_filled):
     k = k * torch.logspace(-3, 1, 64) + torch.randn(64)
     config = LayerConfig.uniform(1, tile=TILE, scores="int8")
     kv_start = None if starts is None else torch.tensor(starts)
-    rows, unit, middle = keys_of(call_of(k, k, k, config, kv_start))
+    rows, unit, middle = read_keys(call_of(k, k, k, config, kv_start))
     for b in range(2):
         start = 0 if starts is None else starts[b]
         expected = quantise_keys(k[b, 0], start)

@@ -11,11 +11,11 @@ import triton.language as tl
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.warmup import SEGMENTS
 from s2o_runtime.call import make_head_tables
-from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels import tail as tail_module
-from s2o_runtime.kernels.prefill import count_heads_per_wave, row_slices, s2o_prefill
+from s2o_runtime.kernels.prefill import count_heads_per_wave, run_prefill, slice_rows
 from s2o_runtime.kernels.primitives import LOG2E, assign_tile
 from s2o_runtime.kernels.rank import order as order_module
 from s2o_runtime.kernels.rank import scores as scores_module
@@ -23,7 +23,7 @@ from s2o_runtime.kernels.rank.order import BUCKETS, bucket_shares
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import log_sum_exp
-from s2o_runtime.reference.ranking import log_weights, part_means
+from s2o_runtime.reference.ranking import log_weights, make_representatives
 from s2o_runtime.sequences import CallShape
 from support.kernels import TILE, agree, call_of, drawn, inputs, kernel_ranking, mixed_config, prefix_of, run_both
 from support.layouts import as_transformers, pack, unpacked
@@ -101,10 +101,10 @@ def test_a_cap_is_part_of_the_ranking(nan_filled):
     q, k, _ = inputs(1, 1, 1, 64, 330, 64)
     config = LayerConfig.uniform(1, segment=64, representatives=16, tile=TILE)
     ranking, _ = kernel_ranking(call_of(q, k, k, config, softcap=1.5))
-    means = part_means(q[0, 0] * 0.125, 4)
-    expected = log_weights(means, k[0, 0, :256], GRAIN, softcap=1.5) * LOG2E
+    means = make_representatives(q[0, 0] * 0.125, 4)
+    expected = log_weights(means, k[0, 0, :256], KEY_BLOCK, softcap=1.5) * LOG2E
     torch.testing.assert_close(ranking.score[0, 0, 0, :64].float(), expected, rtol=2e-3, atol=1e-2)
-    assert (expected - log_weights(means, k[0, 0, :256], GRAIN) * LOG2E).abs().max() > 0.5
+    assert (expected - log_weights(means, k[0, 0, :256], KEY_BLOCK) * LOG2E).abs().max() > 0.5
 
 
 HEAD_DIMS = [(80, 80), (48, 32), (192, 128), (64, 96), (8, 8), (96, 96), (256, 256)]
@@ -153,7 +153,7 @@ def test_fp16_and_strides_as_transformers_hands_them_over(nan_filled):
     """Errors within what fp16 weights and outputs allow."""
     q, k, v = as_transformers(*inputs(1, 4, 2, 190, 190, 64, torch.float16))
     config = mixed_config(4, 0.0)
-    out, _, _ = s2o_prefill(call_of(q, k, v, config))
+    out, _, _ = run_prefill(call_of(q, k, v, config))
     expected, _, _ = s2o_attention_reference(q.double(), k.double(), v.double(), config, scale=0.125)
     assert out.dtype == torch.float16
     # weights and output are each rounded to 11 bits, relative to values of |v| <= 4
@@ -172,12 +172,12 @@ def test_wide_strides_use_64_bit_offsets(monkeypatch, nan_filled):
 def test_slicing_the_rows_changes_nothing(monkeypatch):
     q, k, v = inputs(1, 2, 1, 500, 530, 64)
     call = call_of(q, k, v, mixed_config(2, 1.0))
-    whole = s2o_prefill(call)
-    assert row_slices(call, workspace=1) == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
+    whole = run_prefill(call)
+    assert slice_rows(call, workspace=1) == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
     # 2 heads, segments of 64 rows or more, 6 bytes a step of 4 keys and 4416 for a tail: 4 segments fit, then 2
-    assert row_slices(call, workspace=40000) == [range(0, 256), range(256, 384), range(384, 500)]
+    assert slice_rows(call, workspace=40000) == [range(0, 256), range(256, 384), range(384, 500)]
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    sliced = s2o_prefill(call)
+    sliced = run_prefill(call)
     torch.testing.assert_close(whole[0], sliced[0], rtol=1e-5, atol=1e-6)
     assert torch.equal(whole[1], sliced[1])
 
@@ -191,7 +191,7 @@ def test_the_order_in_which_heads_start_changes_nothing(last_rows, starts, monke
     outputs = []
     for per_wave in (1, 2, 4):
         monkeypatch.setattr(prefill_module, "count_heads_per_wave", lambda *_, heads=per_wave: heads)
-        outputs.append(s2o_prefill(call))
+        outputs.append(run_prefill(call))
     for other in outputs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(outputs[0], other, strict=True))
     agree(*run_both(q, k, v, call.config, call.kv_start, 0.125))
@@ -261,13 +261,13 @@ def test_rank_scores_and_orders_every_prefix(starts, length, representatives, na
     for b, h, n in itertools.product(range(2), range(2), range(4)):
         start, first = prefix_of(call, b, h, n)
         segment = q[b, h, n * 64 : (n + 1) * 64] * 0.125
-        means = part_means(segment, 64 // representatives, length - 230 + n * 64, start)
-        steps = (first - start) // GRAIN
-        expected = log_weights(means, k[b, 0, start:first], GRAIN) * LOG2E
+        means = make_representatives(segment, 64 // representatives, length - 230 + n * 64, start)
+        steps = (first - start) // KEY_BLOCK
+        expected = log_weights(means, k[b, 0, start:first], KEY_BLOCK) * LOG2E
         ours = scores[b, h, n, :steps].float()
         torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-2)  # fp16, and 1 of 1 keys in the denominator
         order, sure = bucket_order(ours)
-        found = (order_of_steps[b, h, n, :steps].long() - start) // GRAIN
+        found = (order_of_steps[b, h, n, :steps].long() - start) // KEY_BLOCK
         assert torch.equal(found.sort().values, torch.arange(steps))
         assert torch.equal(found[sure[found]], order[sure[order]])
 
@@ -280,7 +280,7 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch, nan_filled):
     exact, _ = rank_of(q * 0.5, k, config)
     monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", 3000 // 16)
     sampled, _ = rank_of(q * 0.5, k, config)
-    difference = (sampled - exact)[0, 0, 0, : 2912 // GRAIN].float()
+    difference = (sampled - exact)[0, 0, 0, : 2912 // KEY_BLOCK].float()
     assert difference.abs().max() < 1.0  # of a row: at most a factor of two
     assert difference.abs().mean() > 1e-3
 
@@ -318,10 +318,10 @@ def assert_tail_sums(tail, ranking, call):
     for b, h in itertools.product(range(shape.batch), range(shape.query_heads)):
         for n in range(-(-shape.q_len // call.config.heads[h].segment)):
             start, first = prefix_of(call, b, h, n)
-            steps = (first - start) // GRAIN
+            steps = (first - start) // KEY_BLOCK
             weights = ranking.score[b, h, n, :steps].double().exp2()
-            means = call.v[b, h // shape.group, start:first].double().view(steps, GRAIN, shape.head_dim).mean(1)
-            place = (ranking.order[b, h, n, :steps].long() - start) // GRAIN
+            means = call.v[b, h // shape.group, start:first].double().view(steps, KEY_BLOCK, shape.head_dim).mean(1)
+            place = (ranking.order[b, h, n, :steps].long() - start) // KEY_BLOCK
             for e, begin in enumerate(tail.first[b, h, n, :: BUCKETS // EDGES].tolist()):
                 rest = place[begin:]
                 on_the_border = float(weights[rest].max()) * 2 if len(rest) else 1e-6  # may count for either bucket
@@ -364,9 +364,9 @@ def test_the_coarse_order_is_nearly_the_full_order():
     """Along the order, nearly as much of the mass comes at each depth as along a full sort."""
     q, k, _ = inputs(1, 1, 1, 64, 12000, 64)
     scores, ranked = rank_of(q, k, LayerConfig.uniform(1, segment=64, tile=TILE))
-    steps = (12000 - 64) // 32 * 32 // GRAIN
+    steps = (12000 - 64) // 32 * 32 // KEY_BLOCK
     weights = scores[0, 0, 0, :steps].double().mul(6).exp2()
-    coarse = weights[ranked[0, 0, 0, :steps].long() // GRAIN].cumsum(0) / weights.sum()
+    coarse = weights[ranked[0, 0, 0, :steps].long() // KEY_BLOCK].cumsum(0) / weights.sum()
     full = weights.sort(descending=True).values.cumsum(0) / weights.sum()
     for depth in (32, 64, 256, 1024):
         assert coarse[depth] >= 0.98 * full[depth]  # the least of three seeds is 0.991
@@ -378,13 +378,15 @@ def test_the_order_knows_the_last_keys_however_long_the_prefix_is(steps, monkeyp
     monkeypatch.setattr(order_module, "SAMPLES", 64)
     direction = torch.full((64,), 0.125)
     q = direction.expand(1, 1, 64, 64)
-    k = torch.linspace(0, 6, steps * GRAIN + 64)[None, None, :, None] * direction * 8  # scores rise with the position
+    k = (
+        torch.linspace(0, 6, steps * KEY_BLOCK + 64)[None, None, :, None] * direction * 8
+    )  # scores rise with the position
     scores, ranked = rank_of(q.half(), k.half(), LayerConfig.uniform(1, segment=64, tile=TILE))
     weights = scores[0, 0, 0, :steps].double().exp2()
     full = weights.sort(descending=True).values
     assert steps % order_module.SAMPLES
     for depth in (8, 16, 32, 64):
-        assert weights[ranked[0, 0, 0, :depth].long() // GRAIN].sum() >= 0.9 * full[:depth].sum()
+        assert weights[ranked[0, 0, 0, :depth].long() // KEY_BLOCK].sum() >= 0.9 * full[:depth].sum()
 
 
 def test_equal_scores_keep_their_neighbours():
@@ -393,7 +395,7 @@ def test_equal_scores_keep_their_neighbours():
     for begin in (0, 128, 256):
         steps = torch.arange(begin, min(begin + 128, 320), dtype=torch.int32)
         block = ranked[0, 0, 0, begin : begin + len(steps)]
-        assert torch.equal(block.sort().values, steps * GRAIN)
+        assert torch.equal(block.sort().values, steps * KEY_BLOCK)
 
 
 def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monkeypatch):
@@ -407,7 +409,7 @@ def test_dense_heads_alone_give_the_kernel_an_order_of_the_type_it_expects(monke
         launch(kernel, grid, arguments, *rest, **options)
 
     monkeypatch.setattr(prefill_module, "launch", recorded)
-    out, _, _ = s2o_prefill(call_of(q, k, v, config, softcap=1.5))
+    out, _, _ = run_prefill(call_of(q, k, v, config, softcap=1.5))
     assert types == [torch.int32]
     torch.testing.assert_close(out, naive_attention(q, k, v, scale=0.125, softcap=1.5).float(), rtol=1e-4, atol=1e-4)
 

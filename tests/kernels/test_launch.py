@@ -13,7 +13,7 @@ import triton.language as tl
 
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.launch import TESTED_TRITONS, launch, stride_groups, strides
+from s2o_runtime.kernels.launch import TESTED_TRITONS, group_strides, launch, list_strides
 from support.marks import INTERPRETED
 
 
@@ -32,7 +32,8 @@ def scaled_rows(
 
 def arguments(x, out, bias=None, factor=2.0):
     return {
-        "factor": factor, "rows": len(x), "OUT": out, "BIAS": bias, "X": x, **strides("rc", x=x), **strides("r", o=out)
+        "factor": factor, "rows": len(x), "OUT": out, "BIAS": bias, "X": x, **list_strides("rc", x=x),
+        **list_strides("r", o=out),
     }  # fmt: skip
 
 
@@ -95,19 +96,19 @@ def between(X, PAIR: Pair, OUT, rows, stride_x: Strides, COLUMNS: tl.constexpr):
 def test_a_group_is_one_argument():
     x, low = torch.randn(3, 2, 5, 16)[:, :1], torch.linspace(-1, 0, 16)
     out = torch.full((3, 5, 16), torch.nan)
-    given = {"OUT": out, "X": x, "PAIR": Pair(low, low + 1), "rows": 5, **stride_groups(x=x)}
+    given = {"OUT": out, "X": x, "PAIR": Pair(low, low + 1), "rows": 5, **group_strides(x=x)}
     launch(between, (5, 3, 1), given, {"COLUMNS": 16})
     torch.testing.assert_close(out, x[:, 0].clamp(low, low + 1))
 
 
 def test_strides_by_name():
     q, k = torch.empty(2, 3, 4, 5).transpose(1, 2), torch.empty(1, 2, 3, 4)
-    assert strides("bhl", q=q, k=k) == {
+    assert list_strides("bhl", q=q, k=k) == {
         "stride_qb": 60, "stride_qh": 5, "stride_ql": 20, "stride_kb": 24, "stride_kh": 12, "stride_kl": 4,
     }  # fmt: skip
-    assert strides("bh", e=None) == {"stride_eb": 0, "stride_eh": 0}
-    assert stride_groups(q=q, k=k) == {"stride_q": (60, 5, 20), "stride_k": (24, 12, 4)}
-    assert stride_groups(q=q)["stride_q"].row == 20
+    assert list_strides("bh", e=None) == {"stride_eb": 0, "stride_eh": 0}
+    assert group_strides(q=q, k=k) == {"stride_q": (60, 5, 20), "stride_k": (24, 12, 4)}
+    assert group_strides(q=q)["stride_q"].row == 20
 
 
 class Kernel:

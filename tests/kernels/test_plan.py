@@ -14,7 +14,7 @@ from s2o_runtime.attention.compute import supports_output
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.replay import PLANS, _get_call, find_repeated_call, forget_plans
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.devices import interpreted
+from s2o_runtime.devices import is_interpreted
 from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import plan as plan_module
@@ -368,7 +368,7 @@ def at_address(address, like):
 @pytest.fixture
 def interpreted_gpu(gpu, monkeypatch):
     """The real kernels; `replays` counts the calls that had a plan."""
-    if not interpreted():
+    if not is_interpreted():
         pytest.skip("a GPU is here, so kernels are compiled: see tests/gpu")
     from s2o_runtime.kernels import pages, prefill, splits
     from s2o_runtime.kernels.rank import means, order, scores

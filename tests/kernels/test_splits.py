@@ -12,7 +12,7 @@ from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.prefill import s2o_prefill
+from s2o_runtime.kernels.prefill import run_prefill
 from s2o_runtime.kernels.splits import DENSITY, FEWEST_KEYS, LAST, SPLIT_BYTES, SPLITS, count_key_splits
 from s2o_runtime.reference.attention import s2o_attention_reference
 from support.kernels import TILE, call_of, drawn, inputs, run_both
@@ -42,7 +42,7 @@ def splits_of(q_len, kv_len, dense=2, heads=8, batch=1, gpu=GPU):
     config = LayerConfig((HeadConfig(mode="dense"),) * dense + (others,) * (heads - dense), HOPPER)
     sizes = (heads, q_len), (heads // 4, kv_len), (heads // 4, kv_len)
     tensors = (torch.empty(1).expand(batch, *size, 128) for size in sizes)
-    return count_key_splits(Call.of(*tensors, config), -(-q_len // HOPPER.rows), gpu)
+    return count_key_splits(Call.from_tensors(*tensors, config), -(-q_len // HOPPER.rows), gpu)
 
 
 def test_few_queries_behind_many_keys_are_split():
@@ -95,7 +95,7 @@ def split(monkeypatch, splits):
 def unsplit(call, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(prefill_module, "count_key_splits", lambda *_: 1)
-        return s2o_prefill(call)
+        return run_prefill(call)
 
 
 def near(ours, expected):
@@ -134,7 +134,7 @@ def test_a_split_call_equals_the_reference(shape, features, splits, scores, monk
     assert torch.equal(lse[:, others], whole_lse[:, others])
     near((out, lse), (whole, whole_lse))
     near((out[:, DENSE], lse[:, DENSE]), (expected.out[:, DENSE], expected.lse[:, DENSE]))
-    alone, _, none = s2o_prefill(replace(call, with_lse=False))  # whose splits have a log-sum-exp all the same
+    alone, _, none = run_prefill(replace(call, with_lse=False))  # whose splits have a log-sum-exp all the same
     assert none is None
     torch.testing.assert_close(alone, out, rtol=1e-5, atol=1e-6)
 
@@ -143,7 +143,7 @@ def test_a_split_call_equals_the_reference(shape, features, splits, scores, monk
 def test_fp16_outputs_are_rounded_once(monkeypatch, nan_filled):
     q, k, v = inputs(1, 4, 2, 60, 400, 64, torch.float16)
     split(monkeypatch, 8)
-    out, _, _ = s2o_prefill(call_of(q, k, v, CONFIG))
+    out, _, _ = run_prefill(call_of(q, k, v, CONFIG))
     expected = s2o_attention_reference(q.double(), k.double(), v.double(), CONFIG, scale=0.125).out
     assert out.dtype == torch.float16
     # weights and output are each rounded to 11 bits, relative to values of |v| <= 4
@@ -174,7 +174,7 @@ def test_pages_change_nothing(monkeypatch, nan_filled):
     """A split of keys in pages is what it is of the same keys one behind another, bit for bit."""
     batch = PagedBatch([70, 1, 66], [171, 40, 66])
     combined = split(monkeypatch, 4)
-    monkeypatch.delattr("s2o_runtime.attention.paged.gathered")  # no copy is made
+    monkeypatch.delattr("s2o_runtime.attention.paged.gather_keys")  # no copy is made
     ours = batch.paged(CONFIG, backend="triton", return_lse=True)
     expected = batch.packed(CONFIG, backend="triton", return_lse=True)
     assert combined == [1, 1]
@@ -190,6 +190,6 @@ def test_every_slice_of_rows_is_split(monkeypatch, nan_filled):
     whole, _, whole_lse = unsplit(call, monkeypatch)
     combined = split(monkeypatch, 4)
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    out, _, lse = s2o_prefill(call)
+    out, _, lse = run_prefill(call)
     assert combined == [1, 1]
     near((out, lse), (whole, whole_lse))

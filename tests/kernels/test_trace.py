@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.kernels.prefill import s2o_prefill
+from s2o_runtime.kernels.prefill import run_prefill
 from s2o_runtime.kernels.trace import STRIDES, trace
 from s2o_runtime.reference.dense import exact_attention
 from support.kernels import call_of, inputs
@@ -52,7 +52,7 @@ def test_a_trace_is_every_run_at_once(length, segment, representatives, softcap,
         for t, tau in enumerate(taus):
             for tail in ("none", "mean"):
                 run = LayerConfig.uniform(2, tau=tau, tail=tail, tile=replace(TILE, chunk=1 << s), **kind)
-                out, visited, _ = s2o_prefill(call_of(q, k, v, run, **features))
+                out, visited, _ = run_prefill(call_of(q, k, v, run, **features))
                 off = (out - truth).square().sum(-1)
                 filled = torch.nn.functional.pad(torch.stack([off, off / size]), (0, tiles * 64 - length))
                 squared, worst = filled.view(2, 2, tiles, 64).unbind()

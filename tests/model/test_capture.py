@@ -10,7 +10,7 @@ from s2o_runtime import patch
 from s2o_runtime.call import Scoring
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import ModelError
-from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.hf import get_layer_states
 from support.marks import all_but_first
 from support.models import ARCHITECTURES, make_profile, save, stream
 from support.naive import naive_attention
@@ -26,11 +26,11 @@ def folder(request, tmp_path_factory):
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
 def test_layers_see_what_the_whole_model_sees(folder, resident):
-    captured = [list(of_layer) for of_layer in layers.layers(stream(folder, resident), PROMPTS)]
+    captured = [list(of_layer) for of_layer in layers.capture_layers(stream(folder, resident), PROMPTS)]
     model = stream(folder, True).model
     patch(model, make_profile(model, 0.0, min_length=10))
     seen = {}
-    for state in layer_states(model):
+    for state in get_layer_states(model):
         state.observer = lambda layer, q, k, v, scoring, out: seen.update({layer: (q, k, v, scoring.scale)})
     for number, ids in enumerate(PROMPTS):
         seen.clear()
@@ -46,7 +46,7 @@ def test_layers_see_what_the_whole_model_sees(folder, resident):
 def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(folder):
     loaded = stream(folder, False)
     decoder = loaded.model.get_decoder()
-    for index, captured in enumerate(layers.layers(loaded, PROMPTS)):
+    for index, captured in enumerate(layers.capture_layers(loaded, PROMPTS)):
         next(captured)  # the second prompt moves before the next layer
         on_meta = [all(parameter.is_meta for parameter in layer.parameters()) for layer in decoder.layers]
         assert on_meta == [number != index for number in range(2)]
@@ -58,9 +58,9 @@ def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(fo
 
 def test_any_layer_gives_the_same_inputs_after_any_other(folder):
     loaded = stream(folder, False)
-    whole = [list(captured) for captured in layers.layers(loaded, PROMPTS)]
+    whole = [list(captured) for captured in layers.capture_layers(loaded, PROMPTS)]
     layers.register()
-    with layers.attention_implementation(loaded.model, layers.NAME):
+    with layers.with_attention(loaded.model, layers.NAME):
         forward = layers.DenseForward(loaded, PROMPTS)
         # on from there; again; back; all of a layer after one prompt of the layer before it
         for row, first, count in ((0, 0, 2), (1, 1, 2), (1, 0, 4), (0, 0, 1), (1, 1, 2)):
@@ -81,7 +81,7 @@ def test_any_layer_gives_the_same_inputs_after_any_other(folder):
 def test_nan_is_named_by_layer_and_prompt(tmp_path, parameter, message):
     folder = save("llama", tmp_path, lambda model: model.get_parameter(parameter).data[3, 5].fill_(torch.nan))
     with pytest.raises(ModelError, match=message):
-        for _ in layers.layers(stream(folder, False), PROMPTS):
+        for _ in layers.capture_layers(stream(folder, False), PROMPTS):
             pass
 
 

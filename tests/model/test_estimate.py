@@ -18,12 +18,12 @@ from calibrate.model.estimate import (
     ModelSizes,
     estimate,
     find_longest_length,
-    free_memory,
+    measure_free_memory,
     scale_rates,
-    within_memory,
+    wrap_out_of_memory,
 )
 from calibrate.model.models import load_config
-from calibrate.model.weights import skeleton
+from calibrate.model.weights import build_skeleton
 from calibrate.recipe import Recipe
 from calibrate.report.plan import plan
 from s2o_runtime.devices import DeviceIdentity
@@ -61,18 +61,18 @@ MEASURED = {
 
 @pytest.fixture(autouse=True)
 def _memory_of_an_h200(monkeypatch):
-    monkeypatch.setattr(module, "stays_resident", lambda weights, device, elsewhere: 4 * weights <= H200.memory_bytes)
+    monkeypatch.setattr(module, "decide_resident", lambda weights, device, elsewhere: 4 * weights <= H200.memory_bytes)
 
 
 def model_of(name):
     config = CONFIGS[name] if name in CONFIGS else load_config(name, random_weights=True)
-    return skeleton(config, torch.bfloat16, torch.device("cpu"))
+    return build_skeleton(config, torch.bfloat16, torch.device("cpu"))
 
 
 def estimated(device=H200, **options):
     model = model_of(options["model"])
-    recipe = Recipe.of({"out": Path("p"), "device": device.kind} | PROMPTS | options)
-    return estimate(recipe, ModelSizes.of(model, device.kind), geometry(model.config), device)
+    recipe = Recipe.from_options({"out": Path("p"), "device": device.kind} | PROMPTS | options)
+    return estimate(recipe, ModelSizes.from_model(model, device.kind), geometry(model.config), device)
 
 
 def assert_near(estimated_seconds, measured_seconds, factor=FACTOR):
@@ -142,8 +142,8 @@ def test_a_device_is_as_fast_as_its_peak():
 
 
 def test_the_plan_names_time_and_memory():
-    model, recipe = model_of("qwen2.5-7b"), Recipe.of({"out": Path("p"), "device": "cuda"} | ONE_7B)
-    predicted = estimate(recipe, ModelSizes.of(model, "cuda"), geometry(model.config), H200)
+    model, recipe = model_of("qwen2.5-7b"), Recipe.from_options({"out": Path("p"), "device": "cuda"} | ONE_7B)
+    predicted = estimate(recipe, ModelSizes.from_model(model, "cuda"), geometry(model.config), H200)
     preflight = SimpleNamespace(geometry=geometry(model.config), layers="all", shares={}, loading="")
     lines = plan(recipe, preflight, predicted, H200, frozenset())
     assert re.fullmatch(
@@ -167,14 +167,17 @@ def test_memory_that_runs_out_is_one_sentence_with_a_length(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=24 * GIB))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 22 * GIB)
     text = r"^24.0 GiB of GPU memory ran out while measuring layer 3 at 131072 tokens, .*: about 94208 tokens fit, use"
-    with pytest.raises(ResourceError, match=text), within_memory(torch.device("cuda"), 131072, 0, "measuring layer 3"):
+    with (
+        pytest.raises(ResourceError, match=text),
+        wrap_out_of_memory(torch.device("cuda"), 131072, 0, "measuring layer 3"),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
-    with within_memory(torch.device("cuda"), 1, 0, ""):
+    with wrap_out_of_memory(torch.device("cuda"), 1, 0, ""):
         pass
 
 
 def test_free_memory_is_what_torch_does_not_use(monkeypatch):
-    assert free_memory(torch.device("cpu")) == 0
+    assert measure_free_memory(torch.device("cpu")) == 0
     for name, value in {"mem_get_info": (1000, 5000), "memory_reserved": 600, "memory_allocated": 250}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert free_memory(torch.device("cuda")) == 1350
+    assert measure_free_memory(torch.device("cuda")) == 1350

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from calibrate import calibrate
 from calibrate.commands.profile import main as profile_command
 from calibrate.model import layers, models
-from calibrate.model.layers import attention_implementation, begin, decoder_layers, layer_on_device
-from calibrate.model.logits import logits_on_device
-from calibrate.model.models import in_memory, load, load_config, load_tokenizer
-from calibrate.model.weights import InMemory, explain_no_streaming, model_class, skeleton
+from calibrate.model.layers import begin, list_decoder_layers, put_layer_on_device, with_attention
+from calibrate.model.logits import put_logits_on_device
+from calibrate.model.models import from_memory, load, load_config, load_tokenizer
+from calibrate.model.weights import InMemory, build_skeleton, explain_no_streaming, get_model_class
 from s2o_runtime import load_profile, patch
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -41,7 +41,7 @@ def saved(name, folder):
     """An architecture's tiny model, and the folder that holds it with a tokenizer."""
     config = CASES[name].config
     torch.manual_seed(2)
-    model = model_class(config).from_config(config).eval()
+    model = get_model_class(config).from_config(config).eval()
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return model
@@ -53,28 +53,32 @@ def test_a_model_streams_as_it_runs_whole(name, tmp_path):
     """Each layer gets the masks and positions of its own kind, and the logits are those of the whole model."""
     model = saved(name, tmp_path)
     streamed = load(str(tmp_path), "cpu", resident=False)
-    held = in_memory(model, streamed.tokenizer)
+    held = from_memory(model, streamed.tokenizer)
     assert not streamed.weights.resident
     assert streamed.fingerprint == held.fingerprint == fingerprint(model)
     assert streamed.geometry.layers == (2 if name == "granite" else 1)
-    for (mine,), (theirs,) in zip(layers.layers(streamed, PROMPTS), layers.layers(held, PROMPTS), strict=True):
+    for (mine,), (theirs,) in zip(
+        layers.capture_layers(streamed, PROMPTS), layers.capture_layers(held, PROMPTS), strict=True
+    ):
         assert mine.layer == theirs.layer
         torch.testing.assert_close((mine.q, mine.k, mine.v), (theirs.q, theirs.k, theirs.v), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits_layer_by_layer(streamed), model(PROMPTS[0][None]).logits, rtol=1e-4, atol=1e-4)
 
 
 def logits_layer_by_layer(loaded):
-    with attention_implementation(loaded.model, "eager"):
+    with with_attention(loaded.model, "eager"):
         (stream,) = begin(loaded, PROMPTS)
-        for layer in decoder_layers(loaded.model):
-            with layer_on_device(loaded, layer) as module:
+        for layer in list_decoder_layers(loaded.model):
+            with put_layer_on_device(loaded, layer) as module:
                 stream = stream.through(module, layer.number)
-        with logits_on_device(loaded) as logits:
+        with put_logits_on_device(loaded) as logits:
             return torch.cat([logits(rows) for rows in stream.hidden.split(40, 1)], 1)
 
 
 def test_why_a_checkpoint_cannot_be_streamed():
-    model = skeleton(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), torch.float32, torch.device("cpu"))
+    model = build_skeleton(
+        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), torch.float32, torch.device("cpu")
+    )
     names = [name for name, _ in model.named_parameters()]
     assert explain_no_streaming(model.config, model, names) is None
     assert explain_no_streaming(model.config, model, None) is None
@@ -124,7 +128,7 @@ def test_adapters(tmp_path):
     result = calibrate(adapted, tiny_tokenizer(), progress=False, out=out, budget_rel_mse=1e-2, **QUICKEST)
     assert result.profile.geometry == geometry(CONFIGS["llama"])
     patch(adapted, out, strict=True)
-    assert in_memory(adapted.merge_and_unload(), tiny_tokenizer()).fingerprint != result.profile.fingerprint
+    assert from_memory(adapted.merge_and_unload(), tiny_tokenizer()).fingerprint != result.profile.fingerprint
 
 
 SPELLED = {letter: number for number, letter in enumerate(["<s>", *"abcdefghijklmnopqrstuvwxyzF"], 1)}
@@ -254,7 +258,7 @@ def test_a_server_knows_a_models_weights_in_its_checkpoint(name, tmp_path):
     """Whose files may name and part them otherwise than transformers does: right ones are known, wrong ones refused."""
     torch.manual_seed(1)
     config = CASES[name].config
-    model = model_class(config).from_config(config).eval()
+    model = get_model_class(config).from_config(config).eval()
     for weights in model.parameters():  # so that matrices of experts that change places show
         torch.nn.init.normal_(weights, std=0.25)
     model.save_pretrained(tmp_path)
@@ -305,4 +309,4 @@ def test_a_model_in_memory_that_will_not_do_is_refused(tmp_path):
             calibrate(*arguments, out=out, **options)
     model.model.layers[1].mlp.to("meta")
     with pytest.raises(ModelError, match=r"layers.1.mlp.* is not in memory.*load the model without offloading"):
-        in_memory(model, tokenizer)
+        from_memory(model, tokenizer)

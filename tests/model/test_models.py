@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from calibrate.model.models import DEMO_FOLDER, load, load_config, load_tokenizer
-from calibrate.model.weights import skeleton
+from calibrate.model.weights import build_skeleton
 from s2o_runtime import patch
 from s2o_runtime.errors import ModelError, ProfileError, ResourceError
 from s2o_runtime.identity import Geometry, geometry
@@ -45,7 +45,7 @@ def test_the_sizes_are_the_published_ones(name, offline):
     config = load_config(name, random_weights=True)
     shape, billions = PUBLISHED[name]
     assert geometry(config) == shape
-    model = skeleton(config, torch.bfloat16, torch.device("cpu"))
+    model = build_skeleton(config, torch.bfloat16, torch.device("cpu"))
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.006)
     assert all(weight.is_meta and weight.dtype == torch.bfloat16 for weight in model.parameters())
     assert all(not buffer.is_meta for buffer in model.buffers())

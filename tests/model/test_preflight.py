@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from calibrate.model.estimate import ModelSizes
-from calibrate.model.preflight import compute_attention_share, describe_loading, preflight
-from calibrate.model.weights import skeleton
+from calibrate.model.preflight import compute_attention_share, describe_loading, make_preflight
+from calibrate.model.weights import build_skeleton
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import geometry
-from s2o_runtime.layer_kinds import UNLIMITED, layer_kinds, positions, visible_keys
+from s2o_runtime.layer_kinds import UNLIMITED, count_visible_keys, get_max_positions, list_layer_kinds
 from support.architectures import CASES
 from support.models import CONFIGS, save
 
@@ -33,18 +33,18 @@ GEMMA = Gemma3TextConfig(sliding_window=1024)  # 22 of its 26 layers have window
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_knows_what_the_tests_of_architectures_show(name):
     case = CASES[name]
-    kinds = layer_kinds(case.config)
-    assert [visible_keys(kind, case.config) is None for kind in kinds] == [
+    kinds = list_layer_kinds(case.config)
+    assert [count_visible_keys(kind, case.config) is None for kind in kinds] == [
         reason not in ("linear", "convolution") and "sees" not in reason for reason in case.reasons
     ]
     options = {"device": "cpu", "lengths": (100,), "random_weights": True}
     if case.runs:
         some = f"1 of 2 run S2O ({kinds.index('full_attention')}); {case.others} stay as they are"
         expected = some if case.others else "all 2 run S2O"
-        assert preflight(str(name), case.config, **options).layers == expected
+        assert make_preflight(str(name), case.config, **options).layers == expected
     else:
         with pytest.raises(ModelError, match=r"layer [01] cannot run S2O \("):
-            preflight(str(name), case.config, **options)
+            make_preflight(str(name), case.config, **options)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +65,16 @@ def test_the_plan_knows_what_the_tests_of_architectures_show(name):
     ids=lambda value: getattr(value, "model_type", ""),
 )
 def test_the_kinds_of_layers(config, kinds):
-    assert layer_kinds(config) == tuple(f"{kind}_attention" for kind in kinds.split())
+    assert list_layer_kinds(config) == tuple(f"{kind}_attention" for kind in kinds.split())
 
 
 def test_what_is_no_decoder():
     for config, message in (("t5", "type 't5' is an encoder with a"), ("resnet", "does not say num_hidden_layers")):
         with pytest.raises(ModelError, match=message):
-            layer_kinds(CONFIG_MAPPING[config]())
+            list_layer_kinds(CONFIG_MAPPING[config]())
     with pytest.raises(ModelError, match="has no layer of full_attention, only 32 of"):
         geometry(CONFIG_MAPPING["mamba"]())
-    assert positions(CONFIG_MAPPING["mamba"]()) == UNLIMITED
+    assert get_max_positions(CONFIG_MAPPING["mamba"]()) == UNLIMITED
 
 
 @given(st.integers(1, 300), st.integers(2, 200), st.sampled_from(["sliding_attention", "chunked_attention"]))
@@ -100,8 +100,8 @@ def test_the_share_of_attention_in_published_models():
 
 def test_how_a_checkpoint_is_loaded(tmp_path):
     folder = str(save("llama", tmp_path))
-    model = skeleton(CONFIGS["llama"], torch.bfloat16, CPU)
-    resident = ModelSizes.of(model, "cpu")
+    model = build_skeleton(CONFIGS["llama"], torch.bfloat16, CPU)
+    resident = ModelSizes.from_model(model, "cpu")
 
     def describe(name, sizes):
         return describe_loading(name, CONFIGS["llama"], model, sizes, "cpu", False)

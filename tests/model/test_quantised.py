@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from calibrate import calibrate
 from calibrate.commands import calibrate as command
-from calibrate.model.models import in_memory, load
+from calibrate.model.models import from_memory, load
 from calibrate.model.weights import InMemory
 from s2o_runtime import load_profile, patched
 from s2o_runtime.errors import ModelError
@@ -163,7 +163,7 @@ def test_it_is_loaded_as_a_whole_keeps_its_fingerprint_and_is_calibrated(checkpo
         error = (quantised - exact).square().mean() / exact.square().mean()
         assert 1e-7 < error < 0.2
         assert fingerprint(loaded.model) == loaded.fingerprint != fingerprint(model)
-        assert in_memory(loaded.model, loaded.tokenizer).fingerprint == loaded.fingerprint
+        assert from_memory(loaded.model, loaded.tokenizer).fingerprint == loaded.fingerprint
         assert torch.equal(loaded.model(IDS).logits.float(), quantised)
     assert calibrate(str(folder), progress=False, out=out, device="cpu", budget_rel_mse=1e-2, **QUICKEST).written
     with torch.no_grad(), patched(load(str(folder), "cpu").model, load_profile(out), strict=True) as model:

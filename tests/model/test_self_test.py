@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from calibrate.model import self_test as module
-from calibrate.model.models import in_memory
-from calibrate.model.self_test import self_test
+from calibrate.model.models import from_memory
+from calibrate.model.self_test import run_self_test
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
 from support.architectures import CASES
@@ -23,14 +23,14 @@ from support.tiny import tiny_tokenizer
 def loaded(config=None):
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config or CONFIGS["llama"])).eval()
-    return in_memory(model, tiny_tokenizer(), "tiny")
+    return from_memory(model, tiny_tokenizer(), "tiny")
 
 
 def test_a_model_is_left_as_it_was():
     held = loaded()
     held.model.set_attn_implementation("sdpa")
     before = [dict(part.__dict__) for part in held.model.modules()]
-    self_test(held)
+    run_self_test(held)
     assert held.model.config._attn_implementation == "sdpa"
     for part, attributes in zip(held.model.modules(), before, strict=True):
         assert part.__dict__.keys() == attributes.keys()
@@ -44,7 +44,7 @@ def test_large_scores_in_16_bits_are_no_obstacle(name):
     for part, parameter in held.model.named_parameters():
         if "q_proj" in part or "k_proj" in part:
             parameter.data *= 30
-    self_test(replace(held, model=held.model.to(torch.bfloat16)))
+    run_self_test(replace(held, model=held.model.to(torch.bfloat16)))
 
 
 def test_a_streamed_model_is_tested_as_far_as_its_first_layer_of_full_attention(tmp_path, monkeypatch):
@@ -58,7 +58,7 @@ def test_a_streamed_model_is_tested_as_far_as_its_first_layer_of_full_attention(
         return original(self, part, *arguments, **named)
 
     monkeypatch.setattr(module._Comparison, "attention", attention)
-    self_test(streamed)
+    run_self_test(streamed)
     assert ran == {0}
     assert all(parameter.is_meta for parameter in streamed.model.parameters())
 
@@ -74,15 +74,15 @@ def test_a_layer_that_gets_a_copy_of_the_mask_passes(name, monkeypatch):
     held = loaded(CASES[name].config)
     for layer in held.model.model.layers:
         layer.register_forward_pre_hook(hand_copies, with_kwargs=True)
-    recovered, original = set(), hf._recovered
+    recovered, original = set(), hf._read_prefill
 
     def counted(mask, *sizes):
         if hf.is_prefill_mask(mask):
             recovered.add((int(mask[..., 0].max()), int(mask[..., 1].max())))
         return original(mask, *sizes)
 
-    monkeypatch.setattr(hf, "_recovered", counted)
-    self_test(held)
+    monkeypatch.setattr(hf, "_read_prefill", counted)
+    run_self_test(held)
     assert any(start for _, start in recovered)  # of the padded prompt
     assert any(offset for offset, _ in recovered)  # of the second chunk
 
@@ -111,7 +111,7 @@ def test_another_mask_in_the_models_own_attention_is_noticed(change, refusal, mo
 
     monkeypatch.setattr(file, "eager_attention_forward", changed)
     with pytest.raises(ModelError, match=rf"layer {refusal} prompt: its output differs"):
-        self_test(loaded())
+        run_self_test(loaded())
 
 
 def beyond_the_mask(held):
@@ -149,7 +149,7 @@ def test_a_model_that_s2o_cannot_serve_is_refused(config, change, refusal):
     if change:
         change(held)
     with pytest.raises(ModelError, match=f"^{refusal}"):
-        self_test(held)
+        run_self_test(held)
 
 
 @pytest.mark.parametrize(("number", "part", "bad"), [(0, "self_attn.k_proj", math.nan), (1, "mlp.down_proj", math.inf)])
@@ -160,9 +160,9 @@ def test_weights_that_are_no_numbers_are_named(number, part, bad):
         held.model.get_parameter(f"model.layers.{number}.{part}.weight")[3, 5] = bad
     name = "NaN" if math.isnan(bad) else "inf"
     with pytest.raises(ModelError, match=rf"^model.layers.{number}.{part}.weight holds {name}: check that the model's"):
-        self_test(held)
+        run_self_test(held)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek-v3"])
 def test_caps_sinks_and_other_value_head_dims_pass(name):
-    self_test(loaded(CASES[name].config))
+    run_self_test(loaded(CASES[name].config))

@@ -9,11 +9,11 @@ from calibrate.curves.measure import (
     SENSITIVITY,
     SENSITIVITY_PROMPTS,
     SENSITIVITY_TOKENS,
-    measured_sensitivity,
-    stored_sensitivity,
+    measure_on_prompts,
+    read_stored_sensitivity,
 )
 from calibrate.journal import Journal
-from calibrate.model.sensitivity import sensitivity
+from calibrate.model.sensitivity import measure_sensitivity
 from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ModelError
 from support.models import save, stream
@@ -46,7 +46,9 @@ def prompts():
 def weights(folder, prompts):
     """float64 [layers, heads], the mean over several draws of tokens."""
     loaded = stream(folder, resident=True)
-    return torch.tensor([sensitivity(loaded, prompts, seed) for seed in range(DRAWS)], dtype=torch.float64).mean(0)
+    return torch.tensor(
+        [measure_sensitivity(loaded, prompts, seed) for seed in range(DRAWS)], dtype=torch.float64
+    ).mean(0)
 
 
 def kl_of_noise(model, prompts, variances):
@@ -88,9 +90,9 @@ def test_the_kl_of_injected_noise_is_as_predicted(folder, prompts, weights, plac
 def test_one_layer_at_a_time_gives_the_same_and_leaves_nothing_behind(folder, prompts):
     streamed = stream(folder, resident=False)
     before = streamed.model.config._attn_implementation
-    weighed = sensitivity(streamed, prompts, 0)
-    assert weighed == sensitivity(stream(folder, resident=True), prompts, 0)
-    assert weighed != sensitivity(streamed, prompts, 1)
+    weighed = measure_sensitivity(streamed, prompts, 0)
+    assert weighed == measure_sensitivity(stream(folder, resident=True), prompts, 0)
+    assert weighed != measure_sensitivity(streamed, prompts, 1)
     assert all(parameter.is_meta and parameter.grad is None for parameter in streamed.model.parameters())
     assert streamed.model.config._attn_implementation == before
 
@@ -99,7 +101,7 @@ def test_gradients_that_are_not_finite_are_named(tmp_path, prompts):
     """The forward pass is finite: only the head, which the gradient comes through, is not."""
     folder = save("llama", tmp_path / "model", lambda model: model.lm_head.weight.data.fill_(float("nan")))
     with pytest.raises(ModelError, match=r"layer 1, prompt 0: the gradient of attention holds inf or NaN"):
-        sensitivity(stream(folder, resident=True), prompts, 0)
+        measure_sensitivity(stream(folder, resident=True), prompts, 0)
 
 
 @pytest.mark.parametrize("projections", [("q_proj", "k_proj", "v_proj"), ("o_proj",)], ids=str)
@@ -111,7 +113,7 @@ def test_weights_without_gradients_are_one_sentence(folder, prompts, projections
         projection = getattr(attention, name)
         projection.forward = torch.no_grad()(projection.forward)
     with pytest.raises(ModelError, match=r"^layer 1: its weights let no gradient through, .* use a checkpoint"):
-        sensitivity(loaded, prompts, 0)
+        measure_sensitivity(loaded, prompts, 0)
 
 
 def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder, tmp_path):
@@ -124,13 +126,13 @@ def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder
         for length in (32, 64, SENSITIVITY_TOKENS + 64)
     }
     with Journal.open(tmp_path / "journal", {}) as journal:
-        measured = measured_sensitivity(loaded, by_length, settings, journal)
+        measured = measure_on_prompts(loaded, by_length, settings, journal)
         ((key, value),) = journal.entries(SENSITIVITY)
         assert key == {"prompts": [one.sha256 for one in by_length[64][:SENSITIVITY_PROMPTS]], "tokens": 64, "seed": 5}
         assert measured == tuple(map(tuple, value))
-        assert measured == sensitivity(loaded, [one.ids for one in by_length[64][:SENSITIVITY_PROMPTS]], 5)
+        assert measured == measure_sensitivity(loaded, [one.ids for one in by_length[64][:SENSITIVITY_PROMPTS]], 5)
         journal.put(SENSITIVITY, key, [[7.0]])
-        assert measured_sensitivity(loaded, by_length, settings, journal) == ((7.0,),)
+        assert measure_on_prompts(loaded, by_length, settings, journal) == ((7.0,),)
         hashes = {one.sha256 for one in by_length[64]}
-        assert stored_sensitivity(journal.entries(SENSITIVITY), hashes) == ((7.0,),)
-        assert stored_sensitivity(journal.entries(SENSITIVITY), hashes - {by_length[64][0].sha256}) is None
+        assert read_stored_sensitivity(journal.entries(SENSITIVITY), hashes) == ((7.0,),)
+        assert read_stored_sensitivity(journal.entries(SENSITIVITY), hashes - {by_length[64][0].sha256}) is None

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from calibrate.model import weights
 from calibrate.model.models import DEMO_FOLDER, load
-from calibrate.model.weights import RandomWeights, Weights, skeleton, stays_resident
+from calibrate.model.weights import RandomWeights, Weights, build_skeleton, decide_resident
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import fingerprint
 from support.marks import all_but_first
@@ -19,7 +19,7 @@ SLOW = pytest.mark.slow(reason="further architectures")
 
 
 def random_weights(name, seed, resident):
-    model = skeleton(MODELS[name], torch.float32, CPU)
+    model = build_skeleton(MODELS[name], torch.float32, CPU)
     return Weights(model, RandomWeights(model, seed), CPU, resident)
 
 
@@ -38,13 +38,13 @@ def test_every_part_is_what_was_saved_and_goes_back_to_meta(saved):
     beside = {"model.embed_tokens": model.model.embed_tokens, "model.norm": model.model.norm, "lm_head": model.lm_head}
     met = set()
     for prefix, part in (beside | layers).items():
-        with loaded.weights.on_device(part):
+        with loaded.weights.put_on_device(part):
             for name, parameter in part.named_parameters(prefix=prefix):
                 assert torch.equal(parameter, expected[name])
                 met.add(name)
         assert all(parameter.is_meta for parameter in model.parameters())
     assert met == set(expected)
-    with pytest.raises(KeyError), loaded.weights.on_device(model.lm_head):
+    with pytest.raises(KeyError), loaded.weights.put_on_device(model.lm_head):
         raise KeyError
     assert all(parameter.is_meta for parameter in model.parameters())
     torch.testing.assert_close(dict(model.named_buffers()), dict(whole.named_buffers()), rtol=0, atol=0)
@@ -89,26 +89,26 @@ def test_random_weights_are_the_same_every_time_and_spread_as_the_architecture_s
     streamed, again, other = (random_weights(name, seed, False) for seed in (0, 0, 1))
     for index in (1, 0, 1):
         layers = [weights.model.model.layers[index] for weights in (streamed, again, other)]
-        with streamed.on_device(layers[0]), again.on_device(layers[1]), other.on_device(layers[2]):
+        with streamed.put_on_device(layers[0]), again.put_on_device(layers[1]), other.put_on_device(layers[2]):
             first, second, of_another_seed = (layer.state_dict() for layer in layers)
             held = model.model.layers[index].state_dict()
             assert all(torch.equal(first[key], same[key]) for same in (second, held) for key in first)
             key = "self_attn.q_proj.weight"
             assert not torch.equal(first[key], of_another_seed[key])
             assert not torch.equal(first["self_attn.k_proj.weight"], first["self_attn.v_proj.weight"])
-    with streamed.on_device(streamed.model.model.embed_tokens, streamed.model.lm_head):
+    with streamed.put_on_device(streamed.model.model.embed_tokens, streamed.model.lm_head):
         tied = torch.equal(streamed.model.lm_head.weight, streamed.model.model.embed_tokens.weight)
         assert tied == MODELS[name].tie_word_embeddings
 
 
 def test_a_model_stays_if_it_takes_a_quarter_of_the_memory(monkeypatch):
     monkeypatch.setattr(weights.os, "sysconf", {"SC_PHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}.get)
-    assert stays_resident(10240, CPU)
-    assert not stays_resident(10241, CPU)
+    assert decide_resident(10240, CPU)
+    assert not decide_resident(10241, CPU)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (400, 4000))
-    assert stays_resident(100, torch.device("cuda"))
-    assert not stays_resident(101, torch.device("cuda"))
+    assert decide_resident(100, torch.device("cuda"))
+    assert not decide_resident(101, torch.device("cuda"))
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"

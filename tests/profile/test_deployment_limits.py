@@ -12,10 +12,10 @@ import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import explain, load_profile, patch
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.identity import ROPE, compose_fingerprint, fingerprint, fingerprint_mismatch, split_fingerprint
+from s2o_runtime.identity import ROPE, compose_fingerprint, explain_mismatch, fingerprint, split_fingerprint
 from s2o_runtime.profile.profile import with_safe_tile
 from s2o_runtime.reference.attention import s2o_attention_reference
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 from support.models import make_profile, new_model, twin
 
 SHIPPED_H200 = Path(__file__).parents[2] / "profiles/demo/nvidia-h200/rel-mse-0.001.safetensors"
@@ -31,7 +31,7 @@ def reasons(model):
 def test_another_gpu_stops_heads_where_the_profile_was_proven_to(capability):
     """Never more checks than the profile's, and the same rows stop together: else errors grow up to 72 times."""
     profile = load_profile(SHIPPED_H200)
-    tiles = candidate_tiles(profile.geometry.head_dim, capability)
+    tiles = list_candidate_tiles(profile.geometry.head_dim, capability)
     for config in (layer for bucket in profile.layers for layer in bucket if not layer.is_dense):
         safe = with_safe_tile(config, tiles).validate()
         assert safe.heads == config.heads
@@ -52,7 +52,7 @@ def test_the_same_stride_and_height_give_the_same_errors_with_another_tile():
 
     proven, often = error(mine), error(mine.with_tile(TileConfig(64, 64, 2, 8, 3)))
     for capability in ((8, 0), (9, 0), (12, 0)):
-        safe = with_safe_tile(mine, candidate_tiles(128, capability))
+        safe = with_safe_tile(mine, list_candidate_tiles(128, capability))
         assert error(safe) == pytest.approx(proven, rel=0.02)  # windows of other tiles begin up to 127 keys apart
     assert often > 1.5 * proven  # what the same tau does with more checks
 
@@ -63,7 +63,7 @@ def test_a_layer_without_a_tile_that_fits_is_dense_and_one_without_any_tile_is_k
     assert with_safe_tile(config, tall).is_dense
     assert with_safe_tile(config, ()) == config
     mixed = dataclasses.replace(config, heads=(config.heads[0], HeadConfig(mode="dense", segment=64)))
-    assert with_safe_tile(mixed, candidate_tiles(64, (8, 0))).heads == mixed.heads
+    assert with_safe_tile(mixed, list_candidate_tiles(64, (8, 0))).heads == mixed.heads
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def test_another_number_of_heads_than_the_profiles_runs_dense(eager):
     """A rank of tensor parallelism computes a part of the heads that the model's config names."""
     model = patch(twin(eager), make_profile(twin(eager), 2.0))
     two = [LayerConfig.uniform(2, tau=2.0, segment=128)] * 2
-    for state, config in zip(layers.layer_states(model), two, strict=True):
+    for state, config in zip(layers.get_layer_states(model), two, strict=True):
         state.config_at = lambda length, config=config: config
     ids = torch.randint(3, 128, (1, 200))
     torch.testing.assert_close(model(ids).logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
@@ -111,7 +111,7 @@ def test_offloaded_weights_stay_dense_with_a_reason(eager, caplog):
     profile = make_profile(twin(eager), 0.0)
     patch(model, profile)
     assert "the weights are offloaded (model.embed_tokens.weight is not in memory)" in caplog.text
-    assert all("offloaded" in state.rejected for state in layers.layer_states(model))
+    assert all("offloaded" in state.rejected for state in layers.get_layer_states(model))
     with pytest.raises(ProfileError, match="offloaded"):
         patch(model, profile, strict=True)
 
@@ -127,7 +127,7 @@ def test_other_rope_parameters_are_another_model(eager, caplog):
     patch(stretched, profile)
     assert "RoPE parameters" in caplog.text
     without = fingerprint(eager).partition(ROPE)[0]  # as of a model without RoPE
-    assert "RoPE" in fingerprint_mismatch(fingerprint(eager), without)
+    assert "RoPE" in explain_mismatch(fingerprint(eager), without)
 
 
 def test_the_rope_part_of_a_fingerprint_is_the_same_in_every_transformers(eager):

@@ -13,8 +13,8 @@ from s2o_runtime.errors import ConfigError, ProfileError
 from s2o_runtime.huggingface import run, sdpa
 from s2o_runtime.profile import find
 from s2o_runtime.serving.server import Server
-from s2o_runtime.sglang.engine import settings_of_environment
-from s2o_runtime.vllm.engine import settings_of
+from s2o_runtime.sglang.engine import read_settings as read_sglang_settings
+from s2o_runtime.vllm.engine import read_settings
 from support.environment import forget, under_s2o_run
 from support.fake_server import context
 from support.models import CONFIGS, make_profile, new_model, prompt, twin, used_s2o
@@ -85,7 +85,7 @@ def test_a_patched_model_takes_the_profile_of_its_weights_and_gpu(folder, model,
 
 def test_the_catalogue_of_the_package_holds_the_shipped_profiles(monkeypatch):
     monkeypatch.undo()
-    shipped = [found for found in find.profiles() if find.CATALOGUE.resolve() in found.path.parents]
+    shipped = [found for found in find.find_profiles() if find.CATALOGUE.resolve() in found.path.parents]
     assert {found.profile.model_name for found in shipped} >= {"demo"}
     assert {found.profile.device.kind for found in shipped} == {"cpu", "cuda"}
 
@@ -105,7 +105,7 @@ def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(
     ]
     for name, one in in_order:
         write(one, tmp_path / f"{name}.safetensors")
-    candidates = find.profiles()
+    candidates = find.find_profiles()
     assert [one.path.relative_to(tmp_path).with_suffix("").as_posix() for one in candidates] == [
         name for name, _ in in_order
     ]
@@ -165,7 +165,7 @@ def test_a_folder_that_is_none_is_refused(model, monkeypatch, tmp_path, mine):
     with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere, which is no folder"):
         patch(model)
     with pytest.raises(ConfigError, match="S2O_PROFILES names nowhere"):
-        Server(settings_of({}), context(model.config, checkpoint=tmp_path))
+        Server(read_settings({}), context(model.config, checkpoint=tmp_path))
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_s2o_run_hands_the_folders_on(monkeypatch, tmp_path, mine):
     assert "S2O_PROFILE" not in environment
 
 
-@pytest.mark.parametrize("settings", [lambda: settings_of({}), settings_of_environment], ids=["vllm", "sglang"])
+@pytest.mark.parametrize("settings", [lambda: read_settings({}), read_sglang_settings], ids=["vllm", "sglang"])
 def test_a_server_takes_the_profile_of_the_model_that_it_serves(settings, model, profile, mine, tmp_path, info_log):
     model.save_pretrained(tmp_path / "model")
     path = write(profile, mine / "p.safetensors")
@@ -243,7 +243,7 @@ def test_a_server_takes_the_profile_of_the_model_that_it_serves(settings, model,
     assert set(server.counters.drift) == {0, 1}
 
 
-@pytest.mark.parametrize("settings", [lambda: settings_of({}), settings_of_environment], ids=["vllm", "sglang"])
+@pytest.mark.parametrize("settings", [lambda: read_settings({}), read_sglang_settings], ids=["vllm", "sglang"])
 @pytest.mark.parametrize("name", [*MISFITS, "quantised", "unsupported"])
 def test_a_server_for_which_none_fits_is_dense_with_one_line(
     name, settings, model, profile, mine, tmp_path, info_log, monkeypatch

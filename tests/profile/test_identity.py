@@ -25,12 +25,12 @@ from s2o_runtime.identity import (
     BASE,
     CONFIG,
     WITHOUT_EFFECT,
-    _rope_parameters,
+    _read_rope_parameters,
     compose_fingerprint,
-    config_mismatch,
-    config_values,
+    explain_config_mismatch,
+    explain_mismatch,
     fingerprint,
-    fingerprint_mismatch,
+    select_config_values,
     split_fingerprint,
 )
 from s2o_runtime.profile import save_profile
@@ -87,7 +87,7 @@ def test_an_edited_config_is_another_model_and_the_sentence_names_the_field(conf
     assert (model(ids).logits - other(ids).logits).abs().max() > 1e-3
     profile = make_profile(model, 2.0)
     assert refusal(model, profile) is None
-    new, old = json.dumps(value), json.dumps(config_values(config)[field])
+    new, old = json.dumps(value), json.dumps(select_config_values(config)[field])
     sentence = f"the config ({field} is {new} where the profile has {old}) is not the one of tiny"
     assert sentence in refusal(other, profile)
     assert sentence in caplog.text
@@ -109,7 +109,7 @@ def test_fields_without_effect_make_no_other_model():
 def test_positions_count_where_rope_is_by_them():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     short, long = (SimpleNamespace(max_position_embeddings=n, rope_parameters=rope) for n in (1024, 2048))
-    assert "max_position_embeddings" in config_mismatch(config_values(short), config_values(long))
+    assert "max_position_embeddings" in explain_config_mismatch(select_config_values(short), select_config_values(long))
 
 
 def test_fields_with_an_effect_are_not_left_out():
@@ -130,19 +130,19 @@ def test_one_model_saved_by_the_oldest_and_the_newest_transformers_is_the_same(n
     # transformers 5.17 cannot read the rope_parameters that 5.0 writes of Gemma 3
     loaded = [AutoConfig.for_model(**text) for text in texts[name == "gemma3_text" :]]
     for configs in (as_saved, loaded):
-        values = [config_values(config) for config in configs]
-        assert config_mismatch(values[0], values[-1]) is None
+        values = [select_config_values(config) for config in configs]
+        assert explain_config_mismatch(values[0], values[-1]) is None
         assert len(values[0].keys() & values[-1].keys()) >= 4
-        assert _rope_parameters(configs[0]) == _rope_parameters(configs[-1]) != {}
+        assert _read_rope_parameters(configs[0]) == _read_rope_parameters(configs[-1]) != {}
     first, newest = (compose_fingerprint("weights", config) for config in as_saved)
-    assert fingerprint_mismatch(first, newest) is None
+    assert explain_mismatch(first, newest) is None
     edited = SimpleNamespace(**texts[1] | {"rms_norm_eps": 0.125})
-    assert "rms_norm_eps is 0.125 where" in fingerprint_mismatch(compose_fingerprint("weights", edited), first)
+    assert "rms_norm_eps is 0.125 where" in explain_mismatch(compose_fingerprint("weights", edited), first)
 
 
 def test_values_are_written_one_way():
     config = SimpleNamespace(a=1.0, b=9.999999974752427e-07, c=float("inf"), d=(1, None), e=torch.float16, f={"g": 2.0})
-    assert json.dumps(config_values(config)) == (
+    assert json.dumps(select_config_values(config)) == (
         '{"a": 1, "b": 1e-06, "c": "Infinity", "d": [1, null], "e": "dtype", "f": {"g": 2}}'
     )
 
@@ -249,10 +249,12 @@ def test_a_profile_keeps_the_config_in_a_field_that_older_versions_do_not_read(t
     save_profile(profile, tmp_path / "p.safetensors")
     assert load_profile(tmp_path / "p.safetensors") == profile
     fields = split_fingerprint(profile.fingerprint)
-    assert fields["config"] == json.loads(profile.fingerprint.partition(CONFIG)[2]) == config_values(model.config)
+    assert (
+        fields["config"] == json.loads(profile.fingerprint.partition(CONFIG)[2]) == select_config_values(model.config)
+    )
     old = dataclasses.replace(profile, fingerprint=fields["fingerprint"])  # all that a file has of it that is older
-    assert fingerprint_mismatch(fingerprint(model), old.fingerprint) is None
-    assert "is not the one" in fingerprint_mismatch(fingerprint(model), profile.fingerprint.replace("silu", "gelu"))
+    assert explain_mismatch(fingerprint(model), old.fingerprint) is None
+    assert "is not the one" in explain_mismatch(fingerprint(model), profile.fingerprint.replace("silu", "gelu"))
 
 
 def test_a_profile_without_the_config_is_said_to_be_one_and_refused_under_strict(info_log):

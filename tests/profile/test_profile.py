@@ -449,10 +449,10 @@ def test_a_model_with_layers_of_other_kinds():
     model = document_of(serialize(profile(geometry=MIXED_GEOMETRY)))["model"]
     assert {name: model[name] for name in MIXED} == MIXED
     assert not MIXED.keys() & DOCUMENT["model"].keys()
-    assert [MIXED_GEOMETRY.layer_number(row) for row in range(2)] == [1, 3]
-    assert [GEOMETRY.layer_number(row) for row in range(2)] == [0, 1]
-    assert [MIXED_GEOMETRY.row_of(number) for number in range(4)] == [None, 0, None, 1]
-    assert [GEOMETRY.row_of(number) for number in range(-1, 3)] == [None, 0, 1, None]
+    assert [MIXED_GEOMETRY.get_layer_number(row) for row in range(2)] == [1, 3]
+    assert [GEOMETRY.get_layer_number(row) for row in range(2)] == [0, 1]
+    assert [MIXED_GEOMETRY.find_row(number) for number in range(4)] == [None, 0, None, 1]
+    assert [GEOMETRY.find_row(number) for number in range(-1, 3)] == [None, 0, 1, None]
 
 
 @pytest.mark.parametrize(
@@ -473,4 +473,4 @@ def test_a_model_with_layers_of_other_kinds():
 )
 def test_another_geometry_is_named_in_words(change, sentence):
     """To follow "the model has"."""
-    assert MIXED_GEOMETRY.difference(dataclasses.replace(MIXED_GEOMETRY, **change)) == sentence
+    assert MIXED_GEOMETRY.describe_difference(dataclasses.replace(MIXED_GEOMETRY, **change)) == sentence

@@ -17,7 +17,7 @@ from calibrate.profiles.retile import retile
 from calibrate.recipe import Budget
 from calibrate.record import read_record
 from calibrate.report import figures
-from calibrate.report.page import card
+from calibrate.report.page import render_card
 from s2o_runtime.config import HeadConfig, StopRule
 from s2o_runtime.profile import load_profile, save_profile
 from support.artefacts import shared
@@ -269,11 +269,11 @@ def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monke
 
 def test_a_foreign_text_in_a_card_is_only_text():
     foreign = {"proof": "failed", "problems": ["a | b\n# c"], "recipe": {"seed": "<b>"}, "versions": ["`x`"]}
-    text = card(dataclasses.replace(minimal(), record=foreign, model_name="a\n|b"), "p.safetensors")
+    text = render_card(dataclasses.replace(minimal(), record=foreign, model_name="a\n|b"), "p.safetensors")
     assert text.startswith("# S2O profile of a \\|b\n")
     assert "**Not proven** (failed).\n\n- a \\| b # c" in text
     assert "| seed | \\<b\\> |" in text
-    text = card(minimal(), "p.safetensors")
+    text = render_card(minimal(), "p.safetensors")
     assert "| seed | not recorded |" in text
     assert f"Its weights: fingerprint {minimal().fingerprint[:16]}.\n" in text
 
@@ -287,7 +287,7 @@ def test_a_card_says_what_was_proven_of_its_profile(calibrated, run, tmp_path):
             code, written = run("card", profile, "--out-dir", tmp_path / "to", "--json")
             assert (code, len(written["files"])) == (0, 2)
         text, page = (Path(file).read_text() for file in written["files"])
-        assert text == card(load_profile(profile), profile.name)
+        assert text == render_card(load_profile(profile), profile.name)
         assert text.startswith("# S2O profile of demo\n")
         assert f's2o_runtime.patch(model, "{profile.name}")' in text
         assert ("**Certified on 3 prompts of each length, of 3 groups of text (" in text) == (profile == calibrated)

@@ -13,13 +13,13 @@ from calibrate.curves.curves import Shape, dense_power
 from calibrate.curves.measure import measure_model
 from calibrate.journal import Journal
 from calibrate.model import models
-from calibrate.pipeline import calibrate, journal_identity
+from calibrate.pipeline import calibrate, make_journal_identity
 from calibrate.profiles.rebudget import UNPROVEN, rebudget
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof import adjust
 from calibrate.recipe import Budget, Recipe
 from calibrate.record import RecordedBudget, read_record
-from calibrate.search.choice import SearchPoint, budget_mse, choice_at, weights_of
+from calibrate.search.choice import SearchPoint, budget_mse, build_plan, compute_weights
 from calibrate.search.tiles import CPU_TILES
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import InputError
@@ -48,8 +48,8 @@ def curves(recipe):
         assert calibrate(recipe, progress=False).written
     loaded = models.load("demo", "cpu")
     prompts = load_prompts(recipe, loaded.tokenizer)
-    shapes = sorted({Shape.of(tile) for tile in CPU_TILES}, key=lambda shape: (shape.block_m, shape.stride))
-    identity = journal_identity(loaded, identify(torch.device("cpu")))
+    shapes = sorted({Shape.from_tile(tile) for tile in CPU_TILES}, key=lambda shape: (shape.block_m, shape.stride))
+    identity = make_journal_identity(loaded, identify(torch.device("cpu")))
     with Journal.open(recipe.journal_path, identity) as journal:
         measured = measure_model(
             loaded, prompts.calibration, dict.fromkeys(LENGTHS, shapes), recipe, journal, lambda *_, **__: None
@@ -66,7 +66,7 @@ def old(recipe, curves, monkeypatch):
 
 
 def spendable(curves, recipe):
-    return budget_mse(weights_of(curves, recipe), recipe)
+    return budget_mse(compute_weights(curves, recipe), recipe)
 
 
 @SLOW
@@ -90,7 +90,7 @@ def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tm
         for measured, before, config in zip(curves[length], of_old, of_new, strict=True):
             point = SearchPoint(before.heads[0].segment, before.tile, before.scores)
             assert (config.heads[0].segment, config.tile, config.scores) == point
-            spent = choice_at(point, measured, after).dense_if_no_gain()
+            spent = build_plan(point, measured, after).dense_if_no_gain()
             assert spent.allocation.mse <= spendable(measured, after)
             grew = spendable(measured, after) > spendable(measured, recipe)
             if before.is_dense and not (grew and spent.cost < 0.9):

@@ -20,13 +20,13 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError, ProfileError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile, load_profile, save_profile
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 
 GEOMETRY = Geometry("llama", 3, 4, 2, 64)
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37)
 A100 = DeviceIdentity("cuda", "pretended", (8, 0), 108, 1)
 CPU = DeviceIdentity("cpu", "cpu")
-A100_TILES = candidate_tiles(64, A100.capability)
+A100_TILES = list_candidate_tiles(64, A100.capability)
 FORMER = TileConfig(64, 128, 4, 4, 3, specialized=True, dense_below=1024)  # rows 128, stride 512
 CROSSOVER = 768
 DENSITY = 0.8
@@ -90,7 +90,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(module, "measure", measure_once)
     monkeypatch.setattr(module, "compile_ahead", list)
     monkeypatch.setattr(module, "identify", lambda device: A100)
-    monkeypatch.setattr(module, "against_dense", gpu.time)
+    monkeypatch.setattr(module, "time_against_dense", gpu.time)
     monkeypatch.setattr(module, "with_crossover", gpu.cross)
     return gpu
 
@@ -136,7 +136,7 @@ def test_the_fastest_tile_is_taken_and_nothing_else_changes(old, gpu, tmp_path):
 
 def test_heads_are_timed_at_the_density_that_the_record_gives(old, gpu, tmp_path):
     run(tmp_path)
-    shape = Shape.of(FORMER)
+    shape = Shape.from_tile(FORMER)
     prompt = module._make_inputs(GEOMETRY, 2048, torch.device("cpu"))
     config = next(config for config, length in gpu.calls if length == 2048)
     methods = [RankingConfig(head.segment, head.representatives) for head in config.heads]
@@ -173,7 +173,7 @@ def test_no_tile_checks_more_often_than_the_profile_did(gpu, tmp_path):
 
 
 def test_a_layer_without_a_legal_tile_becomes_dense(gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "candidate_tiles", lambda *_: tuple(t for t in A100_TILES if t.block_m == 128))
+    monkeypatch.setattr(module, "list_candidate_tiles", lambda *_: tuple(t for t in A100_TILES if t.block_m == 128))
     before = profile([[layer(segment=192, tile=TileConfig(64, 64, 8, 8, 2)), layer(), layer()]] * 2, [[0.6] * 3] * 2)
     done = run(tmp_path, before)
     assert [config.is_dense for config in done.layers[0]] == [True, False, False]

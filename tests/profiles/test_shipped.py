@@ -10,11 +10,11 @@ import torch
 
 import s2o_runtime
 from calibrate.model.models import load_tokenizer
-from calibrate.profiles.stored import recipe_of
+from calibrate.profiles.stored import read_recipe
 from calibrate.prompts.prompts import load_prompts
-from calibrate.recipe import Budget, default_out
+from calibrate.recipe import Budget, place_profile
 from calibrate.record import read_record
-from s2o_runtime.identity import RANDOM, fingerprint, fingerprint_mismatch
+from s2o_runtime.identity import RANDOM, explain_mismatch, fingerprint
 from s2o_runtime.profile import load_profile, save_profile
 from s2o_runtime.profile.record import read_budget
 from scripts.docs import catalogue
@@ -88,7 +88,7 @@ def test_every_profile_is_in_its_place(path):
     profile = load_profile(path)
     budget = read_budget(profile.record)
     budget = Budget(budget.kind, budget.value)
-    assert path == default_out(profile.model_name, profile.device.name, budget, CATALOGUE)
+    assert path == place_profile(profile.model_name, profile.device.name, budget, CATALOGUE)
     assert str(Path.home()) not in json.dumps(profile.record)
 
 
@@ -97,10 +97,10 @@ def test_every_profile_is_in_its_place(path):
 def test_it_is_of_the_demo_model_and_keeps_its_budget(path, demo):
     """The held-out proof at the shortest length; where a CPU cannot afford that, its thresholds at a shorter one."""
     profile = load_profile(path)
-    assert fingerprint_mismatch(fingerprint(demo.model), profile.fingerprint) is None
+    assert explain_mismatch(fingerprint(demo.model), profile.fingerprint) is None
     shortest = profile.lengths[0]
     if shortest <= AFFORDABLE:
-        recipe = recipe_of(profile, path)
+        recipe = read_recipe(profile, path)
         held_out = load_prompts(recipe, load_tokenizer("demo")).held_out[shortest]
         _, proofs = streamed.prove(demo, {shortest: held_out}, profile)
         recorded = read_record(profile).find_proven(shortest)

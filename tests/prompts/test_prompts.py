@@ -30,8 +30,8 @@ from calibrate.prompts.documents import (
     UNREAD,
     Document,
     DocumentPool,
-    built_in,
-    one_text,
+    make_held_out_prompts,
+    make_prompts_of_one_text,
     read_documents,
     read_found_documents,
 )
@@ -331,11 +331,11 @@ def test_prompts_begin_as_the_tokenizer_begins_every_text(prefix, special, end):
             assemble_prompt(reader, iter([document]), length, rng, needles=hidden, isolated=isolated)
             for document, hidden, isolated in options
         ),
-        *built_in(reader, length, 1, 0),
+        *make_held_out_prompts(reader, length, 1, 0),
         *(build(Case((task,), length, 0), plan, reader, ())[0] for task in ("needles", "perplexity")),
     ]
     starts = [prompt.ids[: len(served) + 1].tolist() for prompt in prompts]
-    starts += [ids[: len(served) + 1] for ids in one_text(reader, length, 2, rng)[0]]
+    starts += [ids[: len(served) + 1] for ids in make_prompts_of_one_text(reader, length, 2, rng)[0]]
     assert all(start[:-1] == served and start[-1] not in reader.all_special_ids for start in starts)
     assert all(reader.convert_tokens_to_ids("<eos>") not in prompt.ids for prompt in prompts)
 

@@ -24,9 +24,9 @@ from calibrate.proof.adjust import (
     tighten,
     tighten_layer,
 )
-from calibrate.proof.bounds import SPEND_FRACTIONS, compute_attempt_confidence, estimate_mean_bound, mean_bound
+from calibrate.proof.bounds import SPEND_FRACTIONS, bound_mean, compute_attempt_confidence, estimate_mean_bound
 from calibrate.proof.state import Problem, ProblemKind
-from calibrate.search.choice import ChosenDense
+from calibrate.search.choice import CalibrationDense
 from support.candidates import CHECKS, LENGTHS, LIMITS, PretendedProver, candidate, error_of, proof_of, proofs_of
 
 BEGUN = candidate()
@@ -81,7 +81,7 @@ def test_any_sequence_of_errors_ends_within_its_tries(length, layer, measured):
         assert current.with_share(layer, length, 0.5) is current
         assert all(adjuster.revise(current, length, layer, proof_of(error)) is None for error in (0.0, 1.0, math.nan))
         reasons = [choice.why_dense for choice in current.chosen.get(length, BEGUN.chosen[512]).choices]
-        assert length in CHECKS or reasons[layer] == ChosenDense.OVER_LIMIT
+        assert length in CHECKS or reasons[layer] == CalibrationDense.OVER_LIMIT
     assert current.build_profile().lengths == (tuple(EVERY) if over and length in CHECKS else LENGTHS)
     for place, config in current.configs.items():
         assert current.build_profile().layer_config(place[1], place[0]) == config
@@ -222,8 +222,8 @@ def test_the_expected_bound_is_that_of_many_prompts_like_the_few():
     few, kinds = [1.0, 1.3, 0.7, 4.4, 3.6], [*"aaabb"]
     for of_few in (kinds, ["text"] * 5):
         expected = estimate_mean_bound(few, of_few, 40, 0.975)
-        assert expected == pytest.approx(mean_bound(few * 8, of_few * 8, 0.975), rel=0.1)
-        assert mean_bound(few * 8, kinds * 8, 0.5) < expected
+        assert expected == pytest.approx(bound_mean(few * 8, of_few * 8, 0.975), rel=0.1)
+        assert bound_mean(few * 8, kinds * 8, 0.5) < expected
     assert estimate_mean_bound([2.0], ["a"], 32, 0.975) == pytest.approx(
         2 * estimate_mean_bound([1.0], ["b"], 32, 0.975)
     )
@@ -266,7 +266,7 @@ def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
         assert config.is_dense == (length in dense)  # what is checked below a dense bucket follows it
         assert profile.layer_config(layer, length) == config
     if slow in LENGTHS:
-        assert {choice.why_dense for choice in result.chosen[slow].choices} == {ChosenDense.SLOWER_PREFILL}
+        assert {choice.why_dense for choice in result.chosen[slow].choices} == {CalibrationDense.SLOWER_PREFILL}
 
 
 @settings(deadline=None, max_examples=12)

@@ -10,6 +10,7 @@ from calibrate.proof.bounds import (
     CONFIDENCE,
     SHARE,
     SPEND_FRACTIONS,
+    bound_mean,
     bound_mean_below,
     bound_share,
     compute_attempt_confidence,
@@ -17,7 +18,6 @@ from calibrate.proof.bounds import (
     compute_share_interval,
     count_allowed_above,
     count_texts_for,
-    mean_bound,
 )
 from calibrate.recipe import Budget, Recipe
 from scripts.study.coverage import SHAPES, covered, grouped
@@ -51,27 +51,27 @@ def test_the_bound_is_students():
     values = [1.0, 2.0, 4.0, 8.0, 9.0, 3.0]
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)  # two-sided
     one_kind = ["text"] * 6
-    assert mean_bound(values, one_kind, 0.975) == pytest.approx(expected.high)
+    assert bound_mean(values, one_kind, 0.975) == pytest.approx(expected.high)
     assert bound_mean_below(values, one_kind, 0.975) == pytest.approx(expected.low)
     # two kinds: half the difference of one kind and the other's negative, by Welch's test
     more = [*values, 2.0, 5.0, 6.0, 7.0, 1.5, 2.5, 6.5, 8.0, 3.0, 4.5]
     two_kinds = ["code"] * 8 + ["prose"] * 8
     welch = stats.ttest_ind(more[:8], [-value for value in more[8:]], equal_var=False).confidence_interval(0.95)
-    assert mean_bound(more, two_kinds, 0.975) == pytest.approx(welch.high / 2)
-    assert mean_bound(values, [*"aaaaab"], 0.975) == pytest.approx(expected.high)  # a kind with one prompt
+    assert bound_mean(more, two_kinds, 0.975) == pytest.approx(welch.high / 2)
+    assert bound_mean(values, [*"aaaaab"], 0.975) == pytest.approx(expected.high)  # a kind with one prompt
 
 
 def test_kinds_count_alike_and_what_differs_between_them_is_no_doubt():
     values, kinds = [1.0, 1.1, 0.9, 9.0, 9.9], ["code"] * 3 + ["chat"] * 2
-    assert 5.2 < mean_bound(values, kinds, 0.9) < mean_bound(values, ["text"] * 5, 0.9)
+    assert 5.2 < bound_mean(values, kinds, 0.9) < bound_mean(values, ["text"] * 5, 0.9)
     assert bound_mean_below(values, kinds, 0.9) > bound_mean_below(values, ["text"] * 5, 0.9)
-    assert mean_bound([1.0, 1.0, 5.0, 5.0], ["code", "code", "chat", "chat"], 0.975) == 3.0
+    assert bound_mean([1.0, 1.0, 5.0, 5.0], ["code", "code", "chat", "chat"], 0.975) == 3.0
 
 
 def test_one_value_bounds_nothing():
-    assert mean_bound([0.0], ["code"], 0.95) == mean_bound([], [], 0.95) == mean_bound([0.0] * 3, [*"aab"], 0.95) == 0.0
-    assert mean_bound([3.0], ["code"], 0.95) == math.inf
-    assert 0.0 < mean_bound([1e-300, 2e-300, 3e-300], ["code"] * 3, 0.95) < 1e-299  # the squares are 0
+    assert bound_mean([0.0], ["code"], 0.95) == bound_mean([], [], 0.95) == bound_mean([0.0] * 3, [*"aab"], 0.95) == 0.0
+    assert bound_mean([3.0], ["code"], 0.95) == math.inf
+    assert 0.0 < bound_mean([1e-300, 2e-300, 3e-300], ["code"] * 3, 0.95) < 1e-299  # the squares are 0
     assert bound_mean_below([3.0], ["code"], 0.95) == bound_mean_below([], [], 0.95) == 0.0
     assert bound_mean_below([0.0, 0.0, 9.0], ["code"] * 3, 0.95) == 0.0  # no mean error is negative
 
@@ -80,16 +80,16 @@ def test_kinds_of_few_texts_share_their_relative_variance():
     values, kinds = [1.0, 1.2, 2.0, 2.4, 3.0, 3.6], [*"aabbcc"]
     relative = 0.2**2 / 2 / 1.1**2  # of each kind, with one degree of freedom
     error = math.sqrt(sum((relative * mean**2) / (9 * 2) for mean in (1.1, 2.2, 3.3)))
-    assert mean_bound(values, kinds, 0.975) == pytest.approx(2.2 + stats.t.ppf(0.975, 3) * error)
-    assert mean_bound([*values[:-1], 4.0], kinds, 0.975) > mean_bound(values, kinds, 0.975) + 0.1
+    assert bound_mean(values, kinds, 0.975) == pytest.approx(2.2 + stats.t.ppf(0.975, 3) * error)
+    assert bound_mean([*values[:-1], 4.0], kinds, 0.975) > bound_mean(values, kinds, 0.975) + 0.1
     shared = 0.4**2 / 2 / 2.2**2 / 2  # of two kinds, of which one does not vary
     expected = 1.6 + stats.t.ppf(0.975, 2) * math.sqrt((shared + 0.4**2 / 2) / (4 * 2))
-    assert mean_bound([1.0, 1.0, 2.0, 2.4], [*"aabb"], 0.975) == pytest.approx(expected)
+    assert bound_mean([1.0, 1.0, 2.0, 2.4], [*"aabb"], 0.975) == pytest.approx(expected)
 
 
 def test_what_is_no_number_is_over_every_limit():
     for value in (math.nan, math.inf):
-        assert mean_bound([1.0, 1.0, value], [*"aaa"], 0.95) == math.inf
+        assert bound_mean([1.0, 1.0, value], [*"aaa"], 0.95) == math.inf
 
 
 def test_the_looks_at_all_layers_and_lengths_share_the_error_probability():

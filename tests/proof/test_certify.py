@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify
-from calibrate.proof.adjust import Proven, find_lost_retrieval, find_slower_layers, judge
-from calibrate.proof.bounds import BUDGET_SEQUENCE, SPEND_FRACTIONS, compute_attempt_confidence, mean_bound
+from calibrate.proof.adjust import ProofResult, find_lost_retrieval, find_slower_layers, judge
+from calibrate.proof.bounds import BUDGET_SEQUENCE, SPEND_FRACTIONS, bound_mean, compute_attempt_confidence
 from calibrate.proof.certify import (
     HOPELESS,
     MeanCertifier,
@@ -32,8 +32,8 @@ from calibrate.proof.state import TAU_FOR_ERROR, ProblemKind
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Budget
 from calibrate.record import Certificate, CertifiedLength
-from calibrate.report.sections import sentences, statement, tables
-from calibrate.search.choice import ChosenDense
+from calibrate.report.sections import describe_certificate, list_claims, make_certificate_tables
+from calibrate.search.choice import CalibrationDense
 from support.candidates import CHECKS, LENGTHS, RECIPE, candidate, proof_of, proofs_of
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
@@ -59,7 +59,7 @@ def expected_ladder(errors, limit):
     for mean in errors:
         tried.append(share)
         confidence = compute_attempt_confidence(share, RECIPE, 2)
-        bound = mean_bound([mean * factor for factor in FACTORS], GROUPS.kinds, confidence)
+        bound = bound_mean([mean * factor for factor in FACTORS], GROUPS.kinds, confidence)
         first = bound if first is None else first
         if bound <= limit:
             return tried, share, bound
@@ -100,7 +100,7 @@ def test_a_layer_keeps_the_largest_fraction_whose_bound_holds(length, layer, tim
     assert result.configs[key].is_dense == (share == 0)
     if length in LENGTHS:
         choice, spent = result.chosen[length].choices[layer], BEGUN.chosen[length].choices[layer].spent
-        assert share or choice.why_dense == ChosenDense.OVER_BOUND
+        assert share or choice.why_dense == CalibrationDense.OVER_BOUND
         assert share in (0, 1) or choice.budget_mse == pytest.approx(share * spent)
     elif 0 < share < 1:
         pairs = zip(BEGUN.configs[key].heads, result.configs[key].heads, strict=True)
@@ -147,12 +147,12 @@ def test_layers_that_adjusting_left_slower_than_dense_become_dense():
     begun = candidate("cuda")
     proofs = timed(begun, {(1024, 1): 2.1e-3, (512, 0): 2.02e-3})  # the latter is a tie
     assert find_slower_layers(begun, proofs) == {(1024, 1)}
-    left = without_slower_layers(Proven(begun, proofs, ())).candidate
+    left = without_slower_layers(ProofResult(begun, proofs, ())).candidate
     for (length, layer), config in begun.configs.items():
         assert left.configs[length, layer] == (config.as_dense() if (length, layer) == (1024, 1) else config)
-    assert left.chosen[1024].choices[1].why_dense == ChosenDense.SLOWER_ATTENTION
+    assert left.chosen[1024].choices[1].why_dense == CalibrationDense.SLOWER_ATTENTION
     assert find_slower_layers(left, proofs) == frozenset()
-    untimed = Proven(begun, proofs_of(begun), ())
+    untimed = ProofResult(begun, proofs_of(begun), ())
     assert without_slower_layers(untimed) == untimed
 
 
@@ -165,7 +165,7 @@ def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
     quick = replace(proofs[1024], prefill_seconds=2.0)
     again = []
     prover = pretended(lambda _, prompts: again.append(set(prompts)) or (begun, {1024: quick}))
-    proven = Proven(begun, proofs, judge(begun, proofs))
+    proven = ProofResult(begun, proofs, judge(begun, proofs))
     assert not proven.met
     left = without_slower_lengths(prover, PROMPTS, proven)
     assert left.met
@@ -182,10 +182,10 @@ def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too()
     measured = iter([{512: timed(begun, {(512, 1): 3e-3})[512]}, {512: proofs[512]}])
     prover = pretended(lambda *_: (begun, next(measured)))
     changed, _ = make_slower_dense(begun, {(512, 0)}, frozenset())
-    proven = Proven(begun, proofs, ())
+    proven = ProofResult(begun, proofs, ())
     left = remeasure(prover, PROMPTS, proven, replace(proven, candidate=changed))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
-    assert left.candidate.chosen[512].choices[1].why_dense == ChosenDense.SLOWER_ATTENTION
+    assert left.candidate.chosen[512].choices[1].why_dense == CalibrationDense.SLOWER_ATTENTION
     assert left.proofs[512] == proofs[512]  # as it is at the end
     assert next(measured, None) is None
 
@@ -193,7 +193,7 @@ def test_a_layer_that_the_certificate_left_slower_than_dense_becomes_dense_too()
 @pytest.mark.parametrize(("needles", "problems"), [((2, 2), 0), ((1, 2), 0), ((0, 2), 1)])
 def test_needles_that_the_certificate_lost_are_a_problem(monkeypatch, needles, problems):
     """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
-    begun, proven = BEGUN, Proven(BEGUN, {}, ())
+    begun, proven = BEGUN, ProofResult(BEGUN, {}, ())
     dense, _ = make_slower_dense(begun, set(), frozenset({LENGTHS[0]}))
     changed = replace(proven, candidate=dense)
     measured = {LENGTHS[0]: SimpleNamespace(needles=needles, kl=1e-3)}
@@ -256,16 +256,18 @@ def test_what_prompts_certify():
 def test_the_claims_in_words():
     outcome = certified(length_proof())
     certificate = Certificate(confidence=0.95, lengths=(outcome,))
-    assert statement(certificate, 4) == (
+    assert describe_certificate(certificate, 4) == (
         "Certified on 5 prompts of each length, of 5 groups of text (2 kinds in equal parts): with 95% "
         "confidence, if errors of a kind vary about normally, the mean error of every layer over prompts like these, "
         "at each of these lengths, is within its limit; over code alone the largest is 52% of it, estimated from 3 "
         "prompts."
     )
     code, prose = outcome.domains
-    single = replace(outcome, domains=(code, replace(prose, groups=1)))  # then `mean_bound` does not weigh kinds
-    assert "5 groups of text (code, prose): with" in statement(replace(certificate, lengths=(outcome, single)), 4)
-    assert sentences(certificate) == [
+    single = replace(outcome, domains=(code, replace(prose, groups=1)))  # then `bound_mean` does not weigh kinds
+    assert "5 groups of text (code, prose): with" in describe_certificate(
+        replace(certificate, lengths=(outcome, single)), 4
+    )
+    assert list_claims(certificate) == [
         "512 tokens: with 95% confidence at this length at least 54.9% of prompts like these keep every layer within "
         "1.88 times its limit, over all rows and over those that answer, and the KL within 7.5e-03 nats, together; "
         "these had a mean KL of 3.0e-03 (two dense implementations: 1.0e-04); 4 of 4 needles kept (39.7% shown, 100% "
@@ -277,7 +279,7 @@ def test_single_prompts_within_their_limits_are_said_to_be():
     outcome = certified(length_proof(means=(2e-5, 2e-5)), PER_PROMPT)
     assert (outcome.error_over_limit, outcome.kl) == (1.0, pytest.approx(4e-3))
     assert outcome.share == pytest.approx(1 - 0.657, abs=1e-3)
-    assert "keep every layer within its limit, over" in sentences(Certificate(confidence=0.95, lengths=(outcome,)))[0]
+    assert "keep every layer within its limit, over" in list_claims(Certificate(confidence=0.95, lengths=(outcome,)))[0]
 
 
 @pytest.mark.parametrize("over", [0, 1])
@@ -287,9 +289,9 @@ def test_single_prompts_over_their_limits_at_the_safest_are_a_problem(over, monk
     for layer, layer_proof in enumerate(length_proof(means=(2e-5, 2e-5)).layers):
         means.revise(PER_PROMPT, 512, layer, layer_proof)
     monkeypatch.setattr(certify, "_certify_means", lambda *_: (means, proof))
-    monkeypatch.setattr(certify, "measured", lambda *_: [{"kl": None}])
+    monkeypatch.setattr(certify, "measure_items", lambda *_: [{"kl": None}])
     monkeypatch.setattr(certify, "MIN_GROUPS", 5)
-    proven = Proven(PER_PROMPT, dict.fromkeys(PROMPTS, length_proof()), ())
+    proven = ProofResult(PER_PROMPT, dict.fromkeys(PROMPTS, length_proof()), ())
     problems = certify.certify(pretended(None), {512: prompts}, proven).problems
     at_512 = [problem for problem in problems if problem.length == 512]
     assert [problem.kind for problem in at_512] == [ProblemKind.NOT_SHOWN] * over
@@ -316,7 +318,9 @@ def test_the_scale_is_that_of_the_adjust_prompts():
 
 
 def test_certificates_of_too_few_groups_are_a_problem_that_says_how_many_would_do():
-    proven = certify.certify(pretended(None), {512: length_proof().prompts[:2]}, Proven(BEGUN, proofs_of(BEGUN), ()))
+    proven = certify.certify(
+        pretended(None), {512: length_proof().prompts[:2]}, ProofResult(BEGUN, proofs_of(BEGUN), ())
+    )
     assert proven.certificates == {}
     assert {problem.kind for problem in proven.problems} == {ProblemKind.TOO_FEW}
     assert str(proven.problems[0]) == (
@@ -334,7 +338,7 @@ def test_a_certificate_states_both_units_of_an_mse_and_which_limit_binds():
     assert (first.rel_mse, second.rel_mse) == (pytest.approx(5e-5), pytest.approx(2e-5))  # the power is 1
     half = replace(first, rel_mse=2 * first.mean)  # of outputs with half the mean square
     assert half.rel_bound == pytest.approx(2 * first.bound)
-    _, units, _ = tables(Certificate(lengths=(outcome,)))
+    _, units, _ = make_certificate_tables(Certificate(lengths=(outcome,)))
     assert units.rows == [("512", f"{first.bound:.2e}", f"{first.rel_bound:.2e}", "1 of 2 layers")]
     in_rel_mse = replace(begun, recipe=replace(RECIPE, budget=Budget("rel_mse", 1e-4)))
     assert [one.rel_mse for one in certified(length_proof(), in_rel_mse).layers] == [None] * 2
@@ -346,7 +350,7 @@ def test_a_layer_that_became_dense_has_no_error():
     assert (first.mean, first.bound, first.density, first.spent) == (0.0, 0.0, 1.0, 0.0)
     assert outcome.error_over_limit == pytest.approx(1.875)  # the claim about prompts is of layers as adjusted
     assert outcome.domains[0].error_over_limit == pytest.approx(1.05 * 2e-5 / 2e-4)
-    assert "0 layers got less of the budget than was adjusted, and 1 became dense" in sentences(
+    assert "0 layers got less of the budget than was adjusted, and 1 became dense" in list_claims(
         Certificate(lengths=(outcome,))
     )
 

@@ -12,7 +12,7 @@ from calibrate.model.layers import Captured
 from calibrate.proof.layers import LayerConfigAt
 from calibrate.recipe import Recipe
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.quantisation import as_cached
+from s2o_runtime.quantisation import round_as_cached
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.models import stream
@@ -27,9 +27,9 @@ def test_a_curves_error_is_from_dense_attention_that_rounds_nothing(tail):
     q, k, v = torch.randn(1, 4, LENGTH, 16), *torch.randn(2, 1, 2, LENGTH, 16)
     captured = Captured(q, k, v, 0.25).cached("fp8")
     tile, ranking = TileConfig(64, 64, 2), RankingConfig(256, 1)
-    curve = measure(captured, [ranking], [Shape.of(tile)])[ranking, Shape.of(tile)]
+    curve = measure(captured, [ranking], [Shape.from_tile(tile)])[ranking, Shape.from_tile(tile)]
     truth = exact_attention(q, k, v)
-    rounded = [as_cached(tensor, "fp8") for tensor in (k, v)]
+    rounded = [round_as_cached(tensor, "fp8") for tensor in (k, v)]
     floor = (exact_attention(q, *rounded) - truth).square().mean((0, 2, 3))
     for index in (0, 10, len(TAUS) - 1):
         config = LayerConfig((HeadConfig(TAUS[index], 256, "s2o", StopRule.REST, 1, tail),) * 4, tile)
@@ -60,7 +60,7 @@ def of_all(config):
 def test_what_was_measured_without_such_a_cache_is_found_again():
     config = LayerConfig.uniform(4, tau=0.5, segment=512)
     assert LayerConfigAt(config).digest != LayerConfigAt(config, kv_cache_dtype="fp8").digest
-    recipe = Recipe.of(OPTIONS)
+    recipe = Recipe.from_options(OPTIONS)
     assert recipe.record()["kv_cache_dtype"] == "fp8"
     assert Recipe.from_record(recipe.record(), recipe.out).kv_cache_dtype == "fp8"
     plain = replace(recipe, kv_cache_dtype="auto")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from calibrate.curves.curves import row_errors, worst_of
+from calibrate.curves.curves import compute_row_errors, select_worst
 from calibrate.proof.layers import measure_row_errors
 from s2o_runtime.reference.dense import exact_attention
 from scripts.bench import inputs
@@ -29,7 +29,7 @@ def test_the_errors_of_rows_are_those_of_the_tensors(dtype):
         mse, power = squares[:, first:].mean(1).tolist()
         assert mse == pytest.approx(float((out.float() - dense.float())[:, :, first:].square().mean()), rel=1e-4)
         assert power == pytest.approx(float(dense.float()[:, :, first:].square().mean()), rel=1e-4)
-    torch.testing.assert_close(relative, row_errors(out, dense)[0])
+    torch.testing.assert_close(relative, compute_row_errors(out, dense)[0])
 
 
 @pytest.mark.parametrize("count", [1, 2, 51, 100, 101, 128, 1000])
@@ -37,9 +37,9 @@ def test_the_worst_are_one_of_the_errors_at_the_nearest_rank(count):
     """Counted from a sorted list: between two of them there would be no error, and no root of squares be the same."""
     errors = torch.rand(2, count, 3, generator=torch.Generator().manual_seed(count))
     expected = errors.sort(1).values[:, math.floor(0.99 * (count - 1) + 0.5)]
-    assert torch.equal(worst_of(errors, 1), expected.double())
-    assert torch.equal(worst_of(errors[0].T), expected[0].double())
-    torch.testing.assert_close(worst_of(errors.square(), 1).sqrt(), expected.double(), rtol=1e-6, atol=0)
+    assert torch.equal(select_worst(errors, 1), expected.double())
+    assert torch.equal(select_worst(errors[0].T), expected[0].double())
+    torch.testing.assert_close(select_worst(errors.square(), 1).sqrt(), expected.double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])

@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from calibrate.curves.curves import row_errors, tile_worst
-from calibrate.model.logits import rows_at_once
+from calibrate.curves.curves import compute_row_errors, tile_worst
+from calibrate.model.logits import count_rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
 from calibrate.proof.layers import LayerHistory, count_answer_rows
 from calibrate.proof.verify import LayerProof, LengthProof
-from calibrate.work.executor import executor_of, measured
+from calibrate.work.executor import measure_items, open_executor
 from s2o_runtime import patch, unpatch
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.errors import ModelError
-from s2o_runtime.huggingface.hf import layer_states
+from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.reference.dense import exact_attention
 from support.executors import CPU
 from support.models import make_profile, save, stream
@@ -77,7 +77,7 @@ def test_predictions_are_compared_alike_in_pieces_of_any_size(monkeypatch):
     head = torch.randn(16, 40, generator=generator, dtype=torch.float64)
 
     def compared(rows):
-        monkeypatch.setattr(layers, "rows_at_once", lambda vocabulary: rows if vocabulary == 40 else None)
+        monkeypatch.setattr(layers, "count_rows_at_once", lambda vocabulary: rows if vocabulary == 40 else None)
         return layers.compare(prompt, dense, dense + patched / 9, lambda hidden: hidden @ head)
 
     whole, pieces = compared(90), compared(7)
@@ -89,8 +89,8 @@ def test_predictions_are_compared_alike_in_pieces_of_any_size(monkeypatch):
 
 
 def test_a_small_vocabulary_is_compared_at_more_positions_at_once():
-    assert rows_at_once(151936) == rows_at_once(65536) == 512
-    assert rows_at_once(4096) == 8192
+    assert count_rows_at_once(151936) == count_rows_at_once(65536) == 512
+    assert count_rows_at_once(4096) == 8192
 
 
 def test_a_layer_that_is_dense_is_compared_with_itself(tiny_folder, monkeypatch):
@@ -118,10 +118,10 @@ def shown_by_patching(model, config, ids):
         worst = [rows[0, h, first : first + 64].max() for h in range(4) for first in range(0, len(ids), 64)]
         layers[layer] = [float(off.mean()), float(truth.square().mean()), torch.stack(worst)]
 
-    for state in layer_states(model):
+    for state in get_layer_states(model):
         state.observer = observe
     patched = model(ids[None], use_cache=False).logits[0]
-    density = [float(state.last.density.mean()) for state in layer_states(model)]
+    density = [float(state.last.density.mean()) for state in get_layer_states(model)]
     unpatch(model)
     kl = F.kl_div(patched.log_softmax(-1), dense.log_softmax(-1), reduction="batchmean", log_target=True)
     top1 = (dense.argmax(-1) == patched.argmax(-1)).double().mean()
@@ -133,7 +133,7 @@ def shown_by_patching(model, config, ids):
 def test_what_was_revised_is_what_is_proven(tiny_folder, plenty, monkeypatch):
     """Where memory is plenty, a layer that is revised is compared with the same dense attention again."""
     asked, computed = [], []
-    monkeypatch.setattr(layers, "plenty_is_free", lambda device: plenty)
+    monkeypatch.setattr(layers, "has_plenty_of_memory", lambda device: plenty)
 
     def dense_attention(*inputs):
         computed.append(inputs[0].shape[2])
@@ -226,10 +226,10 @@ def test_the_noise_floor_is_what_two_dense_implementations_differ_by(tiny_folder
 
     prompts, floors = random_prompts(200)[200], []
     for dtype in (torch.float32, torch.bfloat16):
-        with executor_of(stream(tiny_folder, False, dtype)) as executor:
+        with open_executor(stream(tiny_folder, False, dtype)) as executor:
             proof = prove(executor, {200: prompts}, Layers((SPARSE, SPARSE)))[1][200]
             items = [OnCpu(200, prompt.sha256) for prompt in prompts]
-            floors.append(max(0.0, sum(measured(items, executor, None)) / 2))
+            floors.append(max(0.0, sum(measure_items(items, executor, None)) / 2))
         assert proof.kl > 10 * floors[-1]
     assert 0 <= floors[0] < 1e-7
     assert floors[0] < floors[1]
@@ -251,9 +251,9 @@ def test_row_errors_are_relative_to_the_row_or_to_its_head():
     out[0, 0, 1, 1] += 3.0
     out[0, 1, 2, 3] -= 1.0
     expected = torch.tensor([[[9 / 9, 9 / 3, 0.0], [0.0, 0.0, 1 / 4]]]).sqrt()
-    torch.testing.assert_close(row_errors(out, truth), expected)
-    torch.testing.assert_close(row_errors(out.bfloat16(), truth), expected)
-    assert row_errors(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)).tolist() == [[[0.0, 0.0]]]
+    torch.testing.assert_close(compute_row_errors(out, truth), expected)
+    torch.testing.assert_close(compute_row_errors(out.bfloat16(), truth), expected)
+    assert compute_row_errors(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)).tolist() == [[[0.0, 0.0]]]
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
@@ -271,7 +271,7 @@ def test_layers_are_timed_in_as_many_parts_as_there_are_workers(monkeypatch):
         timed.extend(items)
         return [{"patched": 1.0, "dense": 2.0}] * len(items)
 
-    monkeypatch.setattr(verify, "measured", measured)
+    monkeypatch.setattr(verify, "measure_items", measured)
     geometry = SimpleNamespace(decoder_layers=5, layers=0)
     executor = SimpleNamespace(size=2, device=CPU, geometry=geometry)
     proof = LengthProof((), 0.0, 1.0, None)

@@ -4,8 +4,8 @@ import torch
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference.attention import State, order_queries, s2o_attention_reference, with_tail
 from s2o_runtime.reference.dense import log_sum_exp
-from s2o_runtime.reference.ranking import log_weights, order_of, part_means, rank
-from s2o_runtime.sequences import call_shape, density
+from s2o_runtime.reference.ranking import log_weights, make_representatives, order_of, rank
+from s2o_runtime.sequences import call_shape, measure_density
 from support.marks import pairwise
 from support.naive import naive_attention, naive_s2o
 
@@ -46,7 +46,7 @@ def test_tau_zero_is_dense_attention(shape):
     config = LayerConfig(mixed_heads(shape[1], 0.0, StopRule.REST), TILE)
     out, visited, _ = s2o_attention_reference(q, k, v, config, kv_start=kv_start)
     torch.testing.assert_close(out, naive_attention(q, k, v, kv_start=kv_start), rtol=1e-10, atol=1e-12)
-    share = density(visited, config, call_shape(q, k, v), kv_start)
+    share = measure_density(visited, config, call_shape(q, k, v), kv_start)
     torch.testing.assert_close(share, torch.ones_like(share), rtol=0, atol=1e-12)
 
 
@@ -55,7 +55,7 @@ def equals_the_naive_loop(q, k, v, config, **options):
     expected, pairs, causal = naive_s2o(q, k, v, config.heads, config.tile, **options)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
     if not options.get("paper_literal"):  # permuted queries leave the tiles that density counts
-        share = density(visited, config, call_shape(q, k, v), options["kv_start"])
+        share = measure_density(visited, config, call_shape(q, k, v), options["kv_start"])
         torch.testing.assert_close(share, torch.tensor(pairs, dtype=torch.float64) / causal, rtol=1e-12, atol=0)
 
 
@@ -118,7 +118,7 @@ def test_a_needle_for_few_rows_is_found_by_many_representatives_only():
     k[0, 0, 300] = needle
     q = torch.randn(1, 1, 128, 16) * 0.3 - needle * 0.05
     q[0, 0, 64:72] += needle * 0.5
-    orders = [rank(part_means(q[0, 0] * 0.25, 128 // r), k[0, 0, :896], k[0, 0, :896]).order for r in (1, 16)]
+    orders = [rank(make_representatives(q[0, 0] * 0.25, 128 // r), k[0, 0, :896], k[0, 0, :896]).order for r in (1, 16)]
     places = [int((order == 300).nonzero()) for order in orders]
     assert places[0] > 50
     assert places[1] == 0
@@ -167,7 +167,7 @@ def test_a_larger_tau_computes_less():
     for tau in (0.0, 0.5, 1.0, 2.0, 100.0):
         config = LayerConfig.uniform(1, tau=tau, segment=64, tile=TileConfig(64, 32, 1))
         _, visited, _ = s2o_attention_reference(q, k, v, config)
-        shares.append(float(density(visited, config, shape)[0]))
+        shares.append(float(measure_density(visited, config, shape)[0]))
     assert shares == sorted(shares, reverse=True)
     assert shares[0] == 1.0
     assert 64 / 600 < shares[-1] < shares[2] < 1.0
@@ -181,7 +181,7 @@ def test_dense_heads_ignore_tau_and_segment():
     dense = naive_attention(q, k, v)
     torch.testing.assert_close(out[:, 0], dense[:, 0], rtol=1e-10, atol=1e-12)
     assert (out[:, 1] - dense[:, 1]).abs().max() > 1e-3
-    share = density(visited, config, call_shape(q, k, v))
+    share = measure_density(visited, config, call_shape(q, k, v))
     assert share[0] == 1.0
     assert share[1] < 0.5
 
@@ -196,9 +196,9 @@ def test_output_type_follows_q_and_scale_is_used():
 
 def test_algorithm_1_by_hand():
     q = torch.tensor([[2.0, 0.0], [0.0, 2.0], [4.0, 4.0]])
-    assert part_means(q, 3).tolist() == [[2.0, 2.0]]
-    assert part_means(q, 2).tolist() == [[1.0, 1.0], [4.0, 4.0]]  # the last part is short
-    assert part_means(q, 1, 10, 12).tolist() == [[4.0, 4.0]]  # the first two stand before key 12
+    assert make_representatives(q, 3).tolist() == [[2.0, 2.0]]
+    assert make_representatives(q, 2).tolist() == [[1.0, 1.0], [4.0, 4.0]]  # the last part is short
+    assert make_representatives(q, 1, 10, 12).tolist() == [[4.0, 4.0]]  # the first two stand before key 12
     keys = torch.tensor([[1.0, 0.0], [0.0, 3.0], [-1.0, 0.0], [2.0, 1.0]])
     representative = torch.tensor([[1.0, 0.5]])
     assert order_of(log_weights(representative, keys)).tolist() == [3, 1, 0, 2]

@@ -17,11 +17,11 @@ from scripts.docs.raw import Bench
 from support.pages import FENCE, PAGES, ROOT, blocks, commands, commands_of, name_of
 
 PARSERS = {
-    "s2o-calibrate": calibrate.parser,
-    "s2o-eval": evaluate.parser,
-    "s2o-profile": profile.parser,
-    "s2o-run": run.parser,
-    "s2o-doctor": doctor.parser,
+    "s2o-calibrate": calibrate.build_parser,
+    "s2o-eval": evaluate.build_parser,
+    "s2o-profile": profile.build_parser,
+    "s2o-run": run.build_parser,
+    "s2o-doctor": doctor.build_parser,
 }
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 

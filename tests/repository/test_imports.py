@@ -104,7 +104,7 @@ def test_the_runtime_imports_nothing_heavy():
 
 def test_the_command_line_imports_no_torch():
     commands = ("calibrate", "profile", "evaluate")
-    parsers = "; ".join(f"from calibrate.commands.{name} import parser; parser()" for name in commands)
+    parsers = "; ".join(f"from calibrate.commands.{name} import build_parser; build_parser()" for name in commands)
     loaded = modules_after(f"import calibrate; calibrate.Recipe, calibrate.calibrate; {parsers}")
     assert not loaded.intersection({*HEAVY, "torch"} - {"calibrate"})
 

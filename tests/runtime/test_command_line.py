@@ -15,10 +15,10 @@ import pytest
 from calibrate import tables
 from calibrate.commands import calibrate, evaluate, profile
 from calibrate.commands.common import run_command as run
-from calibrate.progress import PhaseClock, ProgressLines, duration, progress_bar
+from calibrate.progress import PhaseClock, ProgressLines, format_duration, show_progress
 from calibrate.recipe import Recipe
 from s2o_runtime import logs
-from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, failed
+from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, report_failure
 from s2o_runtime.doctor import command as doctor
 from s2o_runtime.errors import ConfigError, ResourceError
 from s2o_runtime.huggingface import run as launcher
@@ -60,7 +60,7 @@ def lines_of(text):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=IDS)
 def test_the_help_has_an_example_for_each_task_and_each_is_understood(command, capsys):
-    parser = command.parser()
+    parser = command.build_parser()
     text = parser.format_help()
     assert parser.examples
     for task, arguments in parser.examples:
@@ -73,16 +73,16 @@ def test_the_help_has_an_example_for_each_task_and_each_is_understood(command, c
 def test_examples_of_calibrations_are_legal_recipes():
     for _, arguments in calibrate.EXAMPLES:
         if arguments != "doctor":
-            flags = vars(calibrate.parser().parse_args(shlex.split(arguments)))
+            flags = vars(calibrate.build_parser().parse_args(shlex.split(arguments)))
             options = {name: value for name, value in flags.items() if name in calibrate.OPTIONS}
             options.pop("target_gpu", None)  # of a plan
-            Recipe.of({"lengths": (8192,), "out": Path("p")} | options)
+            Recipe.from_options({"lengths": (8192,), "out": Path("p")} | options)
 
 
 def test_errors_are_lines_of_json_on_request(json_logs, capsys):
-    assert failed("s2o-x", BAD_INPUT, "two\n lines") == BAD_INPUT
+    assert report_failure("s2o-x", BAD_INPUT, "two\n lines") == BAD_INPUT
     with pytest.raises(SystemExit):
-        doctor.parser().parse_args(["--none"])
+        doctor.build_parser().parse_args(["--none"])
     first, second = lines_of(capsys.readouterr().err)
     assert (first["level"], first["logger"], first["message"]) == ("error", "s2o-x", "s2o-x: two lines")
     assert first["exit_code"] == second["exit_code"] == BAD_INPUT
@@ -102,7 +102,7 @@ def test_a_commands_whole_log_is_json(by, capsys, monkeypatch):
             raise ValueError("seen")
         except ValueError:
             logging.getLogger("other").exception("failed")
-        tables.print_fields({"model": "demo", "lengths": 8192}, tables.terminal(stderr=True))
+        tables.print_fields({"model": "demo", "lengths": 8192}, tables.open_console(stderr=True))
         raise ResourceError("no room: free some")
 
     terminate = signal.getsignal(signal.SIGTERM)
@@ -123,7 +123,7 @@ def test_logs_are_text_by_default(program, beginning, capsys, monkeypatch):
     without_pytests_handlers(monkeypatch)
     logs.set_up(logging.INFO, as_json=False, **program)
     logging.getLogger("calibrate").info("a decision")
-    logs.say("x", "a line", {"not": "shown"})
+    logs.emit_line("x", "a line", {"not": "shown"})
     assert capsys.readouterr().err == f"{beginning}: a decision\na line\n"
     monkeypatch.setenv(logs.VARIABLE, "xml")
     with pytest.raises(ConfigError, match=r"S2O_LOG 'xml' is not known: use one of \('text', 'json'\)"):
@@ -166,7 +166,7 @@ def test_what_was_done_before_is_said_and_no_part_of_the_rate(capsys):
         "measuring: continuing: 6 of 12 layers are in d.sqlite",
         "measuring: 67% (8 of 12 layers), 20 s left",
     ]
-    with redirect_stderr(Terminal()) as stream, progress_bar("measuring", 12, "layer", shown=True) as step:
+    with redirect_stderr(Terminal()) as stream, show_progress("measuring", 12, "layer", shown=True) as step:
         step("are in d.sqlite", 6, known=True)
         step(steps=6)
     assert "measuring: continuing: 6 of 12 layers are in d.sqlite\n" in stream.getvalue()
@@ -177,12 +177,12 @@ def test_progress_says_what_is_left_of_the_run(capsys):
     """Later phases are as much slower than expected as what went before; what was quicker makes none quicker."""
     clock = Clock()
     phases = PhaseClock(expected={"measuring": 40.0, "searching": 30.0, "proving": 50.0}, clock=clock)
-    with phases.phase("measuring"):
+    with phases.time_phase("measuring"):
         clock.steps(ProgressLines("measuring", 10, "layer", clock), 8, 10)
-    with phases.phase("searching"):
+    with phases.time_phase("searching"):
         lines = ProgressLines("searching", None, "trial", clock)
         clock.steps(lines, 40, 1)
-    with phases.phase("a phase that nobody foresaw"):
+    with phases.time_phase("a phase that nobody foresaw"):
         clock.steps(lines, 40, 1)
     assert phases.estimate_left(0.0) is None
     said = capsys.readouterr().err.splitlines()
@@ -191,21 +191,21 @@ def test_progress_says_what_is_left_of_the_run(capsys):
     assert said[10] == "searching: 1 trial, 40 s so far, 97 s until the end"  # 12 / 7 * (30 + 50) - 40 = 97.1
     assert said[11] == "searching: 2 trials, 80 s so far"
     quick = PhaseClock(expected={"measuring": 40.0, "proving": 50.0}, clock=clock)
-    with quick.phase("measuring"):
+    with quick.time_phase("measuring"):
         clock.seconds += 1
         assert quick.estimate_left(4.0) == 54.0
 
 
 def test_progress_of_unknown_length_says_what_was_done(capsys):
     for shown, text in ((True, "searching: 3 trials, 0 s so far\n"), (False, "")):
-        with progress_bar("searching", None, "trial", shown=shown) as step:
+        with show_progress("searching", None, "trial", shown=shown) as step:
             step("ignored in a log")
             step(steps=2)
         assert capsys.readouterr().err == text
 
 
 def test_progress_as_json(json_logs, capsys):
-    with progress_bar("proving", 2, "layer", shown=True) as step:
+    with show_progress("proving", 2, "layer", shown=True) as step:
         step(), step()
     first, last = lines_of(capsys.readouterr().err)
     assert (first["phase"], first["done"], first["total"], first["percent"]) == ("proving", 1, 2, 50)
@@ -218,7 +218,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_has_a_bar():
-    with redirect_stderr(Terminal()) as stream, progress_bar("proving", 2, "layer", shown=True) as step:
+    with redirect_stderr(Terminal()) as stream, show_progress("proving", 2, "layer", shown=True) as step:
         step("layer 0")
         step()
     assert all(part in stream.getvalue() for part in ("\r", "proving: 100%", "2/2"))
@@ -228,7 +228,7 @@ def test_a_terminal_has_a_bar():
     ("seconds", "words"), [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (7199, "2 h 0 min"), (9000, "2 h 30 min")]
 )
 def test_durations_in_words(seconds, words):
-    assert duration(seconds) == words
+    assert format_duration(seconds) == words
 
 
 @pytest.mark.parametrize("variable", [None, "NO_COLOR"])
@@ -239,11 +239,11 @@ def test_colours_are_for_terminals_without_no_color(variable, monkeypatch):
     if variable:
         monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(sys, "stdout", Terminal())
-    console = tables.terminal()
+    console = tables.open_console()
     console.print("[red]word[/red]")
     assert ("\x1b[31m" in sys.stdout.getvalue()) == (variable is None)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    tables.print_table(tables.Table(("a",), [("b",)], "title"), tables.terminal())
+    tables.print_table(tables.Table(("a",), [("b",)], "title"), tables.open_console())
     assert "\x1b" not in sys.stdout.getvalue()
 
 
@@ -267,7 +267,7 @@ def test_colours_are_for_terminals_without_no_color(variable, monkeypatch):
 )
 def test_a_misspelt_flag_is_told_the_nearest_one(command, arguments, sentence, capsys):
     with pytest.raises(SystemExit) as end:
-        command.parser().parse_args(arguments.split())
+        command.build_parser().parse_args(arguments.split())
     assert end.value.code == BAD_INPUT
     assert capsys.readouterr().err.startswith(f"{command.PROGRAM}: unrecognized arguments: {sentence}")
 
@@ -283,7 +283,7 @@ def test_a_misspelt_flag_is_told_the_nearest_one(command, arguments, sentence, c
 )
 def test_a_choice_that_there_is_not_blames_the_flag_or_the_command(command, arguments, blamed, remedy, capsys):
     with pytest.raises(SystemExit) as end:
-        command.parser().parse_args(arguments.split())
+        command.build_parser().parse_args(arguments.split())
     (line,) = capsys.readouterr().err.splitlines()
     assert end.value.code == BAD_INPUT
     assert line.startswith(f"{command.PROGRAM}: argument {blamed}: ")
@@ -291,15 +291,15 @@ def test_a_choice_that_there_is_not_blames_the_flag_or_the_command(command, argu
 
 
 def test_a_switch_with_a_positional_behind_it_leaves_it_alone():
-    flags = profile.parser().parse_args(["verify", "--trust-remote-code", "p.safetensors", "--model", "demo"])
+    flags = profile.build_parser().parse_args(["verify", "--trust-remote-code", "p.safetensors", "--model", "demo"])
     assert (flags.trust_remote_code, flags.profile) == (True, Path("p.safetensors"))
 
 
 def test_what_s2o_run_starts_keeps_its_own_arguments():
     own = ["x.py", "--budget", "-1e-4", "--drift", "false"]
-    assert launcher.parser().parse_args(["--drift", "off", "python", *own]).arguments == own
+    assert launcher.build_parser().parse_args(["--drift", "off", "python", *own]).arguments == own
 
 
 def test_s2o_run_takes_what_patch_takes():
-    choices = {action.dest: action.choices for action in launcher.parser()._actions}
+    choices = {action.dest: action.choices for action in launcher.build_parser()._actions}
     assert (choices["beyond"], choices["drift"]) == (get_args(LongPromptPolicy), get_args(DriftChoice))

@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig, plain
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig, convert_to_json
 from s2o_runtime.errors import ConfigError
 
 
@@ -62,6 +62,6 @@ def test_equal_configs_hash_alike_and_survive_pickling():
 def test_a_stop_rule_is_written_in_lower_case(text, rule):
     assert LayerConfig.uniform(1, stop_rule=text).heads[0].stop_rule is rule
     assert f"{rule}" == f"{rule:s}" == str(StopRule.parse(text)) == rule.name.lower()
-    assert json.loads(json.dumps(plain(HeadConfig(stop_rule=rule))))["stop_rule"] == str(rule)
+    assert json.loads(json.dumps(convert_to_json(HeadConfig(stop_rule=rule))))["stop_rule"] == str(rule)
     with pytest.raises(ConfigError, match="stop_rule 'Rest' is not known: use one of rest, paper"):
         LayerConfig.uniform(1, stop_rule="Rest")

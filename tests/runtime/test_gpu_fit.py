@@ -6,9 +6,9 @@ import torch
 
 from s2o_runtime import devices
 from s2o_runtime.config import TileConfig
-from s2o_runtime.devices import DeviceIdentity, Fit, capability, fit, identify
+from s2o_runtime.devices import DeviceIdentity, Fit, decide_fit, get_capability, identify
 from s2o_runtime.errors import InputError
-from s2o_runtime.tiles import candidate_tiles, default_tile, tile_obstacle
+from s2o_runtime.tiles import find_tile_obstacle, get_default_tile, list_candidate_tiles
 
 H200 = DeviceIdentity("cuda", "NVIDIA H200", (9, 0), 132, 150 << 30)
 CPU = DeviceIdentity("cpu", "cpu")
@@ -16,7 +16,7 @@ CPU = DeviceIdentity("cpu", "cpu")
 
 def test_the_same_gpu_takes_everything():
     for memory in (150 << 30, 140 << 30):  # drivers keep different parts of it
-        verdict = fit(H200, dataclasses.replace(H200, memory_bytes=memory))
+        verdict = decide_fit(H200, dataclasses.replace(H200, memory_bytes=memory))
         assert verdict == Fit("profile", "the profile was made on this GPU")
 
 
@@ -35,19 +35,19 @@ def test_the_same_gpu_takes_everything():
 )
 def test_another_gpu_keeps_thresholds_and_takes_safe_tiles(other):
     for made_on in (H200, CPU):
-        verdict = fit(made_on, other)
+        verdict = decide_fit(made_on, other)
         assert verdict == Fit(
             "safe",
             f"the profile was made on {made_on}, this is {other}: thresholds and where heads stop are kept, "
             "with tiles that are safe here; errors and times were not measured on this GPU: run s2o-profile retile "
             "PROFILE, then s2o-profile verify PROFILE --model MODEL",
         )
-        assert candidate_tiles(128, other.capability)
+        assert list_candidate_tiles(128, other.capability)
 
 
 def test_a_cpu_runs_any_profile_with_the_reference():
     for made_on in (H200, CPU):
-        assert fit(made_on, CPU) == Fit("profile", "the reference backend runs any tile")
+        assert decide_fit(made_on, CPU) == Fit("profile", "the reference backend runs any tile")
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_cpu_runs_any_profile_with_the_reference():
     ids=lambda case: getattr(case, "name", None),
 )
 def test_old_new_and_foreign_devices_stay_dense(here, reason):
-    verdict = fit(H200, here)
+    verdict = decide_fit(H200, here)
     assert verdict.tiles is None
     assert reason in verdict.reason
     assert verdict.reason.endswith(": the model stays dense")
-    assert fit(here, here) == verdict  # whatever the profile was made on
+    assert decide_fit(here, here) == verdict  # whatever the profile was made on
 
 
 def test_a_gpu_that_torch_only_calls_cuda_is_not_one_of_nvidias(monkeypatch):
@@ -77,35 +77,35 @@ def test_a_gpu_that_torch_only_calls_cuda_is_not_one_of_nvidias(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     device = torch.device("cuda", 17)
     assert identify(device) == DeviceIdentity("rocm", "AMD Instinct MI250X")
-    assert capability(device) == (0, 0)
-    devices.capability.cache_clear()
+    assert get_capability(device) == (0, 0)
+    devices.get_capability.cache_clear()
 
 
 def test_tiles_are_legal_and_the_default_is_a_candidate():
     for pair in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         for head_dim in (64, 80, 96, 128, 192, 256):
-            tiles = candidate_tiles(head_dim, pair)
+            tiles = list_candidate_tiles(head_dim, pair)
             assert all(tile.validate() == tile for tile in tiles)
             if head_dim > 128 and pair not in ((9, 0), (10, 0)):  # they spill without wgmma and tcgen05
                 assert tiles == ()
-                reason = tile_obstacle(TileConfig(64, 32, 1, 8, 1), head_dim, pair)
+                reason = find_tile_obstacle(TileConfig(64, 32, 1, 8, 1), head_dim, pair)
                 assert reason == f"head_dim {head_dim} has no tile on sm_{pair[0]}{pair[1]}"
                 continue
-            assert {tile_obstacle(tile, head_dim, pair) for tile in tiles} == {None}
-            assert default_tile(head_dim, pair) in tiles
+            assert {find_tile_obstacle(tile, head_dim, pair) for tile in tiles} == {None}
+            assert get_default_tile(head_dim, pair) in tiles
             assert len(set(tiles)) == len(tiles)
 
 
 @pytest.mark.parametrize("pair", [(7, 5), (9, 4), (11, 0), (13, 0)])
 def test_a_capability_without_a_compiled_path_has_no_tiles(pair):
-    assert candidate_tiles(128, pair) == ()
+    assert list_candidate_tiles(128, pair) == ()
     with pytest.raises(InputError, match=f"head_dim 128 has no tile on sm_{pair[0]}{pair[1]}: run it dense"):
-        default_tile(128, pair)
+        get_default_tile(128, pair)
 
 
 def test_neighbours_of_a_compiled_capability_take_its_tiles():
     for pair, family in (((8, 6), (8, 9)), ((8, 7), (8, 9)), ((10, 3), (10, 0)), ((12, 1), (12, 0))):
-        assert candidate_tiles(128, pair) == candidate_tiles(128, family) != ()
+        assert list_candidate_tiles(128, pair) == list_candidate_tiles(128, family) != ()
 
 
 SPECIALIZED = TileConfig(64, 128, 4, 4, 2, specialized=True)
@@ -134,5 +134,5 @@ ONE_STAGE, FOUR_STAGES = (dataclasses.replace(SPECIALIZED, num_stages=stages) fo
     ],
 )
 def test_one_function_says_why_a_tile_is_not_legal(tile, head_dim, capability, obstacle):
-    answer = tile_obstacle(tile.validate(), head_dim, capability)
+    answer = find_tile_obstacle(tile.validate(), head_dim, capability)
     assert answer is None if obstacle is None else answer.endswith(obstacle)

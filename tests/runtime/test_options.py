@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrate.evaluation import plan
-from calibrate.options import add_flags, format_value, options_of, read_options
+from calibrate.options import add_flags, collect_options, format_value, read_options
 from calibrate.recipe import GROUPS, OPTIONS, Recipe
 from s2o_runtime.command_line import Parser
 from s2o_runtime.errors import ConfigError
@@ -132,7 +132,7 @@ def test_every_field_of_a_command_is_an_option():
                    for option in options.values())  # fmt: skip
         for rule in (option.rule for option in options.values() if option.rule.type in (int, float)):
             assert rule.allowed or math.isfinite(rule.high)  # what nobody lives to see is refused before hours of work
-    assert options_of(Recipe, GROUPS) == OPTIONS
+    assert collect_options(Recipe, GROUPS) == OPTIONS
 
 
 def test_an_option_means_the_same_in_both_commands():

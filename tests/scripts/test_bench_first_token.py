@@ -132,7 +132,7 @@ def engines(monkeypatch):
     monkeypatch.setattr(bench, "LONG", 1)
     monkeypatch.setattr(bench, "Remote", LocalEngine)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleep))
-    monkeypatch.setattr(engine, "server", lambda: SimpleNamespace(counters=counters))
+    monkeypatch.setattr(engine, "get_server", lambda: SimpleNamespace(counters=counters))
     return started
 
 

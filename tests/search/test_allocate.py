@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.curves.curves import TAUS, Curve, RankingConfig, overhead
-from calibrate.search.allocate import ErrorWeights, SearchConstraints, allocate, allocate_together, points_of
+from calibrate.curves.curves import TAUS, Curve, RankingConfig, estimate_overhead
+from calibrate.search.allocate import ErrorWeights, SearchConstraints, allocate, allocate_together, list_points
 from s2o_runtime.config import HeadConfig
 
 RANKING = RankingConfig(1024)
-EXTRA = overhead(RANKING, "none")
+EXTRA = estimate_overhead(RANKING, "none")
 
 
 def curve(heads):
@@ -58,7 +58,7 @@ def test_heads_choose_representatives_and_tail_where_they_pay():
     ranked = curve([[(0.1, 0.2)], [(1.0, 0.2)], [(0.1, 0.2)]])
     allocation = allocate({RANKING: tailed, many: ranked}, 0.101)
     assert [(head.representatives, head.tail) for head in allocation.heads] == [(16, "none"), (1, "mean"), (1, "none")]
-    costs = [overhead(many, "none"), overhead(RANKING, "mean"), overhead(RANKING, "none")]
+    costs = [estimate_overhead(many, "none"), estimate_overhead(RANKING, "mean"), estimate_overhead(RANKING, "none")]
     assert min(costs) == costs[2]
     assert allocation.cost == pytest.approx(0.2 + sum(costs) / 3)
 
@@ -78,7 +78,7 @@ def test_an_allocation_is_within_its_limits_monotone_and_nearly_the_best(instanc
         return allocate({RANKING: curve(heads)}, budget, constraints, ErrorWeights(7.0, weights))
 
     for head in range(len(heads)):
-        points = points_of({RANKING: curve(heads)}, head, SearchConstraints())
+        points = list_points({RANKING: curve(heads)}, head, SearchConstraints())
         assert all(near.mse <= far.mse and near.cost > far.cost for near, far in itertools.pairwise(points))
     allocation = spend_on(budget)
     spent = [weight * point.mse for weight, point in zip(weights, allocation.points, strict=True)]
@@ -147,7 +147,7 @@ def test_int8_scores_are_paid_for_before_anything_is_skipped():
     # a tail may err less than all keys in int8: then that is the least error, so that points still rise in error
     rounded = curve([[(0.25, 0.8), (0.75, 0.2)]])
     rounded.tail_mse[0, 0] = 0.2
-    errors = [point.mse for point in points_of({int8: rounded}, 0, SearchConstraints())]
+    errors = [point.mse for point in list_points({int8: rounded}, 0, SearchConstraints())]
     assert errors == sorted(errors)
     assert errors[0] == 0.2
     assert allocate({int8: rounded}, 0.75).density == 0.2

@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrate.compiling import form
-from calibrate.curves.curves import Shape, unpacked
-from calibrate.curves.measure import combine_prompts, of_prompt
+from calibrate.compiling import get_kernel_form
+from calibrate.curves.curves import Shape, unpack
+from calibrate.curves.measure import combine_prompts, measure_prompt
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import Prompt, PromptSet
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.search import choose as choose_module
 from calibrate.search.allocate import ErrorWeights, allocate_together
-from calibrate.search.choice import search_constraints
+from calibrate.search.choice import make_constraints
 from calibrate.search.choose import (
     MAX_GROUP_WIDTH,
     CallTime,
@@ -62,13 +62,13 @@ def recipe(**changes):
     options |= {"worst_rows": 0.0}
     if not any(name.startswith("budget_rel") or name == "budget_mse" for name in changes):
         options["budget_rel_mse"] = 1e-2
-    return Recipe.of(options | changes)
+    return Recipe.from_options(options | changes)
 
 
 @pytest.fixture(scope="module")
 def curves():
-    shapes = [Shape.of(tile) for tile in TILES]
-    return [unpacked(combine_prompts([of_prompt(layer, shapes, recipe())])) for layer in LAYERS]
+    shapes = [Shape.from_tile(tile) for tile in TILES]
+    return [unpack(combine_prompts([measure_prompt(layer, shapes, recipe())])) for layer in LAYERS]
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def timings(monkeypatch, seconds_of):
         seconds = seconds_of(layer, call.args[3])
         return Timing(seconds, seconds, seconds, 1.0, 3, seconds > 1.3 * best)
 
-    monkeypatch.setattr(choose_module, "against_dense", against_dense)
+    monkeypatch.setattr(choose_module, "time_against_dense", against_dense)
     monkeypatch.setattr(choose_module, "compile_ahead", list)
     monkeypatch.setattr(choose_module, "get_forward", lambda worker, prompts: worker.cached(("walk", prompts), Walk))
     return seen
@@ -207,7 +207,7 @@ class Walk:
 def test_layers_that_are_searched_beside_one_another_choose_the_same(curves, journal, tmp_path, monkeypatch):
     """With items from their pickles, and calls that wait in threads; a worker moves through the model once."""
     timings(monkeypatch, lambda layer, config: 0.5 + layer / 10 + config.tile.chunk / 100 + config.segment / 1e4)
-    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr(choose_module, "measure_free_memory", lambda device: 1 << 30)
     one = run(curves, journal, GPU, trials=8)
     monkeypatch.setattr(Walk, "moved", [])
 
@@ -234,7 +234,10 @@ def test_what_is_likely_to_be_timed_is_compiled_at_once(journal, monkeypatch):
     worker = pretended(SimpleNamespace(layers=4), GPU)._worker
     for layer, config in enumerate((plain, tail, int8, int8)):
         CallTime(layer, LENGTH, "a", config, 1.0, TILES, (tail, config.as_dense())).run(worker)
-    assert [{form(config) for config in of_call} for of_call in compiled] == [{form(plain), form(tail)}, {form(int8)}]
+    assert [{get_kernel_form(config) for config in of_call} for of_call in compiled] == [
+        {get_kernel_form(plain), get_kernel_form(tail)},
+        {get_kernel_form(int8)},
+    ]
 
 
 def test_a_search_compiles_for_the_first_trial_of_every_group(curves, journal, monkeypatch):
@@ -246,8 +249,8 @@ def test_a_search_compiles_for_the_first_trial_of_every_group(curves, journal, m
         TILES[0]
     }  # the other differs in its stride alone
     first_layers = {group[0] for group in chosen.groups}
-    first = {form(config) for layer, config in seen if layer in first_layers and not config.is_dense}
-    assert {form(config) for config in compiled[0]} >= first
+    first = {get_kernel_form(config) for layer, config in seen if layer in first_layers and not config.is_dense}
+    assert {get_kernel_form(config) for config in compiled[0]} >= first
 
 
 def captured_of(size, layer=0):
@@ -257,7 +260,7 @@ def captured_of(size, layer=0):
 
 def test_the_inputs_kept_are_those_used_last_and_take_a_share_of_the_memory(monkeypatch):
     free = iter([300, 200, 100, 100, 0, 0])
-    monkeypatch.setattr(choose_module, "free_memory", lambda device: next(free))
+    monkeypatch.setattr(choose_module, "measure_free_memory", lambda device: next(free))
     kept = CapturedLayers()
     for name in "ab":  # 100 of 400 bytes; 200 of 400
         kept.add(name, captured_of(100))
@@ -277,7 +280,7 @@ def test_the_inputs_kept_are_those_used_last_and_take_a_share_of_the_memory(monk
 def test_inputs_that_are_kept_make_way_when_memory_runs_out(curves, journal, monkeypatch):
     """A call that needs their memory is not a failure."""
     worker = pretended(SimpleNamespace(layers=4), GPU)._worker
-    monkeypatch.setattr(choose_module, "free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr(choose_module, "measure_free_memory", lambda device: 1 << 30)
 
     def seconds_of(layer, config):
         if len(worker.kept["captured"]) > 1:
@@ -332,7 +335,7 @@ def test_what_a_dense_layer_does_not_spend_the_others_may(curves, journal, monke
         [each.choices[layer].curves for layer in live],
         [ErrorWeights(1 / powers[layer]) for layer in live],
         0.8e-2 * 4 / 3,
-        search_constraints(recipe(budget_scope="model")),
+        make_constraints(recipe(budget_scope="model")),
     )
     assert [shared.choices[layer].allocation for layer in live] == expected
     assert shared.limits[1] == 0.0

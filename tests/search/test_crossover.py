@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calibrate.compiling import form
+from calibrate.compiling import get_kernel_form
 from calibrate.journal import Journal
 from calibrate.search import tiles
 from calibrate.search.tiles import CrossoverKey, Layer
@@ -36,7 +36,7 @@ def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected)
         seen.append(length)
         return {"dense": 1.0, "s2o": 0.5 if length >= faster_from else 1.5}
 
-    monkeypatch.setattr(tiles, "medians", medians)
+    monkeypatch.setattr(tiles, "measure_medians", medians)
     monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
     forget()
     config = LayerConfig((HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=16, tail="mean")))
@@ -119,11 +119,11 @@ def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, tmp_path):
     }  # fmt: skip
     with Journal.open(tmp_path / "j", {}) as journal:
         executor = pretended(GEOMETRY, GPU)
-        crossed = tiles.crossovers(executor, layers, journal)
+        crossed = tiles.measure_crossovers(executor, layers, journal)
         for name, layer in layers.items():
             assert crossed[name] == tiles.with_crossover(layer, GEOMETRY, CPU)
         assert executor.work["crossovers"].items == 2
-        assert tiles.crossovers(executor, layers, journal) == crossed
+        assert tiles.measure_crossovers(executor, layers, journal) == crossed
         assert executor.work["crossovers"].items == 2
 
 
@@ -140,16 +140,18 @@ def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, tmp_path):
     }
     with Journal.open(tmp_path / "j", {}) as journal:
         for _ in range(2):  # the second time the journal answers
-            tiles.crossovers(pretended(GEOMETRY, GPU), layers, journal)
+            tiles.measure_crossovers(pretended(GEOMETRY, GPU), layers, journal)
     (configs,) = compiled
-    assert {form(config) for config in configs} == {form(layer.config) for layer in layers.values()}
+    assert {get_kernel_form(config) for config in configs} == {
+        get_kernel_form(layer.config) for layer in layers.values()
+    }
     assert len(configs) == 3
     assert {head.tau for config in configs for head in config.heads} == {MAX_TAU}
 
 
 def test_a_prompt_of_one_segment_is_not_compared(monkeypatch):
     """It runs dense on both sides, and either could win."""
-    monkeypatch.setattr(tiles, "medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
+    monkeypatch.setattr(tiles, "measure_medians", lambda *_: {"dense": 1.0, "s2o": 0.9})
     forget()
     assert tiles.find_dense_below(KEY, GEOMETRY, CPU, 0.0) == 2048
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from calibrate.curves.curves import Shape, row_errors, tile_worst, unpacked
-from calibrate.curves.measure import combine_prompts, of_prompt
+from calibrate.curves.curves import Shape, compute_row_errors, tile_worst, unpack
+from calibrate.curves.measure import combine_prompts, measure_prompt
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
 from calibrate.search import study
-from calibrate.search.choice import ChosenDense, SearchPoint, choice_at, search_constraints
+from calibrate.search.choice import CalibrationDense, SearchPoint, build_plan, make_constraints
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import Timing
 from s2o_runtime.config import TileConfig
@@ -46,12 +46,12 @@ def make_prompts(count=2, length=768):
 
 def recipe(kind="rel_mse", value=1e-2, **changes):
     options = {"model": "demo", f"budget_{kind}": value, "lengths": (768,), "out": Path("unused"), "trials": 8}
-    return Recipe.of(options | {"segments": SEGMENTS} | changes)
+    return Recipe.from_options(options | {"segments": SEGMENTS} | changes)
 
 
 def measured(prompts, **changes):
-    shapes = sorted({Shape.of(tile) for tile in TILES}, key=str)
-    return unpacked(combine_prompts([of_prompt(prompt, shapes, recipe(**changes)) for prompt in prompts]))
+    shapes = sorted({Shape.from_tile(tile) for tile in TILES}, key=str)
+    return unpack(combine_prompts([measure_prompt(prompt, shapes, recipe(**changes)) for prompt in prompts]))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value, count, every_p
         out, truth = attend(prompt, choice.config)
         errors.append(float((out - truth).square().mean()))
         powers.append(float(truth.square().mean()))
-        worst = tile_worst(row_errors(out, truth), choice.point.tile.block_m)[0]
+        worst = tile_worst(compute_row_errors(out, truth), choice.point.tile.block_m)[0]
         assert float(worst.quantile(0.9, dim=-1).max()) <= 0.5  # few tiles: their 0.99 quantile is above this one
     promised = choice.allocation.mse
     if count == 1:
@@ -113,7 +113,7 @@ def test_the_chosen_configuration_keeps_its_promises(kind, value, count, every_p
 @pytest.mark.parametrize("worth_a_trial", [ALL // 2, ALL])
 def test_the_default_comes_first_and_then_the_points_by_predicted_cost(trials, worth_a_trial, curves, monkeypatch):
     """As many as there are trials for; points that are predicted to be much slower get none."""
-    predicted = {point: choice_at(point, curves, recipe()).cost for point in POINTS}
+    predicted = {point: build_plan(point, curves, recipe()).cost for point in POINTS}
     limit = sorted(predicted.values())[worth_a_trial - 1]
     monkeypatch.setattr(study, "MAX_PREDICTED_COST", limit / min(predicted.values()) * (1 + 1e-9))
     search = make_search(curves, trials=trials)
@@ -196,7 +196,7 @@ def test_failures_are_counted_by_reason_unless_they_are_bugs(failure, why, runs,
     if runs:
         assert choice.point.tile == runs
     else:
-        assert (choice.point, choice.why_dense) == (DEFAULT, ChosenDense.NO_TRIAL)
+        assert (choice.point, choice.why_dense) == (DEFAULT, CalibrationDense.NO_TRIAL)
         assert choice.config.is_dense
         assert (choice.allocation.mse, choice.allocation.cost) == (0.0, 1.0)
 
@@ -207,7 +207,7 @@ def test_an_error_outside_the_timed_call_is_not_a_failed_trial(curves, monkeypat
     def broken(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(study, "choice_at", broken)
+    monkeypatch.setattr(study, "build_plan", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         run(make_search(curves, lambda config, best: Timing(0.5, 0.5, 0.5, 1.0, 3)))
 
@@ -226,7 +226,7 @@ def test_what_a_neighbour_found_best_is_taken_with_ones_own_budget(curves):
     point = SearchPoint(128, TILES[1])
     choice = make_search(curves).apply_point(point)
     assert choice.point == point
-    assert choice.config == choice_at(point, curves, recipe()).config
+    assert choice.config == build_plan(point, curves, recipe()).config
     budget = recipe().budget.value * recipe().margin * next(iter(curves.values())).dense_power
     assert choice.allocation.mse <= choice.budget_mse == pytest.approx(budget)
     slow = make_search(curves, lambda config, best: Timing(0.002, 0.0, 1.0, 0.001, 7)).apply_point(point)
@@ -309,12 +309,12 @@ def timer_of(faster):
 def test_int8_scores_that_cost_more_than_the_budget_are_given_up():
     both = measured(make_prompts(1), scores=("int8",))
     point = DEFAULT._replace(scores="int8")
-    choice = choice_at(point, both, recipe(value=1e-9, scores=("int8",)))
-    assert choice.why_dense == ChosenDense.ROUNDING_COSTS
+    choice = build_plan(point, both, recipe(value=1e-9, scores=("int8",)))
+    assert choice.why_dense == CalibrationDense.ROUNDING_COSTS
     assert (choice.config.scores, choice.config.is_dense, choice.spent) == ("input", True, 0.0)
-    in_16_bits = choice_at(DEFAULT, measured(make_prompts(1)), recipe(value=1e-30))
+    in_16_bits = build_plan(DEFAULT, measured(make_prompts(1)), recipe(value=1e-30))
     assert in_16_bits.why_dense is None  # nothing made it dense but its budget
-    assert in_16_bits.dense_sentence == ChosenDense.NO_GAIN.value
-    affordable = choice_at(point, both, recipe(value=0.1, scores=("int8",)))
+    assert in_16_bits.dense_sentence == CalibrationDense.NO_GAIN.value
+    affordable = build_plan(point, both, recipe(value=0.1, scores=("int8",)))
     assert affordable.config.scores == "int8"
-    assert affordable.spending(1e-12, search_constraints(recipe())).config.scores == "input"
+    assert affordable.spending(1e-12, make_constraints(recipe())).config.scores == "input"

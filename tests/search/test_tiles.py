@@ -6,15 +6,15 @@ import pytest
 
 from calibrate.journal import Journal
 from calibrate.search import tiles
-from calibrate.search.tiles import CPU_TILES, MAX_SLOWDOWN, tiles_for
+from calibrate.search.tiles import CPU_TILES, MAX_SLOWDOWN, choose_tiles
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.identity import Geometry
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 from support.executors import GPU, pretended
 
 GEOMETRY = Geometry("llama", 2, 4, 2, 64)
-CANDIDATES = candidate_tiles(64, GPU.capability)
+CANDIDATES = list_candidate_tiles(64, GPU.capability)
 SHAPES = list(dict.fromkeys((tile.rows, tile.block_n, tile.num_stages) for tile in CANDIDATES))
 LENGTH = 512
 
@@ -50,12 +50,12 @@ def timed(monkeypatch):
     medians.seen = seen
     medians.compiled = []
     monkeypatch.setattr(tiles, "compile_ahead", lambda calls: medians.compiled.append([each.args[3] for each in calls]))
-    monkeypatch.setattr(tiles, "medians", medians)
+    monkeypatch.setattr(tiles, "measure_medians", medians)
     return medians
 
 
 def find(journal, segments=(256, 512), length=LENGTH, geometry=GEOMETRY, device=GPU):
-    return tiles_for(pretended(geometry, device), length=length, segments=segments, journal=journal)
+    return choose_tiles(pretended(geometry, device), length=length, segments=segments, journal=journal)
 
 
 def get_excluded(caplog):

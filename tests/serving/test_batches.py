@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from s2o_runtime.lengths import length_step, shared_bound
+from s2o_runtime.lengths import get_length_step, round_up_length
 from s2o_runtime.serving.batch import Batch, SplitRequests, plan_batch, round_bounds
 from s2o_runtime.serving.fit import Rank
 from support.engines import ENGINES
@@ -73,7 +73,7 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
         assert part.total_k == sum(request.keys for request in requests)
         for request in requests:
             reason = few_reason(request) if request.queries else ""
-            assert part.length_step == (length_step(request.keys) if reason is None else None)
+            assert part.length_step == (get_length_step(request.keys) if reason is None else None)
         assert not part.is_sparse or part.total_k <= MAX_KEYS or len(requests) == 1
     for part, after in pairwise(plan.slices):  # neighbours are joined where they may be
         assert part.length_step != after.length_step or part.total_k + split.requests[after.first].keys > MAX_KEYS
@@ -100,9 +100,9 @@ def test_bounds_are_bounds_and_say_whether_there_is_a_prefix(queries, cached, ro
 
 
 def test_few_bounds_stand_for_all_lengths():
-    assert shared_bound(8192) == 8192
-    assert shared_bound(8193) == shared_bound(8704) == 8704
-    assert len({shared_bound(length) for length in range(8193, 131073)}) == 4 * 16
+    assert round_up_length(8192) == 8192
+    assert round_up_length(8193) == round_up_length(8704) == 8704
+    assert len({round_up_length(length) for length in range(8193, 131073)}) == 4 * 16
 
 
 def check_close(ours, theirs):

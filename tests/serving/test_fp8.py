@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from s2o_runtime.monitor.counters import Counters
-from s2o_runtime.quantisation import as_cached
+from s2o_runtime.quantisation import round_as_cached
 from s2o_runtime.serving.fit import Rank, find_cache_obstacle, find_scales_obstacle
 from support.engines import ENGINES
 from support.fake_server import FakeServer
@@ -40,7 +40,7 @@ def test_layers_are_sparse_over_keys_and_values_as_the_cache_rounds_them(of_fp8)
     engine.server.counters = Counters()
     out = engine.outputs([(second, 305)])
     assert {path for path, _ in engine.counted()} == {"s2o"}
-    second.keys, second.values = (as_cached(tensor, "fp8") for tensor in (second.keys, second.values))
+    second.keys, second.values = (round_as_cached(tensor, "fp8") for tensor in (second.keys, second.values))
     torch.testing.assert_close(out, alone(second, 305, layer.config(305)).out, rtol=1e-4, atol=1e-5)
 
 
@@ -90,5 +90,5 @@ def test_what_vllms_layers_must_be_like(change, reason):
 
 def test_rounding_is_to_the_nearest_number_of_e4m3():
     numbers = torch.tensor([0.0, 1.0, 1.06, 1.07, -3.3, 500.0, -1e4])
-    assert as_cached(numbers, "fp8").tolist() == [0.0, 1.0, 1.0, 1.125, -3.25, 448.0, -448.0]
-    assert as_cached(numbers, "auto") is numbers
+    assert round_as_cached(numbers, "fp8").tolist() == [0.0, 1.0, 1.0, 1.125, -3.25, 448.0, -448.0]
+    assert round_as_cached(numbers, "auto") is numbers

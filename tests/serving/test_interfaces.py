@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from s2o_runtime.serving.sources import interface_obstacle
+from s2o_runtime.serving.sources import find_interface_obstacle
 from s2o_runtime.sglang import compat as sglang
 from s2o_runtime.sglang import plugin as sglang_plugin
 from s2o_runtime.vllm import compat as vllm
@@ -169,7 +169,7 @@ def test_an_interface_is_read_from_sources(tmp_path, flash, sources, expected, o
         (tmp_path / path).write_text(source, encoding="utf-8")
     interface = type(expected)
     assert interface.from_sources(tmp_path) == expected
-    assert interface_obstacle(interface, tmp_path) == obstacle
+    assert find_interface_obstacle(interface, tmp_path) == obstacle
     classes = ("FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder")
     for source, said in (
         ("class A: ...", "there is no class 'FlashAttentionBackend'"),
@@ -177,5 +177,5 @@ def test_an_interface_is_read_from_sources(tmp_path, flash, sources, expected, o
         ("class", "invalid syntax"),
     ):
         (tmp_path / flash).write_text(source, encoding="utf-8")
-        assert f"its sources are not as expected: {said}" in interface_obstacle(interface, tmp_path)
-    assert "its sources are not as expected" in interface_obstacle(interface, tmp_path / "nowhere")
+        assert f"its sources are not as expected: {said}" in find_interface_obstacle(interface, tmp_path)
+    assert "its sources are not as expected" in find_interface_obstacle(interface, tmp_path / "nowhere")

@@ -12,7 +12,7 @@ from s2o_runtime.errors import ConfigError
 from s2o_runtime.serving.server import Settings
 from s2o_runtime.sglang import engine, plugin
 from s2o_runtime.sglang.compat import COUNTS, FORWARD, LAYER, OF_REQUESTS, OF_TOKENS, WHOLE_ONLY
-from s2o_runtime.sglang.engine import settings_of_environment
+from s2o_runtime.sglang.engine import read_settings
 from support.fake_sglang import FakeEngine, ForwardBatch, Stock
 from support.interfaces import recorded
 from support.modules import put_modules
@@ -78,7 +78,7 @@ def installed(monkeypatch, tmp_path, obstacle=None):
             "sglang.srt.layers.attention.flashattention_backend": {"FlashAttentionBackend": NativeBackend},
         },
     )
-    monkeypatch.setattr(engine, "interface_obstacle", lambda interface, folder: obstacle)
+    monkeypatch.setattr(engine, "find_interface_obstacle", lambda interface, folder: obstacle)
 
 
 def runner(**changes):
@@ -183,15 +183,15 @@ def test_every_process_has_a_port_of_its_own(attention_replicas):
 
 
 def test_settings_are_read_from_the_environment(monkeypatch):
-    assert settings_of_environment() == Settings()
+    assert read_settings() == Settings()
     monkeypatch.setenv("S2O_PROFILE", "q")
-    assert settings_of_environment() == Settings(Path("q"))
+    assert read_settings() == Settings(Path("q"))
     monkeypatch.setenv("S2O_SETTINGS", '{"profile": "p", "beyond": "s2o", "metrics_port": 9001}')
-    assert settings_of_environment() == Settings(Path("p"), "s2o", metrics_port=9001)
+    assert read_settings() == Settings(Path("p"), "s2o", metrics_port=9001)
 
 
 def test_settings_that_are_no_json_are_named(monkeypatch):
     """What is wrong in an object is said by `Settings.of`, as for vLLM."""
     monkeypatch.setenv("S2O_SETTINGS", "profile=p")
     with pytest.raises(ConfigError, match=r"S2O_SETTINGS is no JSON \(.*\): use an object"):
-        settings_of_environment()
+        read_settings()

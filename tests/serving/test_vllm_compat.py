@@ -52,7 +52,7 @@ def vllm(monkeypatch):
         registry = _Registry(names_backends)
         content = {"AttentionBackendEnum": registry.Enum, "register_backend": registry.register_backend}
         put_modules(monkeypatch, {"vllm": {"__file__": "vllm/__init__.py"}, REGISTRY: content})
-        monkeypatch.setattr(plugin, "interface_obstacle", lambda interface, folder: obstacle)
+        monkeypatch.setattr(plugin, "find_interface_obstacle", lambda interface, folder: obstacle)
         plugin.register.cache_clear()
         return registry
 
@@ -65,11 +65,11 @@ def test_the_backend_has_a_name_where_vllm_can_name_it(vllm):
     plugin.register()
     plugin.register()  # vLLM may call it more than once
     assert registry.paths == {"S2O": "s2o_runtime.vllm.flash.S2OBackend"}
-    assert plugin.backend_name() == "S2O"
+    assert plugin.get_backend_name() == "S2O"
     registry = vllm(names_backends=False)
     plugin.register()
     assert registry.paths == {"CUSTOM": "s2o_runtime.vllm.flash.S2OBackend"}
-    assert plugin.backend_name() == "CUSTOM"
+    assert plugin.get_backend_name() == "CUSTOM"
 
 
 def test_a_process_that_has_not_loaded_plugins_yet_understands_the_name(vllm):

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ProfileError
-from s2o_runtime.identity import Geometry, compose_fingerprint, sampled_fingerprint
+from s2o_runtime.identity import Geometry, compose_fingerprint, compute_sampled_fingerprint
 from s2o_runtime.profile import Profile
 from s2o_runtime.serving.checkpoint import hash_checkpoint
-from s2o_runtime.serving.fit import ProfileFit, Rank, Request, check_model, count_row_weights, find_mismatch
+from s2o_runtime.serving.fit import Rank, RankProfile, Request, check_model, count_row_weights, find_mismatch
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def profile(query_heads=8, kv_heads=2, layers=2, lengths=(1024, 4096), heads=Non
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_ranks_hold_every_head_once_and_the_kv_heads_that_these_read(size, kv_heads):
     calibrated = profile(kv_heads=kv_heads)
-    fits = [ProfileFit(calibrated, Rank(index, size), CPU) for index in range(size)]
+    fits = [RankProfile(calibrated, Rank(index, size), CPU) for index in range(size)]
     assert [head for fit in fits for head in fit.heads] == list(range(8))
     group = 8 // kv_heads
     for fit in fits:
@@ -47,7 +47,7 @@ def test_ranks_hold_every_head_once_and_the_kv_heads_that_these_read(size, kv_he
 def test_layers_are_found_by_their_numbers_in_the_decoder_and_their_sizes():
     calibrated = profile()
     others = {"layer_numbers": (1, 3), "others": (("sliding_attention", 2),)}
-    fit = ProfileFit(replace(calibrated, geometry=replace(calibrated.geometry, **others)), Rank(), CPU)
+    fit = RankProfile(replace(calibrated, geometry=replace(calibrated.geometry, **others)), Rank(), CPU)
     assert [layer.layer for layer in fit.layers] == [1, 3]
     layers = [fit.find_layer(number, 8, 2, 64) for number in range(-1, 5)]
     none = "the layer is none of the profile's"
@@ -62,7 +62,7 @@ def reason_of(fit, queries, keys, layer=0, **more):
 
 
 def test_a_requests_reason_is_the_first_rule_that_it_breaks():
-    fit = ProfileFit(profile(), Rank(1, 2), CPU)
+    fit = RankProfile(profile(), Rank(1, 2), CPU)
     short, long = "shorter than the shortest calibrated length", "longer than 6144 keys"
     few, whole_layer = "fewer than 200 queries behind a prefix", "every head of the layer is dense"
     for queries, keys, reason in (
@@ -77,17 +77,17 @@ def test_a_requests_reason_is_the_first_rule_that_it_breaks():
     assert fit.dense_reason(Request(1, 4000)) == "decode"
     assert fit.dense_reason(Request(500, 1023)) is None  # some layer may compute it, for all that it knows
     assert fit.layers[0].plan_key != fit.layers[1].plan_key
-    speculating = ProfileFit(profile(), Rank(), CPU, decode_queries=300)
+    speculating = RankProfile(profile(), Rank(), CPU, decode_queries=300)
     assert (reason_of(speculating, 300, 4000), reason_of(speculating, 301, 4000)) == ("decode", None)
-    assert (ProfileFit(profile(), Rank(), CPU).min_queries, speculating.min_queries) == (200, 301)
-    assert reason_of(ProfileFit(profile(), Rank(), CPU, beyond="s2o"), 500, 60000) is None
+    assert (RankProfile(profile(), Rank(), CPU).min_queries, speculating.min_queries) == (200, 301)
+    assert reason_of(RankProfile(profile(), Rank(), CPU, beyond="s2o"), 500, 60000) is None
     fit.layers[0].refuse("for the test")
     assert reason_of(fit, 4096, 4096) == "for the test"
 
 
 def test_requests_with_little_work_for_a_gpu_are_dense():
     """8 heads of 64 take 4e11 operations for 19,800 tokens; each of two ranks takes half."""
-    one, half = (ProfileFit(profile(), rank, CPU, "s2o", host_flops=4e11) for rank in (Rank(), Rank(0, 2)))
+    one, half = (RankProfile(profile(), rank, CPU, "s2o", host_flops=4e11) for rank in (Rank(), Rank(0, 2)))
     host = "so little work that the host would decide"
     assert (reason_of(one, 19_700, 19_700), reason_of(one, 19_900, 19_900)) == (host, None)
     assert reason_of(one, 2048, 90_000) == reason_of(half, 19_900, 19_900) == host
@@ -99,14 +99,14 @@ def test_requests_with_little_work_for_a_gpu_are_dense():
     assert (
         count_row_weights(SimpleNamespace(**(sizes | {"intermediate_size": [8960] * 28}))) == weights - 3 * 1536 * 8960
     )
-    larger = ProfileFit(profile(), Rank(), CPU, "s2o", host_flops=4e11, row_weights=weights)
+    larger = RankProfile(profile(), Rank(), CPU, "s2o", host_flops=4e11, row_weights=weights)
     assert reason_of(larger, 2048, 90_000) is None  # 3.5e11 for attention, 1.9e11 for the matrices
     assert reason_of(larger, 2048, 50_000) == host
 
 
 def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_backend(monkeypatch):
     """Also those that differ in nothing but one head's mode, the scores or the tile."""
-    monkeypatch.setattr("s2o_runtime.serving.fit.capability", lambda device: (8, 0))
+    monkeypatch.setattr("s2o_runtime.serving.fit.get_capability", lambda device: (8, 0))
     tile = TileConfig(64, 64, 4, 4, 2, min_queries=200)
     plain = LayerConfig((HeadConfig(0.1, 128),) * 8, tile)
     layers = [
@@ -121,7 +121,7 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
     geometry = Geometry("llama", len(layers), 8, 2, 64)
     buckets = tuple(zip(*layers, strict=True))
     calibrated = Profile("made", geometry, "", DeviceIdentity("cuda", "H", (8, 0)), (1024, 4096), buckets).validate()
-    fit = ProfileFit(calibrated, Rank(), CPU)
+    fit = RankProfile(calibrated, Rank(), CPU)
     calls = [(queries, keys) for queries in (1, 150, 250, 1500) for keys in (1000, 1800, 4096, 9000) if queries <= keys]
     calls += [(keys, keys) for keys in (1024, 1800, 4096)]
     assert fit.rejected is None
@@ -151,7 +151,7 @@ def checkpoint(folder, **more):
     def sample(name, positions):
         return weights[name].reshape(-1)[positions.start : positions.stop : positions.step]
 
-    return sampled_fingerprint({name: weight.shape for name, weight in weights.items()}, sample)
+    return compute_sampled_fingerprint({name: weight.shape for name, weight in weights.items()}, sample)
 
 
 def test_a_checkpoint_is_hashed_as_its_model(tmp_path):
@@ -248,7 +248,7 @@ def test_of_models_whose_names_are_not_known_weights_are_not_compared(tmp_path):
 def test_last_rows_are_a_requests_own_and_not_a_matter_of_configurations():
     made = profile()
     layers = tuple(tuple(replace(layer, last_rows=256) for layer in bucket) for bucket in made.layers)
-    fit = ProfileFit(replace(made, layers=layers), Rank(), CPU)
+    fit = RankProfile(replace(made, layers=layers), Rank(), CPU)
     assert fit.layers[0].config(1024) == made.layers[0][0]
     assert fit.layers[0].config(1024) is fit.layers[0].config(1024)
     assert [fit.count_last_rows(500, 2048, left) for left in (0, 56, 255, 256, 900, None)] == [256, 200, 1, 0, 0, 0]

@@ -12,13 +12,13 @@ from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ProfileError, S2OError
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
-from s2o_runtime.monitor.drift import error_limits
+from s2o_runtime.monitor.drift import read_error_limits
 from s2o_runtime.profile import load_profile
 from s2o_runtime.sequences import CallShape
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Settings
 from s2o_runtime.vllm import engine
-from s2o_runtime.vllm.engine import settings_of
+from s2o_runtime.vllm.engine import read_settings
 from support.fake_server import context
 from support.modules import put_modules
 
@@ -34,13 +34,13 @@ def _no_environment(monkeypatch):
 
 
 def test_settings_are_read_from_vllms_additional_config(monkeypatch):
-    assert settings_of({"s2o": {"profile": "p", "beyond": "s2o", "metrics_port": 9001}}) == Settings(
+    assert read_settings({"s2o": {"profile": "p", "beyond": "s2o", "metrics_port": 9001}}) == Settings(
         Path("p"), "s2o", metrics_port=9001
     )
-    assert settings_of({}) == settings_of({"s2o": {}}) == Settings()
+    assert read_settings({}) == read_settings({"s2o": {}}) == Settings()
     monkeypatch.setenv("S2O_PROFILE", "q")
-    assert settings_of({}) == settings_of(None) == Settings(Path("q"))
-    assert settings_of({"s2o": {"profile": "p"}}).profile == Path("p")
+    assert read_settings({}) == read_settings(None) == Settings(Path("q"))
+    assert read_settings({"s2o": {"profile": "p"}}).profile == Path("p")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
 )
 def test_a_setting_that_is_refused_is_named(section, expected):
     with pytest.raises(ConfigError, match=expected):
-        settings_of({"s2o": section})
+        read_settings({"s2o": section})
 
 
 def demo(**changes):
@@ -121,7 +121,7 @@ def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
     assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
     geometry = profile.geometry
     sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
-    assert [server.fit.find_layer(number, *sizes).drift.allowed for number in numbers] == error_limits(profile)
+    assert [server.fit.find_layer(number, *sizes).drift.allowed for number in numbers] == read_error_limits(profile)
 
 
 def compiled(monkeypatch, rows, configs=()):
@@ -212,9 +212,9 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
         "vllm.v1.worker.gpu_worker": {"Worker": worker},
     }
     put_modules(monkeypatch, names)
-    engine.server.cache_clear()
+    engine.get_server.cache_clear()
     with pytest.raises(S2OError) as failure:
-        engine.server()
+        engine.get_server()
     (record,) = caplog.records
     assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
 
@@ -237,12 +237,12 @@ def test_metrics_answer_on_this_machine_alone_unless_an_address_is_given(monkeyp
     )
     given = {"profile": str(DEMO), "strict": False, "metrics_port": 9001}
     for section in (given, given | {"metrics_host": "10.0.0.7"}):
-        started(settings=settings_of({"s2o": section}), process=Process(7, stage=1, replica=1))
+        started(settings=read_settings({"s2o": section}), process=Process(7, stage=1, replica=1))
     labels = {"rank": "1", "pp": "1", "dp": "1"}
     assert calls == [("127.0.0.1", 9008, labels), ("10.0.0.7", 9008, labels)]  # behind process 0
     started()
     section = given | {"metrics_port": TAKEN - 1, "metrics_host": "10.0.0.7"}
-    started(settings=settings_of({"s2o": section}), process=Process(1))
+    started(settings=read_settings({"s2o": section}), process=Process(1))
     assert len(calls) == 2
     assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
 

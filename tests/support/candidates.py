@@ -11,8 +11,8 @@ from calibrate.proof.state import Candidate
 from calibrate.proof.verify import LayerProof, LengthProof, PromptErrors
 from calibrate.recipe import Budget, Recipe
 from calibrate.search.allocate import allocate
-from calibrate.search.choice import Choice, SearchPoint
-from calibrate.search.choose import Chosen
+from calibrate.search.choice import LayerPlan, SearchPoint
+from calibrate.search.choose import SearchResult
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
@@ -27,12 +27,12 @@ def choice(budget):
     mse = torch.tensor([[1e-7 * tau, 3e-7 * tau] for tau in TAUS], dtype=torch.float64).T
     density = torch.linspace(0.9, 0.2, len(TAUS), dtype=torch.float64).expand(2, -1)
     curves = {RankingConfig(256): Curve(mse, 2 * mse, torch.zeros_like(mse), torch.zeros_like(mse), density, 1.0)}
-    return Choice(SearchPoint(256, TileConfig()), curves, budget, allocate(curves, budget))
+    return LayerPlan(SearchPoint(256, TileConfig()), curves, budget, allocate(curves, budget))
 
 
 def candidate(kind="cpu"):
     chosen = {
-        length: Chosen([choice(0.8 * limit) for limit in limits], limits, [[0, 1]], Counter(), (1,))
+        length: SearchResult([choice(0.8 * limit) for limit in limits], limits, [[0, 1]], Counter(), (1,))
         for length, limits in LIMITS.items()
     }
     geometry = Geometry("llama", layers=2, query_heads=2, kv_heads=1, head_dim=64)

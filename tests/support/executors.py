@@ -45,7 +45,7 @@ class Pickling(Pretended):
         for item, result in reversed(pending):
             yield item, result.result()
 
-    def background(self, call):
+    def run_async(self, call):
         return self._calls.submit(call)
 
     def _run_pickled(self, item):

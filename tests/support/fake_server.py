@@ -11,7 +11,7 @@ from torch import Tensor
 
 from s2o_runtime.monitor.counters import Counters
 from s2o_runtime.serving.batch import BatchSlice
-from s2o_runtime.serving.fit import ProfileFit, Rank
+from s2o_runtime.serving.fit import Rank, RankProfile
 from s2o_runtime.serving.server import ServerContext
 
 
@@ -19,7 +19,7 @@ class FakeServer:
     """A server with a profile, which reserves nothing. tested: whether its layers have passed their self-test."""
 
     def __init__(self, profile: Any, rank: Rank, device: Any, max_keys: int, tested: bool = True) -> None:
-        self.fit, self.max_keys, self.counters = ProfileFit(profile, rank, torch.device(device)), max_keys, Counters()
+        self.fit, self.max_keys, self.counters = RankProfile(profile, rank, torch.device(device)), max_keys, Counters()
         for layer in self.fit.layers:
             layer.tested = tested
         self.reserved = 0

@@ -193,6 +193,8 @@ class FakeEngine(Requests):
     def prepare(self, parts: list[tuple[Request, int]], padding: int = 0, layer: int = 0) -> Prepared:
         """Write the keys of so many tokens of each request, and build the batch's metadata for one layer."""
         self.builder.layer_names, self.builder.s2o_layers = [f"model.layers.{layer}"], None
+        for request in self.requests:  # those of an earlier batch are none of this one's
+            request.fed = 0
         layout = self.lay_out(parts)
         counts, lengths = (
             torch.tensor(layout.counts + [0] * padding),

@@ -7,9 +7,9 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from s2o_runtime.call import Call, Scoring
-from s2o_runtime.config import GRAIN, HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.kernels.keys import keys_of
-from s2o_runtime.kernels.prefill import Ranker, s2o_prefill
+from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.kernels.keys import read_keys
+from s2o_runtime.kernels.prefill import Ranker, run_prefill
 from s2o_runtime.kernels.rank.order import BUCKETS
 from s2o_runtime.kernels.tail import EDGES
 from s2o_runtime.reference.attention import s2o_attention_reference
@@ -33,12 +33,12 @@ def drawn(shape, dtype=torch.float32):
 
 def call_of(q, k, v, config, kv_start=None, scale=0.125, lse=False, **features):
     """What the kernels are launched with for these tensors."""
-    return Call.of(q, k, v, config, scoring=Scoring(scale, **features), kv_start=kv_start, with_lse=lse)
+    return Call.from_tensors(q, k, v, config, scoring=Scoring(scale, **features), kv_start=kv_start, with_lse=lse)
 
 
 def kernel_ranking(call):
     """The ranking of a whole call by the kernels, and its tail sums."""
-    return Ranker(call, keys_of(call)).rank(range(call.shape.q_len))
+    return Ranker(call, read_keys(call)).rank(range(call.shape.q_len))
 
 
 def mixed_config(heads, tau, stop_rule=StopRule.REST, tile=TILE):
@@ -61,8 +61,8 @@ def prefix_of(call, b, h, n):
 def ranking_of(call, ranking, tail, b, h, n):
     """What the kernels made of a segment's ranking, as the reference wants it."""
     start, first = prefix_of(call, b, h, n)
-    steps = (first - start) // GRAIN
-    order = ranking.order[b, h, n, :steps].long()[:, None] + torch.arange(GRAIN)
+    steps = (first - start) // KEY_BLOCK
+    order = ranking.order[b, h, n, :steps].long()[:, None] + torch.arange(KEY_BLOCK)
     mass, values = torch.zeros(steps + 1), torch.zeros(steps + 1, call.shape.head_dim)
     if call.config.heads[h].tail == "mean":
         begins = [*tail.first[b, h, n, :: BUCKETS // EDGES].tolist(), steps]
@@ -73,7 +73,7 @@ def ranking_of(call, ranking, tail, b, h, n):
             share = (begins[edge + 1] - at) / (begins[edge + 1] - begins[edge])
             mass[at] = masses[edge + 1] + share * (masses[edge] - masses[edge + 1])
             values[at] = sums[edge + 1] + share * (sums[edge] - sums[edge + 1])
-    return RankedPrefix(order.flatten(), mass, values, GRAIN)
+    return RankedPrefix(order.flatten(), mass, values, KEY_BLOCK)
 
 
 def run_both(q, k, v, config, kv_start=None, scale=None, lse=True, **features):
@@ -81,7 +81,7 @@ def run_both(q, k, v, config, kv_start=None, scale=None, lse=True, **features):
     call = call_of(q, k, v, config, kv_start, scale, lse, **features)
     ranking = None if config.is_dense else partial(ranking_of, call, *kernel_ranking(call))
     expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, scale=scale, ranking_of=ranking, **features)
-    return s2o_prefill(call), expected
+    return run_prefill(call), expected
 
 
 def agree(ours, expected, rtol=1e-4, atol=1e-5):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from s2o_runtime.devices import interpreted
+from s2o_runtime.devices import is_interpreted
 
-INTERPRETED = pytest.mark.skipif(not interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+INTERPRETED = pytest.mark.skipif(not is_interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
 
 
 def all_but_first(values: Iterable[Any], mark: pytest.MarkDecorator, count: int = 1) -> list[Any]:

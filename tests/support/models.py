@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from calibrate.model.models import LoadedModel
-from calibrate.model.weights import Checkpoint, Weights, model_class, skeleton
+from calibrate.model.weights import Checkpoint, Weights, build_skeleton, get_model_class
 from s2o_runtime import explain, patched
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -62,7 +62,7 @@ def prompt(length=LENGTH, batch=1):
 def twin(eager, implementation="sdpa", config=None):
     """A model with the same weights and another attention implementation, and with another configuration if given."""
     config = copy.deepcopy(config or eager.config)
-    model = model_class(config).from_config(config, attn_implementation=implementation).eval()
+    model = get_model_class(config).from_config(config, attn_implementation=implementation).eval()
     model.load_state_dict(eager.state_dict())
     return model
 
@@ -133,7 +133,7 @@ def save(name, folder, change=lambda model: None, **options):
 
 def stream(folder, resident, dtype=torch.float32):
     """A saved model without a tokenizer, as `models.load` gives it."""
-    model = skeleton(AutoConfig.from_pretrained(folder), dtype, CPU)
+    model = build_skeleton(AutoConfig.from_pretrained(folder), dtype, CPU)
     weights = Weights(model, checkpoint(folder), CPU, resident)
     return LoadedModel("tiny", model, None, geometry(model.config), weights.fingerprint, weights)
 

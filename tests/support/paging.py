@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from s2o_runtime import s2o_attention_paged, s2o_attention_varlen
-from s2o_runtime.sequences import packed_starts
+from s2o_runtime.sequences import make_packed_starts
 
 
 def layout(name, pages, page_size, kv_heads, head_dim, dtype, device):
@@ -45,7 +45,7 @@ def paged(k, v, lengths, page_size, name="side by side", dtype=None):
         nan = torch.full((1,), float("nan"), device=k.device).to(dtype).view(bits)
         cache.view(bits)[:] = nan
         cache.view(bits)[page, slot] = rows.to(dtype).view(bits)
-    cu_k = packed_starts(torch.tensor(lengths, dtype=torch.int32))
+    cu_k = make_packed_starts(torch.tensor(lengths, dtype=torch.int32))
     return *caches, block_table.to(k.device), cu_k.to(k.device)
 
 
@@ -72,7 +72,7 @@ class PagedBatch:
             factors = (self.scales.get(name, torch.ones(1, device=device)) for name in ("k_scale", "v_scale"))
             k, v = ((rows.to(cache).float() * by[:, None]).to(dtype) for rows, by in zip((k, v), factors, strict=True))
         self.k, self.v = k, v
-        self.cu_q = packed_starts(torch.tensor(queries, dtype=torch.int32)).to(device)
+        self.cu_q = make_packed_starts(torch.tensor(queries, dtype=torch.int32)).to(device)
         self.bounds = bounds or (max(queries), max(lengths))
 
     def paged(self, config, **options):

@@ -15,7 +15,7 @@ from s2o_runtime.devices import DeviceIdentity, identify
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.tiles import candidate_tiles
+from s2o_runtime.tiles import list_candidate_tiles
 from support.fake_server import Request
 
 FEWEST = 40  # queries
@@ -54,7 +54,7 @@ def served_tiles() -> list[TileConfig]:
     """One of each kind that this GPU has; two tiles between stop checks, so that prefixes can stop more than once."""
     if not torch.cuda.is_available():
         return [TileConfig()]
-    candidates = candidate_tiles(128, torch.cuda.get_device_capability())
+    candidates = list_candidate_tiles(128, torch.cuda.get_device_capability())
     shapes = {(tile.block_m, tile.specialized): tile for tile in candidates}
     return [replace(tile, chunk=2, min_queries=200) for tile in shapes.values()]
 

@@ -6,7 +6,7 @@ import torch
 
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.verify import Prover
-from calibrate.work.executor import executor_of
+from calibrate.work.executor import open_executor
 from s2o_runtime.config import LayerConfig, TileConfig
 
 TILE = TileConfig(64, 32, 1, 4, 1)
@@ -30,7 +30,7 @@ class Layers:
 
 def prove(model, prompts, layers, revise=None, *, chunk=None, on_step=lambda: None):
     """The layers as revised, and their proofs by length; model: loaded, or an executor."""
-    with executor_of(model) as executor:
+    with open_executor(model) as executor:
         return Prover(executor, chunk=chunk, on_step=on_step).prove(layers, prompts, revise)
 
 

@@ -35,4 +35,4 @@ def tiny_tokenizer():
 
 def recipe(folder, out, **changes):
     options = {"model": str(folder), "lengths": (512, 1024), "out": out} | QUICK | changes
-    return Recipe.of(options if "budget_mse" in options else {"budget_rel_mse": 1e-2} | options)
+    return Recipe.from_options(options if "budget_mse" in options else {"budget_rel_mse": 1e-2} | options)

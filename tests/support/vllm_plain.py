@@ -14,7 +14,7 @@ from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.config import LayerConfig
-from s2o_runtime.sequences import PagedKeys, packed_starts
+from s2o_runtime.sequences import PagedKeys, make_packed_starts
 from s2o_runtime.vllm.batch import get_pages
 
 
@@ -87,7 +87,7 @@ class PlainImpl:
             return output.fill_(0)
         batch, rows = attn_metadata, attn_metadata.num_actual_tokens
         k_pages, v_pages = get_pages(kv_cache, self.num_kv_heads, self.head_size)
-        cu_k, total_k = packed_starts(batch.seq_lens.int()), int(batch.seq_lens.sum())
+        cu_k, total_k = make_packed_starts(batch.seq_lens.int()), int(batch.seq_lens.sum())
         pages = PagedKeys(k_pages, v_pages, batch.block_table, cu_k, batch.max_seq_len, total_k)
         k, v = pages.gathered(query.dtype)  # of pages of any size, as stock backends take them
         out = s2o_attention_varlen(

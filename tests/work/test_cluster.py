@@ -26,7 +26,7 @@ from calibrate.machine import resolve_recipe
 from calibrate.pipeline import calibrate
 from calibrate.recipe import Recipe
 from calibrate.work import cluster
-from calibrate.work.cluster import WorkerInfo, cluster_executor
+from calibrate.work.cluster import WorkerInfo, connect_cluster
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, ModelError, ResourceError
 from support.tiny import recipe
@@ -94,7 +94,7 @@ class Act:
 
 @pytest.fixture
 def workers(tiny_folder, tmp_path, short_silence):
-    with cluster_executor(cluster_recipe(tiny_folder, tmp_path / "p", gpus=2), []) as executor:
+    with connect_cluster(cluster_recipe(tiny_folder, tmp_path / "p", gpus=2), []) as executor:
         yield executor
 
 
@@ -175,7 +175,7 @@ def test_options_that_do_not_fit_are_named(tmp_path):
         ({"target_gpu": "H200"}, "give gpus, scheduler or --dry-run too"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            Recipe.of(base | options)
+            Recipe.from_options(base | options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a host without a GPU")

@@ -7,7 +7,7 @@ import pytest
 
 from calibrate.journal import Journal
 from calibrate.work import executor as module
-from calibrate.work.executor import WorkItem, measured, unmeasured
+from calibrate.work.executor import WorkItem, find_unmeasured, measure_items
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import geometry
 from support.executors import GPU, pretended
@@ -49,16 +49,16 @@ def journal(tmp_path):
 def test_what_the_journal_has_is_not_measured_again(journal):
     executor = pretended(GEOMETRY, GPU)
     expected = [{"pair": [3, 9]}, {"pair": [2, 4]}]  # as JSON gives it back, the first time too
-    assert measured([Square(3), Square(2)], executor, journal) == expected
-    assert measured([Square(3), Square(2)], executor, journal) == expected
+    assert measure_items([Square(3), Square(2)], executor, journal) == expected
+    assert measure_items([Square(3), Square(2)], executor, journal) == expected
     assert RAN == [3, 2]
-    assert unmeasured([Square(3), Square(5)], executor, journal) == [Square(5)]
+    assert find_unmeasured([Square(3), Square(5)], executor, journal) == [Square(5)]
 
 
 def test_a_time_is_of_one_gpu(journal):
     other = replace(GPU, name="another")
     for device in (GPU, other, GPU):
-        measured([TimedSquare(3)], pretended(GEOMETRY, device), journal)
+        measure_items([TimedSquare(3)], pretended(GEOMETRY, device), journal)
     assert RAN == [3, 3]
     assert {key["gpu"][0] for key, _ in journal.entries("square")} == {GPU.name, other.name}
 
@@ -67,9 +67,9 @@ def test_a_time_is_of_one_gpu(journal):
 def test_a_failure_loses_nothing_that_was_measured_before(seconds, journal, monkeypatch):
     monkeypatch.setattr(module, "WRITE_INTERVAL_S", seconds)
     with pytest.raises(ModelError, match="no root"):
-        measured([Square(1), Square(2), Square(-1), Square(4)], pretended(GEOMETRY, GPU), journal)
+        measure_items([Square(1), Square(2), Square(-1), Square(4)], pretended(GEOMETRY, GPU), journal)
     assert [key["number"] for key in journal.keys("square")] == [1, 2]
 
 
 def test_without_a_journal_everything_is_measured():
-    assert measured([Square(3)], pretended(GEOMETRY, GPU), None) == [{"pair": (3, 9)}]
+    assert measure_items([Square(3)], pretended(GEOMETRY, GPU), None) == [{"pair": (3, 9)}]

@@ -12,7 +12,7 @@ from torch import Tensor
 from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
-from s2o_runtime.kernels.launch import launch, stride_groups
+from s2o_runtime.kernels.launch import group_strides, launch
 from s2o_runtime.kernels.primitives import LOG2E, load_sequence, quantise
 from s2o_runtime.sequences import Starts
 
@@ -111,7 +111,7 @@ def make_representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
             {
                 "Q": q, "REP": out, "REP_SCALE": scale, "STARTS": call.starts, "PART": tables.rows_per_representative,
                 "REPRESENTATIVES": tables.representatives, "K_UNIT": keys.unit, "qk_scale": call.scale * LOG2E,
-                "q_len": shape.q_len, "offset": shape.offset, **stride_groups(q=q, r=out),
+                "q_len": shape.q_len, "offset": shape.offset, **group_strides(q=q, r=out),
             },
             {
                 "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": count_representative_rows(shape.head_dim),

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from s2o_runtime.call import Call
-from s2o_runtime.devices import interpreted
+from s2o_runtime.devices import is_interpreted
 from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.launch import launch, stride_groups
+from s2o_runtime.kernels.launch import group_strides, launch
 from s2o_runtime.kernels.primitives import GRAIN, find_window_start, load_cache_rows, load_sequence
 from s2o_runtime.kernels.rank.scores import SCORE_LIMIT
 from s2o_runtime.sequences import Starts
@@ -273,7 +273,7 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
         portable: without inline PTX, as by default in the interpreter and for other vendors.
     """
     if portable is None:
-        portable = interpreted() or torch.version.cuda is None
+        portable = is_interpreted() or torch.version.cuda is None
     out = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
     shape = call.shape
     first = edge = None
@@ -287,7 +287,7 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
             "SCORE": scores, "ORDER": out, "FIRST": first, "EDGE": edge,
             "SHARE_OF_RANK": bucket_shares(scores.device), "STARTS": call.starts, **call.paging,
             "SEGMENT": call.tables.segment, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
-            "rows_end": rows.stop, **stride_groups(s=scores, i=out),
+            "rows_end": rows.stop, **group_strides(s=scores, i=out),
         },
         {
             "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,

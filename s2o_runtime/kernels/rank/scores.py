@@ -16,13 +16,13 @@ from s2o_runtime import config
 from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
-from s2o_runtime.kernels.launch import launch, stride_groups
+from s2o_runtime.kernels.launch import group_strides, launch
 from s2o_runtime.kernels.primitives import (
     GRAIN,
     MAX_REGISTERS,
-    at_head,
     cap_scores,
     find_window_start,
+    head_pointer,
     load_cache_rows,
     load_sequence,
 )
@@ -73,7 +73,7 @@ def _log_sums(
     inside = (n * part < q_len) & (segment > 0)
     if tl.max(inside.to(tl.int32), 0) > 0:
         offs_d = tl.arange(0, D)
-        rep = at_head(REP, stride_r, b, h) + n[:, None].to(tl.int64) * stride_r.row
+        rep = head_pointer(REP, stride_r, b, h) + n[:, None].to(tl.int64) * stride_r.row
         r = tl.load(rep + offs_d[None, :], mask=inside[:, None], other=0)
         if INT8:
             of_head = (b * tl.num_programs(1) + h).to(tl.int64) * parts
@@ -82,7 +82,7 @@ def _log_sums(
         first = tl.where(inside & (offset + (n + 1) * part > start), first, 0)
         last = tl.max(first, 0)
         every = tl.maximum((offset + q_len) // SAMPLE, 1)  # by the sequence, which may be packed with longer ones
-        key = at_head(K, stride_k, b, h // GROUP)
+        key = head_pointer(K, stride_k, b, h // GROUP)
         # every column has a sum of its own, so that no thread waits for another before the end
         m = tl.full([BR, BK], NOTHING, tl.float32)
         l = tl.zeros([BR, BK], tl.float32)
@@ -166,7 +166,7 @@ def _scores(
         high, low, lane = row // (16 * WARPS), row // 8 % 2, row % 8
         warp_lane = row // 16 % WARPS * 8 + lane
         t = t0 + warp_lane * GRAIN + high * 2 + low
-        key = at_head(K, stride_k, b, head // GROUP)
+        key = head_pointer(K, stride_k, b, head // GROUP)
         key_row = k_first + t
         if PAGED:
             key_row = load_cache_rows(
@@ -181,9 +181,9 @@ def _scores(
             segment = tl.load(SEGMENT + h)
             if (segment > 0) & (tl.load(REPRESENTATIVES + h) == R):
                 before = row_begin // segment
-                rep = at_head(REP, stride_r, b, h)
+                rep = head_pointer(REP, stride_r, b, h)
                 log_sum = LOG_SUM + (b * heads + h).to(tl.int64) * parts
-                out = at_head(SCORE, stride_s, b, h)
+                out = head_pointer(SCORE, stride_s, b, h)
                 last = tl.cdiv(tl.minimum(q_len, rows_end) - row_begin, segment)
                 # segments whose prefix ends before this block have no use for it
                 none = tl.maximum(t0 - offset - row_begin, 0) // segment
@@ -222,7 +222,7 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
 
     Args:
         representative: as `means.representatives` gave it.
-        keys: as `keys_of` gave them. About LOG_SUM_SAMPLE of them are in the sample.
+        keys: as `read_keys` gave them. About LOG_SUM_SAMPLE of them are in the sample.
         call: the call.
 
     Returns:
@@ -237,7 +237,7 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
         {
             "REP": r, "K": k, "LOG_SUM": out, "STARTS": call.starts, **call.paging, "SEGMENT": call.tables.segment,
             "PART": call.tables.rows_per_representative, "REP_SCALE": r_scale, "q_len": shape.q_len,
-            "offset": shape.offset, "parts": out.shape[2], **stride_groups(r=r, k=k),
+            "offset": shape.offset, "parts": out.shape[2], **group_strides(r=r, k=k),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
@@ -255,7 +255,7 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
     Args:
         representative: as `means.representatives` gave it.
         log_sum: float32 [B, Hq, parts], as `log_sums` gave it.
-        keys: as `keys_of` gave them.
+        keys: as `read_keys` gave them.
         call: the call.
         rows: query rows; they begin at a multiple of every segment.
 
@@ -267,7 +267,9 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
     (r, r_scale), k = representative, keys.rows
     segments = -(-len(rows) // tables.shortest_segment)
     longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest_segment
-    steps = max(1, -(-longest // (config.GRAIN * ROW_ALIGNMENT))) * ROW_ALIGNMENT  # one compiled kernel for all lengths
+    steps = (
+        max(1, -(-longest // (config.KEY_BLOCK * ROW_ALIGNMENT))) * ROW_ALIGNMENT
+    )  # one compiled kernel for all lengths
     scores = torch.empty(shape.batch, shape.query_heads, segments, steps, dtype=torch.float16, device=k.device)
     for count in tables.representative_counts:
         at_once = count_segments_at_once(segments, count, shape.head_dim)
@@ -281,7 +283,7 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
                 "limit": SCORE_LIMIT,
                 "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
                 "parts": log_sum.shape[2],
-                **stride_groups(r=r, s=scores, k=k),
+                **group_strides(r=r, s=scores, k=k),
             },
             {
                 "GROUP": shape.group, "HEADS": heads, "D": shape.head_dim, "R": count, "BS": at_once,

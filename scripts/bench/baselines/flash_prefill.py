@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from s2o_runtime.devices import capability
+from s2o_runtime.devices import get_capability
 from s2o_runtime.sequences import KERNEL_TYPES
-from s2o_runtime.tiles import family
+from s2o_runtime.tiles import get_family
 from scripts.bench.baselines.pooling import block_means
 from scripts.bench.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split
 from scripts.bench.baselines.settings import FlashPrefill, FlashPrefillV2
@@ -79,7 +79,7 @@ def log_mass(q: Tensor, k_mean: Tensor, part: slice, grid: Grid, scale: float) -
 
 def _has_kernels(q: Tensor) -> bool:
     fits = q.is_cuda and q.dtype in KERNEL_TYPES and q.shape[3] <= BLOCK_SPARSE_HEAD_DIMS[-1]
-    return fits and family(capability(q.device)) is not None
+    return fits and get_family(get_capability(q.device)) is not None
 
 
 def head_mass(q: Tensor, k_mean: Tensor, grid: Grid, scale: float) -> Tensor:

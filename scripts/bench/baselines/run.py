@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from s2o_runtime.call import checked_scale
-from s2o_runtime.devices import capability, interpreted, launching_on, tensor_obstacle
+from s2o_runtime.call import validate_scale
+from s2o_runtime.devices import find_tensor_obstacle, get_capability, is_interpreted, launch_on
 from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import call_shape, laid_out, needs_gradients
-from s2o_runtime.tiles import MIN_CAPABILITY, family
+from s2o_runtime.sequences import call_shape, lay_out, needs_gradients
+from s2o_runtime.tiles import MIN_CAPABILITY, get_family
 from scripts.bench.baselines import flash_prefill, pbs, skip_softmax, sparge, xattention
 from scripts.bench.baselines.pooling import block_means
 from scripts.bench.baselines.reference import attend_reference
@@ -123,9 +123,9 @@ def select(q: Tensor, k: Tensor, settings: Baseline, *, scale: float | None = No
         InputError: the tensors do not fit one another.
         ConfigError: the settings are out of their range.
     """
-    scale = checked_scale(scale, call_shape(q, k, k).head_dim)
+    scale = validate_scale(scale, call_shape(q, k, k).head_dim)
     settings.validate()
-    with launching_on(q.device):
+    with launch_on(q.device):
         return SELECTORS[type(settings)](q, k, settings, scale=scale)
 
 
@@ -157,7 +157,7 @@ def attend(
     shape = call_shape(q, k, v)
     if shape.value_dim != shape.head_dim:
         raise InputError(f"v has head_dim {shape.value_dim} but k {shape.head_dim}: baselines need one for both")
-    scale = checked_scale(scale, shape.head_dim)
+    scale = validate_scale(scale, shape.head_dim)
     if (shape.q_len, shape.kv_len) != (selection.grid.q_len, selection.grid.kv_len):
         raise InputError(
             f"the selection is for {selection.grid.q_len} queries and {selection.grid.kv_len} keys but there are "
@@ -174,12 +174,12 @@ def attend(
     values = v if selection.key_order is None else pbs.permuted(v, selection.key_order)
     fits = shape.head_dim == head_dim and out.stride(3) == 1
     target = out if fits else q.new_empty(*q.shape[:3], head_dim)
-    with launching_on(q.device):
-        queries, keys, values = (laid_out(tensor, head_dim) for tensor in (q, keys, values))
+    with launch_on(q.device):
+        queries, keys, values = (lay_out(tensor, head_dim) for tensor in (q, keys, values))
         means = None
         if selection.mean_keys is not None:
             mean_values = block_means(v, selection.grid.block_n).to(v.dtype)
-            mean_keys, mean_values = (laid_out(x, head_dim).contiguous() for x in (selection.mean_keys, mean_values))
+            mean_keys, mean_values = (lay_out(x, head_dim).contiguous() for x in (selection.mean_keys, mean_values))
             means = mean_keys, mean_values
         block_sparse_attention(queries, keys, values, means, selection, scale, target, left_out)
     return out if fits else target[..., : shape.head_dim]
@@ -207,11 +207,11 @@ def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "the kernel has no backward pass and gradients are enabled"
     if q.shape[3] > HEAD_DIM:
         return f"head_dim {q.shape[3]} is not supported by the block-sparse kernel (up to {HEAD_DIM})"
-    if interpreted():
+    if is_interpreted():
         return None
-    if obstacle := tensor_obstacle(q):
+    if obstacle := find_tensor_obstacle(q):
         return obstacle
-    here = capability(q.device)
-    if here < MIN_CAPABILITY or family(here) is None:
+    here = get_capability(q.device)
+    if here < MIN_CAPABILITY or get_family(here) is None:
         return f"compute capability {here[0]}.{here[1]} has no block-sparse kernel"
     return None

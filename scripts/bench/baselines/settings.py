@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from s2o_runtime.errors import ConfigError
-from s2o_runtime.fields import Rule, check_fields, ruled, rules_of
+from s2o_runtime.fields import Rule, check_fields, get_rules, validated_field
 
 SHARE = Rule(float, 1e-6, 1.0)
 COUNT = Rule(int, 0, 1 << 24)
@@ -51,11 +51,11 @@ class FlashPrefill(_Settings):
 
     name: ClassVar[str] = "flash-prefill"
     packed: ClassVar[bool] = False  # whether the query heads of a KV head share row blocks
-    alpha: float = ruled(0.12, Rule(float, 0.0, 1.0))
-    block: int = ruled(128, Rule(int, allowed=(64, 128)))
-    first: int = ruled(2, COUNT)
-    window: int = ruled(4, COUNT)
-    last: int = ruled(2, COUNT)
+    alpha: float = validated_field(0.12, Rule(float, 0.0, 1.0))
+    block: int = validated_field(128, Rule(int, allowed=(64, 128)))
+    first: int = validated_field(2, COUNT)
+    window: int = validated_field(4, COUNT)
+    last: int = validated_field(2, COUNT)
 
     @property
     def log_share(self) -> float:
@@ -77,10 +77,10 @@ class FlashPrefillV2(FlashPrefill):
 
     name: ClassVar[str] = "flash-prefill-v2"
     packed: ClassVar[bool] = True
-    alpha: float = ruled(0.1, Rule(float, 0.0, 1.0))
-    last: int = ruled(8, COUNT)
-    correct: bool = ruled(True, Rule(bool))
-    dense_layers: int = ruled(4, COUNT)
+    alpha: float = validated_field(0.1, Rule(float, 0.0, 1.0))
+    last: int = validated_field(8, COUNT)
+    correct: bool = validated_field(True, Rule(bool))
+    dense_layers: int = validated_field(4, COUNT)
 
     def runs_dense(self, layer: int) -> bool:
         return layer < self.dense_layers
@@ -102,11 +102,11 @@ class PBS(_Settings):
     """
 
     name: ClassVar[str] = "pbs"
-    keep: float = ruled(0.9, SHARE)
-    segment: int = ruled(256, Rule(int, 64, 1 << 16))
-    block: int = ruled(128, BLOCK)
-    permute_queries: bool = ruled(False, Rule(bool))
-    first: int = ruled(1, COUNT)
+    keep: float = validated_field(0.9, SHARE)
+    segment: int = validated_field(256, Rule(int, 64, 1 << 16))
+    block: int = validated_field(128, BLOCK)
+    permute_queries: bool = validated_field(False, Rule(bool))
+    first: int = validated_field(1, COUNT)
 
     def _check(self) -> None:
         if self.segment % self.block:
@@ -127,12 +127,12 @@ class Sparge(_Settings):
     """
 
     name: ClassVar[str] = "sparge"
-    keep: float = ruled(0.9, SHARE)
-    similarity: float = ruled(0.6, Rule(float, -1.0, 1.0))
-    skip: float | None = ruled(None, Rule(float, -1e4, -1e-6, optional=True))
-    block: int = ruled(128, BLOCK)
-    block_k: int = ruled(64, BLOCK)
-    first: int = ruled(0, COUNT)
+    keep: float = validated_field(0.9, SHARE)
+    similarity: float = validated_field(0.6, Rule(float, -1.0, 1.0))
+    skip: float | None = validated_field(None, Rule(float, -1e4, -1e-6, optional=True))
+    block: int = validated_field(128, BLOCK)
+    block_k: int = validated_field(64, BLOCK)
+    first: int = validated_field(0, COUNT)
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ class Antidiagonal(_Settings):
     """
 
     name: ClassVar[str] = "xattention"
-    keep: float = ruled(0.9, SHARE)
-    stride: int = ruled(16, Rule(int, allowed=(4, 8, 16, 32, 64)))
-    block: int = ruled(128, BLOCK)
-    first: int = ruled(0, COUNT)
+    keep: float = validated_field(0.9, SHARE)
+    stride: int = validated_field(16, Rule(int, allowed=(4, 8, 16, 32, 64)))
+    block: int = validated_field(128, BLOCK)
+    first: int = validated_field(0, COUNT)
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class SkipSoftmax(_Settings):
     """
 
     name: ClassVar[str] = "skip-softmax"
-    factor: float = ruled(1000.0, Rule(float, 0.0, 1e9))
-    block: int = ruled(128, Rule(int, allowed=(64, 128)))
+    factor: float = validated_field(1000.0, Rule(float, 0.0, 1e9))
+    block: int = validated_field(128, Rule(int, allowed=(64, 128)))
 
 
 Baseline = FlashPrefill | FlashPrefillV2 | PBS | Sparge | Antidiagonal | SkipSoftmax
@@ -189,7 +189,7 @@ def parse(text: str) -> Baseline:
     name, _, assignments = text.partition(":")
     if name not in BASELINES:
         raise ConfigError(f"baseline {name!r:.60} is not known: use one of {', '.join(BASELINES)}")
-    rules = rules_of(BASELINES[name])
+    rules = get_rules(BASELINES[name])
     values: dict[str, Any] = {}
     for assignment in filter(None, assignments.split(",")):
         key, equals, value_text = assignment.partition("=")

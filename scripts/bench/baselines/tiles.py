@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from s2o_runtime.errors import InputError
-from s2o_runtime.tiles import Capability, family, sm
+from s2o_runtime.tiles import Capability, format_capability, get_family
 
 BLOCK_SPARSE_HEAD_DIMS = (64, 128)
 
@@ -53,19 +53,26 @@ def skip_tile(head_dim: int, capability: Capability, rows: int, keys: int) -> Ke
     for tile in _block_sparse_tiles(head_dim, capability):
         if (tile.block_m, tile.block_n) == (rows, keys):
             return tile
-    raise InputError(f"{sm(capability)} has no tile of {rows} x {keys} for a skip: use 128 x 64 or 64 x 64")
+    raise InputError(
+        f"{format_capability(capability)} has no tile of {rows} x {keys} for a skip: use 128 x 64 or 64 x 64"
+    )
 
 
 def _block_sparse_tiles(head_dim: int, capability: Capability) -> tuple[KernelTile, ...]:
-    number = family(capability)
+    number = get_family(capability)
     if number is None or head_dim not in BLOCK_SPARSE_HEAD_DIMS:
-        raise InputError(f"head_dim {head_dim} on {sm(capability)} has no block-sparse tile: run it with the reference")
+        raise InputError(
+            f"head_dim {head_dim} on {format_capability(capability)} has no block-sparse tile: "
+            "run it with the reference"
+        )
     return _BLOCK_SPARSE[number][head_dim]
 
 
 def antidiagonal_tile(capability: Capability) -> KernelTile:
     """Return the tile of XAttention's scores, groups of queries by groups of keys. Raises InputError without one."""
-    number = family(capability)
+    number = get_family(capability)
     if number is None:
-        raise InputError(f"{sm(capability)} has no tile for antidiagonal scores: select with plain torch")
+        raise InputError(
+            f"{format_capability(capability)} has no tile for antidiagonal scores: select with plain torch"
+        )
     return _ANTIDIAGONAL[number]

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.devices import capability
+from s2o_runtime.devices import get_capability
 from s2o_runtime.sequences import KERNEL_TYPES
-from s2o_runtime.tiles import family
+from s2o_runtime.tiles import get_family
 from scripts.bench.baselines.selection import CHUNK, Grid, Selection, score_type, select_blocks, split, top_share
 from scripts.bench.baselines.settings import Antidiagonal
 
@@ -53,8 +53,8 @@ def head_weights(q: Tensor, k: Tensor, part: slice, grid: Grid, stride: int, sca
     if q.is_cuda and q.dtype in KERNEL_TYPES:
         from scripts.bench.baselines.kernels.antidiagonal import antidiagonal_mass  # imports triton
 
-        here = capability(q.device)
-        if family(here) is not None:
+        here = get_capability(q.device)
+        if get_family(here) is not None:
             return antidiagonal_mass(q, k, part, grid, stride, scale, here)
     group, heads = q.shape[1] // k.shape[1], range(part.start, part.stop)
     return torch.stack([block_weights(q[:, h], k[:, h // group], grid, stride, scale) for h in heads], 1)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.launch import launch, list_strides
 from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS
 from s2o_runtime.tiles import Capability
 from scripts.bench.baselines.tiles import antidiagonal_tile
@@ -198,7 +198,7 @@ def antidiagonal_mass(
                     "Q": q, "K": k, "HEADS": numbers, "LOCAL": workspace,
                     "qk_scale": scale / stride * LOG2E, "group": q.shape[1] // k.shape[1], "q_len": grid.q_len,
                     "kv_len": grid.kv_len, "first": first, "groups": groups, "columns": columns,
-                    **strides("bhl", q=q, k=k),
+                    **list_strides("bhl", q=q, k=k),
                 },
                 {
                     "D": q.shape[3], "DEPTH": DEPTH, "S": stride, "PER": per_column, "BM": tile.block_m,

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.devices import capability, interpreted
+from s2o_runtime.devices import get_capability, is_interpreted
 from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.launch import launch, stride_groups, strides
-from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, absorb, at_head
+from s2o_runtime.kernels.launch import group_strides, launch, list_strides
+from s2o_runtime.kernels.primitives import LOG2E, MAX_REGISTERS, head_pointer, online_softmax_update
 from scripts.bench.baselines.tiles import block_sparse_tile, skip_tile
 
 if TYPE_CHECKING:
@@ -187,9 +187,11 @@ def _block_sparse(
     position = offset + query
     q_row = query.to(tl.int64)[:, None]
     q_head = (h * PACKED + rows % PACKED)[:, None] if PACKED > 1 else h
-    q = tl.load(at_head(Q, stride_q, b, q_head) + q_row * stride_q.row + offs_d[None, :], mask=real[:, None], other=0.0)
-    k_tile = at_head(K, stride_k, b, kv_head) + offs_n[None, :] * stride_k.row + offs_d[:, None]
-    v_tile = at_head(V, stride_v, b, kv_head) + offs_n[:, None] * stride_v.row + offs_d[None, :]
+    q = tl.load(
+        head_pointer(Q, stride_q, b, q_head) + q_row * stride_q.row + offs_d[None, :], mask=real[:, None], other=0.0
+    )
+    k_tile = head_pointer(K, stride_k, b, kv_head) + offs_n[None, :] * stride_k.row + offs_d[:, None]
+    v_tile = head_pointer(V, stride_v, b, kv_head) + offs_n[:, None] * stride_v.row + offs_d[None, :]
 
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -206,15 +208,19 @@ def _block_sparse(
     if MODE.HAS_MEANS:
         offs_c = tl.arange(0, BC)
         pruned = LISTS.pruned + b * stride_xb + h * stride_xh + i * stride_xr + offs_c
-        mean_key = at_head(MEANS.mean_keys, stride_m, b, kv_head) + offs_c[None, :] * stride_m.row + offs_d[:, None]
-        mean_value = at_head(MEANS.mean_values, stride_m, b, kv_head) + offs_c[:, None] * stride_m.row + offs_d[None, :]
+        mean_key = (
+            head_pointer(MEANS.mean_keys, stride_m, b, kv_head) + offs_c[None, :] * stride_m.row + offs_d[:, None]
+        )
+        mean_value = (
+            head_pointer(MEANS.mean_values, stride_m, b, kv_head) + offs_c[:, None] * stride_m.row + offs_d[None, :]
+        )
         whole = begin // BLOCK_N
         for j in tl.range(0, whole, BC, num_stages=MEAN_STAGES):
             exists = j + offs_c < whole
             left = tl.load(pruned + j, mask=exists, other=0) != 0
             k = tl.load(mean_key + j * stride_m.row, mask=exists[None, :], other=0.0)
             v = tl.load(mean_value + j * stride_m.row, mask=exists[:, None], other=0.0)
-            m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, left[None, :], True)
+            m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, left[None, :], True)
         # each mean stands for BLOCK_N keys of the same score and value
         l *= BLOCK_N
         acc *= BLOCK_N
@@ -233,7 +239,7 @@ def _block_sparse(
             if MODE.HAS_LEFT_OUT:
                 left_out += low
         else:
-            m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, True, False)
+            m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False)
 
     for t in tl.range(0, (end - begin + BN - 1) // BN, num_stages=1):
         j = begin + t * BN
@@ -249,9 +255,9 @@ def _block_sparse(
         if MODE.SKIPS:
             m, l, acc, _ = _absorb_or_skip(q, k, v, m, l, acc, qk_scale, visible, True, real, limit, MODE.SKIPS_SUM)
         else:
-            m, l, acc = absorb(q, k, v, m, l, acc, qk_scale, visible, True)
+            m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, visible, True)
 
-    out = at_head(OUT, stride_o, b, q_head) + q_row * stride_o.row + offs_d[None, :]
+    out = head_pointer(OUT, stride_o, b, q_head) + q_row * stride_o.row + offs_d[None, :]
     tl.store(out, (acc / l[:, None]).to(OUT.dtype.element_ty), mask=real[:, None])
     if MODE.HAS_LEFT_OUT:
         tl.store(LEFT_OUT + (b * tl.num_programs(1) + h) * tl.num_programs(0) + tile, left_out)
@@ -277,7 +283,7 @@ def block_sparse_attention(
     Raises:
         InputError: the kernel has no tile for the head dim, the GPU or the selection's blocks.
     """
-    here = INTERPRETED if interpreted() else capability(q.device)
+    here = INTERPRETED if is_interpreted() else get_capability(q.device)
     grid, skip, heads = selection.grid, selection.skip, q.shape[1] // selection.grid.packed
     if skip is None:
         tile = block_sparse_tile(q.shape[3], here, grid.block_m, grid.block_n)
@@ -300,9 +306,9 @@ def block_sparse_attention(
             "qk_scale": scale * LOG2E, "limit": 0.0 if skip is None else skip.limit * LOG2E,
             "group": q.shape[1] // k.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len, "row_unit": grid.row_unit,
             "key_unit": grid.key_unit,
-            **stride_groups(q=q, k=k, v=v, o=out, m=k if means is None else means[0]),
-            **strides("bhr", l=selection.blocks, x=pruned),
-            **strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order),
+            **group_strides(q=q, k=k, v=v, o=out, m=k if means is None else means[0]),
+            **list_strides("bhr", l=selection.blocks, x=pruned),
+            **list_strides("bh", c=selection.counts, p=selection.key_order, r=selection.row_order),
         },
         {
             "SIZES": BlockSparseSizes(
@@ -371,7 +377,7 @@ def pool_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         (blocks, heads, batch),
         {
             "X": x, "MEAN": mean, "SIMILARITY": similarity, "length": length, "blocks": blocks,
-            **strides("bhl", x=x),
+            **list_strides("bhl", x=x),
         },
         {"D": head_dim, "DP": triton.next_power_of_2(head_dim), "BLOCK": block},
         num_warps=POOL_WARPS,

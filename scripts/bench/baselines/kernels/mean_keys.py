@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.launch import launch, strides
+from s2o_runtime.kernels.launch import launch, list_strides
 from s2o_runtime.kernels.primitives import LN2, LOG2E, MAX_REGISTERS
 from scripts.bench.baselines.selection import Selection, parts
 
@@ -111,7 +111,7 @@ def mean_key_mass(q: Tensor, k_mean: Tensor, part: slice, grid: Grid, scale: flo
         {
             "Q": q, "K_MEAN": k_mean, "MASS": mass, "qk_scale": scale * LOG2E, "first": part.start,
             "group": q.shape[1] // k_mean.shape[1], "q_len": grid.q_len, "kv_len": grid.kv_len,
-            "columns": grid.columns, **strides("bhl", q=q, m=k_mean),
+            "columns": grid.columns, **list_strides("bhl", q=q, m=k_mean),
         },
         {
             "D": q.shape[3], "DP": max(LEAST_DEPTH, triton.next_power_of_2(q.shape[3])), "BM": grid.block_m,
