@@ -371,7 +371,7 @@ def test_a_report_that_fails_fails_no_run(command, tmp_path, monkeypatch, caplog
             "the pictures cannot be drawn (OverflowError: cannot convert",
             ["json", "md", "html"],
         ),
-        (contents, "report_of", "the report cannot be written (cannot convert float infinity", []),
+        (contents, "make_report", "the report cannot be written (cannot convert float infinity", []),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, broken)
