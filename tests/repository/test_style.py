@@ -13,8 +13,8 @@ import pytest
 from support.pages import ROOT
 
 # The bounds of today: at each step they are tightened to what there is, never loosened.
-LEAST_SHARE_OF_VERBS = 0.38  # of functions; the goal is 0.6
-MOST_SHARE_OF_QUESTIONS = 0.184  # of docstrings; the goal is 0.01
+LEAST_SHARE_OF_VERBS = 0.87  # of functions
+MOST_SHARE_OF_QUESTIONS = 0.0  # of docstrings
 MOST_PARAMETERS = 10  # of a function that runs on the host
 # Functions with more, by path and name: why each has them.
 MANY_PARAMETERS: dict[str, str] = {}
