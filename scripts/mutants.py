@@ -197,7 +197,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
          "else self.index * kv_heads // self.size", "else self.index % kv_heads"),
         ("a request with as many queries as a decode step has is no decode",
          "if request.queries <= self.decode_queries", "if request.queries < self.decode_queries"),
-        ("a layer's matrices are no work", "if attention + matrices <", "if attention <"),
+        ("a layer's matrices are no work", "attention + 2 * request.queries * self.row_weights <", "attention <"),
     )),
     ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py -k planned", (
         ("a slice may not be as large as its limit", "request.keys > max_keys", "request.keys >= max_keys"),

@@ -40,7 +40,6 @@ from s2o_runtime.huggingface.layers import (
     TransformersCall,
     check_model,
     check_policy,
-    find_layer_obstacle,
     find_state,
     make_states,
     pair_states,
@@ -51,7 +50,6 @@ from s2o_runtime.huggingface.layers import ServerLikeState as ServerLikeState
 from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import get_layer_states as get_layer_states
-from s2o_runtime.huggingface.layers import read_scoring as read_scoring
 from s2o_runtime.huggingface.paged import split_requests
 from s2o_runtime.huggingface.run import SOFT_CAP, attach_profile, find_weights_mismatch, read_available
 from s2o_runtime.identity import (
@@ -398,7 +396,7 @@ def s2o_attention_forward(
             "S2O computes no attention weights, output_attentions=True gives none: unpatch the model and load it with "
             'attn_implementation="eager" for them',
         )
-    unserved, seen = find_layer_obstacle(query, key, value, kwargs), kwargs.get("sliding_window")
+    unserved, seen = call.obstacle, kwargs.get("sliding_window")
     obstacle = unserved or (None if seen is None or key.shape[2] <= seen else describe_window(seen))
     state: LayerState | None = module.__dict__.get(STATE)
     prefill: PrefillCall | None = getattr(attention_mask, CALL, None)

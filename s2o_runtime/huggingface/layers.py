@@ -68,39 +68,37 @@ class TransformersCall(NamedTuple):
     def scoring(self) -> Scoring:
         """The factor of the scores, their cap and the sinks."""
         scale = self.options.get("scaling")
-        return read_scoring(self.q.shape[3] ** -0.5 if scale is None else scale, self.options)
+        scale = self.q.shape[3] ** -0.5 if scale is None else scale
+        return Scoring(scale, self.options.get("softcap"), without_gradients(self.options.get("s_aux")))
+
+    @property
+    def obstacle(self) -> str | None:
+        """The reason why S2O cannot do the layer's attention, whatever the prompt; None if it can."""
+        return find_layer_obstacle(self.q.shape[3], self.v.shape[3])
+
+    def check_supported(self) -> TransformersCall:
+        """Return the call itself. Raises ModelError if S2O cannot do its attention."""
+        if self.obstacle is not None:
+            layer = getattr(self.module, "layer_idx", "?")
+            raise ModelError(f"layer {layer} cannot run S2O ({self.obstacle}): the model is not supported")
+        return self
 
     def compute(self, attention: Callable[..., tuple[Tensor, Any]]) -> Tensor:
         """Compute the call by another attention function of transformers: [B, Lq, Hq, Dv]."""
         return attention(self.module, self.q, self.k, self.v, self.mask, **self.options)[0]
 
 
-def read_scoring(scale: float, options: Mapping[str, Any]) -> Scoring:
-    """Read the scoring from what a layer passes to transformers' attention function by name."""
-    return Scoring(scale, options.get("softcap"), without_gradients(options.get("s_aux")))
-
-
-def find_layer_obstacle(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> str | None:
-    """Return why S2O cannot do the attention of a layer, whatever the prompt; None if it can.
-
-    Args:
-        query: [B, Hq, Lq, D]; key: [B, Hkv, Lk, D]; value: [B, Hkv, Lk, Dv].
-        options: what the layer passes to transformers' attention function besides, by name.
-    """
-    return _judge_head_dims(query.shape[3], value.shape[3])
+def find_layer_obstacle(*head_dims: int) -> str | None:
+    """Return why S2O cannot do a layer's attention, whatever the prompt, by the head dims of queries and values."""
+    if max(head_dims) > HEAD_DIMS[-1]:
+        return f"head_dim {max(head_dims)} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
+    return None
 
 
 def expect_obstacle(module: nn.Module, config: Any) -> str | None:
     """Return what `find_layer_obstacle` will say of an attention module, whose parameters need not be in memory."""
     query_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or 0
-    value_dim = getattr(module, "v_head_dim", None) or query_dim
-    return _judge_head_dims(query_dim, value_dim)
-
-
-def _judge_head_dims(*dims: int) -> str | None:
-    if max(dims) > HEAD_DIMS[-1]:
-        return f"head_dim {max(dims)} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
-    return None
+    return find_layer_obstacle(query_dim, getattr(module, "v_head_dim", None) or query_dim)
 
 
 @dataclass(eq=False)

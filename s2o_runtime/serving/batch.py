@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -149,23 +149,10 @@ def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | Non
     return BatchPlan(tuple(slices) if any(span.is_sparse for span in slices) else (), dense_rows)
 
 
-class SparseCall(TypedDict):
-    """The arguments of `s2o_attention_paged` for a sparse slice: the same for all layers of a cache group.
+def make_call(span: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> dict[str, Any]:
+    """Return the arguments of `s2o_attention_paged` for a slice: the same for all layers of a cache group.
 
-    The three numbers are bounds that slices of other lengths share (`lengths.shared_bound`), and with them their plans.
-    """
-
-    cu_q: Tensor
-    cu_k: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    max_q: int
-    max_k: int
-    total_k: int
-
-
-def make_call(span: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> SparseCall:
-    """Return the arguments for a slice.
+    Its three numbers are bounds that slices of other lengths share (`round_bounds`), and with them their plans.
 
     Args:
         span: with requests that S2O computes.
@@ -212,7 +199,7 @@ class Batch:
     ) -> None:
         self.split, self.fit, self._max_keys, self._build_part = split, fit, max_keys, build_part
         self._plans: dict[object, BatchPlan] = {}
-        self._calls: dict[BatchSlice, SparseCall] = {}
+        self._calls: dict[BatchSlice, dict[str, Any]] = {}
         self._parts: dict[BatchSlice, Any] = {}
 
     @property
@@ -222,13 +209,11 @@ class Batch:
 
     def plan(self, layer: ServedLayer) -> BatchPlan:
         """Return the plan of a layer."""
-        key = layer.plan_key
-        if key not in self._plans:
-            dense_reason = partial(self.fit.dense_reason, layer=layer)
-            self._plans[key] = plan_batch(self.split, dense_reason, self._max_keys)
+        if (key := layer.plan_key) not in self._plans:
+            self._plans[key] = plan_batch(self.split, partial(self.fit.dense_reason, layer=layer), self._max_keys)
         return self._plans[key]
 
-    def get_call(self, span: BatchSlice, page_size: int) -> SparseCall:
+    def get_call(self, span: BatchSlice, page_size: int) -> dict[str, Any]:
         """Return the arguments of a sparse slice, whose cache has pages of so many tokens."""
         if span not in self._calls:
             self._calls[span] = make_call(span, *self.get_tensors(span), page_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.identity import RANDOM, compose_fingerprint, explain_mismatch, geometry
 from s2o_runtime.layer_kinds import describe_window, get_text_config
 from s2o_runtime.lengths import get_length_step
+from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.drift import DriftMonitor
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.profile import adapt_to_device
@@ -98,14 +99,14 @@ class ServedLayer:
         return replace(config, heads=config.heads[self.heads.start : self.heads.stop])
 
     @property
-    def past_budget(self) -> str | None:
-        """The reason why the drift check made the layer dense; None if it did not."""
-        return self.drift.verdict if self.drift is not None and self.drift.runs_dense else None
+    def dense_verdict(self) -> str | None:
+        """The reason why the layer is dense whatever the prompt, by a refusal or the drift check; None if it is not."""
+        return self.rejected or (self.drift.verdict if self.drift is not None and self.drift.runs_dense else None)
 
     @property
     def plan_key(self) -> object:
         """A value that is equal for layers which leave the same requests to the stock backend."""
-        return self.limits, self.rejected, self.past_budget
+        return self.limits, self.dense_verdict
 
     def refuse(self, reason: str) -> None:
         """Leave the layer to the stock backend from now on, and log why."""
@@ -117,29 +118,25 @@ class ServedLayer:
 
         `ProfileFit.dense_reason` asks this too; transformers' calls leave the rest to `attention.backend`.
         """
-        if reason := self.rejected or self.past_budget:
+        if reason := self.dense_verdict:
             return reason
         if keys < self.min_length:
             return DenseReason.TOO_SHORT.with_numbers(self.min_length)
         if self.max_length is not None and keys > self.max_length:
             if not self.warn_beyond:
                 return DenseReason.TOO_LONG.with_numbers(self.max_length, TRUSTED_BEYOND)
-            _warn_beyond(self.max_length)
+            log_once(
+                logging.WARNING,
+                "a prompt has more than %d keys, 1.5 times the longest calibrated length: its errors were not proven, "
+                "calibrate with longer --lengths",
+                self.max_length,
+            )
         return None
 
 
 def get_longest_trusted(profile: Profile) -> int:
     """Return the most keys for which a profile's settings are taken to hold."""
     return int(TRUSTED_BEYOND * profile.lengths[-1])
-
-
-@lru_cache(maxsize=64)
-def _warn_beyond(max_length: int) -> None:
-    log.warning(
-        "a prompt has more than %d keys, 1.5 times the longest calibrated length: its errors were not proven, "
-        "calibrate with longer --lengths",
-        max_length,
-    )
 
 
 @dataclass(frozen=True)
@@ -201,22 +198,19 @@ class RankProfile:
         self._used: set[int] = set()  # rows of the layers that this process has, which a stage of a pipeline finds out
         self._all_tested = False
         self._last_rows: dict[int, int] = {}  # by the length's step
-        known_limits: dict[object, int] = {}
-        layers = []
+        known_limits, layers = dict[object, int](), list[ServedLayer]()
         for row, buckets in enumerate(zip(*self.profile.layers, strict=True)):
             layer = ServedLayer(
                 profile.geometry.get_layer_number(row), partial(self.profile.layer_config, row), profile.min_length,
                 self.rejected, self.max_length, heads=self.heads, ends_known=False,  # see `count_last_rows`
             )  # fmt: skip
-            configs = map(layer.select_heads, buckets)
             # all that `dense_reason` reads of a configuration; a number takes no time to hash
-            limits = tuple((config.is_dense, config.scores, config.tile, config.shortest_segment) for config in configs)
+            limits = tuple((c.is_dense, c.scores, c.tile, c.shortest_segment) for c in map(layer.select_heads, buckets))
             layer.limits = known_limits.setdefault(limits, len(known_limits))
             layers.append(layer)
         self.layers: tuple[ServedLayer, ...] = tuple(layers)
-        no_sparse_layer = None if self.sparse_layers else "every layer of the profile is dense"
-        self.obstacle: str | None = self.rejected or no_sparse_layer
         tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
+        self.obstacle: str | None = self.rejected or (None if tiles else "every layer of the profile is dense")
         fewest = min((get_fewest_queries(tile, self.capability) for tile in tiles), default=0)
         self.min_queries = max(fewest, decode_queries + 1)
 
@@ -235,11 +229,8 @@ class RankProfile:
         head_dim = self.profile.geometry.head_dim
         shape = CallShape(1, len(self.heads), len(self.kv_heads), request.queries, request.keys, head_dim, head_dim)
         # two operations for each of a pair's numbers in scores and values, and for each weight that a row meets
-        attention, matrices = (
-            4 * shape.causal_pairs * shape.query_heads * head_dim,
-            2 * request.queries * self.row_weights,
-        )
-        if attention + matrices < self.host_flops:
+        attention = 4 * shape.causal_pairs * shape.query_heads * head_dim
+        if attention + 2 * request.queries * self.row_weights < self.host_flops:
             return DenseReason.HOST
         if layer is None:
             return None
@@ -339,19 +330,17 @@ def find_scales_obstacle(*scales: float | Tensor | None) -> str | None:
     return None
 
 
-@lru_cache(maxsize=64)
-def log_once(obstacle: str | None) -> str | None:
+def log_obstacle(obstacle: str | None) -> str | None:
     """Log why layers are the stock backend's, each reason once in a process; return the reason."""
     if obstacle is not None:
-        log.info("S2O: layers go to the stock backend as a whole: %s", obstacle)
+        log_once(logging.INFO, "S2O: layers go to the stock backend as a whole: %s", obstacle)
     return obstacle
 
 
 def count_row_weights(config: Any) -> int:
     """Count the weights of a decoder layer's matrices that a row meets, by a transformers configuration.
 
-    Those of attention and of a gated MLP, or of the experts that a row is sent to; what a configuration does not say
-    counts as none.
+    Experts count as far as a row is sent to them; what a configuration does not say counts as none.
     """
     decoder = get_text_config(config)
 
@@ -415,10 +404,7 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused:
 
 
 def find_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> str | None:
-    """Return the reason why a profile that was found is not known to be of the served model, or None.
-
-    Args: those of `check_model`.
-    """
+    """Return the reason why a profile that was found is not known to be of the served model, or None."""
     try:
         compared = check_model(profile, config, checkpoint, (ANOTHER, UNSEEN))
     except ProfileError as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,8 +28,8 @@ from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.find import find_profile
 from s2o_runtime.sequences import PagedKeys, make_packed_starts
 from s2o_runtime.serving import fit
+from s2o_runtime.serving.attend import exact_config
 from s2o_runtime.serving.fit import NoProfile, Rank, RankProfile
-from s2o_runtime.serving.self_test import exact_config
 from s2o_runtime.version import __version__
 
 PROFILE_VARIABLE = "S2O_PROFILE"
@@ -163,9 +164,9 @@ class Server:
         self._check_drift(settings, context.rank)
         if settings.metrics_port is not None:
             host, port = settings.metrics_host, settings.metrics_port + context.process.number
-            process = {"pp": str(context.process.stage), "dp": str(context.process.replica)}
+            labels = {"rank": context.rank.index, "pp": context.process.stage, "dp": context.process.replica}
             try:
-                serve_metrics(self.counters, host, port, {"rank": str(context.rank.index), **process})
+                serve_metrics(self.counters, host, port, {name: str(number) for name, number in labels.items()})
             except OSError as error:
                 log.warning(
                     "S2O's counters are not served at %s, port %d (%s): use another metrics_port, or a metrics_host "
@@ -177,25 +178,21 @@ class Server:
 
     def _check_drift(self, settings: Settings, rank: Rank) -> None:
         """Give the layers their drift monitors, which check every sampled call."""
-        if not self.fit.layers:
+        if not self.fit.layers or read_check(settings.drift) is None:
             return
         if rank.size > 1:  # the profile states errors of whole layers
-            if read_check(settings.drift) is not None:
-                log.info("S2O: drift is not checked: a rank of several sees its own heads only")
+            log.info("S2O: drift is not checked: a rank of several sees its own heads only")
             return
         check, allowed = check_and_limits(self.fit.profile, settings.drift, "S2O: ")
-        if check is None:
-            return
-        for layer, errors in zip(self.fit.layers, allowed, strict=True):
+        for layer, errors in zip(self.fit.layers if check else (), allowed, strict=True):
             layer.drift = DriftMonitor(replace(check, every=1, trial=EARLY), layer.layer, errors)
             self.counters.drift[layer.layer] = layer.drift
 
     def _log_start(self, context: ServerContext, source: str) -> None:
         """Log one line that says what will run where; `source` names the profile."""
         if self.obstacle:
-            log.warning(
-                "S2O %s in %s: all rows go to %s: %s", __version__, context.engine, context.stock, self.obstacle
-            )
+            message = "S2O %s in %s: all rows go to %s: %s"
+            log.warning(message, __version__, context.engine, context.stock, self.obstacle)
             return
         profile, rank = self.fit.profile, context.rank
         until = "on" if self.fit.max_length is None else f"to {self.fit.max_length}"
@@ -265,40 +262,34 @@ class Server:
             else:
                 k, v = query.new_zeros(2, keys, kv_heads, query.shape[2])
                 s2o_attention_varlen(q, k, v, cu_q, cu_k, queries, keys, config, backend="triton")
-            gather_keys(
-                PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype
-            )  # what a check of drift reads
+            # what a check of drift reads
+            gather_keys(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)
 
 
 def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, str]:
-    """Load the profile that the settings name, or else one that is found; return its name for the log with it.
-
-    If none is found, nothing runs S2O, for that reason.
-    """
-    model, device, checkpoint = context.model_config, context.device, context.checkpoint
+    """Load the profile that the settings name, or else one that is found, if any; return its name for the log too."""
+    model, checkpoint, decode_queries = context.model_config, context.checkpoint, context.decode_queries
     if settings.profile is not None:
         profile = load_profile(settings.profile)
         compared = fit.check_model(profile, model, checkpoint, fit.STRICT if settings.strict else ())
         source = f"{settings.profile} of {profile.model_name} ({compared})"
     else:
         try:
-            match = find_profile(model, device, lambda candidate: fit.find_mismatch(candidate, model, checkpoint))
+            is_other = partial(fit.find_mismatch, config=model, checkpoint=checkpoint)
+            match = find_profile(model, context.device, is_other)
         except (ProfileError, ModelError) as error:
-            return NoProfile(str(error), context.decode_queries), ""
+            return NoProfile(str(error), decode_queries), ""
         profile, source = match.profile, f"{match}{', config not compared' if match.profile.config_unknown else ''}"
-    host_flops = HOST_FLOPS if device.type == "cuda" else 0.0
-    row_weights = fit.count_row_weights(model) // context.rank.size
-    decode_queries, beyond = context.decode_queries, settings.beyond
-    return RankProfile(profile, context.rank, device, beyond, decode_queries, host_flops, row_weights), source
+    host_flops = HOST_FLOPS if context.device.type == "cuda" else 0.0
+    work = decode_queries, host_flops, fit.count_row_weights(model) // context.rank.size
+    return RankProfile(profile, context.rank, context.device, settings.beyond, *work), source
 
 
 def _kernels_key(config: LayerConfig) -> object:
-    """Return the parts of a configuration that make other kernels.
-
-    Short segments are scored more at once, and heads of several modes start in turns.
-    """
+    """Return the parts of a configuration that make other kernels."""
     heads, tile = [head for head in config.heads if head.mode == "s2o"], config.tile
     counts = tuple(sorted({head.representatives for head in heads}))
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     modes = frozenset(head.mode for head in config.heads)
+    # short segments are scored more at once, and heads of several modes start in turns
     return shape, config.scores, counts, config.has_tail, config.shortest_segment, modes

@@ -158,7 +158,7 @@ class _Backend:
                     else None
                 )
             )
-            self.s2o_layers[index] = fit.log_once(obstacle) or api.server.fit.find_layer(
+            self.s2o_layers[index] = fit.log_obstacle(obstacle) or api.server.fit.find_layer(
                 index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
             )
         return self.s2o_layers[index]

@@ -154,7 +154,7 @@ class _Implementation:
         given = {**dict(zip(INIT, arguments, strict=False)), **named}
         self.s2o_server = self.s2o_api.get_server()
         self.s2o_layers: dict[str, tuple[int, ServedLayer | str]] = {}
-        self.s2o_obstacle = fit.log_once(fit.find_layer_obstacle(
+        self.s2o_obstacle = fit.log_obstacle(fit.find_layer_obstacle(
             alibi=given.get("alibi_slopes") is not None,
             sliding_window=given.get("sliding_window"),
             soft_cap=given.get("logits_soft_cap"),

@@ -8,9 +8,9 @@ import torch
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.monitor.counters import EARLY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
-from s2o_runtime.serving import self_test
+from s2o_runtime.serving import attend as self_test
+from s2o_runtime.serving.attend import FEWEST_ROWS, UNTESTED, exact_config
 from s2o_runtime.serving.fit import TEST_KEYS, Rank
-from s2o_runtime.serving.self_test import FEWEST_ROWS, UNTESTED, exact_config
 from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import alone, dense, two_layers
@@ -152,8 +152,8 @@ def test_a_profile_whose_layers_are_swapped_is_noticed_within_its_first_prompts(
         for request in [add_prompt(engine, number) for _ in range(10)]:
             engine.outputs([(request, 300)], number)
     first, second = server.fit.layers
-    assert (first.past_budget is not None) == swapped
-    assert second.past_budget is None
+    assert (first.dense_verdict is not None) == swapped
+    assert second.dense_verdict is None
     if swapped:
         assert "layer 0: in 8 of the last 8 checks" in caplog.text
         assert "it runs dense from now on" in caplog.text
