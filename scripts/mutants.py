@@ -183,7 +183,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("a batch is left to the stock backend while a layer waits for its self-test",
          "if self._all_tested or largest.keys < TEST_KEYS else None", "if self.layers else None"),
     )),
-    ("s2o_runtime/vllm/prompts.py", "tests/serving/test_vllm_prompts.py", (
+    ("s2o_runtime/vllm/engine.py", "tests/serving/test_vllm_prompts.py", (
         ("a preempted request's prompt ends where it first did", "len(running.all_token_ids[request])", "0"),
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (

@@ -83,8 +83,7 @@ class PrefillCall:
     """A plain causal prefill.
 
     q_offset: the position of its first query; kv_start: the first key of each sequence, integers [B], None when nothing
-    is padded; sdpa_mask: makes the mask that transformers' SDPA path would have got; window: how many keys a query
-    sees, None if all before it.
+    is padded; sdpa_mask: makes the mask of transformers' SDPA path; window: keys that a query sees, None for all.
     """
 
     q_offset: int
@@ -187,9 +186,8 @@ def unpatch(model: Any) -> Any:
     """
     check_model(model)
     for module in model.modules():
-        state: LayerState | None = module.__dict__.get(STATE)
-        if state is not None:
-            set_implementations(state.previous)
+        if STATE in module.__dict__:
+            set_implementations(module.__dict__[STATE].previous)
         detach(module)
     return model
 
@@ -226,10 +224,8 @@ def patched(
 
 
 def get_implementations(model: Any) -> Implementations:
-    """Return the attention implementation in each configuration of a model and of its parts, outer ones first.
-
-    All handles of a model share these: its inner model, its PEFT wrapper, what `torch.compile` returned.
-    """
+    """Return the attention implementation in each configuration of a model and of its parts, outer ones first."""
+    # all handles of a model share these: its inner model, its PEFT wrapper, what `torch.compile` returned
     configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     for config in configs:  # which grows: the configurations of some parts are no module's
         configs += [getattr(config, name) for name in getattr(config, "sub_configs", {}) if hasattr(config, name)]
@@ -271,8 +267,7 @@ def s2o_mask(**call: Any) -> Tensor | None:
     mask is eager attention's own. A mask of windows that would have more than `SMALL_MASK` entries becomes such a
     tensor too.
     """
-    other_mask: Callable[..., Tensor | None]
-    other_mask = sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else eager_mask
+    other_mask: Any = sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else eager_mask
     compiling = torch.compiler.is_compiling()
     q_length, q_offset = _read_query_range(call)
     plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _is_plain_window(call)
@@ -356,11 +351,9 @@ def _find_large_window(call: dict[str, Any]) -> int | None:
 
 
 def _is_plain_window(call: dict[str, Any]) -> bool:
-    """Decide if a mask of windows or chunks is a plain causal one because all keys so far fit one of them.
-
-    Transformers forbids to skip a mask that anything else deviates from the causal one (images, packed sequences).
-    """
+    """Decide if a mask of windows or chunks is a plain causal one because all keys so far fit one of them."""
     local = call.get("local_size")
+    # which forbids to skip a mask that anything else deviates from the causal one (images, packed sequences)
     if local is None or not call.get("allow_is_causal_skip", False):
         return False
     if torch.compiler.is_compiling():  # a graph must not depend on how long the prompt is
@@ -377,15 +370,9 @@ def _read_query_range(call: dict[str, Any]) -> tuple[int, Any]:
 
 
 def s2o_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Compute attention: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] -> [B, Lq, Hq, D]."""
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     call = TransformersCall(module, query, key, value, attention_mask, options)
@@ -501,7 +488,7 @@ def _restore_state(kind: type[LayerState], values: dict[str, Any]) -> LayerState
     return kind(**values)
 
 
-def _reduce_state(state: LayerState) -> tuple[Callable[..., LayerState], tuple[type[LayerState], dict[str, Any]]]:
+def _reduce_state(state: LayerState) -> tuple[Any, ...]:
     return _restore_state, (type(state), {f.name: getattr(state, f.name) for f in fields(state) if f.init})
 
 

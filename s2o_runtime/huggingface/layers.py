@@ -310,11 +310,10 @@ def check_model(model: object, profile: object = None) -> None:
 
 def get_layer_states(model: nn.Module) -> list[LayerState]:
     """Return the states of a model's layers of full attention, in order. Raises ModelError if it is not patched."""
-    states = [module.__dict__.get(STATE) for module in list_attention_modules(model)]
-    patched = [state for state in states if isinstance(state, LayerState)]
-    if len(patched) != len(states):
-        raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first")
-    return patched
+    try:
+        return [module.__dict__[STATE] for module in list_attention_modules(model)]
+    except KeyError as error:
+        raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first") from error
 
 
 def list_states(model: nn.Module) -> list[LayerState]:
@@ -329,14 +328,8 @@ def pair_states(
 ) -> list[tuple[nn.Module, LayerState]]:
     """Pair attention modules with the states of their layers; those of other kinds get states that leave them as is.
 
-    Args:
-        modules: of a model, in any order; layers without softmax attention have none.
-        states: of its layers that a profile is for. They learn which heads they have in this process.
-        config: the model's transformers configuration.
-        query_heads: of the model; None where no state runs S2O.
-
-    Raises:
-        ProfileError: the ranks of the process group cannot share so many heads.
+    The states learn which of the model's `query_heads` they have in this process; None where no state runs S2O. Raises
+    ProfileError if the ranks of the process group cannot share so many heads.
     """
     by_layer, pairs = {state.layer: state for state in states}, []
     for module in modules:
@@ -356,54 +349,38 @@ def refuse_config(length: int) -> LayerConfig:
 
 
 def make_states(
-    profile: Profile,
-    device: torch.device | Sequence[torch.device],
-    drift: Drift = None,
-    beyond: LongPromptPolicy = "dense",
-    rejected: str | None = None,
-) -> list[LayerState]:
+    profile: Profile, device: torch.device | Sequence[torch.device], drift: Drift = None,
+    beyond: LongPromptPolicy = "dense", rejected: str | None = None,
+) -> list[LayerState]:  # fmt: skip
     """Return a state for each layer of a profile, as it can run here; one log line says where S2O will run.
 
     Args:
         profile: of the model whose layers these are.
         device: where the model's attention runs; one for each layer where they are on several.
-        drift: how the layers' errors are checked, as `patch` takes it.
-        beyond: what prompts longer than 1.5 times the longest calibrated length run.
+        drift, beyond: as `patch` takes them, which also says what is raised.
         rejected: why no layer may run S2O, if that is known already.
-
-    Raises:
-        ProfileError: drift is to be checked and the profile does not say what errors it allows.
-        ConfigError: `beyond` or `drift` is not known or illegal.
     """
     check_policy(beyond)
     check, allowed = check_and_limits(profile, drift)
     devices = [device] * profile.geometry.layers if isinstance(device, torch.device) else list(device)
-    fits = {
-        here: (profile, rejected) if rejected else adapt_to_device(profile, here) for here in dict.fromkeys(devices)
-    }
-    rejected = next((why for _, why in fits.values() if why is not None), None)
-    longest = get_longest_trusted(profile)
+    fits = {here: (profile, rejected) if rejected else adapt_to_device(profile, here) for here in set(devices)}
+    rejected = next((why for _, why in map(fits.__getitem__, devices) if why is not None), None)
+    longest, min_length = get_longest_trusted(profile), profile.min_length
     runs = profile.geometry, profile.fingerprint, profile.lengths, profile.layers
     digest = hashlib.sha256(repr(runs).encode()).hexdigest()  # of what decides what layers compute, as memory has it
-    watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
+    watch = None if rejected else DenseWatch(profile.geometry.layers, min_length)
     states = [
         LayerState(
-            profile.geometry.get_layer_number(index),
-            partial(fits[here][0].layer_config, index),
-            profile.min_length,
-            rejected,
-            max_length=None if beyond == "s2o" else longest,
-            warn_beyond=beyond == "warn",
-            watch=watch,
-            source=digest,
+            profile.geometry.get_layer_number(index), partial(fits[here][0].layer_config, index), min_length, rejected,
+            None if beyond == "s2o" else longest, beyond == "warn", watch=watch, source=digest,
         )
         for index, here in enumerate(devices)
-    ]
+    ]  # fmt: skip
     if rejected is None:
         until, others = (f" to {longest}", "other") if beyond == "dense" else ("", "shorter")
         log.info(
             "S2O runs from %d%s tokens (calibrated at %s), %s prompts run dense",
-            profile.min_length, until, ", ".join(map(str, profile.lengths)), others,
+            min_length, until, ", ".join(map(str, profile.lengths)), others,
         )  # fmt: skip
     if check is not None:
         for state, errors in zip(states, allowed, strict=True):
@@ -412,11 +389,8 @@ def make_states(
 
 
 def find_local_heads(attention: nn.Module, query_heads: int) -> range | None:
-    """Return the query heads that an attention module computes in this process; None if all of them.
-
-    Torch cuts the rows of the projections, which are DTensors then, into equal parts in the order of the ranks, so a
-    rank holds neighbouring heads. Raises ProfileError if the ranks cannot share the model's `query_heads`.
-    """
+    """Return the query heads that an attention module computes in this process; None if all of them."""
+    # torch cuts the rows of the projections, which are DTensors then, into equal parts in the order of the ranks
     for parameter in attention.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         for dimension, placement in enumerate(getattr(parameter, "placements", ())):

@@ -92,11 +92,7 @@ def read_check(drift: Drift) -> DriftCheck | None:
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """The error that one layer may have.
-
-    unit: of the limits. limits: the largest error by prompt length in tokens; lengths at which the layer is
-    dense, and has no error, are left out.
-    """
+    """The error that one layer may have by prompt length in tokens, without lengths at which the layer is dense."""
 
     unit: ErrorUnit
     limits: Mapping[int, float]
@@ -108,11 +104,7 @@ class ErrorLimits:
 
 
 def read_error_limits(profile: Profile) -> list[ErrorLimits]:
-    """Return the error that each layer may have.
-
-    Returns:
-        For each layer the limits that its held-out proof was held to; if a layer has none in the record, the budget
-        for all layers.
+    """Return the limits that each layer's held-out proof was held to, or the budget where the record lacks a layer's.
 
     Raises:
         ProfileError: the record has no budget, or a budget for the mean over the layers and no limits.
@@ -122,14 +114,8 @@ def read_error_limits(profile: Profile) -> list[ErrorLimits]:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
     unit = budget.kind
     # a file that S2O did not write may have limits that nothing can be compared with
-    usable = [
-        {
-            length: limit
-            for length, limit in read_limits(profile.record, layer).items()
-            if length > 0 and 0 <= limit < math.inf
-        }
-        for layer in range(layers)
-    ]
+    stored = [read_limits(profile.record, layer).items() for layer in range(layers)]
+    usable = [{length: limit for length, limit in row if length > 0 and 0 <= limit < math.inf} for row in stored]
     if all(usable):
         return [ErrorLimits(unit, {length: limit for length, limit in row.items() if limit}) for row in usable]
     if budget.scope != "layer":
@@ -143,8 +129,7 @@ def read_error_limits(profile: Profile) -> list[ErrorLimits]:
 def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[ErrorLimits]]:
     """Return the drift check that is meant and what each layer may have.
 
-    Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
-    line of the log says why, which begins with `speaker`.
+    For "auto" there is none where the profile does not say what errors it allows; the log, after `speaker`, says why.
     """
     check = read_check(drift)
     if check is None:
@@ -273,9 +258,8 @@ def _find_problem(sums: Sequence[float], checks: int, check: DriftCheck, unit: s
         means = ((numbers.mean, margin, ""), (numbers.last, LAST_SHARE * margin, " in the last eighth of the prompts"))
         for share, most, where in means:
             if not share <= most:  # so NaN is too much
-                return (
-                    f"the sampled {unit}{where} is {share:.3g} times what the profile allows, expected at most {most:g}"
-                )
+                times = f"{share:.3g} times what the profile allows, expected at most {most:g}"
+                return f"the sampled {unit}{where} is {times}"
     kept = min(checks, HISTORY)
     high = round(numbers.high * kept)
     if high >= HIGH_CHECKS:
@@ -300,15 +284,9 @@ class SampledErrors(NamedTuple):
 
 
 def sample_errors(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    rows: int,
-    generator: torch.Generator,
-    scoring: Scoring = PLAIN,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: int, generator: torch.Generator, scoring: Scoring = PLAIN,
     kv_start: Tensor | None = None,
-) -> SampledErrors:
+) -> SampledErrors:  # fmt: skip
     """Estimate errors against float32 dense attention, from `rows` query rows of each sequence.
 
     Half of the rows, rounded up, are of the last eighth of the sequence, as far as the call has it; the others are of
@@ -355,17 +333,10 @@ def sample_errors(
 
 
 def _draw_rows(rows: int, first: Tensor, q_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw rows of each sequence, and count the rows that they stand for.
+    """Draw rows of each sequence, int64 [B, rows], those of the last eighth behind; and count what they stand for.
 
-    Args:
-        rows: to draw from each sequence.
-        first: int64 [B], the row at which each sequence begins; negative where the call continues it.
-        q_len: rows of the call.
-        generator: of random numbers.
-
-    Returns:
-        int64 [B, rows], those of the last eighth behind the others; float64 [B, 2], how many rows the call has before
-        the last eighth and in it.
+    first: int64 [B], the row at which each sequence begins; negative where the call continues it. The counts, float64
+    [B, 2], are of the call's rows before the last eighth and in it.
     """
     border = (q_len - (q_len - first).div(LAST_ROWS, rounding_mode="floor")).clamp(0, q_len)
     begins = torch.stack((first.clamp(0, q_len), border), 1)  # [B, 2]

@@ -8,7 +8,7 @@ scale of the scores, and masks or biases that only the stock backend applies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -59,27 +59,18 @@ class LayerCall(NamedTuple):
 
 
 def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
-    """Compute a call, and count its rows; return the server's answer.
+    """Compute a call, and count the rows of its batch, without those that fill it up; return the server's answer.
 
     The stock backend computes a layer until the first prompt that is long enough has tested it.
-
-    Args:
-        call: of the layer.
-        rows: of the batch, without those that fill it up.
-        counters: of this rank.
     """
     layer, batch, device = call.layer, call.batch, call.query.device
     if isinstance(layer, str) or isinstance(batch, str):
         counters.count_stock_batch((call.number,), layer if isinstance(layer, str) else str(batch), rows)
         return call.run_stock()
-    plan = batch.plan(layer)
-    dense_rows: Mapping[str, int] = plan.dense_rows
-    slices = plan.slices
-    test_rows = None
-    if not layer.tested:
-        test_rows = find_test_rows(batch)
-        if slices:
-            dense_rows, slices = {UNTESTED: rows}, ()
+    slices, dense_rows = batch.plan(layer)
+    test_rows = None if layer.tested else find_test_rows(batch)
+    if slices and not layer.tested:
+        slices, dense_rows = (), {UNTESTED: rows}
     for reason, count in dense_rows.items():
         counters.add(call.number, "dense", reason, count)
     counters.log_summary()
@@ -116,11 +107,9 @@ def _compute(
     counters.end(layer.layer, path, sample, query.device)
     counters.add(layer.layer, path, stats.reason, span.end - span.begin)
     if stats.backend != "dense" and counters.is_sampled(layer.layer, 2 * span.max_q >= span.max_k):
-        counters.store_sample(layer.layer, stats)
+        counters.sampled[layer.layer] = stats  # read from the device when somebody asks
         if layer.drift is not None and span.last == span.first + 1:  # the check takes one prompt, unpacked
-            cache = PagedKeys(
-                *pages, arguments["block_table"], arguments["cu_k"], max_k=span.max_k, total_k=span.total_k
-            )
+            cache = PagedKeys(*pages, arguments["block_table"], arguments["cu_k"], span.max_k, span.total_k)
             packed = (query, *gather_keys(cache, query.dtype), out)
             q, keys, values, output = (tensor.transpose(0, 1)[None] for tensor in packed)
             layer.drift.see(q, keys, values, output, Scoring(call.scale), None)

@@ -23,30 +23,19 @@ from s2o_runtime.sglang.batch import SglangBatch, find_batch_obstacle
 
 @dataclass(frozen=True)
 class SglangApi:
-    """The SGLang around S2O's backend.
-
-    Attributes:
-        server: the profile on this rank.
-        obstacle: why nothing in this process runs S2O; None if something may.
-        kv_cache_dtype: the type of the cache's entries, as torch spells it without "torch.".
-        is_split: whether a batch's context is shared by several ranks.
-        write: writes the keys and values of a batch's rows into the cache, for (layer, batch, keys, values).
-    """
+    """The SGLang around S2O's backend."""
 
     server: Server
-    obstacle: str | None
-    kv_cache_dtype: str
-    is_split: Callable[[Any], bool]
-    write: Callable[[Any, Any, Tensor, Tensor], None]
+    obstacle: str | None  # to all in this process
+    kv_cache_dtype: str  # as torch spells it without "torch."
+    is_split: Callable[[Any], bool]  # says of a batch if several ranks share its context
+    write: Callable[[Any, Any, Tensor, Tensor], None]  # layer, batch, and what goes into the cache: keys, values
 
 
 def mix_in(stock: type, api: SglangApi) -> type:
-    """Mix S2O into a stock backend; return the new class.
+    """Mix S2O into a stock backend of SGLang; return the new class.
 
-    Args:
-        stock: a subclass of SGLang's AttentionBackend that keeps its data of a batch in `forward_metadata`, and the
-            pools in `req_to_token_pool` and `token_to_kv_pool`.
-        api: the SGLang around it.
+    It keeps its data of a batch in `forward_metadata`, the pools in `req_to_token_pool` and `token_to_kv_pool`.
     """
 
     class S2OAttnBackend(_Backend, stock):  # type: ignore[misc]
@@ -147,16 +136,13 @@ class _Backend:
         index = layer.layer_id
         if index not in self.s2o_layers:
             api, skips = self.s2o_api, getattr(self, "fa_skip_kv_cache", False)  # FlashAttention's, for embeddings
+            scales = (layer.k_scale, layer.v_scale) if api.kv_cache_dtype in fit.FP8_CACHES else ()
             obstacle = (
                 api.obstacle
                 or ("keys are not written into the cache" if skips else None)
                 or find_attention_obstacle(layer)
                 or fit.find_cache_obstacle(api.kv_cache_dtype, api.server.fit.made_for)
-                or (
-                    fit.find_scales_obstacle(layer.k_scale, layer.v_scale)
-                    if api.kv_cache_dtype in fit.FP8_CACHES
-                    else None
-                )
+                or fit.find_scales_obstacle(*scales)
             )
             self.s2o_layers[index] = fit.log_obstacle(obstacle) or api.server.fit.find_layer(
                 index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim

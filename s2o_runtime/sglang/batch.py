@@ -19,11 +19,8 @@ from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONL
 class SglangBatch(Batch):
     """A ForwardBatch of prompts, some of which S2O may compute.
 
-    Args:
-        source: SGLang's `ForwardBatch`; an attribute too.
-        req_to_token: int32 [requests, N], the slots of the cache where each request's tokens are.
-        build_part: makes the stock backend's data for the ForwardBatch of a slice.
-        server: S2O in this process.
+    req_to_token: int32 [requests, N], the slots of the cache where each request's tokens are; build_part: makes the
+    stock backend's data for the ForwardBatch of a slice.
     """
 
     def __init__(self, source: Any, req_to_token: Tensor, build_part: Callable[[Any], Any], server: Server) -> None:
@@ -67,13 +64,7 @@ def split_batch(source: Any, split: SplitRequests) -> Any:
 
 
 def slice_batch(source: Any, lengths: Sequence[int], span: BatchSlice) -> Any:
-    """Return the ForwardBatch of a slice, as if the batch had no other requests.
-
-    Args:
-        source: the whole ForwardBatch.
-        lengths: the keys of each of its requests.
-        span: neighbouring requests.
-    """
+    """Return the ForwardBatch of a slice, as if the batch, whose requests have so many keys, had no others."""
     batch = copy.copy(source)
     for name in (*OF_REQUESTS, *OF_TOKENS):
         values = getattr(source, name, None)

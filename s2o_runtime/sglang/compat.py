@@ -49,25 +49,15 @@ NEEDED = {*OF_REQUESTS, *OF_TOKENS, *COUNTS, "forward_mode"}
 
 @dataclass(frozen=True)
 class SglangInterface(ServerInterface):
-    """The names in SGLang on which the backend relies.
+    """The names in SGLang on which the backend relies; parameters are without self and class."""
 
-    Attributes:
-        forward: the parameters of the FlashAttention backend's `forward_extend`, without self.
-        reads: the fields of a batch that it and `init_forward_metadata` read.
-        batch: the fields of ForwardBatch.
-        modes: the members of ForwardMode.
-        write: the parameters of `MHATokenToKVPool.set_kv_buffer`.
-        location: those of `KVWriteLoc.for_layer`, without the class.
-        layer: the attributes that RadixAttention sets.
-    """
-
-    forward: tuple[str, ...]
-    reads: tuple[str, ...]
-    batch: tuple[str, ...]
-    modes: tuple[str, ...]
-    write: tuple[str, ...]
-    location: tuple[str, ...]
-    layer: tuple[str, ...]
+    forward: tuple[str, ...]  # parameters of the FlashAttention backend's `forward_extend`
+    reads: tuple[str, ...]  # fields of a batch that it and `init_forward_metadata` read
+    batch: tuple[str, ...]  # fields of ForwardBatch
+    modes: tuple[str, ...]  # members of ForwardMode
+    write: tuple[str, ...]  # parameters of `MHATokenToKVPool.set_kv_buffer`
+    location: tuple[str, ...]  # and of `KVWriteLoc.for_layer`
+    layer: tuple[str, ...]  # attributes that RadixAttention sets
 
     @classmethod
     def from_sources(cls, folder: Path) -> SglangInterface:

@@ -29,19 +29,12 @@ BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, or 
 
 @dataclass(frozen=True)
 class VllmApi:
-    """The vLLM around S2O's classes, as functions.
+    """The vLLM around S2O's classes, as functions."""
 
-    Attributes:
-        get_server: gives the profile of this process, which is loaded when the first layer is made.
-        get_layer_index: gives a layer's index in the whole model by its name.
-        count_left: counts the tokens of its prompt behind a request of so many queries and keys; None if unknown.
-        has_adapter: says whether a request of so many queries and keys may have a LoRA adapter.
-    """
-
-    get_server: Callable[[], Server]
-    get_layer_index: Callable[[str], int]
-    count_left: Callable[[int, int], int | None]
-    has_adapter: Callable[[int, int], bool] = lambda queries, keys: False
+    get_server: Callable[[], Server]  # which is made when the first layer is
+    get_layer_index: Callable[[str], int]  # in the whole model, by a layer's name
+    count_left: Callable[[int, int], int | None]  # tokens of its prompt behind a request of so many queries and keys
+    has_adapter: Callable[[int, int], bool] = lambda queries, keys: False  # a LoRA adapter, or it may have one
 
     def get_layer_number(self, name: str) -> int:
         """Return a layer's number, by its name in the model; -1 for a part that is no decoder."""
@@ -52,13 +45,7 @@ class VllmApi:
 
 
 def mix_in(stock: type, name: str, api: VllmApi) -> type:
-    """Mix S2O into a stock backend; the new class names those of its builder and implementation.
-
-    Args:
-        stock: a subclass of vLLM's AttentionBackend, such as FlashAttentionBackend.
-        name: what vLLM's registry calls the new backend.
-        api: the vLLM around it.
-    """
+    """Mix S2O into a stock backend, such as FlashAttentionBackend; vLLM's registry has the new class by this name."""
     stock_builder, stock_implementation = stock.get_builder_cls(), stock.get_impl_cls()  # type: ignore[attr-defined]
 
     class S2OMetadataBuilder(_Builder, stock_builder):  # type: ignore[misc, valid-type]

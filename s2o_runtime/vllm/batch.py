@@ -31,13 +31,9 @@ WHOLE_ONLY = {
 
 
 class VllmBatch(Batch):
-    """One batch, as a metadata builder was given it.
+    """One batch, as a metadata builder was given it in vLLM's `CommonAttentionMetadata`.
 
-    Args:
-        common: vLLM's `CommonAttentionMetadata`.
-        build: makes the stock backend's metadata of a part of it.
-        server: S2O in this process.
-        count_left, has_adapter: those of `VllmApi`.
+    build: makes the stock backend's metadata of a part of it; count_left, has_adapter: those of `VllmApi`.
     """
 
     def __init__(

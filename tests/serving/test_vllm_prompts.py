@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2o_runtime.vllm.prompts import Prompts
+from s2o_runtime.vllm.engine import Prompts
 
 
 def step(scheduled, new=(), running=(), finished=(), resumed=(), adapters=()):

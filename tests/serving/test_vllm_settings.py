@@ -259,7 +259,7 @@ def test_counters_say_where_rows_went(info_log):
     for is_prompt, early in ((False, 1), (True, EARLY)):
         wanted = [counters.is_sampled(1 + is_prompt, is_prompt) for _ in range(2 * SAMPLED_EVERY)]
         assert [index for index, sampled in enumerate(wanted) if sampled] == [*range(early), SAMPLED_EVERY]
-    counters.store_sample(1, stats)
+    counters.sampled[1] = stats
     assert counters.densities() == {1: 1.0}
     counters.log_summary()
     assert info_log.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
