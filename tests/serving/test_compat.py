@@ -76,97 +76,57 @@ def test_what_changed_is_named(known, part, change, obstacle):
         assert re.match(obstacle, said)
 
 
-IN_VLLM = vllm.VllmInterface(
-    forward=("layer", "query"),
-    init=("num_heads", "head_size", "sinks"),
-    build=("common_prefix_len", "common_attn_metadata", "fast_build"),
-    common=("num_reqs", "causal"),
-    cache_update=False,
-)
-VLLM_SOURCES = {
-    vllm.FLASH: """
-class FlashAttentionBackend(AttentionBackend):
-    head_size_v: int | None = None
-    forward_includes_kv_cache_update: bool = False
-class FlashAttentionMetadataBuilder:
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
-class FlashAttentionImpl:
-    def __init__(self, num_heads, head_size, *, sinks=None): ...
-    def forward(self, layer, query): ...
-""",
-    vllm.BACKEND: """
-class CommonAttentionMetadata:
-    num_reqs: int
-    causal: bool = True
-    max_query_len = 1
-""",
-}
-IN_SGLANG = sglang.SglangInterface(
-    forward=("q", "k", "sinks", "forward_batch"),
-    reads=("extend_seq_lens", "seq_lens"),
-    batch=("batch_size", "seq_lens"),
-    modes=("EXTEND",),
-    write=("layer", "loc_info"),
-    location=("forward_batch", "layer"),
-    layer=("layer_id",),
-)
-SGLANG_SOURCES = {
-    sglang.FLASH: """
-class FlashAttentionBackend:
-    def init_forward_metadata(self, forward_batch):
-        self.forward_metadata = forward_batch.seq_lens
-    def forward_extend(self, q, k, *, sinks=None, forward_batch=None):
-        return forward_batch.extend_seq_lens.sum()
-""",
-    sglang.BATCH: """
-class ForwardMode:
-    EXTEND = 1
-    def is_extend(self): ...
-class ForwardBatch:
-    batch_size: int
-    seq_lens: object = None
-""",
-    sglang.POOL: """
-class MHATokenToKVPool:
-    def set_kv_buffer(self, layer, loc_info): ...
-class KVWriteLoc:
-    @classmethod
-    def for_layer(cls, forward_batch, layer): ...
-""",
-    sglang.RADIX: """
-class RadixAttention:
-    def __init__(self, layer_id):
-        self.layer_id = layer_id
-""",
-}
+def sources_of(known):
+    """Sources of a server with this interface and nothing else, by their paths."""
+
+    def written(**classes):
+        return "".join(f"class {name}:\n{body}    MAX = 1\n" for name, body in classes.items())
+
+    def method(name, *parameters):
+        return f"    def {name}(self, {', '.join(parameters)}): ...\n"
+
+    def names(kept, form="    {}: object = None\n"):
+        return "".join(map(form.format, kept))
+
+    if isinstance(known, vllm.VllmInterface):
+        flash = written(
+            FlashAttentionBackend="    forward_includes_kv_cache_update: bool = False\n",
+            FlashAttentionMetadataBuilder=method("build", *known.build[:-1], "*", f"{known.build[-1]}=False"),
+            FlashAttentionImpl=method("__init__", *known.init) + method("forward", *known.forward),
+        )
+        return {vllm.FLASH: flash, vllm.BACKEND: written(CommonAttentionMetadata=names(known.common))}
+    first, *others = known.reads
+    announce = f"    def init_forward_metadata(self, forward_batch):\n        forward_batch.{first}.sum()\n"
+    extend = method("forward_extend", *known.forward).replace(" ...", names(others, "\n        forward_batch.{}"))
+    for_layer = f"    @classmethod\n    def for_layer(cls, {', '.join(known.location)}): ...\n"
+    radix = "    def __init__(self):\n" + names(known.layer, "        self.{} = None\n")
+    modes = names(mode for mode in known.modes if mode != "MAX").replace(": object", "")
+    return {
+        sglang.FLASH: written(FlashAttentionBackend=announce + extend),
+        sglang.BATCH: written(ForwardBatch=names(known.batch)) + f"class ForwardMode:\n{modes}",
+        sglang.POOL: written(MHATokenToKVPool=method("set_kv_buffer", *known.write), KVWriteLoc=for_layer),
+        sglang.RADIX: written(RadixAttention=radix),
+    }
 
 
-@pytest.mark.parametrize(
-    ("flash", "sources", "expected", "obstacle", "method"),
-    [
-        (vllm.FLASH, VLLM_SOURCES, IN_VLLM, "forward takes layer, query", "FlashAttentionImpl has no forward"),
-        (
-            sglang.FLASH, SGLANG_SOURCES, IN_SGLANG, "forward_extend takes q, k, sinks, forward_batch",
-            "FlashAttentionBackend has no init_forward_metadata",
-        ),
-    ],
-    ids=["vllm", "sglang"],
-)  # fmt: skip
-def test_an_interface_is_read_from_sources(tmp_path, flash, sources, expected, obstacle, method):
+@pytest.mark.parametrize("known", [*VLLM.values(), *SGLANG.values()], ids=[*VLLM, *SGLANG])
+def test_an_interface_is_read_from_sources(tmp_path, known):
+    interface, sources = type(known), sources_of(known)
     for path, source in sources.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(source, encoding="utf-8")
-    assert type(expected).from_sources(tmp_path) == expected
-    assert find_interface_obstacle(type(expected), tmp_path) == obstacle
+    assert interface.from_sources(tmp_path) == known
+    assert find_interface_obstacle(interface, tmp_path) is None
     classes = ("FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder")
     for source, said in (
         ("class A: ...", "there is no class 'FlashAttentionBackend'"),
-        ("\n".join(f"class {name}: ..." for name in classes), method),
+        ("\n".join(f"class {name}: ..." for name in classes), "FlashAttention(Impl|Backend) has no "),
         ("class", "invalid syntax"),
     ):
-        (tmp_path / flash).write_text(source, encoding="utf-8")
-        assert f"its sources are not as expected: {said}" in find_interface_obstacle(type(expected), tmp_path)
-    assert "its sources are not as expected" in find_interface_obstacle(type(expected), tmp_path / "nowhere")
+        (tmp_path / next(iter(sources))).write_text(source, encoding="utf-8")
+        obstacle = find_interface_obstacle(interface, tmp_path)
+        assert re.match(f"its sources are not as expected: {said}", obstacle)
+    assert "its sources are not as expected" in find_interface_obstacle(interface, tmp_path / "nowhere")
 
 
 @pytest.fixture(autouse=True)
