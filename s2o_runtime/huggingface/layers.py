@@ -48,21 +48,14 @@ paths_taken: set[str] = set()  # by any layer of this process
 
 
 class TransformersCall(NamedTuple):
-    """The arguments of transformers' attention function.
+    """The arguments of transformers' attention function."""
 
-    Attributes:
-        module: the attention module.
-        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D]; v: [B, Hkv, Lk, Dv].
-        mask: the attention mask, None for none.
-        options: the others by name, `scaling` and `dropout` among them.
-    """
-
-    module: nn.Module
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    module: nn.Module  # of attention
+    q: Tensor  # [B, Hq, Lq, D]
+    k: Tensor  # [B, Hkv, Lk, D]
+    v: Tensor  # [B, Hkv, Lk, Dv]
     mask: Tensor | None
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # the others by name, `scaling` and `dropout` among them
 
     @property
     def scoring(self) -> Scoring:
@@ -103,27 +96,19 @@ def expect_obstacle(module: nn.Module, config: Any) -> str | None:
 
 @dataclass(eq=False)
 class LayerState(ServedLayer):
-    """State of one patched attention layer, and what it has done.
+    """State of one patched attention layer, and what it has done."""
 
-    counts: calls by path and reason; last: statistics of the last prefill. observer: called with the layer's index, q,
-    k, v, their scoring and the output after every plain causal prefill of unpadded prompts, S2O or dense. meter:
-    measures some of its calls, None does not. watch: shared by the model's layers, warns if most calls are dense.
-    other_kind: the reason of a layer that has no full attention and stays what it is. hook: of its module, removed when
-    it is detached. previous: of the first layer that `patch` attached, the attention implementation that each of the
-    model's configurations had before. source: a digest of the profile, `DENSE` for a state that never runs S2O, None
-    where neither is known. key: stands for the state in a compiled graph (`_make_key`).
-    """
-
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    last: AttentionStats | None = None
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # calls by path and reason
+    last: AttentionStats | None = None  # of the last prefill
+    # called with the layer's index, q, k, v, scoring and output after every plain causal prefill of unpadded prompts
     observer: Observer | None = None
-    meter: Meter | None = field(default_factory=Meter)
-    watch: DenseWatch | None = None
-    other_kind: str | None = None
-    hook: RemovableHandle | None = None
-    previous: Implementations = field(default_factory=list)
-    source: str | None = None
-    key: str = field(init=False)
+    meter: Meter | None = field(default_factory=Meter)  # measures some of its calls
+    watch: DenseWatch | None = None  # shared by the model's layers, warns if most calls are dense
+    other_kind: str | None = None  # the reason of a layer that has no full attention and stays what it is
+    hook: RemovableHandle | None = None  # of its module, removed when it is detached
+    previous: Implementations = field(default_factory=list)  # before `patch`, in the first layer that it attached
+    source: str | None = None  # a digest of the profile, or DENSE; None where neither is known
+    key: str = field(init=False)  # stands for the state in a compiled graph (`_make_key`)
 
     def __post_init__(self) -> None:
         self.key = _make_key(self.source, self.layer)

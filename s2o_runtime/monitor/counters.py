@@ -204,23 +204,14 @@ T = TypeVar("T")
 
 @dataclass
 class Counters:
-    """Rows of a server that went through attention, by layer, path and reason.
+    """Rows of a server that went through attention, by layer, path and reason."""
 
-    Attributes:
-        log_every: seconds between two lines of the log; 0 for none.
-        calls, prompts: sparse calls of each layer, and how many of them were prompts.
-        sampled: statistics of each layer's last sampled call.
-        drift: the checks of the layers' errors, of those that have one.
-        meters: sampled times of each layer's calls, of batches in which S2O may have had a part.
-        last_logged: when the last line was logged, by `time.monotonic`.
-    """
-
-    log_every: float = 0.0
-    calls: Counter[int] = field(default_factory=Counter)
-    prompts: Counter[int] = field(default_factory=Counter)
-    sampled: dict[int, AttentionStats] = field(default_factory=dict)
-    drift: dict[int, DriftMonitor] = field(default_factory=dict)
-    meters: defaultdict[int, Meter] = field(default_factory=lambda: defaultdict(Meter))
+    log_every: float = 0.0  # seconds between two lines of the log; 0 for none
+    calls: Counter[int] = field(default_factory=Counter)  # sparse ones of each layer
+    prompts: Counter[int] = field(default_factory=Counter)  # those of them that were prompts
+    sampled: dict[int, AttentionStats] = field(default_factory=dict)  # of each layer's last sampled call
+    drift: dict[int, DriftMonitor] = field(default_factory=dict)  # of the layers that have one
+    meters: defaultdict[int, Meter] = field(default_factory=lambda: defaultdict(Meter))  # where S2O may have a part
     last_logged: float = field(default_factory=time.monotonic)
     _rows: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _timed: Counter[tuple[int, str]] = field(default_factory=Counter)

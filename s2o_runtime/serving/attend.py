@@ -34,28 +34,17 @@ ALLOWED_FP8 = 2e-2  # where the stock backend rounds them to 8 bits
 
 
 class LayerCall(NamedTuple):
-    """A server's call of one layer.
+    """A server's call of one layer."""
 
-    Attributes:
-        number: of the decoder layer, by which rows are counted.
-        layer, batch: of the profile, and of the server; or the reason why S2O has no part in the call.
-        query: [T, Hq, D], the rows of the batch.
-        scale: of the scores.
-        read_pages: returns the layer's keys and values, [pages, page size, Hkv, D] each.
-        run_stock: lets the stock backend compute all rows, and returns the server's answer.
-        run_stock_slice: lets it compute a slice into an output, [T, Hq, D].
-        make_output: returns an empty answer, and a view of it, [T, Hq, D].
-    """
-
-    number: int
-    layer: ServedLayer | str
-    batch: Batch | str
-    query: Tensor
-    scale: float
-    read_pages: Callable[[], tuple[Tensor, Tensor]]
-    run_stock: Callable[[], Any]
-    run_stock_slice: Callable[[BatchSlice, Tensor], object]
-    make_output: Callable[[], tuple[Any, Tensor]]
+    number: int  # of the decoder layer, by which rows are counted
+    layer: ServedLayer | str  # of the profile, or the reason why S2O has no part in the call
+    batch: Batch | str  # of the server, or that reason
+    query: Tensor  # [T, Hq, D], the rows of the batch
+    scale: float  # of the scores
+    read_pages: Callable[[], tuple[Tensor, Tensor]]  # the layer's keys and values, [pages, page size, Hkv, D] each
+    run_stock: Callable[[], Any]  # lets the stock backend compute all rows, and returns the server's answer
+    run_stock_slice: Callable[[BatchSlice, Tensor], object]  # lets it compute a slice into an output, [T, Hq, D]
+    make_output: Callable[[], tuple[Any, Tensor]]  # an empty answer, and a view of it, [T, Hq, D]
 
 
 def attend(call: LayerCall, rows: int, counters: Counters) -> Any:

@@ -18,33 +18,23 @@ from s2o_runtime.serving.fit import RankProfile, Request, ServedLayer
 
 @dataclass(frozen=True)
 class SplitRequests:
-    """The requests of a batch, those with last rows (`LayerConfig.last_rows`) as two: the other rows, and the last.
+    """The requests of a batch, those with last rows (`LayerConfig.last_rows`) as two: the other rows, and the last."""
 
-    Attributes:
-        indices: of each, its request in the server's batch.
-        starts: the first row of each, and behind the last one the end.
-        requests: all of them; each ends where its last query is.
-        earlier, later: rows of the same server's request before, and behind, each.
-    """
-
-    indices: Sequence[int]
-    starts: Sequence[int]
-    requests: Sequence[Request]
-    earlier: Sequence[int]
-    later: Sequence[int]
+    indices: Sequence[int]  # of each, its request in the server's batch
+    starts: Sequence[int]  # the first row of each, and behind the last one the end
+    requests: Sequence[Request]  # each ends where its last query is
+    earlier: Sequence[int]  # rows of the same server's request before each
+    later: Sequence[int]  # and behind it
 
     @classmethod
     def from_batch(
         cls, starts: Sequence[int], lengths: Sequence[int], adapters: Sequence[bool] = (),
         count_last_rows: Callable[[int, int], int] = lambda queries, keys: 0,
     ) -> SplitRequests:  # fmt: skip
-        """Take the last rows of N server's requests apart.
+        """Take the last rows of N server's requests, of which `count_last_rows(queries, keys)` are, apart.
 
-        Args:
-            starts: N + 1 positions: the first row of each request, and the end.
-            lengths: N numbers of keys, those of the queries included.
-            adapters: whether each request has a LoRA adapter; empty if none has.
-            count_last_rows: counts a request's last rows, by its queries and keys.
+        starts: N + 1 positions, the first row of each request, and the end; lengths: N numbers of keys, those of the
+        queries included; adapters: whether each request has a LoRA adapter, empty if none has.
         """
         split: list[tuple[int, int, Request, int, int]] = []
         for index, (keys, (begin, end)) in enumerate(zip(lengths, pairwise(starts), strict=False)):
@@ -64,36 +54,22 @@ class SplitRequests:
         return not any(self.earlier)
 
     @property
-    def queries(self) -> list[int]:
-        """The new tokens of each."""
-        return [request.queries for request in self.requests]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The keys of each."""
-        return [request.keys for request in self.requests]
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """The new tokens of each, and the keys of each."""
+        return [request.queries for request in self.requests], [request.keys for request in self.requests]
 
 
 class BatchSlice(NamedTuple):
-    """Neighbouring requests that are computed by one call.
+    """Neighbouring requests that are computed by one call."""
 
-    Attributes:
-        first, last: the requests `first .. last - 1` of the batch.
-        begin, end: their query rows `begin .. end - 1`.
-        length_step: that (`lengths.length_step`) of the keys of all, which share one configuration; None for a slice
-            of the stock backend.
-        max_q, max_k: queries and keys of the longest.
-        total_k: keys of all.
-    """
-
-    first: int
+    first: int  # the requests `first .. last - 1` of the batch
     last: int
-    begin: int
+    begin: int  # their query rows `begin .. end - 1`
     end: int
-    length_step: int | None
-    max_q: int
+    length_step: int | None  # of the keys of all, which share one configuration; None for the stock backend's
+    max_q: int  # queries and keys of the longest
     max_k: int
-    total_k: int
+    total_k: int  # keys of all
 
     @property
     def is_sparse(self) -> bool:
@@ -112,15 +88,10 @@ class BatchSlice(NamedTuple):
 
 
 class BatchPlan(NamedTuple):
-    """The slices of one batch in one layer.
+    """The slices of one batch in one layer."""
 
-    Attributes:
-        slices: in the order of the batch, together all of its requests; none where S2O computes no row.
-        dense_rows: query rows that the stock backend computes, by reason.
-    """
-
-    slices: tuple[BatchSlice, ...]
-    dense_rows: Mapping[str, int]
+    slices: tuple[BatchSlice, ...]  # in order, together all of its requests; none where S2O computes no row
+    dense_rows: Mapping[str, int]  # query rows that the stock backend computes, by reason
 
 
 def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | None], max_keys: int) -> BatchPlan:
@@ -182,16 +153,10 @@ def round_bounds(max_q: int, max_k: int, room: int) -> tuple[int, int]:
 
 
 class Batch:
-    """A batch, some of whose requests S2O may compute.
+    """A batch, some of whose requests S2O may compute; a sparse slice of it has at most `max_keys`.
 
     The parts of it that depend on a layer only through the requests that S2O computes are made once and kept: the plan,
-    the tensors of sparse slices, and the stock backend's data of the slices between them.
-
-    Args:
-        split: its requests.
-        fit: of the profile.
-        max_keys: of one sparse slice.
-        build_part: makes the stock backend's data of a slice.
+    the tensors of sparse slices, and what `build_part` makes for the stock backend of the slices between them.
     """
 
     def __init__(

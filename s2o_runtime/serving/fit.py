@@ -41,47 +41,30 @@ log = logging.getLogger("s2o_runtime")
 
 
 class Request(NamedTuple):
-    """One request's rows in a batch.
+    """One request's rows in a batch."""
 
-    Attributes:
-        queries, keys: new tokens, and all tokens so far.
-        has_adapter: whether it has, or may have, a LoRA adapter.
-        is_last_rows: whether the rows are a prompt's last ones, which are dense (`LayerConfig.last_rows`).
-    """
-
-    queries: int
-    keys: int
-    has_adapter: bool = False
-    is_last_rows: bool = False
+    queries: int  # new tokens
+    keys: int  # all tokens so far
+    has_adapter: bool = False  # a LoRA adapter, or it may have one
+    is_last_rows: bool = False  # a prompt's last ones, which are dense (`LayerConfig.last_rows`)
 
 
 @dataclass(eq=False)
 class ServedLayer:
-    """The settings of one layer, and the prompts that they are for.
+    """The settings of one layer, and the prompts that they are for."""
 
-    layer: the number of the decoder layer, which counters and logs name.
-    config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
-    max_length: more keys than this stay dense too, or with warn_beyond run S2O after one warning; None for no limit.
-    rejected: the reason why the layer cannot run S2O at all, if so.
-    heads: the query heads of the layer that this process computes; None for all.
-    drift: checks the layer's error, None does not.
-    ends_known: whether calls hold the ends of their prompts, so that last rows are dense (`LayerConfig.last_rows`).
-    tested: whether a server's self-test has looked at the layer, which is dense before.
-    limits: a number that layers share if `ProfileFit.dense_reason` tells no difference between their settings.
-    """
-
-    layer: int
-    config_at: Callable[[int], LayerConfig]
-    min_length: int
-    rejected: str | None = None
-    max_length: int | None = None
+    layer: int  # the number of the decoder layer, which counters and logs name
+    config_at: Callable[[int], LayerConfig]  # for a number of keys
+    min_length: int  # fewer keys stay dense
+    rejected: str | None = None  # the reason why the layer cannot run S2O at all, if so
+    max_length: int | None = None  # more keys stay dense too, or with warn_beyond run S2O after one warning
     warn_beyond: bool = False
-    heads: range | None = None
-    drift: DriftMonitor | None = None
-    ends_known: bool = True
-    configs: dict[int, LayerConfig] = field(default_factory=dict)
-    tested: bool = False
-    limits: int = 0
+    heads: range | None = None  # of the layer's query heads, those that this process computes; None for all
+    drift: DriftMonitor | None = None  # checks the layer's error
+    ends_known: bool = True  # calls hold the ends of their prompts, so last rows are dense (`LayerConfig.last_rows`)
+    configs: dict[int, LayerConfig] = field(default_factory=dict)  # by the length's step
+    tested: bool = False  # a server's self-test has looked at the layer, which is dense before
+    limits: int = 0  # equal for layers between whose settings `RankProfile.dense_reason` tells no difference
 
     def config(self, keys: int) -> LayerConfig:
         """Return the configuration of this process's heads for so many keys; lengths that share one get one object."""
@@ -357,11 +340,12 @@ def count_row_weights(config: Any) -> int:
 def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused: Sequence[str] = STRICT) -> str:
     """Check that a profile is of the model that is served; return what was compared, for the log.
 
+    A profile of random weights, a rehearsal's, is compared by its sizes alone.
+
     Args:
-        profile: the profile.
-        config: the model's transformers configuration.
+        profile, config: the profile, and the model's transformers configuration.
         checkpoint: the folder of its safetensors files; None where it is not known.
-        refused: what is, of `STRICT`; the rest is only reported. A profile of random weights, a rehearsal's, is not.
+        refused: what is, of `STRICT`; the rest is only reported.
 
     Raises:
         ProfileError: it is of another model; the sentence names the difference. Other sizes are always refused.

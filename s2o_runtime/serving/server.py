@@ -38,35 +38,25 @@ Beyond = Literal["dense", "s2o"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a server.
+    """The settings of a server."""
 
-    Attributes:
-        profile: the profile's file; None for the one that `s2o_runtime.profile.find` finds for the served model.
-        beyond: what prompts of more than 1.5 times the longest calibrated length run.
-        drift: the action where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense from
-            then on), "off", or "auto", which warns where the profile has limits.
-        strict: refuse a profile of another function of the same sizes, and weights or a config.json that cannot be
-            compared; else that is reported, and nothing is proven.
-        metrics_port: of the first process's counters for Prometheus, the others' behind it; None for none.
-        metrics_host: the address of the machine at which those ports answer; "0.0.0.0" is all of them.
-        log_every: seconds between two lines of the log with the counters' summary; 0 for none.
-    """
-
+    # a file; None for the profile that `s2o_runtime.profile.find` finds for the served model
     profile: Path | None = validated_field(None, Rule(Path, optional=True))
+    # what prompts of more than 1.5 times the longest calibrated length run
     beyond: Beyond = validated_field("dense", Rule(str, allowed=get_args(Beyond)))
+    # where sampled errors are past the profile's limits; "auto" warns where it has limits, "dense" is from then on
     drift: DriftChoice = validated_field("auto", Rule(str, allowed=get_args(DriftChoice)))
+    # refuse another function of the same sizes, and what cannot be compared; else that is reported, nothing is proven
     strict: bool = validated_field(True, Rule(bool))
+    # of the first process's counters for Prometheus, the others' behind it, at an address of this machine, or 0.0.0.0
     metrics_port: int | None = validated_field(None, Rule(int, low=1, high=65535, optional=True))
     metrics_host: str = validated_field("127.0.0.1", Rule(str))
+    # seconds between two summaries of the counters in the log; 0 for none
     log_every: float = validated_field(300.0, Rule(float, low=0, unit=DURATION))
 
     @classmethod
     def from_section(cls, section: Any, name: str) -> Settings:
-        """Read the settings that a user gave; without a profile among them, the environment's S2O_PROFILE.
-
-        Args:
-            section: a mapping of names to values, or whatever a user gave in its place.
-            name: of the section, and where it is from, for errors.
+        """Read a section that a user gave, which errors call by name; for want of a profile, take S2O_PROFILE's.
 
         Raises:
             ConfigError: a setting is unknown or illegal.
@@ -105,33 +95,19 @@ class Process:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """The surroundings of S2O in a server's process.
+    """The surroundings of S2O in a server's process."""
 
-    Attributes:
-        engine: the server's name and version.
-        stock: the stock backend's name.
-        model_config: the transformers configuration of the served model.
-        checkpoint: the folder of its weights, if it is known.
-        rank: of this process, among those that share the heads of its layers.
-        device: of this process.
-        max_keys: the longest prompt that the server takes.
-        decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
-        process: of the server's, this one.
-        kv_cache_dtype: of the server; "auto" where layers differ.
-        obstacle: another reason, known at start, why no layer will run S2O.
-    """
-
-    engine: str
-    stock: str
-    model_config: Any
-    checkpoint: Path | None
-    rank: Rank
-    device: torch.device
-    max_keys: int
-    decode_queries: int = 1
+    engine: str  # the server's name and version
+    stock: str  # the stock backend's name
+    model_config: Any  # transformers' configuration of the served model
+    checkpoint: Path | None  # the folder of its weights, if it is known
+    rank: Rank  # of this process, among those that share the heads of its layers
+    device: torch.device  # of this process
+    max_keys: int  # of the longest prompt that the server takes
+    decode_queries: int = 1  # the most that a request brings while it decodes, more than one with speculation
     process: Process = Process()
-    kv_cache_dtype: str = "auto"
-    obstacle: str | None = None
+    kv_cache_dtype: str = "auto"  # which it also is where layers differ
+    obstacle: str | None = None  # another reason, known at start, why no layer will run S2O
 
 
 @contextmanager
@@ -145,10 +121,7 @@ def log_start_failures() -> Iterator[None]:
 
 
 class Server:
-    """The profile of a server, on one rank.
-
-    Attributes:
-        obstacle: why nothing will run S2O, as far as is known at start; None if something may.
+    """The profile of a server, on one rank; `obstacle` says why nothing will run S2O, if that is known at start.
 
     Raises:
         ProfileError: the profile cannot be read, or is of another model or for another number of ranks.

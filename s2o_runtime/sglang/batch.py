@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.serving.batch import Batch, BatchSlice, SplitRequests
+from s2o_runtime.serving.fit import Request
 from s2o_runtime.serving.server import Server
 from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
@@ -33,7 +34,7 @@ class SglangBatch(Batch):
         split = SplitRequests.from_batch([0, *accumulate(queries)], lengths, adapters, count_last_rows)
         self._batch = batch = source if split.are_whole else split_batch(source, split)
         super().__init__(
-            split, server.fit, server.max_keys, lambda span: build_part(slice_batch(batch, split.lengths, span))
+            split, server.fit, server.max_keys, lambda span: build_part(slice_batch(batch, split.requests, span))
         )
         self.source, self._req_to_token = source, req_to_token
         self._edges: Tensor | None = None
@@ -49,7 +50,7 @@ class SglangBatch(Batch):
 
 def split_batch(source: Any, split: SplitRequests) -> Any:
     """Return the ForwardBatch whose requests are split."""
-    batch, queries, lengths = copy.copy(source), split.queries, split.lengths
+    batch, (queries, lengths) = copy.copy(source), split.sizes
     prefixes = [keys - count for keys, count in zip(lengths, queries, strict=True)]
     numbers = {"extend_seq_lens": queries, "seq_lens": lengths, "extend_prefix_lens": prefixes}
     for name in OF_REQUESTS:
@@ -63,8 +64,8 @@ def split_batch(source: Any, split: SplitRequests) -> Any:
     return batch
 
 
-def slice_batch(source: Any, lengths: Sequence[int], span: BatchSlice) -> Any:
-    """Return the ForwardBatch of a slice, as if the batch, whose requests have so many keys, had no others."""
+def slice_batch(source: Any, requests: Sequence[Request], span: BatchSlice) -> Any:
+    """Return the ForwardBatch of a slice, as if the batch had no other requests."""
     batch = copy.copy(source)
     for name in (*OF_REQUESTS, *OF_TOKENS):
         values = getattr(source, name, None)
@@ -72,7 +73,7 @@ def slice_batch(source: Any, lengths: Sequence[int], span: BatchSlice) -> Any:
             setattr(batch, name, values[span.requests if name in OF_REQUESTS else span.rows])
     batch.batch_size = span.last - span.first
     batch.extend_num_tokens = span.end - span.begin
-    batch.seq_lens_sum = sum(lengths[span.requests])
+    batch.seq_lens_sum = sum(request.keys for request in requests[span.requests])
     return batch
 
 

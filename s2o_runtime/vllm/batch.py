@@ -97,7 +97,7 @@ def split_batch(common: Any, split: SplitRequests) -> Any:
     def numbers(values: Sequence[int], like: Tensor) -> Tensor:
         return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
-    changes: dict[str, Any] = {"num_reqs": len(split.requests), "max_query_len": max(split.queries)}
+    changes: dict[str, Any] = {"num_reqs": len(split.requests), "max_query_len": max(split.sizes[0])}
     for name in (field.name for field in fields(common)):
         value = getattr(common, name)
         if name.endswith("_cache"):
