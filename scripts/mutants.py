@@ -226,7 +226,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     ("s2o_runtime/attention/compute.py", "tests/kernels/test_plan.py -k kernels_cannot_write", (
         ("a plan is replayed into the queries that it reads", "return laid and out.", "return laid or out."),
     )),
-    ("s2o_runtime/vllm/batch.py", "tests/serving/test_vllm_backend.py", (
+    ("s2o_runtime/vllm/backend.py", "tests/serving/test_vllm_backend.py", (
         ("another cache group reads this group's pages",
          "other._calls, other._parts = {}, {}", "other._calls, other._parts = self._calls, self._parts"),
     )),

@@ -267,11 +267,12 @@ def s2o_mask(**call: Any) -> Tensor | None:
     mask is eager attention's own. A mask of windows that would have more than `SMALL_MASK` entries becomes such a
     tensor too.
     """
-    other_mask: Any = sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else eager_mask
+    other_mask: Callable[..., Tensor | None]
+    other_mask = sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else eager_mask
     compiling = torch.compiler.is_compiling()
     q_length, q_offset = _read_query_range(call)
-    plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _is_plain_window(call)
-    keys = None if plain else _find_large_window(call)
+    is_causal = call.get("mask_function", causal_mask_function) is causal_mask_function
+    plain, keys = (True, None) if is_causal else _judge_window(call, q_length, q_offset)
     if q_length == 1 or not (plain or keys) or int(call.get("kv_offset", 0)) != 0:
         return other_mask(**call)
     padding, starts, device = call.get("attention_mask"), None, call.get("device", "cpu")
@@ -339,27 +340,21 @@ def _expand_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
     return (key <= row) & (key >= start) & ((window == 0) | (key > row - window))
 
 
-def _find_large_window(call: dict[str, Any]) -> int | None:
-    """Return the keys that a query sees under a mask of causal windows that is too large to be made; else None."""
+def _judge_window(call: dict[str, Any], q_length: int, q_offset: Any) -> tuple[bool, int | None]:
+    """Decide if a mask of windows or chunks is a plain causal one, because all keys so far fit one of them.
+
+    Returns the keys that a query sees as well, where the mask has windows and is too large to be made; else None.
+    """
     local, config = call.get("local_size"), call.get("config")
-    if local is None or not call.get("allow_is_causal_skip", False) or torch.compiler.is_compiling():
-        return None
-    if int(local) != get_window(config) or int(local) == get_chunk(config):
-        return None
-    q_length, q_offset = _read_query_range(call)
-    return int(local) if q_length * (int(q_offset) + q_length) > SMALL_MASK else None
-
-
-def _is_plain_window(call: dict[str, Any]) -> bool:
-    """Decide if a mask of windows or chunks is a plain causal one because all keys so far fit one of them."""
-    local = call.get("local_size")
-    # which forbids to skip a mask that anything else deviates from the causal one (images, packed sequences)
+    # transformers forbids to skip a mask that anything else deviates from the causal one (images, packed sequences)
     if local is None or not call.get("allow_is_causal_skip", False):
-        return False
+        return False, None
     if torch.compiler.is_compiling():  # a graph must not depend on how long the prompt is
-        return int(local) >= get_max_positions(call.get("config"))
-    q_length, q_offset = _read_query_range(call)
-    return int(q_offset) + q_length <= int(local)
+        return int(local) >= get_max_positions(config), None
+    if int(q_offset) + q_length <= int(local):
+        return True, None
+    is_large = q_length * (int(q_offset) + q_length) > SMALL_MASK
+    return False, int(local) if is_large and get_window(config) == int(local) != get_chunk(config) else None
 
 
 def _read_query_range(call: dict[str, Any]) -> tuple[int, Any]:

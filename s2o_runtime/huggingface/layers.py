@@ -150,14 +150,12 @@ class LayerState(ServedLayer):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kv_start: Tensor | None, obstacle: str | None = None
     ) -> Tensor:
-        """Compute a causal prefill, S2O or dense, and record what was done: [B, Hq, Lq, Dv].
+        """Compute a causal prefill, S2O or dense unless there is an obstacle, and record it: [B, Hq, Lq, Dv].
 
         Args:
             q: [B, Hq, Lq, D]; the last query sees all keys.
             k, v: [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
-            scoring: the factor of the scores, their cap and the sinks.
             kv_start: the first key of each sequence, integers [B]; None if nothing is padded.
-            obstacle: why S2O cannot compute it, if so.
         """
         reason = self.dense_reason(q, k, v, obstacle)
         sample = None if self.meter is None else self.meter.begin(reason, q.device)
@@ -188,14 +186,12 @@ class LayerState(ServedLayer):
 class ServerLikeState(LayerState):
     """State of a layer that the calibrator measures as a server would run it.
 
-    chunk: queries of a call, as a server feeds long prompts; None for all. kv_cache_dtype: "fp8" rounds keys and values
-    before S2O reads them, as a server's cache would; the observer sees them as they were, and chunks as one prefill.
-    last_density: of the last prefill in chunks, where `last` is of its last chunk.
+    The observer sees keys and values as they were before they were rounded, and chunks as one prefill.
     """
 
-    chunk: int | None = None
-    kv_cache_dtype: KvCacheDtype = "auto"
-    last_density: float | None = None
+    chunk: int | None = None  # queries of a call, as a server feeds long prompts; None for all
+    kv_cache_dtype: KvCacheDtype = "auto"  # "fp8" rounds keys and values before S2O reads them
+    last_density: float | None = None  # of the last prefill in chunks, where `last` is of its last chunk
 
     @property
     def density(self) -> float:

@@ -151,15 +151,12 @@ class Rank:
 
 
 class RankProfile:
-    """A profile on one rank of a server.
+    """A profile on one rank of a server: what it can run on the device, and the reason why nothing of it can, if so.
 
     Attributes:
-        profile: as it can run on the device; rejected: the reason why nothing of it can, if so.
-        made_for: the type of the KV cache that it was made for.
+        made_for: the type of the KV cache that the profile was made for.
         obstacle: the reason why no request runs it, whatever its length; None if some may.
-        max_length: keys; more run dense. None for no limit.
         heads, kv_heads: of the model, those that this rank holds.
-        capability: the device's, (0, 0) for a CPU.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
         min_queries: fewer are computed by no layer; where none computes any, one more than decoding brings.
         host_flops: requests that take fewer floating-point operations in a dense layer are dense.
@@ -231,9 +228,8 @@ class RankProfile:
     def batch_reason(self, largest: Request) -> str | None:
         """Return the reason why the stock backend computes a batch as a whole; None if S2O may have a part in it.
 
-        A server asks before it makes anything of a batch: code that has not run for milliseconds is slow on the host.
-
-        `largest` has the most queries and the most keys of the batch's requests.
+        `largest` has the most queries and the most keys of the batch's requests. A server asks before it makes anything
+        of a batch: code that has not run for milliseconds is slow on the host.
         """
         if self.obstacle is not None:
             return self.obstacle
@@ -242,16 +238,13 @@ class RankProfile:
         return self.dense_reason(largest) if self._all_tested or largest.keys < TEST_KEYS else None
 
     def count_last_rows(self, queries: int, keys: int, left: int | None) -> int:
-        """Count the queries of a request that are dense in every layer because they are a prompt's last.
-
-        `left` tokens of the prompt are behind them; None if that is not known.
-        """
+        """Count the queries that are dense in every layer as a prompt's last; `left` of its tokens are behind them."""
         if left is None or keys < self.profile.min_length or self.dense_reason(Request(queries, keys)):
             return 0
         step = get_length_step(keys)
         if step not in self._last_rows:
-            layers = range(self.profile.geometry.layers)
-            self._last_rows[step] = max(self.profile.layer_config(layer, keys).last_rows for layer in layers)
+            configs = (self.profile.layer_config(row, keys) for row in range(len(self.layers)))
+            self._last_rows[step] = max(config.last_rows for config in configs)
         return max(0, min(queries, self._last_rows[step] - left))
 
     def find_layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ServedLayer | str:

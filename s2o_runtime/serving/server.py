@@ -157,7 +157,9 @@ class Server:
             log.info("S2O: drift is not checked: a rank of several sees its own heads only")
             return
         check, allowed = check_and_limits(self.fit.profile, settings.drift, "S2O: ")
-        for layer, errors in zip(self.fit.layers if check else (), allowed, strict=True):
+        if check is None:
+            return
+        for layer, errors in zip(self.fit.layers, allowed, strict=True):
             layer.drift = DriftMonitor(replace(check, every=1, trial=EARLY), layer.layer, errors)
             self.counters.drift[layer.layer] = layer.drift
 

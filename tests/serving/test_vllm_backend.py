@@ -11,8 +11,7 @@ from s2o_runtime.errors import InputError
 from s2o_runtime.monitor.counters import EARLY, SAMPLED_EVERY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
 from s2o_runtime.serving.fit import Rank
-from s2o_runtime.vllm.backend import BATCH
-from s2o_runtime.vllm.batch import get_pages
+from s2o_runtime.vllm.backend import BATCH, get_pages
 from support.fake_server import FakeServer
 from support.fake_vllm import FakeEngine, Graphs, fake_backend
 from support.server_batches import all_dense, alone, check_close, dense, joint_density, two_layers, with_last_rows

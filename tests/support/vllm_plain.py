@@ -15,7 +15,7 @@ from torch import Tensor
 from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.sequences import PagedKeys, make_packed_starts
-from s2o_runtime.vllm.batch import get_pages
+from s2o_runtime.vllm.backend import get_pages
 
 
 @dataclass
