@@ -75,6 +75,8 @@ REASON = "s2o_reason"  # attribute of a mask that is not plain causal for a reas
 MARK = 0x53324F  # the last entry of a prefill mask: a caller's own mask of that shape and type is another
 SMALL_MASK = 1 << 22  # entries; a mask of windows that has more is not made
 
+ProfileOrPath = Profile | str | PathLike[str]
+
 log = logging.getLogger("s2o_runtime")
 
 
@@ -93,13 +95,9 @@ class PrefillCall:
 
 
 def patch(
-    model: Any,
-    profile: Profile | str | PathLike[str] | None = None,
-    *,
-    strict: bool = False,
-    drift: Drift = "auto",
+    model: Any, profile: ProfileOrPath | None = None, *, strict: bool = False, drift: Drift = "auto",
     beyond: LongPromptPolicy = "dense",
-) -> Any:
+) -> Any:  # fmt: skip
     """Make a transformers model use S2O for long prompts, as its profile says, and return the model.
 
     A line of the log (level INFO) says from where to where S2O runs, and one before it which profile was found, if none
@@ -194,17 +192,10 @@ def unpatch(model: Any) -> Any:
 
 @contextmanager
 def patched(
-    model: Any,
-    profile: Profile | str | PathLike[str] | None = None,
-    *,
-    strict: bool = False,
-    drift: Drift = "auto",
+    model: Any, profile: ProfileOrPath | None = None, *, strict: bool = False, drift: Drift = "auto",
     beyond: LongPromptPolicy = "dense",
-) -> Iterator[Any]:
-    """Patch a model for the length of a block: `with patched(model, "profile.safetensors"): model.generate(...)`.
-
-    Whatever happens in the block, the model is after it what it was before: unpatched, or patched with the profile that
-    it had.
+) -> Iterator[Any]:  # fmt: skip
+    """Patch a model inside a block, after which it is what it was before, whatever happened in it.
 
     >>> from transformers import AutoModelForCausalLM
     >>> model = AutoModelForCausalLM.from_pretrained("calibrate/demo/model")  # in a clone of the repository
@@ -271,8 +262,8 @@ def s2o_mask(**call: Any) -> Tensor | None:
     other_mask = sdpa_mask if getattr(call.get("config"), SOFT_CAP, None) is None else eager_mask
     compiling = torch.compiler.is_compiling()
     q_length, q_offset = _read_query_range(call)
-    is_causal = call.get("mask_function", causal_mask_function) is causal_mask_function
-    plain, keys = (True, None) if is_causal else _judge_window(call, q_length, q_offset)
+    plain = call.get("mask_function", causal_mask_function) is causal_mask_function or _is_plain_window(call)
+    keys = None if plain else _find_large_window(call)
     if q_length == 1 or not (plain or keys) or int(call.get("kv_offset", 0)) != 0:
         return other_mask(**call)
     padding, starts, device = call.get("attention_mask"), None, call.get("device", "cpu")
@@ -327,9 +318,8 @@ def _read_prefill(mask: Tensor | None, queries: int, keys: int) -> PrefillCall |
     q_offset, _, window, mark = mask[0, 0, 0].tolist()
     if mark != MARK:
         return None
-    starts = mask[:, 0, 0, 1]
-    kv_start = starts if bool(starts.any()) else None
-    return PrefillCall(q_offset, kv_start, partial(_expand_mask, mask, queries, keys), window or None)
+    starts, expand = mask[:, 0, 0, 1], partial(_expand_mask, mask, queries, keys)
+    return PrefillCall(q_offset, starts if bool(starts.any()) else None, expand, window or None)
 
 
 def _expand_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
@@ -340,21 +330,27 @@ def _expand_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
     return (key <= row) & (key >= start) & ((window == 0) | (key > row - window))
 
 
-def _judge_window(call: dict[str, Any], q_length: int, q_offset: Any) -> tuple[bool, int | None]:
-    """Decide if a mask of windows or chunks is a plain causal one, because all keys so far fit one of them.
-
-    Returns the keys that a query sees as well, where the mask has windows and is too large to be made; else None.
-    """
+def _find_large_window(call: dict[str, Any]) -> int | None:
+    """Return the keys that a query sees under a mask of causal windows that is too large to be made; else None."""
     local, config = call.get("local_size"), call.get("config")
+    if local is None or not call.get("allow_is_causal_skip", False) or torch.compiler.is_compiling():
+        return None
+    if int(local) != get_window(config) or int(local) == get_chunk(config):
+        return None
+    q_length, q_offset = _read_query_range(call)
+    return int(local) if q_length * (int(q_offset) + q_length) > SMALL_MASK else None
+
+
+def _is_plain_window(call: dict[str, Any]) -> bool:
+    """Decide if a mask of windows or chunks is a plain causal one because all keys so far fit one of them."""
+    local = call.get("local_size")
     # transformers forbids to skip a mask that anything else deviates from the causal one (images, packed sequences)
     if local is None or not call.get("allow_is_causal_skip", False):
-        return False, None
+        return False
     if torch.compiler.is_compiling():  # a graph must not depend on how long the prompt is
-        return int(local) >= get_max_positions(config), None
-    if int(q_offset) + q_length <= int(local):
-        return True, None
-    is_large = q_length * (int(q_offset) + q_length) > SMALL_MASK
-    return False, int(local) if is_large and get_window(config) == int(local) != get_chunk(config) else None
+        return int(local) >= get_max_positions(call.get("config"))
+    q_length, q_offset = _read_query_range(call)
+    return int(q_offset) + q_length <= int(local)
 
 
 def _read_query_range(call: dict[str, Any]) -> tuple[int, Any]:

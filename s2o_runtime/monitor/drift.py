@@ -144,29 +144,23 @@ def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple
 
 
 class DriftNumbers(NamedTuple):
-    """Results of a layer's checks; errors are in shares of what the profile allows.
+    """Results of a layer's checks; errors are in shares of what the profile allows."""
 
-    mean: the running error over all rows; last: over the last eighth of the prompt; high: of the last `HISTORY` checks
-    the share that was above `HIGH` times the margin (in the last eighth, `LAST_SHARE` times that).
-    """
-
-    mean: float
-    last: float
-    high: float
+    mean: float  # the running error over all rows
+    last: float  # and over the last eighth of the prompt
+    high: (
+        float  # of the last `HISTORY` checks, those above `HIGH` times the margin (`LAST_SHARE` times that at the end)
+    )
 
 
 class DriftMonitor:
-    """The running error of one layer, in shares of what it is allowed. Copies start empty.
-
-    verdict: the sentence that was said when the error was too much; None so far. runs_dense: whether the layer runs
-    dense for it.
-    """
+    """The running error of one layer, in shares of what it is allowed. Copies start empty."""
 
     def __init__(self, check: DriftCheck, layer: int, allowed: ErrorLimits) -> None:
         self.check, self.layer, self.allowed = check, layer, allowed
         self.checks = 0
-        self.verdict: str | None = None
-        self.runs_dense = False
+        self.verdict: str | None = None  # the sentence that was said when the error was too much
+        self.runs_dense = False  # for it
         self._calls = layer  # layers take turns
         self._generators: dict[torch.device, torch.Generator] = {}
         # float64 [4 + HISTORY]: running sums of errors over their limits and of what they are relative to, over all
@@ -271,15 +265,11 @@ def _find_problem(sums: Sequence[float], checks: int, check: DriftCheck, unit: s
 
 
 class SampledErrors(NamedTuple):
-    """Estimates of a call's error, float64 scalars on its device, which was not waited for.
+    """Estimates of a call's error, float64 scalars on its device, which was not waited for."""
 
-    error, power: of mean((out - dense)^2) and of mean(dense^2) over all rows, unbiased; last_error, last_power: over
-    the rows of the last eighth of each sequence, 0 if the call has none.
-    """
-
-    error: Tensor
-    power: Tensor
-    last_error: Tensor
+    error: Tensor  # mean((out - dense)^2) over all rows, unbiased
+    power: Tensor  # mean(dense^2)
+    last_error: Tensor  # the same over the rows of the last eighth of each sequence, 0 if the call has none
     last_power: Tensor
 
 

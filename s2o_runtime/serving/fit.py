@@ -194,11 +194,6 @@ class RankProfile:
         fewest = min((get_fewest_queries(tile, self.capability) for tile in tiles), default=0)
         self.min_queries = max(fewest, decode_queries + 1)
 
-    @property
-    def sparse_layers(self) -> int:
-        """The number of layers that are sparse at some length."""
-        return sum(any(not config.is_dense for config in row) for row in zip(*self.profile.layers, strict=True))
-
     def dense_reason(self, request: Request, layer: ServedLayer | None = None) -> str | None:
         """Return the reason why the stock backend computes a request in a layer; None if S2O does.
 

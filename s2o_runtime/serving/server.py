@@ -171,20 +171,19 @@ class Server:
             return
         profile, rank = self.fit.profile, context.rank
         until = "on" if self.fit.max_length is None else f"to {self.fit.max_length}"
+        sparse = sum(any(not config.is_dense for config in row) for row in zip(*profile.layers, strict=True))
         others = f"with full attention ({profile.geometry.other_layers} stay) " if profile.geometry.others else ""
         log.info(
             "S2O %s in %s: profile %s, %d of %d layers %ssparse from %d %s keys and from %d new tokens "
             "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
-            __version__, context.engine, source, self.fit.sparse_layers, len(self.fit.layers), others,
+            __version__, context.engine, source, sparse, len(self.fit.layers), others,
             profile.min_length, until, self.fit.min_queries, rank.index, rank.size, self.fit.heads.start,
             self.fit.heads.stop - 1, context.stock,
         )  # fmt: skip
 
     def reserve(self, query: Tensor) -> None:
-        """Take, and give back, the most memory that a call of these queries, [T, Hq, D], will need.
-
-        vLLM does so while it measures the memory of a batch, and its KV cache gets the rest; SGLang behind its cache.
-        """
+        """Take, and give back, the most memory that a call of these queries, [T, Hq, D], will need."""
+        # vLLM does so while it measures the memory of a batch, and its KV cache gets the rest; SGLang behind its cache
         if query.device.type != "cuda" or self.obstacle or len(query) <= self._reserved_rows:
             return  # the profiling run comes first and has the most rows; smaller runs capture graphs
         compiled, self._reserved_rows = self._reserved_rows > 0, len(query)

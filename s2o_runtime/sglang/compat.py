@@ -66,12 +66,13 @@ class SglangInterface(ServerInterface):
         batch, modes = find_classes(folder / BATCH, "ForwardBatch", "ForwardMode")
         kv_pool, location = find_classes(folder / POOL, "MHATokenToKVPool", "KVWriteLoc")
         (layer,) = find_classes(folder / RADIX, "RadixAttention")
+        targets = [target for node in modes.body if isinstance(node, ast.Assign) for target in node.targets]
         readers = [find_method(backend, name) for name in ("init_forward_metadata", "forward_extend")]
         return cls(
             forward=list_parameters(backend, "forward_extend"),
             reads=tuple(sorted(set().union(*(_list_attributes(reader, "forward_batch") for reader in readers)))),
             batch=tuple(read_fields(batch)),
-            modes=tuple(_list_assigned(modes)),
+            modes=tuple(target.id for target in targets if isinstance(target, ast.Name)),
             write=list_parameters(kv_pool, "set_kv_buffer"),
             location=list_parameters(location, "for_layer"),
             layer=tuple(sorted(_list_attributes(find_method(layer, "__init__"), "self"))),
@@ -103,8 +104,3 @@ def _list_attributes(definition: ast.FunctionDef, owner: str) -> set[str]:
         for node in ast.walk(definition)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == owner
     }
-
-
-def _list_assigned(owner: ast.ClassDef) -> list[str]:
-    targets = [target for node in owner.body if isinstance(node, ast.Assign) for target in node.targets]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
