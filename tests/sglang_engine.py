@@ -51,10 +51,19 @@ def in_torch(q, k_cache, v_cache, page_table, cache_seqlens, cu_seqlens_q, max_s
     assert more["causal"]
     assert more["window_size"] == (-1, -1)
     return s2o_attention_paged(
-        q, k_cache, v_cache, LayerConfig.uniform(q.shape[1], mode="dense"), cu_q=cu_seqlens_q, seq_lens=cache_seqlens,
-        block_table=page_table.int(), max_q=max_seqlen_q, max_k=int(cache_seqlens.max()),
-        scale=softmax_scale, backend="dense", out=q.new_empty(q.shape),
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        LayerConfig.uniform(q.shape[1], mode="dense"),
+        cu_q=cu_seqlens_q,
+        seq_lens=cache_seqlens,
+        block_table=page_table.int(),
+        max_q=max_seqlen_q,
+        max_k=int(cache_seqlens.max()),
+        scale=softmax_scale,
+        backend="dense",
+        out=q.new_empty(q.shape),
+    )
 
 
 def flash_in_torch(runner: object) -> type:

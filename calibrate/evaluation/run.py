@@ -29,7 +29,6 @@ from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import InputError, ResourceError
 from s2o_runtime.huggingface import hf
-from s2o_runtime.huggingface.layers import TransformersCall
 from s2o_runtime.identity import list_attention_modules
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.tiles import list_candidate_tiles
@@ -144,7 +143,7 @@ def _run_baseline(
         return hf.s2o_attention_forward(module, query, key, value, attention_mask, **options)
     from scripts.bench.baselines.run import HEAD_DIM, baseline_attention  # `find_baseline` has found the folder
 
-    scoring = TransformersCall(module, query, key, value, attention_mask, options).scoring
+    scoring = hf.TransformersCall(module, query, key, value, attention_mask, options).scoring
     obstacle = "padded prompts" if call.kv_start is not None else scoring.beyond_sdpa
     if query.shape[3] > HEAD_DIM:
         obstacle = f"a head_dim of {query.shape[3]}, over {HEAD_DIM}"

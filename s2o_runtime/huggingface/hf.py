@@ -37,7 +37,6 @@ from s2o_runtime.huggingface.layers import (
     STATE,
     Implementations,
     LongPromptPolicy,
-    TransformersCall,
     check_model,
     check_policy,
     find_state,
@@ -47,6 +46,7 @@ from s2o_runtime.huggingface.layers import (
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
 from s2o_runtime.huggingface.layers import ServerLikeState as ServerLikeState
+from s2o_runtime.huggingface.layers import TransformersCall as TransformersCall
 from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import get_layer_states as get_layer_states
@@ -95,9 +95,13 @@ class PrefillCall:
 
 
 def patch(
-    model: Any, profile: ProfileOrPath | None = None, *, strict: bool = False, drift: Drift = "auto",
+    model: Any,
+    profile: ProfileOrPath | None = None,
+    *,
+    strict: bool = False,
+    drift: Drift = "auto",
     beyond: LongPromptPolicy = "dense",
-) -> Any:  # fmt: skip
+) -> Any:
     """Make a transformers model use S2O for long prompts, as its profile says, and return the model.
 
     A line of the log (level INFO) says from where to where S2O runs, and one before it which profile was found, if none
@@ -192,9 +196,13 @@ def unpatch(model: Any) -> Any:
 
 @contextmanager
 def patched(
-    model: Any, profile: ProfileOrPath | None = None, *, strict: bool = False, drift: Drift = "auto",
+    model: Any,
+    profile: ProfileOrPath | None = None,
+    *,
+    strict: bool = False,
+    drift: Drift = "auto",
     beyond: LongPromptPolicy = "dense",
-) -> Iterator[Any]:  # fmt: skip
+) -> Iterator[Any]:
     """Patch a model inside a block, after which it is what it was before, whatever happened in it.
 
     >>> from transformers import AutoModelForCausalLM
@@ -361,9 +369,15 @@ def _read_query_range(call: dict[str, Any]) -> tuple[int, Any]:
 
 
 def s2o_attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Compute attention: q [B, Hq, Lq, D], k, v [B, Hkv, Lk, D] -> [B, Lq, Hq, D]."""
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
     call = TransformersCall(module, query, key, value, attention_mask, options)

@@ -330,9 +330,12 @@ def refuse_config(length: int) -> LayerConfig:
 
 
 def make_states(
-    profile: Profile, device: torch.device | Sequence[torch.device], drift: Drift = None,
-    beyond: LongPromptPolicy = "dense", rejected: str | None = None,
-) -> list[LayerState]:  # fmt: skip
+    profile: Profile,
+    device: torch.device | Sequence[torch.device],
+    drift: Drift = None,
+    beyond: LongPromptPolicy = "dense",
+    rejected: str | None = None,
+) -> list[LayerState]:
     """Return a state for each layer of a profile, as it can run here; one log line says where S2O will run.
 
     Args:
@@ -352,11 +355,17 @@ def make_states(
     watch = None if rejected else DenseWatch(profile.geometry.layers, min_length)
     states = [
         LayerState(
-            profile.geometry.get_layer_number(index), partial(fits[here][0].layer_config, index), min_length, rejected,
-            None if beyond == "s2o" else longest, beyond == "warn", watch=watch, source=digest,
+            profile.geometry.get_layer_number(index),
+            partial(fits[here][0].layer_config, index),
+            min_length,
+            rejected,
+            None if beyond == "s2o" else longest,
+            beyond == "warn",
+            watch=watch,
+            source=digest,
         )
         for index, here in enumerate(devices)
-    ]  # fmt: skip
+    ]
     if rejected is None:
         until, others = (f" to {longest}", "other") if beyond == "dense" else ("", "shorter")
         log.info(

@@ -114,8 +114,14 @@ def read_error_limits(profile: Profile) -> list[ErrorLimits]:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
     unit = budget.kind
     # a file that S2O did not write may have limits that nothing can be compared with
-    stored = [read_limits(profile.record, layer).items() for layer in range(layers)]
-    usable = [{length: limit for length, limit in row if length > 0 and 0 <= limit < math.inf} for row in stored]
+    usable = [
+        {
+            length: limit
+            for length, limit in read_limits(profile.record, layer).items()
+            if length > 0 and 0 <= limit < math.inf
+        }
+        for layer in range(layers)
+    ]
     if all(usable):
         return [ErrorLimits(unit, {length: limit for length, limit in row.items() if limit}) for row in usable]
     if budget.scope != "layer":
@@ -274,9 +280,15 @@ class SampledErrors(NamedTuple):
 
 
 def sample_errors(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: int, generator: torch.Generator, scoring: Scoring = PLAIN,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    rows: int,
+    generator: torch.Generator,
+    scoring: Scoring = PLAIN,
     kv_start: Tensor | None = None,
-) -> SampledErrors:  # fmt: skip
+) -> SampledErrors:
     """Estimate errors against float32 dense attention, from `rows` query rows of each sequence.
 
     Half of the rows, rounded up, are of the last eighth of the sequence, as far as the call has it; the others are of

@@ -79,9 +79,14 @@ def attend(call: LayerCall, rows: int, counters: Counters) -> Any:
 
 
 def _compute(
-    call: LayerCall, batch: Batch, layer: ServedLayer, span: BatchSlice, pages: tuple[Tensor, Tensor], out: Tensor,
+    call: LayerCall,
+    batch: Batch,
+    layer: ServedLayer,
+    span: BatchSlice,
+    pages: tuple[Tensor, Tensor],
+    out: Tensor,
     counters: Counters,
-) -> None:  # fmt: skip
+) -> None:
     """Compute one slice with S2O, and count it; keep a sampled call's density, and check its error."""
     # a view takes microseconds of the host: none where the slice is the batch
     is_all = span.end - span.begin == len(call.query)

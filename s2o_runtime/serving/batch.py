@@ -28,9 +28,12 @@ class SplitRequests:
 
     @classmethod
     def from_batch(
-        cls, starts: Sequence[int], lengths: Sequence[int], adapters: Sequence[bool] = (),
+        cls,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        adapters: Sequence[bool] = (),
         count_last_rows: Callable[[int, int], int] = lambda queries, keys: 0,
-    ) -> SplitRequests:  # fmt: skip
+    ) -> SplitRequests:
         """Take the last rows of N server's requests, of which `count_last_rows(queries, keys)` are, apart.
 
         starts: N + 1 positions, the first row of each request, and the end; lengths: N numbers of keys, those of the

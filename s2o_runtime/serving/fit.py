@@ -165,9 +165,15 @@ class RankProfile:
     """
 
     def __init__(
-        self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1,
-        host_flops: float = 0.0, row_weights: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        profile: Profile,
+        rank: Rank,
+        device: torch.device,
+        beyond: str = "dense",
+        decode_queries: int = 1,
+        host_flops: float = 0.0,
+        row_weights: int = 0,
+    ) -> None:
         self.profile, self.rejected = adapt_to_device(profile, device)
         self.made_for = profile.kv_cache_dtype
         self.max_length = get_longest_trusted(profile) if beyond == "dense" else None

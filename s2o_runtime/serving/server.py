@@ -230,9 +230,19 @@ class Server:
             cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=device), make_packed_starts(seq_lens)
             if in_pages:
                 s2o_attention_paged(
-                    q, cache[0], cache[1], config, cu_q=cu_q, seq_lens=seq_lens, block_table=table,
-                    max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k, backend="triton",
-                )  # fmt: skip
+                    q,
+                    cache[0],
+                    cache[1],
+                    config,
+                    cu_q=cu_q,
+                    seq_lens=seq_lens,
+                    block_table=table,
+                    max_q=queries,
+                    max_k=keys,
+                    total_k=keys,
+                    cu_k=cu_k,
+                    backend="triton",
+                )
             else:
                 k, v = query.new_zeros(2, keys, kv_heads, query.shape[2])
                 s2o_attention_varlen(q, k, v, cu_q, cu_k, queries, keys, config, backend="triton")

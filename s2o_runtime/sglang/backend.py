@@ -81,9 +81,15 @@ class _Backend:
         return "the context is shared by several ranks" if self.s2o_api.is_split(forward_batch) else None
 
     def forward_extend(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, **named: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **named: Any,
+    ) -> Any:
         """Compute one layer for rows of prompts, as SGLang's AttentionBackend does."""
         stock = super().forward_extend  # type: ignore[misc]
         pool, rows, heads, head_dim = self.token_to_kv_pool, q.shape[0], layer.tp_q_head_num, layer.qk_head_dim

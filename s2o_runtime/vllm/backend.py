@@ -167,9 +167,17 @@ class _Implementation:
         ) or fit.find_cache_obstacle(given.get("kv_cache_dtype", "auto"), self.s2o_server.fit.made_for))  # fmt: skip
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
-        output: Tensor, *scales: Any, **named: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *scales: Any,
+        **named: Any,
+    ) -> Any:
         """Compute one layer, as vLLM's AttentionImpl does."""
         stock = super().forward  # type: ignore[misc]
         batch: VllmBatch | str | None = getattr(attn_metadata, BATCH, None)
@@ -187,12 +195,15 @@ class _Implementation:
             stock(layer, q, k, v, kv_cache, batch.get_part(span), output[span.rows], *scales, **named)
 
         call = LayerCall(
-            *self._find_layer(layer, kv_cache), batch, query, self.scale,
+            *self._find_layer(layer, kv_cache),
+            batch,
+            query,
+            self.scale,
             read_pages=lambda: get_pages(kv_cache, self.num_kv_heads, self.head_size),
             run_stock=run_stock,
             run_stock_slice=run_stock_slice,
             make_output=lambda: (output, output.view(-1, self.num_heads, self.head_size)),
-        )  # fmt: skip
+        )
         return attend(call, attn_metadata.num_actual_tokens, self.s2o_server.counters)
 
     def _find_layer(self, layer: Any, kv_cache: Tensor) -> tuple[int, ServedLayer | str]:
@@ -228,9 +239,13 @@ class VllmBatch(Batch):
     """
 
     def __init__(
-        self, common: Any, build: Callable[[Any], Any], server: Server,
-        count_left: Callable[[int, int], int | None], has_adapter: Callable[[int, int], bool],
-    ) -> None:  # fmt: skip
+        self,
+        common: Any,
+        build: Callable[[Any], Any],
+        server: Server,
+        count_left: Callable[[int, int], int | None],
+        has_adapter: Callable[[int, int], bool],
+    ) -> None:
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         lengths = read_lengths(common)[: common.num_reqs].tolist()
         queries = [end - begin for begin, end in pairwise(starts)]

@@ -147,9 +147,14 @@ PROMPTS = st.tuples(st.sampled_from([64, 100, 128, 200, 300, 305]) | st.integers
 @settings(max_examples=25, deadline=None)
 @pytest.mark.parametrize("name", ENGINES)
 @given(
-    st.lists(PROMPTS, min_size=1, max_size=4), st.data(), st.sampled_from([0, 0, 30, 128]),
-    st.sampled_from([400, 2048]), st.integers(0, 1), st.integers(0, 3), st.booleans(),
-)  # fmt: skip
+    st.lists(PROMPTS, min_size=1, max_size=4),
+    st.data(),
+    st.sampled_from([0, 0, 30, 128]),
+    st.sampled_from([400, 2048]),
+    st.integers(0, 1),
+    st.integers(0, 3),
+    st.booleans(),
+)
 def test_a_batch_is_each_request_on_its_own(name, prompts, data, last_rows, max_keys, rank, padding, older):
     """Of prompts that are read in two batches, with decodes, tails, chunks, ends and adapters as they come."""
     server = FakeServer(with_last_rows(last_rows), Rank(rank, 2), "cpu", max_keys)

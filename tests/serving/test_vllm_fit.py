@@ -63,9 +63,15 @@ def test_a_requests_reason_is_the_first_rule_that_it_breaks():
     short, long = "shorter than the shortest calibrated length", "longer than 6144 keys"
     few, whole_layer = "fewer than 200 queries behind a prefix", "every head of the layer is dense"
     for queries, keys, reason in (
-        (1, 4000, "decode"), (500, 1023, short), (500, 1024, None), (500, 6144, None), (500, 6145, long),
-        (199, 4000, few), (200, 4000, None), (4096, 4096, None),
-    ):  # fmt: skip
+        (1, 4000, "decode"),
+        (500, 1023, short),
+        (500, 1024, None),
+        (500, 6144, None),
+        (500, 6145, long),
+        (199, 4000, few),
+        (200, 4000, None),
+        (4096, 4096, None),
+    ):
         assert reason_of(fit, queries, keys) == reason
         rest = {"has_adapter": True, "is_last_rows": True}
         assert reason_of(fit, queries, keys, **rest) == (reason or "the request has a LoRA adapter")

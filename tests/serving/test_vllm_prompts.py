@@ -16,19 +16,26 @@ def step(scheduled, new=(), running=(), finished=(), resumed=(), adapters=()):
     requests, computed = zip(*running, strict=True) if running else ((), ())
     new_requests = [
         SimpleNamespace(
-            req_id=name, prompt_token_ids=[0] * length, prompt_embeds=None, num_computed_tokens=cached,
+            req_id=name,
+            prompt_token_ids=[0] * length,
+            prompt_embeds=None,
+            num_computed_tokens=cached,
             lora_request=object() if name in adapters else None,
         )
         for name, length, cached in new
-    ]  # fmt: skip
+    ]
     cached_requests = SimpleNamespace(
-        req_ids=list(requests), num_computed_tokens=list(computed), resumed_req_ids={name for name, _ in resumed},
+        req_ids=list(requests),
+        num_computed_tokens=list(computed),
+        resumed_req_ids={name for name, _ in resumed},
         all_token_ids={name: [0] * tokens for name, tokens in resumed},
-    )  # fmt: skip
+    )
     return SimpleNamespace(
-        scheduled_new_reqs=new_requests, scheduled_cached_reqs=cached_requests, num_scheduled_tokens=scheduled,
+        scheduled_new_reqs=new_requests,
+        scheduled_cached_reqs=cached_requests,
+        num_scheduled_tokens=scheduled,
         finished_req_ids=set(finished),
-    )  # fmt: skip
+    )
 
 
 class Worker:

@@ -31,9 +31,14 @@ class FakeServer:
 def context(model_config: Any, **changes: Any) -> ServerContext:
     """Where a vLLM on a CPU would serve a model of this configuration."""
     known = {
-        "engine": "vLLM 0.32.0", "stock": "STOCK", "model_config": model_config, "checkpoint": None, "rank": Rank(),
-        "device": torch.device("cpu"), "max_keys": 4096,
-    }  # fmt: skip
+        "engine": "vLLM 0.32.0",
+        "stock": "STOCK",
+        "model_config": model_config,
+        "checkpoint": None,
+        "rank": Rank(),
+        "device": torch.device("cpu"),
+        "max_keys": 4096,
+    }
     return ServerContext(**{**known, **changes})
 
 

@@ -94,18 +94,29 @@ class Stock:
         )
 
     def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: ForwardBatch, save_kv_cache: bool = True,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
         **named: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         self.stock_rows += len(q)
         assert len(q) == forward_batch.extend_num_tokens
         if save_kv_cache:
             self.token_to_kv_pool.write(forward_batch, k, v)
         metadata, pages = self.forward_metadata, self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         return attend_densely(
-            q.unflatten(1, (layer.tp_q_head_num, layer.qk_head_dim)), *(slots[:, None] for slots in pages),
-            metadata.cu_seqlens_q, metadata.cache_seqlens, metadata.page_table, *metadata.longest, layer.scaling,
-        ).reshape(len(q), -1)  # fmt: skip
+            q.unflatten(1, (layer.tp_q_head_num, layer.qk_head_dim)),
+            *(slots[:, None] for slots in pages),
+            metadata.cu_seqlens_q,
+            metadata.cache_seqlens,
+            metadata.page_table,
+            *metadata.longest,
+            layer.scaling,
+        ).reshape(len(q), -1)
 
     def forward_decode(self, *arguments: Any) -> str:
         return "decoded"
@@ -161,11 +172,21 @@ class FakeEngine(Requests):
         """SGLang's RadixAttention of the only layer."""
         heads, kv_heads, head_dim = self.sizes
         known = {
-            "layer_id": 0, "tp_q_head_num": heads, "tp_k_head_num": kv_heads, "qk_head_dim": head_dim,
-            "v_head_dim": head_dim, "scaling": head_dim**-0.5, "logit_cap": 0.0, "sliding_window_size": -1,
-            "is_cross_attention": False, "attn_type": SimpleNamespace(value="decoder"), "use_irope": False,
-            "xai_temperature_len": -1, "k_scale": None, "v_scale": None,
-        }  # fmt: skip
+            "layer_id": 0,
+            "tp_q_head_num": heads,
+            "tp_k_head_num": kv_heads,
+            "qk_head_dim": head_dim,
+            "v_head_dim": head_dim,
+            "scaling": head_dim**-0.5,
+            "logit_cap": 0.0,
+            "sliding_window_size": -1,
+            "is_cross_attention": False,
+            "attn_type": SimpleNamespace(value="decoder"),
+            "use_irope": False,
+            "xai_temperature_len": -1,
+            "k_scale": None,
+            "v_scale": None,
+        }
         return SimpleNamespace(**{**known, **changes})
 
     def batch(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND) -> ForwardBatch:
@@ -176,10 +197,23 @@ class FakeEngine(Requests):
             torch.tensor(numbers).to(self.device) for numbers in (rows, lengths, counts, starts)
         )
         return ForwardBatch(
-            mode, len(parts), positions, indices, seq_lens, slots, sum(lengths), torch.tensor(lengths), positions,
-            sum(counts), extend, prefixes, counts, starts, lora_ids=[request.adapter for request, _ in parts],
+            mode,
+            len(parts),
+            positions,
+            indices,
+            seq_lens,
+            slots,
+            sum(lengths),
+            torch.tensor(lengths),
+            positions,
+            sum(counts),
+            extend,
+            prefixes,
+            counts,
+            starts,
+            lora_ids=[request.adapter for request, _ in parts],
             contains_last_prefill_chunk=self.ends and any(len(r) == r.done + count for r, count in parts),
-        )  # fmt: skip
+        )
 
     def feed(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND, **call: Any) -> Tensor:
         """Feed so many tokens of each request; returns their outputs [T, Hq, D].

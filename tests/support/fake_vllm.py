@@ -155,10 +155,19 @@ class FakeEngine(Requests):
             table[index, : len(request.pages)] = torch.tensor(request.pages)
         edges = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         common = Common(
-            edges.to(self.device), edges, lengths.to(self.device), len(counts), int(edges[-1]), int(counts.max()),
-            int(lengths.max()), table.to(self.device), layout.slots, positions=layout.positions,
-            is_prefilling=torch.tensor([True] * len(counts)), seq_lens_cpu_upper_bound=lengths,
-        )  # fmt: skip
+            edges.to(self.device),
+            edges,
+            lengths.to(self.device),
+            len(counts),
+            int(edges[-1]),
+            int(counts.max()),
+            int(lengths.max()),
+            table.to(self.device),
+            layout.slots,
+            positions=layout.positions,
+            is_prefilling=torch.tensor([True] * len(counts)),
+            seq_lens_cpu_upper_bound=lengths,
+        )
         query, key, value = take(parts)
         self.impl.do_kv_cache_update(None, key, value, self.cache, common.slot_mapping)
         query = torch.cat([query, query.new_full((padding, *query.shape[1:]), float("nan"))])

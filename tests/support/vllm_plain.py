@@ -67,9 +67,15 @@ class PlainImpl:
             return output.fill_(0)
         batch, rows = attn_metadata, attn_metadata.num_actual_tokens
         out = attend_densely(
-            query[:rows], *get_pages(kv_cache, self.num_kv_heads, self.head_size), batch.query_start_loc,
-            batch.seq_lens, batch.block_table_tensor, batch.max_query_len, batch.max_seq_len, self.scale,
-        )  # fmt: skip
+            query[:rows],
+            *get_pages(kv_cache, self.num_kv_heads, self.head_size),
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table_tensor,
+            batch.max_query_len,
+            batch.max_seq_len,
+            self.scale,
+        )
         output[:rows].view(-1, self.num_heads, self.head_size).copy_(out)
         return output
 
@@ -83,9 +89,16 @@ def write_rows(cache: Tensor, index: Any, rows: Tensor) -> None:
 
 
 def attend_densely(
-    query: Tensor, k_pages: Tensor, v_pages: Tensor, cu_q: Tensor, seq_lens: Tensor, table: Tensor, max_q: int,
-    max_k: int, scale: float,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    cu_q: Tensor,
+    seq_lens: Tensor,
+    table: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+) -> Tensor:
     """Dense attention of packed rows over pages of any size, as stock backends take them: [T, Hq, D]."""
     cu_k = make_packed_starts(seq_lens.int())
     k, v = PagedKeys(k_pages, v_pages, table, cu_k, max_k, int(seq_lens.sum())).gathered(query.dtype)
