@@ -12,7 +12,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def replace_sdpa() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
     if PAGED in AttentionInterface() and not _replaced:
         _replaced[PAGED] = AttentionInterface()[PAGED]
-        AttentionInterface.register(PAGED, partial(attend_batch, _replaced[PAGED]))
+        AttentionInterface.register(PAGED, attend_paged)
     atexit.register(_print_summary)
 
 
@@ -87,7 +86,7 @@ def attend(
     Calls that S2O's own function refuses, or that are not causal, get transformers' function and mask.
     """
     if is_batch(options):  # from transformers 5.19 on
-        return attend_batch(sdpa_attention_forward, module, query, key, value, attention_mask, **options)
+        return _attend_batch(sdpa_attention_forward, module, query, key, value, attention_mask, **options)
     state = module.__dict__.get(STATE)
     ours = is_prefill_mask(attention_mask)
     if state is None and ours and not torch.compiler.is_compiling():
@@ -103,10 +102,15 @@ def attend(
     return s2o_attention_forward(module, query, key, value, attention_mask, **options)
 
 
-def attend_batch(
+def attend_paged(module: nn.Module, *tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
+    """Compute attention in continuous batching by S2O's function for a layer with a profile, else transformers'."""
+    # no `partial`: `DenseWatch.check_forward` knows S2O's functions by their modules
+    return _attend_batch(_replaced[PAGED], module, *tensors, **options)
+
+
+def _attend_batch(
     other: Callable[..., tuple[Tensor, None]], module: nn.Module, query: Tensor, *tensors: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention in continuous batching by S2O's function for a layer with a profile, else by another."""
     state = module.__dict__.get(STATE) or run.attach_profile(module, query.device)
     if state is None or state.rejected is not None or not is_batch(options):
         return other(module, query, *tensors, **options)

@@ -205,13 +205,6 @@ def test_a_mixed_batch_has_one_sparse_call_of_two_requests(made):
     }
 
 
-def test_a_prompt_in_chunks_is_the_prompt_where_nothing_stops(made):
-    engine = made(two_layers(tau=0.0))
-    request = engine.add(500)
-    check_close(torch.cat([engine.outputs([(request, 100)]) for _ in range(5)]), dense(request, 500))
-    assert "s2o" in {path for path, _ in engine.counted()}
-
-
 def test_nothing_is_made_of_a_batch_with_little_work(made, monkeypatch):
     """Unless one request has more work, or a layer waits for its self-test."""
     engine = made()

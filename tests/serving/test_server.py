@@ -155,11 +155,11 @@ def compiled(monkeypatch, rows, configs=()):
 @pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
 def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
     """With no more rows than a batch has."""
-    server, calls = compiled(monkeypatch, 600)
+    server, calls = compiled(monkeypatch, 300)
     configs = {layer.config(length) for layer in server.fit.layers for length in server.fit.profile.lengths}
     assert {config.tile for config, _, _ in calls} == {config.tile for config in configs if not config.is_dense}
     assert 0 < len(calls) < 2 * len(configs)
-    assert max(rows for _, rows, _ in calls) == 600
+    assert max(rows for _, rows, _ in calls) == 300
     assert all(keys > rows for _, rows, keys in calls)
 
 
