@@ -347,8 +347,10 @@ def make_states(
     check_policy(beyond)
     check, allowed = check_and_limits(profile, drift)
     devices = [device] * profile.geometry.layers if isinstance(device, torch.device) else list(device)
-    fits = {here: (profile, rejected) if rejected else adapt_to_device(profile, here) for here in set(devices)}
-    rejected = next((why for _, why in map(fits.__getitem__, devices) if why is not None), None)
+    fits = {
+        here: (profile, rejected) if rejected else adapt_to_device(profile, here) for here in dict.fromkeys(devices)
+    }
+    rejected = next((why for _, why in fits.values() if why is not None), None)
     longest, min_length = get_longest_trusted(profile), profile.min_length
     runs = profile.geometry, profile.fingerprint, profile.lengths, profile.layers
     digest = hashlib.sha256(repr(runs).encode()).hexdigest()  # of what decides what layers compute, as memory has it
@@ -359,8 +361,8 @@ def make_states(
             partial(fits[here][0].layer_config, index),
             min_length,
             rejected,
-            None if beyond == "s2o" else longest,
-            beyond == "warn",
+            max_length=None if beyond == "s2o" else longest,
+            warn_beyond=beyond == "warn",
             watch=watch,
             source=digest,
         )
