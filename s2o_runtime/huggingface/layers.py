@@ -381,7 +381,10 @@ def make_states(
 
 
 def find_local_heads(attention: nn.Module, query_heads: int) -> range | None:
-    """Return the query heads that an attention module computes in this process; None if all of them."""
+    """Return the query heads that an attention module computes in this process; None if all of them.
+
+    Raises ProfileError if the ranks cannot share the model's `query_heads`.
+    """
     # torch cuts the rows of the projections, which are DTensors then, into equal parts in the order of the ranks
     for parameter in attention.parameters():
         mesh = getattr(parameter, "device_mesh", None)

@@ -154,9 +154,7 @@ class DriftNumbers(NamedTuple):
 
     mean: float  # the running error over all rows
     last: float  # and over the last eighth of the prompt
-    high: (
-        float  # of the last `HISTORY` checks, those above `HIGH` times the margin (`LAST_SHARE` times that at the end)
-    )
+    high: float  # share of the last `HISTORY` checks that were above `HIGH` times the margin
 
 
 class DriftMonitor:
