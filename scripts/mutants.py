@@ -183,7 +183,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("a batch is left to the stock backend while a layer waits for its self-test",
          "if self._all_tested or largest.keys < TEST_KEYS else None", "if self.layers else None"),
     )),
-    ("s2o_runtime/vllm/prompts.py", "tests/serving/test_vllm_prompts.py", (
+    ("s2o_runtime/vllm/engine.py", "tests/serving/test_vllm_prompts.py", (
         ("a preempted request's prompt ends where it first did", "len(running.all_token_ids[request])", "0"),
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
@@ -197,7 +197,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
          "else self.index * kv_heads // self.size", "else self.index % kv_heads"),
         ("a request with as many queries as a decode step has is no decode",
          "if request.queries <= self.decode_queries", "if request.queries < self.decode_queries"),
-        ("a layer's matrices are no work", "if attention + matrices <", "if attention <"),
+        ("a layer's matrices are no work", "attention + 2 * request.queries * self.row_weights <", "attention <"),
     )),
     ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py -k planned", (
         ("a slice may not be as large as its limit", "request.keys > max_keys", "request.keys >= max_keys"),
@@ -226,7 +226,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     ("s2o_runtime/attention/compute.py", "tests/kernels/test_plan.py -k kernels_cannot_write", (
         ("a plan is replayed into the queries that it reads", "return laid and out.", "return laid or out."),
     )),
-    ("s2o_runtime/vllm/batch.py", "tests/serving/test_vllm_backend.py", (
+    ("s2o_runtime/vllm/backend.py", "tests/serving/test_vllm_backend.py", (
         ("another cache group reads this group's pages",
          "other._calls, other._parts = {}, {}", "other._calls, other._parts = self._calls, self._parts"),
     )),

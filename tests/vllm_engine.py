@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,18 +24,14 @@ LENGTH, GPU_LENGTH, NEEDLES, SEED = 2048, 16384, 8, 1234
 
 @dataclass(frozen=True)
 class EngineCase:
-    """How the engine is started.
+    """How the engine is started."""
 
-    chunk: tokens of a step. page: tokens of a page. ranks: of tensor parallelism. stages: of pipeline parallelism.
-    compiled: torch.compile, and on a GPU CUDA graphs. sparse: S2O's backend.
-    """
-
-    chunk: int
-    page: int
-    ranks: int = 1
-    stages: int = 1
-    compiled: bool = False
-    sparse: bool = True
+    chunk: int  # tokens of a step
+    page: int  # tokens
+    ranks: int = 1  # of tensor parallelism
+    stages: int = 1  # of pipeline parallelism
+    compiled: bool = False  # torch.compile, and on a GPU CUDA graphs
+    sparse: bool = True  # S2O's backend
     gpu: bool = False
 
     @property
@@ -93,16 +90,25 @@ def main(profile: str, model: str, name: str) -> int:
     began = time.time()
     answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=5))
     seconds = time.time() - began
-    right = sum(code in answer.outputs[0].text for code, answer in zip(codes, answers, strict=True))
-    cached = [answer.num_cached_tokens for answer in answers]
-    print(f"{name}: {right} of {len(codes)} needles in {seconds:.1f} s; tokens from the cache: {cached}", flush=True)
     if case.sparse and case.processes == 1:
         print(f"{name}: {get_server().counters.summary()}", flush=True)
-        shares = get_server().counters.shares()
-        assert any(path == "s2o" for path, _ in shares), "no row was computed by S2O"
-        assert any(path == "dense" for path, _ in shares), "no row was computed by the stock backend"
-        assert any(reason == LAST for _, reason in shares), "no row was dense for being the last of a prompt"
+        check_rows(get_server().counters.shares())
+    texts = [answer.outputs[0].text for answer in answers]
+    return report(name, codes, texts, [answer.num_cached_tokens for answer in answers], seconds)
+
+
+def report(name: str, codes: list[str], texts: list[str], cached: list[int], seconds: float) -> int:
+    """Print how many answers have their codes; returns 1 if one has not."""
+    right = sum(code in text for code, text in zip(codes, texts, strict=True))
+    print(f"{name}: {right} of {len(codes)} needles in {seconds:.1f} s; tokens from the cache: {cached}", flush=True)
     return int(right < len(codes))
+
+
+def check_rows(rows: Mapping[tuple[str, str], float]) -> None:
+    """Rows by path and reason: some of S2O, of the stock backend, and of prompts' ends."""
+    assert any(path == "s2o" for path, _ in rows), "no row was computed by S2O"
+    assert any(path == "dense" for path, _ in rows), "no row was computed by the stock backend"
+    assert ("dense", LAST) in rows, "no row was dense for being the last of a prompt"
 
 
 def with_last_rows(profile: str, out: str) -> str:

@@ -143,14 +143,14 @@ def _run_baseline(
         return hf.s2o_attention_forward(module, query, key, value, attention_mask, **options)
     from scripts.bench.baselines.run import HEAD_DIM, baseline_attention  # `find_baseline` has found the folder
 
-    scale = query.shape[3] ** -0.5 if options.get("scaling") is None else options["scaling"]
-    obstacle = "padded prompts" if call.kv_start is not None else hf.read_scoring(scale, options).beyond_sdpa
+    scoring = hf.TransformersCall(module, query, key, value, attention_mask, options).scoring
+    obstacle = "padded prompts" if call.kv_start is not None else scoring.beyond_sdpa
     if query.shape[3] > HEAD_DIM:
         obstacle = f"a head_dim of {query.shape[3]}, over {HEAD_DIM}"
     if obstacle is not None:
         raise InputError(f"{variant.name} cannot compute {obstacle}: leave this setting out")
     keys = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
-    out, stats = baseline_attention(query, key[:, :, :keys], value[:, :, :keys], baseline, scale=scale)
+    out, stats = baseline_attention(query, key[:, :, :keys], value[:, :, :keys], baseline, scale=scoring.scale)
     variant.last[module] = stats
     return out.transpose(1, 2).contiguous(), None
 

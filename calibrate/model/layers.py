@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,11 @@ from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.huggingface.hf import (
     get_implementations,
-    read_scoring,
     s2o_attention_forward,
     s2o_mask,
     set_implementations,
 )
-from s2o_runtime.huggingface.layers import find_layer_obstacle
+from s2o_runtime.huggingface.layers import TransformersCall
 from s2o_runtime.identity import geometry, get_device_of, number_modules
 from s2o_runtime.quantisation import round_as_cached
 from s2o_runtime.reference.dense import dense_attention
@@ -56,23 +55,6 @@ def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
                 module.__dict__["forward"] = forward
 
 
-class AttentionCall(NamedTuple):
-    """One call of transformers' attention function: q [B, Hq, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scoring: Scoring
-
-    @classmethod
-    def from_transformers(cls, layer: Any, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any]) -> AttentionCall:
-        """Read the arguments of decoder layer number `layer`. Raises ModelError if S2O cannot do its attention."""
-        if (obstacle := find_layer_obstacle(q, k, v, named)) is not None:
-            raise ModelError(f"layer {layer} cannot run S2O ({obstacle}): the model is not supported")
-        scale = named.get("scaling")
-        return cls(q, k, v, read_scoring(q.shape[3] ** -0.5 if scale is None else scale, named))
-
-
 def register() -> None:
     """Make transformers know the attention implementation `NAME`, which `override_attention` works with."""
     AttentionInterface.register(NAME, _compute_attention)
@@ -96,8 +78,8 @@ def _compute_attention(
     function: Attention | None = module.__dict__.get(NAME)
     if function is None:
         return s2o_attention_forward(module, query, key, value, attention_mask, **options)
-    call = AttentionCall.from_transformers(getattr(module, "layer_idx", "?"), query, key, value, options)
-    return function(*call).transpose(1, 2).contiguous(), None
+    call = TransformersCall(module, query, key, value, attention_mask, options).check_supported()
+    return function(query, key, value, call.scoring).transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 from calibrate.model.layers import (
-    AttentionCall,
     DecoderLayer,
     get_decoder,
     list_decoder_layers,
@@ -35,9 +34,10 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface import hf
-from s2o_runtime.huggingface.layers import STATE
+from s2o_runtime.huggingface.layers import STATE, TransformersCall
 from s2o_runtime.identity import Geometry, find_not_finite
 from s2o_runtime.layer_kinds import get_max_positions, get_text_config
+from s2o_runtime.serving.attend import measure_difference
 from s2o_runtime.tiles import DECODE, list_candidate_tiles
 
 NAME = "s2o_self_test"
@@ -208,7 +208,7 @@ class _Comparison:
         exact = own(module, *map(cast_up, (query, key, value, attention_mask)), **named)[0]
         state: hf.LayerState | None = module.__dict__.get(STATE)
         if state is not None:
-            AttentionCall.from_transformers(state.layer, query, key, value, named)
+            TransformersCall(module, query, key, value, attention_mask, named).check_supported()
             expected = self.geometry.query_heads, self.geometry.kv_heads, self.geometry.head_dim
             sizes = query.shape[1], key.shape[1], query.shape[3]
             if sizes != expected:
@@ -245,9 +245,9 @@ class _Comparison:
         """Raise ModelError if two outputs [B, L, Hq, D] of a layer differ by more than the rounding of `ours`."""
         ours, out = self.without_padding(ours), self.without_padding(out)
         self.check_finite(number, "attention", out)
-        difference = (ours.double() - out.double()).square().mean() / out.double().square().mean().clamp_min(1e-30)
-        if not float(difference) <= ALLOWED.get(ours.dtype, ALLOWED_ROUNDED):
+        difference = float(measure_difference(ours, out))
+        if not difference <= ALLOWED.get(ours.dtype, ALLOWED_ROUNDED):
             raise ModelError(
                 f"layer {number} is not plain causal attention ({self.case} prompt: its output differs from eager "
-                f"attention's by {float(difference):.1e} of its mean square): the model is not supported"
+                f"attention's by {difference:.1e} of its mean square): the model is not supported"
             )

@@ -74,7 +74,7 @@ def s2o_attention_paged(
     Args:
         q: [Tq, Hq, D], any floating type of at least 16 bits, the sequences one behind another.
         k_cache, v_cache: [pages, page size, Hkv, D], any strides with the last dimension contiguous, such as views of
-            vLLM's cache (`s2o_runtime.vllm.batch`). The type of q, or an fp8 type, which is multiplied by its scale.
+            vLLM's cache (`s2o_runtime.vllm.backend`). The type of q, or an fp8 type, which is multiplied by its scale.
         config: one `HeadConfig` for each query head.
         cu_q: int32 [N + 1] on the device of q, where the queries of each sequence begin, from 0 to Tq.
         seq_lens: int32 [N] on the device of q, the keys of each sequence.

@@ -44,9 +44,8 @@ class Explanation(list[dict[str, Any]]):
             for name, width, column in zip(names, widths, columns, strict=True)
         ]
         lines = ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
-        return "\n".join(
-            [*lines, *([f"layers of other kinds, which stay what they are: {self.others}"] if self.others else [])]
-        )
+        others = f"\nlayers of other kinds, which stay what they are: {self.others}" if self.others else ""
+        return "\n".join(lines) + others
 
     __repr__ = __str__
 
@@ -77,12 +76,11 @@ def explain_layers(states: Iterable[LayerState]) -> Explanation:
     rows = Explanation()
     for state in states:
         measured = {} if state.meter is None else state.meter.read()
-        drift = None if state.drift is None else state.drift.numbers()
+        drift = (state.drift.numbers() if state.drift else None) or (None,) * len(OF_DRIFT)
         for (path, reason), calls in sorted(state.counts.items()):
-            means = measured.get((path, reason))
+            density, seconds = measured.get((path, reason), (None, None))
             row = {"layer": state.layer, "path": path, "reason": reason, "calls": calls}
-            row["density"] = 1.0 if path == "dense" else None if means is None else means.density
-            row["ms"] = None if means is None else means.seconds * 1e3
-            row |= zip(OF_DRIFT, drift if drift is not None and path == "s2o" else (None,) * 3, strict=True)
+            row |= {"density": 1.0 if path == "dense" else density, "ms": None if seconds is None else seconds * 1e3}
+            row |= zip(OF_DRIFT, drift if path == "s2o" else (None,) * len(OF_DRIFT), strict=True)
             rows.append(row)
     return rows

@@ -37,10 +37,8 @@ from s2o_runtime.huggingface.layers import (
     STATE,
     Implementations,
     LongPromptPolicy,
-    TransformersCall,
     check_model,
     check_policy,
-    find_layer_obstacle,
     find_state,
     make_states,
     pair_states,
@@ -48,10 +46,10 @@ from s2o_runtime.huggingface.layers import (
 from s2o_runtime.huggingface.layers import LayerState as LayerState
 from s2o_runtime.huggingface.layers import Observer as Observer
 from s2o_runtime.huggingface.layers import ServerLikeState as ServerLikeState
+from s2o_runtime.huggingface.layers import TransformersCall as TransformersCall
 from s2o_runtime.huggingface.layers import attach as attach
 from s2o_runtime.huggingface.layers import detach as detach
 from s2o_runtime.huggingface.layers import get_layer_states as get_layer_states
-from s2o_runtime.huggingface.layers import read_scoring as read_scoring
 from s2o_runtime.huggingface.paged import split_requests
 from s2o_runtime.huggingface.run import SOFT_CAP, attach_profile, find_weights_mismatch, read_available
 from s2o_runtime.identity import (
@@ -77,6 +75,8 @@ REASON = "s2o_reason"  # attribute of a mask that is not plain causal for a reas
 MARK = 0x53324F  # the last entry of a prefill mask: a caller's own mask of that shape and type is another
 SMALL_MASK = 1 << 22  # entries; a mask of windows that has more is not made
 
+ProfileOrPath = Profile | str | PathLike[str]
+
 log = logging.getLogger("s2o_runtime")
 
 
@@ -85,8 +85,7 @@ class PrefillCall:
     """A plain causal prefill.
 
     q_offset: the position of its first query; kv_start: the first key of each sequence, integers [B], None when nothing
-    is padded; sdpa_mask: makes the mask that transformers' SDPA path would have got; window: how many keys a query
-    sees, None if all before it.
+    is padded; sdpa_mask: makes the mask of transformers' SDPA path; window: keys that a query sees, None for all.
     """
 
     q_offset: int
@@ -97,7 +96,7 @@ class PrefillCall:
 
 def patch(
     model: Any,
-    profile: Profile | str | PathLike[str] | None = None,
+    profile: ProfileOrPath | None = None,
     *,
     strict: bool = False,
     drift: Drift = "auto",
@@ -189,9 +188,8 @@ def unpatch(model: Any) -> Any:
     """
     check_model(model)
     for module in model.modules():
-        state: LayerState | None = module.__dict__.get(STATE)
-        if state is not None:
-            set_implementations(state.previous)
+        if STATE in module.__dict__:
+            set_implementations(module.__dict__[STATE].previous)
         detach(module)
     return model
 
@@ -199,16 +197,13 @@ def unpatch(model: Any) -> Any:
 @contextmanager
 def patched(
     model: Any,
-    profile: Profile | str | PathLike[str] | None = None,
+    profile: ProfileOrPath | None = None,
     *,
     strict: bool = False,
     drift: Drift = "auto",
     beyond: LongPromptPolicy = "dense",
 ) -> Iterator[Any]:
-    """Patch a model for the length of a block: `with patched(model, "profile.safetensors"): model.generate(...)`.
-
-    Whatever happens in the block, the model is after it what it was before: unpatched, or patched with the profile that
-    it had.
+    """Patch a model inside a block, after which it is what it was before, whatever happened in it.
 
     >>> from transformers import AutoModelForCausalLM
     >>> model = AutoModelForCausalLM.from_pretrained("calibrate/demo/model")  # in a clone of the repository
@@ -228,10 +223,8 @@ def patched(
 
 
 def get_implementations(model: Any) -> Implementations:
-    """Return the attention implementation in each configuration of a model and of its parts, outer ones first.
-
-    All handles of a model share these: its inner model, its PEFT wrapper, what `torch.compile` returned.
-    """
+    """Return the attention implementation in each configuration of a model and of its parts, outer ones first."""
+    # all handles of a model share these: its inner model, its PEFT wrapper, what `torch.compile` returned
     configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     for config in configs:  # which grows: the configurations of some parts are no module's
         configs += [getattr(config, name) for name in getattr(config, "sub_configs", {}) if hasattr(config, name)]
@@ -333,9 +326,8 @@ def _read_prefill(mask: Tensor | None, queries: int, keys: int) -> PrefillCall |
     q_offset, _, window, mark = mask[0, 0, 0].tolist()
     if mark != MARK:
         return None
-    starts = mask[:, 0, 0, 1]
-    kv_start = starts if bool(starts.any()) else None
-    return PrefillCall(q_offset, kv_start, partial(_expand_mask, mask, queries, keys), window or None)
+    starts, expand = mask[:, 0, 0, 1], partial(_expand_mask, mask, queries, keys)
+    return PrefillCall(q_offset, starts if bool(starts.any()) else None, expand, window or None)
 
 
 def _expand_mask(mask: Tensor, queries: int, keys: int) -> Tensor:
@@ -358,11 +350,9 @@ def _find_large_window(call: dict[str, Any]) -> int | None:
 
 
 def _is_plain_window(call: dict[str, Any]) -> bool:
-    """Decide if a mask of windows or chunks is a plain causal one because all keys so far fit one of them.
-
-    Transformers forbids to skip a mask that anything else deviates from the causal one (images, packed sequences).
-    """
+    """Decide if a mask of windows or chunks is a plain causal one because all keys so far fit one of them."""
     local = call.get("local_size")
+    # transformers forbids to skip a mask that anything else deviates from the causal one (images, packed sequences)
     if local is None or not call.get("allow_is_causal_skip", False):
         return False
     if torch.compiler.is_compiling():  # a graph must not depend on how long the prompt is
@@ -398,7 +388,7 @@ def s2o_attention_forward(
             "S2O computes no attention weights, output_attentions=True gives none: unpatch the model and load it with "
             'attn_implementation="eager" for them',
         )
-    unserved, seen = find_layer_obstacle(query, key, value, kwargs), kwargs.get("sliding_window")
+    unserved, seen = call.obstacle, kwargs.get("sliding_window")
     obstacle = unserved or (None if seen is None or key.shape[2] <= seen else describe_window(seen))
     state: LayerState | None = module.__dict__.get(STATE)
     prefill: PrefillCall | None = getattr(attention_mask, CALL, None)
@@ -503,7 +493,7 @@ def _restore_state(kind: type[LayerState], values: dict[str, Any]) -> LayerState
     return kind(**values)
 
 
-def _reduce_state(state: LayerState) -> tuple[Callable[..., LayerState], tuple[type[LayerState], dict[str, Any]]]:
+def _reduce_state(state: LayerState) -> tuple[Any, ...]:
     return _restore_state, (type(state), {f.name: getattr(state, f.name) for f in fields(state) if f.init})
 
 

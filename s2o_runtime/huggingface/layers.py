@@ -48,84 +48,67 @@ paths_taken: set[str] = set()  # by any layer of this process
 
 
 class TransformersCall(NamedTuple):
-    """The arguments of transformers' attention function.
+    """The arguments of transformers' attention function."""
 
-    Attributes:
-        module: the attention module.
-        q: [B, Hq, Lq, D]; k: [B, Hkv, Lk, D]; v: [B, Hkv, Lk, Dv].
-        mask: the attention mask, None for none.
-        options: the others by name, `scaling` and `dropout` among them.
-    """
-
-    module: nn.Module
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    module: nn.Module  # of attention
+    q: Tensor  # [B, Hq, Lq, D]
+    k: Tensor  # [B, Hkv, Lk, D]
+    v: Tensor  # [B, Hkv, Lk, Dv]
     mask: Tensor | None
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # the others by name, `scaling` and `dropout` among them
 
     @property
     def scoring(self) -> Scoring:
         """The factor of the scores, their cap and the sinks."""
         scale = self.options.get("scaling")
-        return read_scoring(self.q.shape[3] ** -0.5 if scale is None else scale, self.options)
+        scale = self.q.shape[3] ** -0.5 if scale is None else scale
+        return Scoring(scale, self.options.get("softcap"), without_gradients(self.options.get("s_aux")))
+
+    @property
+    def obstacle(self) -> str | None:
+        """The reason why S2O cannot do the layer's attention, whatever the prompt; None if it can."""
+        return find_layer_obstacle(self.q.shape[3], self.v.shape[3])
+
+    def check_supported(self) -> TransformersCall:
+        """Return the call itself. Raises ModelError if S2O cannot do its attention."""
+        if self.obstacle is not None:
+            layer = getattr(self.module, "layer_idx", "?")
+            raise ModelError(f"layer {layer} cannot run S2O ({self.obstacle}): the model is not supported")
+        return self
 
     def compute(self, attention: Callable[..., tuple[Tensor, Any]]) -> Tensor:
         """Compute the call by another attention function of transformers: [B, Lq, Hq, Dv]."""
         return attention(self.module, self.q, self.k, self.v, self.mask, **self.options)[0]
 
 
-def read_scoring(scale: float, options: Mapping[str, Any]) -> Scoring:
-    """Read the scoring from what a layer passes to transformers' attention function by name."""
-    return Scoring(scale, options.get("softcap"), without_gradients(options.get("s_aux")))
-
-
-def find_layer_obstacle(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> str | None:
-    """Return why S2O cannot do the attention of a layer, whatever the prompt; None if it can.
-
-    Args:
-        query: [B, Hq, Lq, D]; key: [B, Hkv, Lk, D]; value: [B, Hkv, Lk, Dv].
-        options: what the layer passes to transformers' attention function besides, by name.
-    """
-    return _judge_head_dims(query.shape[3], value.shape[3])
+def find_layer_obstacle(*head_dims: int) -> str | None:
+    """Return why S2O cannot do a layer's attention, whatever the prompt, by the head dims of queries and values."""
+    if max(head_dims) > HEAD_DIMS[-1]:
+        return f"head_dim {max(head_dims)} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
+    return None
 
 
 def expect_obstacle(module: nn.Module, config: Any) -> str | None:
     """Return what `find_layer_obstacle` will say of an attention module, whose parameters need not be in memory."""
     query_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or 0
-    value_dim = getattr(module, "v_head_dim", None) or query_dim
-    return _judge_head_dims(query_dim, value_dim)
-
-
-def _judge_head_dims(*dims: int) -> str | None:
-    if max(dims) > HEAD_DIMS[-1]:
-        return f"head_dim {max(dims)} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
-    return None
+    return find_layer_obstacle(query_dim, getattr(module, "v_head_dim", None) or query_dim)
 
 
 @dataclass(eq=False)
 class LayerState(ServedLayer):
-    """State of one patched attention layer, and what it has done.
+    """State of one patched attention layer, and what it has done."""
 
-    counts: calls by path and reason; last: statistics of the last prefill. observer: called with the layer's index, q,
-    k, v, their scoring and the output after every plain causal prefill of unpadded prompts, S2O or dense. meter:
-    measures some of its calls, None does not. watch: shared by the model's layers, warns if most calls are dense.
-    other_kind: the reason of a layer that has no full attention and stays what it is. hook: of its module, removed when
-    it is detached. previous: of the first layer that `patch` attached, the attention implementation that each of the
-    model's configurations had before. source: a digest of the profile, `DENSE` for a state that never runs S2O, None
-    where neither is known. key: stands for the state in a compiled graph (`_make_key`).
-    """
-
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    last: AttentionStats | None = None
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # calls by path and reason
+    last: AttentionStats | None = None  # of the last prefill
+    # called with the layer's index, q, k, v, scoring and output after every plain causal prefill of unpadded prompts
     observer: Observer | None = None
-    meter: Meter | None = field(default_factory=Meter)
-    watch: DenseWatch | None = None
-    other_kind: str | None = None
-    hook: RemovableHandle | None = None
-    previous: Implementations = field(default_factory=list)
-    source: str | None = None
-    key: str = field(init=False)
+    meter: Meter | None = field(default_factory=Meter)  # measures some of its calls
+    watch: DenseWatch | None = None  # shared by the model's layers, warns if most calls are dense
+    other_kind: str | None = None  # the reason of a layer that has no full attention and stays what it is
+    hook: RemovableHandle | None = None  # of its module, removed when it is detached
+    previous: Implementations = field(default_factory=list)  # before `patch`, in the first layer that it attached
+    source: str | None = None  # a digest of the profile, or DENSE; None where neither is known
+    key: str = field(init=False)  # stands for the state in a compiled graph (`_make_key`)
 
     def __post_init__(self) -> None:
         self.key = _make_key(self.source, self.layer)
@@ -167,14 +150,12 @@ class LayerState(ServedLayer):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, kv_start: Tensor | None, obstacle: str | None = None
     ) -> Tensor:
-        """Compute a causal prefill, S2O or dense, and record what was done: [B, Hq, Lq, Dv].
+        """Compute a causal prefill, S2O or dense unless there is an obstacle, and record it: [B, Hq, Lq, Dv].
 
         Args:
             q: [B, Hq, Lq, D]; the last query sees all keys.
             k, v: [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv].
-            scoring: the factor of the scores, their cap and the sinks.
             kv_start: the first key of each sequence, integers [B]; None if nothing is padded.
-            obstacle: why S2O cannot compute it, if so.
         """
         reason = self.dense_reason(q, k, v, obstacle)
         sample = None if self.meter is None else self.meter.begin(reason, q.device)
@@ -205,14 +186,12 @@ class LayerState(ServedLayer):
 class ServerLikeState(LayerState):
     """State of a layer that the calibrator measures as a server would run it.
 
-    chunk: queries of a call, as a server feeds long prompts; None for all. kv_cache_dtype: "fp8" rounds keys and values
-    before S2O reads them, as a server's cache would; the observer sees them as they were, and chunks as one prefill.
-    last_density: of the last prefill in chunks, where `last` is of its last chunk.
+    The observer sees keys and values as they were before they were rounded, and chunks as one prefill.
     """
 
-    chunk: int | None = None
-    kv_cache_dtype: KvCacheDtype = "auto"
-    last_density: float | None = None
+    chunk: int | None = None  # queries of a call, as a server feeds long prompts; None for all
+    kv_cache_dtype: KvCacheDtype = "auto"  # "fp8" rounds keys and values before S2O reads them
+    last_density: float | None = None  # of the last prefill in chunks, where `last` is of its last chunk
 
     @property
     def density(self) -> float:
@@ -312,11 +291,10 @@ def check_model(model: object, profile: object = None) -> None:
 
 def get_layer_states(model: nn.Module) -> list[LayerState]:
     """Return the states of a model's layers of full attention, in order. Raises ModelError if it is not patched."""
-    states = [module.__dict__.get(STATE) for module in list_attention_modules(model)]
-    patched = [state for state in states if isinstance(state, LayerState)]
-    if len(patched) != len(states):
-        raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first")
-    return patched
+    try:
+        return [module.__dict__[STATE] for module in list_attention_modules(model)]
+    except KeyError as error:
+        raise ModelError("the model is not patched: call s2o_runtime.patch(model, profile) first") from error
 
 
 def list_states(model: nn.Module) -> list[LayerState]:
@@ -331,14 +309,8 @@ def pair_states(
 ) -> list[tuple[nn.Module, LayerState]]:
     """Pair attention modules with the states of their layers; those of other kinds get states that leave them as is.
 
-    Args:
-        modules: of a model, in any order; layers without softmax attention have none.
-        states: of its layers that a profile is for. They learn which heads they have in this process.
-        config: the model's transformers configuration.
-        query_heads: of the model; None where no state runs S2O.
-
-    Raises:
-        ProfileError: the ranks of the process group cannot share so many heads.
+    The states learn which of the model's `query_heads` they have in this process; None where no state runs S2O. Raises
+    ProfileError if the ranks of the process group cannot share so many heads.
     """
     by_layer, pairs = {state.layer: state for state in states}, []
     for module in modules:
@@ -369,13 +341,8 @@ def make_states(
     Args:
         profile: of the model whose layers these are.
         device: where the model's attention runs; one for each layer where they are on several.
-        drift: how the layers' errors are checked, as `patch` takes it.
-        beyond: what prompts longer than 1.5 times the longest calibrated length run.
+        drift, beyond: as `patch` takes them, which also says what is raised.
         rejected: why no layer may run S2O, if that is known already.
-
-    Raises:
-        ProfileError: drift is to be checked and the profile does not say what errors it allows.
-        ConfigError: `beyond` or `drift` is not known or illegal.
     """
     check_policy(beyond)
     check, allowed = check_and_limits(profile, drift)
@@ -384,15 +351,15 @@ def make_states(
         here: (profile, rejected) if rejected else adapt_to_device(profile, here) for here in dict.fromkeys(devices)
     }
     rejected = next((why for _, why in fits.values() if why is not None), None)
-    longest = get_longest_trusted(profile)
+    longest, min_length = get_longest_trusted(profile), profile.min_length
     runs = profile.geometry, profile.fingerprint, profile.lengths, profile.layers
     digest = hashlib.sha256(repr(runs).encode()).hexdigest()  # of what decides what layers compute, as memory has it
-    watch = None if rejected else DenseWatch(profile.geometry.layers, profile.min_length)
+    watch = None if rejected else DenseWatch(profile.geometry.layers, min_length)
     states = [
         LayerState(
             profile.geometry.get_layer_number(index),
             partial(fits[here][0].layer_config, index),
-            profile.min_length,
+            min_length,
             rejected,
             max_length=None if beyond == "s2o" else longest,
             warn_beyond=beyond == "warn",
@@ -405,7 +372,7 @@ def make_states(
         until, others = (f" to {longest}", "other") if beyond == "dense" else ("", "shorter")
         log.info(
             "S2O runs from %d%s tokens (calibrated at %s), %s prompts run dense",
-            profile.min_length, until, ", ".join(map(str, profile.lengths)), others,
+            min_length, until, ", ".join(map(str, profile.lengths)), others,
         )  # fmt: skip
     if check is not None:
         for state, errors in zip(states, allowed, strict=True):
@@ -416,9 +383,9 @@ def make_states(
 def find_local_heads(attention: nn.Module, query_heads: int) -> range | None:
     """Return the query heads that an attention module computes in this process; None if all of them.
 
-    Torch cuts the rows of the projections, which are DTensors then, into equal parts in the order of the ranks, so a
-    rank holds neighbouring heads. Raises ProfileError if the ranks cannot share the model's `query_heads`.
+    Raises ProfileError if the ranks cannot share the model's `query_heads`.
     """
+    # torch cuts the rows of the projections, which are DTensors then, into equal parts in the order of the ranks
     for parameter in attention.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         for dimension, placement in enumerate(getattr(parameter, "placements", ())):

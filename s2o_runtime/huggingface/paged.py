@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from inspect import signature
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +27,11 @@ OF_BATCH = (
 )  # fmt: skip
 
 
-class Edges(NamedTuple):
-    """Rows at which the queries and the keys of each request begin in a batch, and at which the last end."""
-
-    queries: list[int]
-    keys: list[int]
-
-
 def split_requests(attention: RequestAttention) -> Callable[..., tuple[Tensor, None]]:
     """Make an attention function for continuous batching that computes each request of a batch by itself.
 
-    Args:
-        attention: computes one request.
-
-    Returns:
-        What transformers calls with the packed queries, keys and values [1, H, T, D] of the new tokens, and which
-        returns [1, T, Hq, D]; rows that fill up a batch are zero.
+    It takes the packed queries, keys and values of the new tokens, [1, H, T, D], and returns [1, T, Hq, D]; rows that
+    fill up a batch are zero.
     """
 
     def attend_batch(
@@ -50,11 +39,11 @@ def split_requests(attention: RequestAttention) -> Callable[..., tuple[Tensor, N
     ) -> tuple[Tensor, None]:
         _check(query, kwargs)
         window: int | None = getattr(module, "sliding_window", None) or None
-        edges = _read_edges("full_attention" if window is None else "sliding_attention", kwargs)
+        q_edges, k_edges = _read_edges("full_attention" if window is None else "sliding_attention", kwargs)
         options = {name: given for name, given in kwargs.items() if name not in OF_BATCH}
         k, v = _update_cache(module, key, value, kwargs)
         out = query.new_zeros(1, query.shape[2], query.shape[1], v.shape[3])
-        for (begin, end), (first, last) in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):
+        for (begin, end), (first, last) in zip(pairwise(q_edges), pairwise(k_edges), strict=True):
             if begin < end:
                 tensors = query[:, :, begin:end], k[:, :, first:last], v[:, :, first:last]
                 out[:, begin:end] = attention(TransformersCall(module, *tensors, None, options), window)
@@ -98,11 +87,11 @@ def _check(query: Tensor, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _read_edges(layer_type: str, kwargs: dict[str, Any]) -> Edges:
-    """Read the edges of the batch at hand from the device, once for all layers of a type."""
+def _read_edges(layer_type: str, kwargs: dict[str, Any]) -> list[list[int]]:
+    """Read where the queries and the keys of requests begin and end from the device, once for all layers of a type."""
     queries, keys = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
-    edges: dict[str, Edges] = queries.__dict__.setdefault(EDGES, {})
+    edges: dict[str, list[list[int]]] = queries.__dict__.setdefault(EDGES, {})
     if layer_type not in edges:
         keys = keys[layer_type] if isinstance(keys, dict) else keys
-        edges[layer_type] = Edges(*torch.stack((queries, keys)).tolist())
+        edges[layer_type] = torch.stack((queries, keys)).tolist()
     return edges[layer_type]

@@ -150,12 +150,11 @@ def attach_profile(module: nn.Module, device: torch.device) -> LayerState | None
 
 
 def _find_siblings(module: nn.Module) -> tuple[list[nn.Module], list[Any]]:
-    """Find all attention modules of the model that holds this one, and the models that hold them.
+    """Find all attention modules of the model that holds this one, and the models, from the loaded one on, around them.
 
-    These are the one that was loaded, and what it consists of or is a part of. If none is found, it is only this
-    module, and no model. A module does not know its model, but the garbage collector knows both. It is asked once for
-    each model.
+    If no model is found, it is only this module.
     """
+    # a module does not know its model, but the garbage collector knows both; it is asked once for each model
     from transformers import PreTrainedModel
 
     if id(module.config) in _searched:
@@ -184,9 +183,7 @@ _searched: set[int] = set()  # configurations (their ids) whose model was not fo
 def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tuple[Profile, str | None]:
     """Return the profile that a model of a fitting geometry gets, and why it must stay dense with it, if so.
 
-    A profile that was found is of the model's weights, and one line of the log says which it is; of the one that
-    S2O_PROFILE names, other weights are a warning. `models` are those of `_find_siblings`. Raises ProfileError if no
-    profile that was found fits.
+    Other weights than those of the profile that S2O_PROFILE names are a warning. Raises ProfileError if none fits.
     """
     profile, candidates = read_available()
     if profile is None:
@@ -205,11 +202,9 @@ def _choose_profile(models: list[Any], config: Any, device: torch.device) -> tup
 
 
 def find_weights_mismatch(models: list[Any], profile: Profile) -> str | None:
-    """Return how a model's function differs from a profile's, or why that is not known; None if it does not.
+    """Return how the function of models, the loaded one and its parts, differs from a profile's; None if it does not.
 
-    Args:
-        models: the one that was loaded, and what it consists of or is a part of; empty if they are not known.
-        profile: the profile.
+    Where that is not known, the reason why.
     """
     if not models:
         return NO_MODEL
@@ -278,9 +273,7 @@ def _execute(args: argparse.Namespace) -> int:
         if args.profile is None:
             raise
         raise ProfileError(f"--profile: {error.__cause__}") from error
-    environment = dict(os.environ) | {
-        FOLDERS: os.pathsep.join(map(str, list_folders()))
-    }  # the command may go elsewhere
+    environment = dict(os.environ) | {FOLDERS: os.pathsep.join(map(str, list_folders()))}  # it may go elsewhere
     if os.environ.get(VARIABLE):
         environment[VARIABLE] = os.path.abspath(os.environ[VARIABLE])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH"))))

@@ -104,6 +104,7 @@ def attend(
 
 def attend_paged(module: nn.Module, *tensors: Tensor, **options: Any) -> tuple[Tensor, None]:
     """Compute attention in continuous batching by S2O's function for a layer with a profile, else transformers'."""
+    # no `partial`: `DenseWatch.check_forward` knows S2O's functions by their modules
     return _attend_batch(_replaced[PAGED], module, *tensors, **options)
 
 

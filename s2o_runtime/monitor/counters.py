@@ -36,14 +36,10 @@ log = logging.getLogger("s2o_runtime")
 class DenseWatch:
     """Counts of one model's calls with more than one query, so that a model that hardly runs S2O is warned about.
 
-    A call is long if it has at least as many keys as the shortest calibrated length. Warned about, once each: a long
+    A call is long if it has at least `min_length` keys, the shortest calibrated length. Warned about, once each: a long
     call that is dense for the model's mode or autograd's, where the two do not agree; a long call that another
     attention implementation computes; and the first of these that is true: after `CALLS` calls of every layer, nearly
     all were too short; after `CALLS` long calls of every layer, nearly all were dense. Calls of training do not count.
-
-    Args:
-        layers: of the model.
-        min_length: the shortest calibrated length, in tokens.
     """
 
     def __init__(self, layers: int, min_length: int) -> None:
@@ -89,12 +85,7 @@ class DenseWatch:
         log.warning("S2O does not run: %s for a prompt of %d keys: %s", mode, keys, REMEDIES[mode])
 
     def check_forward(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Warn once of a long call that another attention function computes; a forward pre-hook of one layer.
-
-        Args:
-            module: transformers' attention module.
-            arguments, named: of its `forward`; the hidden states are [B, L, E].
-        """
+        """Warn once of a long call that another attention function computes; a forward pre-hook of one layer."""
         if "implementation" in self.warned or torch.compiler.is_compiling():
             return
         from transformers import AttentionInterface
@@ -102,7 +93,7 @@ class DenseWatch:
         name: str = module.config._attn_implementation  # type: ignore[assignment, union-attr]
         if getattr(AttentionInterface().get(name), "__module__", "").startswith("s2o_runtime."):
             return
-        hidden = arguments[0] if arguments else named["hidden_states"]
+        hidden = arguments[0] if arguments else named["hidden_states"]  # [B, L, E]
         longest = named.get("max_length_k", named.get("max_seqlen_k"))  # of a batch of continuous batching, by type
         keys = max(longest.values()) if isinstance(longest, dict) else longest or hidden.shape[1]
         if keys >= self.min_length:
@@ -131,10 +122,9 @@ class SampledMeans(NamedTuple):
 
 @dataclass
 class Sample:
-    """One call that is measured: the number-th of its kind.
+    """One call that is measured, the number-th of its kind, which keeps it in a slot.
 
-    slot: where its kind keeps it; key: its path and reason; density: of each head, float64 [Hq] on the call's device,
-    None for a dense call.
+    key: its path and reason; density: of each head, float64 [Hq] on the call's device, None for a dense call.
     """
 
     kind: str | None
@@ -214,23 +204,14 @@ T = TypeVar("T")
 
 @dataclass
 class Counters:
-    """Rows of a server that went through attention, by layer, path and reason.
+    """Rows of a server that went through attention, by layer, path and reason."""
 
-    Attributes:
-        log_every: seconds between two lines of the log; 0 for none.
-        calls, prompts: sparse calls of each layer, and how many of them were prompts.
-        sampled: statistics of each layer's last sampled call.
-        drift: the checks of the layers' errors, of those that have one.
-        meters: sampled times of each layer's calls, of batches in which S2O may have had a part.
-        last_logged: when the last line was logged, by `time.monotonic`.
-    """
-
-    log_every: float = 0.0
-    calls: Counter[int] = field(default_factory=Counter)
-    prompts: Counter[int] = field(default_factory=Counter)
-    sampled: dict[int, AttentionStats] = field(default_factory=dict)
-    drift: dict[int, DriftMonitor] = field(default_factory=dict)
-    meters: defaultdict[int, Meter] = field(default_factory=lambda: defaultdict(Meter))
+    log_every: float = 0.0  # seconds between two lines of the log; 0 for none
+    calls: Counter[int] = field(default_factory=Counter)  # sparse ones of each layer
+    prompts: Counter[int] = field(default_factory=Counter)  # those of them that were prompts
+    sampled: dict[int, AttentionStats] = field(default_factory=dict)  # of each layer's last sampled call
+    drift: dict[int, DriftMonitor] = field(default_factory=dict)  # of the layers that have one
+    meters: defaultdict[int, Meter] = field(default_factory=lambda: defaultdict(Meter))  # where S2O may have a part
     last_logged: float = field(default_factory=time.monotonic)
     _rows: Counter[tuple[int, str, str]] = field(default_factory=Counter)
     _timed: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -270,17 +251,11 @@ class Counters:
     def is_sampled(self, layer: int, is_prompt: bool = False) -> bool:
         """Count a sparse call, and decide whether its density is kept and its error checked.
 
-        Args:
-            layer: the number of the decoder layer.
-            is_prompt: whether the call brings at least half of its keys; few new rows may err by more.
+        is_prompt: whether the call brings at least half of its keys; few new rows may err by more.
         """
         self.calls[layer] += 1
         self.prompts[layer] += is_prompt
         return (is_prompt and self.prompts[layer] <= EARLY) or self.calls[layer] % SAMPLED_EVERY == 1
-
-    def store_sample(self, layer: int, stats: AttentionStats) -> None:
-        """Store a sampled call's statistics; nothing is read from the device before somebody asks."""
-        self.sampled[layer] = stats
 
     def begin(self, layer: int, path: str, device: torch.device) -> Sample | None:
         """Begin a call of a layer that is likely to take a path; the sample is for `end`."""
@@ -364,13 +339,7 @@ class PrometheusCollector:
 
 
 def serve_metrics(counters: Counters, host: str, port: int, labels: dict[str, str]) -> None:
-    """Answer Prometheus at a port, from a thread of its own.
-
-    Args:
-        counters: what is answered.
-        host: an address of this machine; requests to its other addresses get no answer.
-        port: of that address.
-        labels: of every sample, such as the rank.
+    """Answer Prometheus at a port of one of this machine's addresses, from a thread of its own.
 
     Raises:
         OSError: the port is taken, or the address is none of this machine's.

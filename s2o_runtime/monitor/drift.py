@@ -92,11 +92,7 @@ def read_check(drift: Drift) -> DriftCheck | None:
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """The error that one layer may have.
-
-    unit: of the limits. limits: the largest error by prompt length in tokens; lengths at which the layer is
-    dense, and has no error, are left out.
-    """
+    """The error that one layer may have by prompt length in tokens, without lengths at which the layer is dense."""
 
     unit: ErrorUnit
     limits: Mapping[int, float]
@@ -108,11 +104,7 @@ class ErrorLimits:
 
 
 def read_error_limits(profile: Profile) -> list[ErrorLimits]:
-    """Return the error that each layer may have.
-
-    Returns:
-        For each layer the limits that its held-out proof was held to; if a layer has none in the record, the budget
-        for all layers.
+    """Return the limits that each layer's held-out proof was held to, or the budget where the record lacks a layer's.
 
     Raises:
         ProfileError: the record has no budget, or a budget for the mean over the layers and no limits.
@@ -143,8 +135,7 @@ def read_error_limits(profile: Profile) -> list[ErrorLimits]:
 def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple[DriftCheck | None, list[ErrorLimits]]:
     """Return the drift check that is meant and what each layer may have.
 
-    Where nobody asked for a check ("auto") and the profile does not say what errors it allows, there is none, and a
-    line of the log says why, which begins with `speaker`.
+    For "auto" there is none where the profile does not say what errors it allows; the log, after `speaker`, says why.
     """
     check = read_check(drift)
     if check is None:
@@ -159,29 +150,21 @@ def check_and_limits(profile: Profile, drift: Drift, speaker: str = "") -> tuple
 
 
 class DriftNumbers(NamedTuple):
-    """Results of a layer's checks; errors are in shares of what the profile allows.
+    """Results of a layer's checks; errors are in shares of what the profile allows."""
 
-    mean: the running error over all rows; last: over the last eighth of the prompt; high: of the last `HISTORY` checks
-    the share that was above `HIGH` times the margin (in the last eighth, `LAST_SHARE` times that).
-    """
-
-    mean: float
-    last: float
-    high: float
+    mean: float  # the running error over all rows
+    last: float  # and over the last eighth of the prompt
+    high: float  # share of the last `HISTORY` checks that were above `HIGH` times the margin
 
 
 class DriftMonitor:
-    """The running error of one layer, in shares of what it is allowed. Copies start empty.
-
-    verdict: the sentence that was said when the error was too much; None so far. runs_dense: whether the layer runs
-    dense for it.
-    """
+    """The running error of one layer, in shares of what it is allowed. Copies start empty."""
 
     def __init__(self, check: DriftCheck, layer: int, allowed: ErrorLimits) -> None:
         self.check, self.layer, self.allowed = check, layer, allowed
         self.checks = 0
-        self.verdict: str | None = None
-        self.runs_dense = False
+        self.verdict: str | None = None  # the sentence that was said when the error was too much
+        self.runs_dense = False  # for it
         self._calls = layer  # layers take turns
         self._generators: dict[torch.device, torch.Generator] = {}
         # float64 [4 + HISTORY]: running sums of errors over their limits and of what they are relative to, over all
@@ -273,9 +256,8 @@ def _find_problem(sums: Sequence[float], checks: int, check: DriftCheck, unit: s
         means = ((numbers.mean, margin, ""), (numbers.last, LAST_SHARE * margin, " in the last eighth of the prompts"))
         for share, most, where in means:
             if not share <= most:  # so NaN is too much
-                return (
-                    f"the sampled {unit}{where} is {share:.3g} times what the profile allows, expected at most {most:g}"
-                )
+                times = f"{share:.3g} times what the profile allows, expected at most {most:g}"
+                return f"the sampled {unit}{where} is {times}"
     kept = min(checks, HISTORY)
     high = round(numbers.high * kept)
     if high >= HIGH_CHECKS:
@@ -287,15 +269,11 @@ def _find_problem(sums: Sequence[float], checks: int, check: DriftCheck, unit: s
 
 
 class SampledErrors(NamedTuple):
-    """Estimates of a call's error, float64 scalars on its device, which was not waited for.
+    """Estimates of a call's error, float64 scalars on its device, which was not waited for."""
 
-    error, power: of mean((out - dense)^2) and of mean(dense^2) over all rows, unbiased; last_error, last_power: over
-    the rows of the last eighth of each sequence, 0 if the call has none.
-    """
-
-    error: Tensor
-    power: Tensor
-    last_error: Tensor
+    error: Tensor  # mean((out - dense)^2) over all rows, unbiased
+    power: Tensor  # mean(dense^2)
+    last_error: Tensor  # the same over the rows of the last eighth of each sequence, 0 if the call has none
     last_power: Tensor
 
 
@@ -355,17 +333,10 @@ def sample_errors(
 
 
 def _draw_rows(rows: int, first: Tensor, q_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw rows of each sequence, and count the rows that they stand for.
+    """Draw rows of each sequence, int64 [B, rows], those of the last eighth behind; and count what they stand for.
 
-    Args:
-        rows: to draw from each sequence.
-        first: int64 [B], the row at which each sequence begins; negative where the call continues it.
-        q_len: rows of the call.
-        generator: of random numbers.
-
-    Returns:
-        int64 [B, rows], those of the last eighth behind the others; float64 [B, 2], how many rows the call has before
-        the last eighth and in it.
+    first: int64 [B], the row at which each sequence begins; negative where the call continues it. The counts, float64
+    [B, 2], are of the call's rows before the last eighth and in it.
     """
     border = (q_len - (q_len - first).div(LAST_ROWS, rounding_mode="floor")).clamp(0, q_len)
     begins = torch.stack((first.clamp(0, q_len), border), 1)  # [B, 2]

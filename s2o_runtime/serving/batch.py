@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,33 +18,26 @@ from s2o_runtime.serving.fit import RankProfile, Request, ServedLayer
 
 @dataclass(frozen=True)
 class SplitRequests:
-    """The requests of a batch, those with last rows (`LayerConfig.last_rows`) as two: the other rows, and the last.
+    """The requests of a batch, those with last rows (`LayerConfig.last_rows`) as two: the other rows, and the last."""
 
-    Attributes:
-        indices: of each, its request in the server's batch.
-        starts: the first row of each, and behind the last one the end.
-        requests: all of them; each ends where its last query is.
-        earlier, later: rows of the same server's request before, and behind, each.
-    """
-
-    indices: Sequence[int]
-    starts: Sequence[int]
-    requests: Sequence[Request]
-    earlier: Sequence[int]
-    later: Sequence[int]
+    indices: Sequence[int]  # of each, its request in the server's batch
+    starts: Sequence[int]  # the first row of each, and behind the last one the end
+    requests: Sequence[Request]  # each ends where its last query is
+    earlier: Sequence[int]  # rows of the same server's request before each
+    later: Sequence[int]  # and behind it
 
     @classmethod
     def from_batch(
-        cls, starts: Sequence[int], lengths: Sequence[int], adapters: Sequence[bool] = (),
+        cls,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        adapters: Sequence[bool] = (),
         count_last_rows: Callable[[int, int], int] = lambda queries, keys: 0,
-    ) -> SplitRequests:  # fmt: skip
-        """Take the last rows of N server's requests apart.
+    ) -> SplitRequests:
+        """Take the last rows of N server's requests, of which `count_last_rows(queries, keys)` are, apart.
 
-        Args:
-            starts: N + 1 positions: the first row of each request, and the end.
-            lengths: N numbers of keys, those of the queries included.
-            adapters: whether each request has a LoRA adapter; empty if none has.
-            count_last_rows: counts a request's last rows, by its queries and keys.
+        starts: N + 1 positions, the first row of each request, and the end; lengths: N numbers of keys, those of the
+        queries included; adapters: whether each request has a LoRA adapter, empty if none has.
         """
         split: list[tuple[int, int, Request, int, int]] = []
         for index, (keys, (begin, end)) in enumerate(zip(lengths, pairwise(starts), strict=False)):
@@ -64,36 +57,22 @@ class SplitRequests:
         return not any(self.earlier)
 
     @property
-    def queries(self) -> list[int]:
-        """The new tokens of each."""
-        return [request.queries for request in self.requests]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The keys of each."""
-        return [request.keys for request in self.requests]
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """The new tokens of each, and the keys of each."""
+        return [request.queries for request in self.requests], [request.keys for request in self.requests]
 
 
 class BatchSlice(NamedTuple):
-    """Neighbouring requests that are computed by one call.
+    """Neighbouring requests that are computed by one call."""
 
-    Attributes:
-        first, last: the requests `first .. last - 1` of the batch.
-        begin, end: their query rows `begin .. end - 1`.
-        length_step: that (`lengths.length_step`) of the keys of all, which share one configuration; None for a slice
-            of the stock backend.
-        max_q, max_k: queries and keys of the longest.
-        total_k: keys of all.
-    """
-
-    first: int
+    first: int  # the requests `first .. last - 1` of the batch
     last: int
-    begin: int
+    begin: int  # their query rows `begin .. end - 1`
     end: int
-    length_step: int | None
-    max_q: int
+    length_step: int | None  # of the keys of all, which share one configuration; None for the stock backend's
+    max_q: int  # queries and keys of the longest
     max_k: int
-    total_k: int
+    total_k: int  # keys of all
 
     @property
     def is_sparse(self) -> bool:
@@ -112,15 +91,10 @@ class BatchSlice(NamedTuple):
 
 
 class BatchPlan(NamedTuple):
-    """The slices of one batch in one layer.
+    """The slices of one batch in one layer."""
 
-    Attributes:
-        slices: in the order of the batch, together all of its requests; none where S2O computes no row.
-        dense_rows: query rows that the stock backend computes, by reason.
-    """
-
-    slices: tuple[BatchSlice, ...]
-    dense_rows: Mapping[str, int]
+    slices: tuple[BatchSlice, ...]  # in order, together all of its requests; none where S2O computes no row
+    dense_rows: Mapping[str, int]  # query rows that the stock backend computes, by reason
 
 
 def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | None], max_keys: int) -> BatchPlan:
@@ -149,23 +123,10 @@ def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | Non
     return BatchPlan(tuple(slices) if any(span.is_sparse for span in slices) else (), dense_rows)
 
 
-class SparseCall(TypedDict):
-    """The arguments of `s2o_attention_paged` for a sparse slice: the same for all layers of a cache group.
+def make_call(span: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> dict[str, Any]:
+    """Return the arguments of `s2o_attention_paged` for a slice: the same for all layers of a cache group.
 
-    The three numbers are bounds that slices of other lengths share (`lengths.shared_bound`), and with them their plans.
-    """
-
-    cu_q: Tensor
-    cu_k: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    max_q: int
-    max_k: int
-    total_k: int
-
-
-def make_call(span: BatchSlice, edges: Tensor, seq_lens: Tensor, block_table: Tensor, page_size: int) -> SparseCall:
-    """Return the arguments for a slice.
+    Its three numbers are bounds that slices of other lengths share (`round_bounds`), and with them their plans.
 
     Args:
         span: with requests that S2O computes.
@@ -195,16 +156,10 @@ def round_bounds(max_q: int, max_k: int, room: int) -> tuple[int, int]:
 
 
 class Batch:
-    """A batch, some of whose requests S2O may compute.
+    """A batch, some of whose requests S2O may compute; a sparse slice of it has at most `max_keys`.
 
     The parts of it that depend on a layer only through the requests that S2O computes are made once and kept: the plan,
-    the tensors of sparse slices, and the stock backend's data of the slices between them.
-
-    Args:
-        split: its requests.
-        fit: of the profile.
-        max_keys: of one sparse slice.
-        build_part: makes the stock backend's data of a slice.
+    the tensors of sparse slices, and what `build_part` makes for the stock backend of the slices between them.
     """
 
     def __init__(
@@ -212,7 +167,7 @@ class Batch:
     ) -> None:
         self.split, self.fit, self._max_keys, self._build_part = split, fit, max_keys, build_part
         self._plans: dict[object, BatchPlan] = {}
-        self._calls: dict[BatchSlice, SparseCall] = {}
+        self._calls: dict[BatchSlice, dict[str, Any]] = {}
         self._parts: dict[BatchSlice, Any] = {}
 
     @property
@@ -222,13 +177,11 @@ class Batch:
 
     def plan(self, layer: ServedLayer) -> BatchPlan:
         """Return the plan of a layer."""
-        key = layer.plan_key
-        if key not in self._plans:
-            dense_reason = partial(self.fit.dense_reason, layer=layer)
-            self._plans[key] = plan_batch(self.split, dense_reason, self._max_keys)
+        if (key := layer.plan_key) not in self._plans:
+            self._plans[key] = plan_batch(self.split, partial(self.fit.dense_reason, layer=layer), self._max_keys)
         return self._plans[key]
 
-    def get_call(self, span: BatchSlice, page_size: int) -> SparseCall:
+    def get_call(self, span: BatchSlice, page_size: int) -> dict[str, Any]:
         """Return the arguments of a sparse slice, whose cache has pages of so many tokens."""
         if span not in self._calls:
             self._calls[span] = make_call(span, *self.get_tensors(span), page_size)

@@ -61,13 +61,9 @@ _MERGED = {
 
 @dataclass
 class _Experts:
-    """The matrices of a layer's experts as one tensor, [experts, rows, columns], read as one that is stored is.
+    """The matrices of a layer's experts as one tensor, [experts, rows, columns], read as one that is stored is."""
 
-    Attributes:
-        matrices: by expert and place, those of one expert one below another; all of one shape.
-    """
-
-    matrices: dict[tuple[int, int], StoredTensor]
+    matrices: dict[tuple[int, int], StoredTensor]  # by expert and place below one another; all of one shape
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -92,9 +88,7 @@ class _Experts:
 def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
     """Return the hashes that a profile may have of a checkpoint: by the names in its files, and by transformers'.
 
-    Args:
-        folder: with safetensors files; without any there are no hashes.
-        config: the model's transformers configuration.
+    Without safetensors files in the folder there are none; `config` is the model's transformers configuration.
 
     Raises:
         ProfileError: a file cannot be read.
@@ -105,7 +99,8 @@ def hash_checkpoint(folder: Path, config: Any) -> tuple[str, ...]:
         if not stored:
             return ()
         renamed = _rename_tensors(stored, config)
-        return (_hash_tensors(stored, tied), *(() if renamed == stored else (_hash_tensors(renamed, tied),)))
+        hashed = _hash_tensors(stored, tied)
+        return (hashed,) if renamed == stored else (hashed, _hash_tensors(renamed, tied))
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ProfileError(f"the weights in {folder} cannot be read ({error}): download them again") from error
 
@@ -124,12 +119,7 @@ def find_local_folder(model: object, revision: str | None = None) -> Path | None
 
 
 def has_known_names(config: Any, folder: Path) -> bool:
-    """Return whether `hash_checkpoint` knows the names of such a model's parameters in transformers.
-
-    Args:
-        config: the model's transformers configuration.
-        folder: with its safetensors files.
-    """
+    """Return whether `hash_checkpoint` knows the names of such a model's parameters in transformers."""
     if getattr(config, "model_type", None) in RENAMED:
         return True
     return get_text_config(config) is config and not any(".experts." in name for name in _list_tensors(folder))
@@ -158,14 +148,8 @@ def _rename_tensors(stored: Mapping[str, StoredTensor], config: Any) -> dict[str
 
 
 def _list_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint, none of them read."""
-    return {name: tensor for path in _list_files(folder) for name, tensor in read_stored_tensors(path).items()}
-
-
-def _list_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a checkpoint, those of its index if it has one."""
-    index = folder / "model.safetensors.index.json"
+    """Return the tensors of a checkpoint's safetensors files, those of its index if it has one; none is read."""
+    index, paths = folder / "model.safetensors.index.json", set(folder.glob("*.safetensors"))
     if index.exists():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return sorted({folder / name for name in names})
-    return sorted(folder.glob("*.safetensors"))
+        paths = {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    return {name: tensor for path in sorted(paths) for name, tensor in read_stored_tensors(path).items()}

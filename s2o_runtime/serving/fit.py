@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from s2o_runtime.errors import ModelError, ProfileError
 from s2o_runtime.identity import RANDOM, compose_fingerprint, explain_mismatch, geometry
 from s2o_runtime.layer_kinds import describe_window, get_text_config
 from s2o_runtime.lengths import get_length_step
+from s2o_runtime.logs import log_once
 from s2o_runtime.monitor.drift import DriftMonitor
 from s2o_runtime.profile import Profile
 from s2o_runtime.profile.profile import adapt_to_device
@@ -40,47 +41,30 @@ log = logging.getLogger("s2o_runtime")
 
 
 class Request(NamedTuple):
-    """One request's rows in a batch.
+    """One request's rows in a batch."""
 
-    Attributes:
-        queries, keys: new tokens, and all tokens so far.
-        has_adapter: whether it has, or may have, a LoRA adapter.
-        is_last_rows: whether the rows are a prompt's last ones, which are dense (`LayerConfig.last_rows`).
-    """
-
-    queries: int
-    keys: int
-    has_adapter: bool = False
-    is_last_rows: bool = False
+    queries: int  # new tokens
+    keys: int  # all tokens so far
+    has_adapter: bool = False  # a LoRA adapter, or it may have one
+    is_last_rows: bool = False  # a prompt's last ones, which are dense (`LayerConfig.last_rows`)
 
 
 @dataclass(eq=False)
 class ServedLayer:
-    """The settings of one layer, and the prompts that they are for.
+    """The settings of one layer, and the prompts that they are for."""
 
-    layer: the number of the decoder layer, which counters and logs name.
-    config_at: the layer's configuration for a number of keys; min_length: fewer keys than this stay dense;
-    max_length: more keys than this stay dense too, or with warn_beyond run S2O after one warning; None for no limit.
-    rejected: the reason why the layer cannot run S2O at all, if so.
-    heads: the query heads of the layer that this process computes; None for all.
-    drift: checks the layer's error, None does not.
-    ends_known: whether calls hold the ends of their prompts, so that last rows are dense (`LayerConfig.last_rows`).
-    tested: whether a server's self-test has looked at the layer, which is dense before.
-    limits: a number that layers share if `ProfileFit.dense_reason` tells no difference between their settings.
-    """
-
-    layer: int
-    config_at: Callable[[int], LayerConfig]
-    min_length: int
-    rejected: str | None = None
-    max_length: int | None = None
+    layer: int  # the number of the decoder layer, which counters and logs name
+    config_at: Callable[[int], LayerConfig]  # for a number of keys
+    min_length: int  # fewer keys stay dense
+    rejected: str | None = None  # the reason why the layer cannot run S2O at all, if so
+    max_length: int | None = None  # more keys stay dense too, or with warn_beyond run S2O after one warning
     warn_beyond: bool = False
-    heads: range | None = None
-    drift: DriftMonitor | None = None
-    ends_known: bool = True
-    configs: dict[int, LayerConfig] = field(default_factory=dict)
-    tested: bool = False
-    limits: int = 0
+    heads: range | None = None  # of the layer's query heads, those that this process computes; None for all
+    drift: DriftMonitor | None = None  # checks the layer's error
+    ends_known: bool = True  # calls hold the ends of their prompts, so last rows are dense (`LayerConfig.last_rows`)
+    configs: dict[int, LayerConfig] = field(default_factory=dict)  # by the length's step
+    tested: bool = False  # a server's self-test has looked at the layer, which is dense before
+    limits: int = 0  # equal for layers between whose settings `RankProfile.dense_reason` tells no difference
 
     def config(self, keys: int) -> LayerConfig:
         """Return the configuration of this process's heads for so many keys; lengths that share one get one object."""
@@ -98,14 +82,14 @@ class ServedLayer:
         return replace(config, heads=config.heads[self.heads.start : self.heads.stop])
 
     @property
-    def past_budget(self) -> str | None:
-        """The reason why the drift check made the layer dense; None if it did not."""
-        return self.drift.verdict if self.drift is not None and self.drift.runs_dense else None
+    def dense_verdict(self) -> str | None:
+        """The reason why the layer is dense whatever the prompt, by a refusal or the drift check; None if it is not."""
+        return self.rejected or (self.drift.verdict if self.drift is not None and self.drift.runs_dense else None)
 
     @property
     def plan_key(self) -> object:
         """A value that is equal for layers which leave the same requests to the stock backend."""
-        return self.limits, self.rejected, self.past_budget
+        return self.limits, self.dense_verdict
 
     def refuse(self, reason: str) -> None:
         """Leave the layer to the stock backend from now on, and log why."""
@@ -117,29 +101,25 @@ class ServedLayer:
 
         `ProfileFit.dense_reason` asks this too; transformers' calls leave the rest to `attention.backend`.
         """
-        if reason := self.rejected or self.past_budget:
+        if reason := self.dense_verdict:
             return reason
         if keys < self.min_length:
             return DenseReason.TOO_SHORT.with_numbers(self.min_length)
         if self.max_length is not None and keys > self.max_length:
             if not self.warn_beyond:
                 return DenseReason.TOO_LONG.with_numbers(self.max_length, TRUSTED_BEYOND)
-            _warn_beyond(self.max_length)
+            log_once(
+                logging.WARNING,
+                "a prompt has more than %d keys, 1.5 times the longest calibrated length: its errors were not proven, "
+                "calibrate with longer --lengths",
+                self.max_length,
+            )
         return None
 
 
 def get_longest_trusted(profile: Profile) -> int:
     """Return the most keys for which a profile's settings are taken to hold."""
     return int(TRUSTED_BEYOND * profile.lengths[-1])
-
-
-@lru_cache(maxsize=64)
-def _warn_beyond(max_length: int) -> None:
-    log.warning(
-        "a prompt has more than %d keys, 1.5 times the longest calibrated length: its errors were not proven, "
-        "calibrate with longer --lengths",
-        max_length,
-    )
 
 
 @dataclass(frozen=True)
@@ -171,15 +151,12 @@ class Rank:
 
 
 class RankProfile:
-    """A profile on one rank of a server.
+    """A profile on one rank of a server: what it can run on the device, and the reason why nothing of it can, if so.
 
     Attributes:
-        profile: as it can run on the device; rejected: the reason why nothing of it can, if so.
-        made_for: the type of the KV cache that it was made for.
+        made_for: the type of the KV cache that the profile was made for.
         obstacle: the reason why no request runs it, whatever its length; None if some may.
-        max_length: keys; more run dense. None for no limit.
         heads, kv_heads: of the model, those that this rank holds.
-        capability: the device's, (0, 0) for a CPU.
         decode_queries: the most queries that a request brings while it decodes; such batches may be CUDA graphs.
         min_queries: fewer are computed by no layer; where none computes any, one more than decoding brings.
         host_flops: requests that take fewer floating-point operations in a dense layer are dense.
@@ -188,9 +165,15 @@ class RankProfile:
     """
 
     def __init__(
-        self, profile: Profile, rank: Rank, device: torch.device, beyond: str = "dense", decode_queries: int = 1,
-        host_flops: float = 0.0, row_weights: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        profile: Profile,
+        rank: Rank,
+        device: torch.device,
+        beyond: str = "dense",
+        decode_queries: int = 1,
+        host_flops: float = 0.0,
+        row_weights: int = 0,
+    ) -> None:
         self.profile, self.rejected = adapt_to_device(profile, device)
         self.made_for = profile.kv_cache_dtype
         self.max_length = get_longest_trusted(profile) if beyond == "dense" else None
@@ -201,29 +184,21 @@ class RankProfile:
         self._used: set[int] = set()  # rows of the layers that this process has, which a stage of a pipeline finds out
         self._all_tested = False
         self._last_rows: dict[int, int] = {}  # by the length's step
-        known_limits: dict[object, int] = {}
-        layers = []
+        known_limits, layers = dict[object, int](), list[ServedLayer]()
         for row, buckets in enumerate(zip(*self.profile.layers, strict=True)):
             layer = ServedLayer(
                 profile.geometry.get_layer_number(row), partial(self.profile.layer_config, row), profile.min_length,
                 self.rejected, self.max_length, heads=self.heads, ends_known=False,  # see `count_last_rows`
             )  # fmt: skip
-            configs = map(layer.select_heads, buckets)
             # all that `dense_reason` reads of a configuration; a number takes no time to hash
-            limits = tuple((config.is_dense, config.scores, config.tile, config.shortest_segment) for config in configs)
+            limits = tuple((c.is_dense, c.scores, c.tile, c.shortest_segment) for c in map(layer.select_heads, buckets))
             layer.limits = known_limits.setdefault(limits, len(known_limits))
             layers.append(layer)
         self.layers: tuple[ServedLayer, ...] = tuple(layers)
-        no_sparse_layer = None if self.sparse_layers else "every layer of the profile is dense"
-        self.obstacle: str | None = self.rejected or no_sparse_layer
         tiles = [config.tile for bucket in self.profile.layers for config in bucket if not config.is_dense]
+        self.obstacle: str | None = self.rejected or (None if tiles else "every layer of the profile is dense")
         fewest = min((get_fewest_queries(tile, self.capability) for tile in tiles), default=0)
         self.min_queries = max(fewest, decode_queries + 1)
-
-    @property
-    def sparse_layers(self) -> int:
-        """The number of layers that are sparse at some length."""
-        return sum(any(not config.is_dense for config in row) for row in zip(*self.profile.layers, strict=True))
 
     def dense_reason(self, request: Request, layer: ServedLayer | None = None) -> str | None:
         """Return the reason why the stock backend computes a request in a layer; None if S2O does.
@@ -235,11 +210,8 @@ class RankProfile:
         head_dim = self.profile.geometry.head_dim
         shape = CallShape(1, len(self.heads), len(self.kv_heads), request.queries, request.keys, head_dim, head_dim)
         # two operations for each of a pair's numbers in scores and values, and for each weight that a row meets
-        attention, matrices = (
-            4 * shape.causal_pairs * shape.query_heads * head_dim,
-            2 * request.queries * self.row_weights,
-        )
-        if attention + matrices < self.host_flops:
+        attention = 4 * shape.causal_pairs * shape.query_heads * head_dim
+        if attention + 2 * request.queries * self.row_weights < self.host_flops:
             return DenseReason.HOST
         if layer is None:
             return None
@@ -257,9 +229,8 @@ class RankProfile:
     def batch_reason(self, largest: Request) -> str | None:
         """Return the reason why the stock backend computes a batch as a whole; None if S2O may have a part in it.
 
-        A server asks before it makes anything of a batch: code that has not run for milliseconds is slow on the host.
-
-        `largest` has the most queries and the most keys of the batch's requests.
+        `largest` has the most queries and the most keys of the batch's requests. A server asks before it makes anything
+        of a batch: code that has not run for milliseconds is slow on the host.
         """
         if self.obstacle is not None:
             return self.obstacle
@@ -268,16 +239,13 @@ class RankProfile:
         return self.dense_reason(largest) if self._all_tested or largest.keys < TEST_KEYS else None
 
     def count_last_rows(self, queries: int, keys: int, left: int | None) -> int:
-        """Count the queries of a request that are dense in every layer because they are a prompt's last.
-
-        `left` tokens of the prompt are behind them; None if that is not known.
-        """
+        """Count the queries that are dense in every layer as a prompt's last; `left` of its tokens are behind them."""
         if left is None or keys < self.profile.min_length or self.dense_reason(Request(queries, keys)):
             return 0
         step = get_length_step(keys)
         if step not in self._last_rows:
-            layers = range(self.profile.geometry.layers)
-            self._last_rows[step] = max(self.profile.layer_config(layer, keys).last_rows for layer in layers)
+            configs = (self.profile.layer_config(row, keys) for row in range(len(self.layers)))
+            self._last_rows[step] = max(config.last_rows for config in configs)
         return max(0, min(queries, self._last_rows[step] - left))
 
     def find_layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ServedLayer | str:
@@ -339,19 +307,17 @@ def find_scales_obstacle(*scales: float | Tensor | None) -> str | None:
     return None
 
 
-@lru_cache(maxsize=64)
-def log_once(obstacle: str | None) -> str | None:
+def log_obstacle(obstacle: str | None) -> str | None:
     """Log why layers are the stock backend's, each reason once in a process; return the reason."""
     if obstacle is not None:
-        log.info("S2O: layers go to the stock backend as a whole: %s", obstacle)
+        log_once(logging.INFO, "S2O: layers go to the stock backend as a whole: %s", obstacle)
     return obstacle
 
 
 def count_row_weights(config: Any) -> int:
     """Count the weights of a decoder layer's matrices that a row meets, by a transformers configuration.
 
-    Those of attention and of a gated MLP, or of the experts that a row is sent to; what a configuration does not say
-    counts as none.
+    Experts count as far as a row is sent to them; what a configuration does not say counts as none.
     """
     decoder = get_text_config(config)
 
@@ -368,11 +334,12 @@ def count_row_weights(config: Any) -> int:
 def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused: Sequence[str] = STRICT) -> str:
     """Check that a profile is of the model that is served; return what was compared, for the log.
 
+    A profile of random weights, a rehearsal's, is compared by its sizes alone.
+
     Args:
-        profile: the profile.
-        config: the model's transformers configuration.
+        profile, config: the profile, and the model's transformers configuration.
         checkpoint: the folder of its safetensors files; None where it is not known.
-        refused: what is, of `STRICT`; the rest is only reported. A profile of random weights, a rehearsal's, is not.
+        refused: what is, of `STRICT`; the rest is only reported.
 
     Raises:
         ProfileError: it is of another model; the sentence names the difference. Other sizes are always refused.
@@ -415,10 +382,7 @@ def check_model(profile: Profile, config: Any, checkpoint: Path | None, refused:
 
 
 def find_mismatch(profile: Profile, config: Any, checkpoint: Path | None) -> str | None:
-    """Return the reason why a profile that was found is not known to be of the served model, or None.
-
-    Args: those of `check_model`.
-    """
+    """Return the reason why a profile that was found is not known to be of the served model, or None."""
     try:
         compared = check_model(profile, config, checkpoint, (ANOTHER, UNSEEN))
     except ProfileError as error:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -27,8 +28,8 @@ from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.find import find_profile
 from s2o_runtime.sequences import PagedKeys, make_packed_starts
 from s2o_runtime.serving import fit
+from s2o_runtime.serving.attend import exact_config
 from s2o_runtime.serving.fit import NoProfile, Rank, RankProfile
-from s2o_runtime.serving.self_test import exact_config
 from s2o_runtime.version import __version__
 
 PROFILE_VARIABLE = "S2O_PROFILE"
@@ -37,35 +38,25 @@ Beyond = Literal["dense", "s2o"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a server.
+    """The settings of a server."""
 
-    Attributes:
-        profile: the profile's file; None for the one that `s2o_runtime.profile.find` finds for the served model.
-        beyond: what prompts of more than 1.5 times the longest calibrated length run.
-        drift: the action where sampled errors are past the profile's limits: "warn", "dense" (the layer runs dense from
-            then on), "off", or "auto", which warns where the profile has limits.
-        strict: refuse a profile of another function of the same sizes, and weights or a config.json that cannot be
-            compared; else that is reported, and nothing is proven.
-        metrics_port: of the first process's counters for Prometheus, the others' behind it; None for none.
-        metrics_host: the address of the machine at which those ports answer; "0.0.0.0" is all of them.
-        log_every: seconds between two lines of the log with the counters' summary; 0 for none.
-    """
-
+    # a file; None for the profile that `s2o_runtime.profile.find` finds for the served model
     profile: Path | None = validated_field(None, Rule(Path, optional=True))
+    # what prompts of more than 1.5 times the longest calibrated length run
     beyond: Beyond = validated_field("dense", Rule(str, allowed=get_args(Beyond)))
+    # where sampled errors are past the profile's limits; "auto" warns where it has limits, "dense" is from then on
     drift: DriftChoice = validated_field("auto", Rule(str, allowed=get_args(DriftChoice)))
+    # refuse another function of the same sizes, and what cannot be compared; else that is reported, nothing is proven
     strict: bool = validated_field(True, Rule(bool))
+    # of the first process's counters for Prometheus, the others' behind it, at an address of this machine, or 0.0.0.0
     metrics_port: int | None = validated_field(None, Rule(int, low=1, high=65535, optional=True))
     metrics_host: str = validated_field("127.0.0.1", Rule(str))
+    # seconds between two summaries of the counters in the log; 0 for none
     log_every: float = validated_field(300.0, Rule(float, low=0, unit=DURATION))
 
     @classmethod
     def from_section(cls, section: Any, name: str) -> Settings:
-        """Read the settings that a user gave; without a profile among them, the environment's S2O_PROFILE.
-
-        Args:
-            section: a mapping of names to values, or whatever a user gave in its place.
-            name: of the section, and where it is from, for errors.
+        """Read a section that a user gave, which errors call by name; for want of a profile, take S2O_PROFILE's.
 
         Raises:
             ConfigError: a setting is unknown or illegal.
@@ -104,33 +95,19 @@ class Process:
 
 @dataclass(frozen=True)
 class ServerContext:
-    """The surroundings of S2O in a server's process.
+    """The surroundings of S2O in a server's process."""
 
-    Attributes:
-        engine: the server's name and version.
-        stock: the stock backend's name.
-        model_config: the transformers configuration of the served model.
-        checkpoint: the folder of its weights, if it is known.
-        rank: of this process, among those that share the heads of its layers.
-        device: of this process.
-        max_keys: the longest prompt that the server takes.
-        decode_queries: the most queries that a request brings while it decodes, more than one with speculation.
-        process: of the server's, this one.
-        kv_cache_dtype: of the server; "auto" where layers differ.
-        obstacle: another reason, known at start, why no layer will run S2O.
-    """
-
-    engine: str
-    stock: str
-    model_config: Any
-    checkpoint: Path | None
-    rank: Rank
-    device: torch.device
-    max_keys: int
-    decode_queries: int = 1
+    engine: str  # the server's name and version
+    stock: str  # the stock backend's name
+    model_config: Any  # transformers' configuration of the served model
+    checkpoint: Path | None  # the folder of its weights, if it is known
+    rank: Rank  # of this process, among those that share the heads of its layers
+    device: torch.device  # of this process
+    max_keys: int  # of the longest prompt that the server takes
+    decode_queries: int = 1  # the most that a request brings while it decodes, more than one with speculation
     process: Process = Process()
-    kv_cache_dtype: str = "auto"
-    obstacle: str | None = None
+    kv_cache_dtype: str = "auto"  # which it also is where layers differ
+    obstacle: str | None = None  # another reason, known at start, why no layer will run S2O
 
 
 @contextmanager
@@ -144,10 +121,7 @@ def log_start_failures() -> Iterator[None]:
 
 
 class Server:
-    """The profile of a server, on one rank.
-
-    Attributes:
-        obstacle: why nothing will run S2O, as far as is known at start; None if something may.
+    """The profile of a server, on one rank; `obstacle` says why nothing will run S2O, if that is known at start.
 
     Raises:
         ProfileError: the profile cannot be read, or is of another model or for another number of ranks.
@@ -163,9 +137,9 @@ class Server:
         self._check_drift(settings, context.rank)
         if settings.metrics_port is not None:
             host, port = settings.metrics_host, settings.metrics_port + context.process.number
-            process = {"pp": str(context.process.stage), "dp": str(context.process.replica)}
+            labels = {"rank": context.rank.index, "pp": context.process.stage, "dp": context.process.replica}
             try:
-                serve_metrics(self.counters, host, port, {"rank": str(context.rank.index), **process})
+                serve_metrics(self.counters, host, port, {name: str(number) for name, number in labels.items()})
             except OSError as error:
                 log.warning(
                     "S2O's counters are not served at %s, port %d (%s): use another metrics_port, or a metrics_host "
@@ -177,11 +151,10 @@ class Server:
 
     def _check_drift(self, settings: Settings, rank: Rank) -> None:
         """Give the layers their drift monitors, which check every sampled call."""
-        if not self.fit.layers:
+        if not self.fit.layers or read_check(settings.drift) is None:
             return
         if rank.size > 1:  # the profile states errors of whole layers
-            if read_check(settings.drift) is not None:
-                log.info("S2O: drift is not checked: a rank of several sees its own heads only")
+            log.info("S2O: drift is not checked: a rank of several sees its own heads only")
             return
         check, allowed = check_and_limits(self.fit.profile, settings.drift, "S2O: ")
         if check is None:
@@ -193,26 +166,24 @@ class Server:
     def _log_start(self, context: ServerContext, source: str) -> None:
         """Log one line that says what will run where; `source` names the profile."""
         if self.obstacle:
-            log.warning(
-                "S2O %s in %s: all rows go to %s: %s", __version__, context.engine, context.stock, self.obstacle
-            )
+            message = "S2O %s in %s: all rows go to %s: %s"
+            log.warning(message, __version__, context.engine, context.stock, self.obstacle)
             return
         profile, rank = self.fit.profile, context.rank
         until = "on" if self.fit.max_length is None else f"to {self.fit.max_length}"
+        sparse = sum(any(not config.is_dense for config in row) for row in zip(*profile.layers, strict=True))
         others = f"with full attention ({profile.geometry.other_layers} stay) " if profile.geometry.others else ""
         log.info(
             "S2O %s in %s: profile %s, %d of %d layers %ssparse from %d %s keys and from %d new tokens "
             "on; rank %d of %d holds query heads %d to %d; all else goes to %s",
-            __version__, context.engine, source, self.fit.sparse_layers, len(self.fit.layers), others,
+            __version__, context.engine, source, sparse, len(self.fit.layers), others,
             profile.min_length, until, self.fit.min_queries, rank.index, rank.size, self.fit.heads.start,
             self.fit.heads.stop - 1, context.stock,
         )  # fmt: skip
 
     def reserve(self, query: Tensor) -> None:
-        """Take, and give back, the most memory that a call of these queries, [T, Hq, D], will need.
-
-        vLLM does so while it measures the memory of a batch, and its KV cache gets the rest; SGLang behind its cache.
-        """
+        """Take, and give back, the most memory that a call of these queries, [T, Hq, D], will need."""
+        # vLLM does so while it measures the memory of a batch, and its KV cache gets the rest; SGLang behind its cache
         if query.device.type != "cuda" or self.obstacle or len(query) <= self._reserved_rows:
             return  # the profiling run comes first and has the most rows; smaller runs capture graphs
         compiled, self._reserved_rows = self._reserved_rows > 0, len(query)
@@ -259,46 +230,50 @@ class Server:
             cu_q, cu_k = torch.tensor([0, queries], dtype=torch.int32, device=device), make_packed_starts(seq_lens)
             if in_pages:
                 s2o_attention_paged(
-                    q, cache[0], cache[1], config, cu_q=cu_q, seq_lens=seq_lens, block_table=table,
-                    max_q=queries, max_k=keys, total_k=keys, cu_k=cu_k, backend="triton",
-                )  # fmt: skip
+                    q,
+                    cache[0],
+                    cache[1],
+                    config,
+                    cu_q=cu_q,
+                    seq_lens=seq_lens,
+                    block_table=table,
+                    max_q=queries,
+                    max_k=keys,
+                    total_k=keys,
+                    cu_k=cu_k,
+                    backend="triton",
+                )
             else:
                 k, v = query.new_zeros(2, keys, kv_heads, query.shape[2])
                 s2o_attention_varlen(q, k, v, cu_q, cu_k, queries, keys, config, backend="triton")
-            gather_keys(
-                PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype
-            )  # what a check of drift reads
+            # what a check of drift reads
+            gather_keys(PagedKeys(cache[0], cache[1], table, cu_k, keys, keys), query.dtype)
 
 
 def _load_fit(settings: Settings, context: ServerContext) -> tuple[RankProfile, str]:
-    """Load the profile that the settings name, or else one that is found; return its name for the log with it.
-
-    If none is found, nothing runs S2O, for that reason.
-    """
-    model, device, checkpoint = context.model_config, context.device, context.checkpoint
+    """Load the profile that the settings name, or else one that is found, if any; return its name for the log too."""
+    model, checkpoint, decode_queries = context.model_config, context.checkpoint, context.decode_queries
     if settings.profile is not None:
         profile = load_profile(settings.profile)
         compared = fit.check_model(profile, model, checkpoint, fit.STRICT if settings.strict else ())
         source = f"{settings.profile} of {profile.model_name} ({compared})"
     else:
         try:
-            match = find_profile(model, device, lambda candidate: fit.find_mismatch(candidate, model, checkpoint))
+            is_other = partial(fit.find_mismatch, config=model, checkpoint=checkpoint)
+            match = find_profile(model, context.device, is_other)
         except (ProfileError, ModelError) as error:
-            return NoProfile(str(error), context.decode_queries), ""
+            return NoProfile(str(error), decode_queries), ""
         profile, source = match.profile, f"{match}{', config not compared' if match.profile.config_unknown else ''}"
-    host_flops = HOST_FLOPS if device.type == "cuda" else 0.0
-    row_weights = fit.count_row_weights(model) // context.rank.size
-    decode_queries, beyond = context.decode_queries, settings.beyond
-    return RankProfile(profile, context.rank, device, beyond, decode_queries, host_flops, row_weights), source
+    host_flops = HOST_FLOPS if context.device.type == "cuda" else 0.0
+    work = decode_queries, host_flops, fit.count_row_weights(model) // context.rank.size
+    return RankProfile(profile, context.rank, context.device, settings.beyond, *work), source
 
 
 def _kernels_key(config: LayerConfig) -> object:
-    """Return the parts of a configuration that make other kernels.
-
-    Short segments are scored more at once, and heads of several modes start in turns.
-    """
+    """Return the parts of a configuration that make other kernels."""
     heads, tile = [head for head in config.heads if head.mode == "s2o"], config.tile
     counts = tuple(sorted({head.representatives for head in heads}))
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     modes = frozenset(head.mode for head in config.heads)
+    # short segments are scored more at once, and heads of several modes start in turns
     return shape, config.scores, counts, config.has_tail, config.shortest_segment, modes

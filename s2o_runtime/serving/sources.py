@@ -16,14 +16,9 @@ class ServerInterface(ABC):
     @classmethod
     @abstractmethod
     def from_sources(cls, folder: Path) -> ServerInterface:
-        """Read the interface in a server's sources. Nothing is imported: plugins load where no GPU may be touched.
+        """Read the interface in a package's folder, without an import: plugins load where no GPU may be touched.
 
-        Args:
-            folder: of the server's package.
-
-        Raises:
-            OSError: a file is not there.
-            ValueError: a class or function is not there, or a file is no Python.
+        Raises OSError, SyntaxError or ValueError if a file, class or function is not there, or is not Python.
         """
 
     @abstractmethod
@@ -41,8 +36,8 @@ def find_interface_obstacle(interface: type[ServerInterface], folder: Path) -> s
 
 def find_classes(path: Path, *names: str) -> list[ast.ClassDef]:
     """Return classes of a file by their names. Raises OSError, SyntaxError, or ValueError if one is not there."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     try:
         return [classes[name] for name in names]
     except KeyError as error:

@@ -6,47 +6,40 @@ supported. Nothing in this file imports SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from operator import add
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from s2o_runtime.serving import fit
 from s2o_runtime.serving.attend import LayerCall, attend
-from s2o_runtime.serving.batch import BatchSlice
+from s2o_runtime.serving.batch import Batch, BatchSlice, SplitRequests
 from s2o_runtime.serving.fit import Request, ServedLayer
 from s2o_runtime.serving.server import Server
-from s2o_runtime.sglang.batch import SglangBatch, find_batch_obstacle
+from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 
 @dataclass(frozen=True)
 class SglangApi:
-    """The SGLang around S2O's backend.
-
-    Attributes:
-        server: the profile on this rank.
-        obstacle: why nothing in this process runs S2O; None if something may.
-        kv_cache_dtype: the type of the cache's entries, as torch spells it without "torch.".
-        is_split: whether a batch's context is shared by several ranks.
-        write: writes the keys and values of a batch's rows into the cache, for (layer, batch, keys, values).
-    """
+    """The SGLang around S2O's backend."""
 
     server: Server
-    obstacle: str | None
-    kv_cache_dtype: str
-    is_split: Callable[[Any], bool]
-    write: Callable[[Any, Any, Tensor, Tensor], None]
+    obstacle: str | None  # to all in this process
+    kv_cache_dtype: str  # as torch spells it without "torch."
+    is_split: Callable[[Any], bool]  # says of a batch if several ranks share its context
+    write: Callable[[Any, Any, Tensor, Tensor], None]  # layer, batch, and what goes into the cache: keys, values
 
 
 def mix_in(stock: type, api: SglangApi) -> type:
-    """Mix S2O into a stock backend; return the new class.
+    """Mix S2O into a stock backend of SGLang; return the new class.
 
-    Args:
-        stock: a subclass of SGLang's AttentionBackend that keeps its data of a batch in `forward_metadata`, and the
-            pools in `req_to_token_pool` and `token_to_kv_pool`.
-        api: the SGLang around it.
+    It keeps its data of a batch in `forward_metadata`, the pools in `req_to_token_pool` and `token_to_kv_pool`.
     """
 
     class S2OAttnBackend(_Backend, stock):  # type: ignore[misc]
@@ -88,9 +81,15 @@ class _Backend:
         return "the context is shared by several ranks" if self.s2o_api.is_split(forward_batch) else None
 
     def forward_extend(
-        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, **named: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **named: Any,
+    ) -> Any:
         """Compute one layer for rows of prompts, as SGLang's AttentionBackend does."""
         stock = super().forward_extend  # type: ignore[misc]
         pool, rows, heads, head_dim = self.token_to_kv_pool, q.shape[0], layer.tp_q_head_num, layer.qk_head_dim
@@ -147,18 +146,15 @@ class _Backend:
         index = layer.layer_id
         if index not in self.s2o_layers:
             api, skips = self.s2o_api, getattr(self, "fa_skip_kv_cache", False)  # FlashAttention's, for embeddings
+            scales = (layer.k_scale, layer.v_scale) if api.kv_cache_dtype in fit.FP8_CACHES else ()
             obstacle = (
                 api.obstacle
                 or ("keys are not written into the cache" if skips else None)
                 or find_attention_obstacle(layer)
                 or fit.find_cache_obstacle(api.kv_cache_dtype, api.server.fit.made_for)
-                or (
-                    fit.find_scales_obstacle(layer.k_scale, layer.v_scale)
-                    if api.kv_cache_dtype in fit.FP8_CACHES
-                    else None
-                )
+                or fit.find_scales_obstacle(*scales)
             )
-            self.s2o_layers[index] = fit.log_once(obstacle) or api.server.fit.find_layer(
+            self.s2o_layers[index] = fit.log_obstacle(obstacle) or api.server.fit.find_layer(
                 index, layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
             )
         return self.s2o_layers[index]
@@ -186,3 +182,72 @@ def find_attention_obstacle(layer: Any) -> str | None:
     if layer.use_irope:
         return "the layer sees chunks of the context"
     return "the scores are scaled by their position" if layer.xai_temperature_len > 0 else None
+
+
+class SglangBatch(Batch):
+    """A ForwardBatch of prompts, some of which S2O may compute.
+
+    req_to_token: int32 [requests, N], the slots of the cache where each request's tokens are; build_part: makes the
+    stock backend's data for the ForwardBatch of a slice.
+    """
+
+    def __init__(self, source: Any, req_to_token: Tensor, build_part: Callable[[Any], Any], server: Server) -> None:
+        queries = [int(count) for count in source.extend_seq_lens_cpu]
+        lengths = [int(prefix) + count for prefix, count in zip(source.extend_prefix_lens_cpu, queries, strict=True)]
+        adapters = [adapter is not None for adapter in getattr(source, "lora_ids", None) or ()]
+        # SGLang says whether prompts end in a batch, not which of them
+        left = 0 if getattr(source, "contains_last_prefill_chunk", False) else None
+        count_last_rows = partial(server.fit.count_last_rows, left=left)
+        split = SplitRequests.from_batch([0, *accumulate(queries)], lengths, adapters, count_last_rows)
+        self._batch = batch = source if split.are_whole else split_batch(source, split)
+        super().__init__(
+            split, server.fit, server.max_keys, lambda span: build_part(slice_batch(batch, split.requests, span))
+        )
+        self.source, self._req_to_token = source, req_to_token
+        self._edges: Tensor | None = None
+
+    def get_tensors(self, span: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
+        if self._edges is None:
+            counts = self._batch.extend_seq_lens
+            self._edges = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        edges, seq_lens = self._edges[span.first : span.last + 1], self._batch.seq_lens[span.requests].int()
+        # slots of the cache are pages of one token
+        return edges, seq_lens, self._req_to_token[self._batch.req_pool_indices[span.requests]].int()
+
+
+def split_batch(source: Any, split: SplitRequests) -> Any:
+    """Return the ForwardBatch whose requests are split."""
+    batch, (queries, lengths) = copy.copy(source), split.sizes
+    prefixes = [keys - count for keys, count in zip(lengths, queries, strict=True)]
+    numbers = {"extend_seq_lens": queries, "seq_lens": lengths, "extend_prefix_lens": prefixes}
+    for name in OF_REQUESTS:
+        values, new = getattr(source, name, None), numbers.get(name.removesuffix("_cpu"))
+        if isinstance(values, Tensor):
+            entries = torch.tensor(split.indices if new is None else new).to(values.device, non_blocking=True)
+            setattr(batch, name, values[entries] if new is None else entries.to(values.dtype))
+        elif values is not None:
+            setattr(batch, name, [values[index] for index in split.indices] if new is None else new)
+    batch.batch_size = len(queries)
+    return batch
+
+
+def slice_batch(source: Any, requests: Sequence[Request], span: BatchSlice) -> Any:
+    """Return the ForwardBatch of a slice, as if the batch had no other requests."""
+    batch = copy.copy(source)
+    for name in (*OF_REQUESTS, *OF_TOKENS):
+        values = getattr(source, name, None)
+        if values is not None:
+            setattr(batch, name, values[span.requests if name in OF_REQUESTS else span.rows])
+    batch.batch_size = span.last - span.first
+    batch.extend_num_tokens = span.end - span.begin
+    batch.seq_lens_sum = sum(request.keys for request in requests[span.requests])
+    return batch
+
+
+def find_batch_obstacle(source: Any) -> str | None:
+    """Return the reason why the stock backend computes a ForwardBatch as a whole, whatever its requests, or None."""
+    if source.forward_mode.name not in PROMPTS:
+        return f"the batch is of mode {source.forward_mode.name}"  # such as the verification of speculated tokens
+    if source.extend_seq_lens_cpu is None or source.extend_prefix_lens_cpu is None:
+        return "the lengths of the batch are not known on the host"
+    return next((reason for name, reason in WHOLE_ONLY.items() if getattr(source, name, None) is not None), None)

@@ -49,25 +49,15 @@ NEEDED = {*OF_REQUESTS, *OF_TOKENS, *COUNTS, "forward_mode"}
 
 @dataclass(frozen=True)
 class SglangInterface(ServerInterface):
-    """The names in SGLang on which the backend relies.
+    """The names in SGLang on which the backend relies; parameters are without self and class."""
 
-    Attributes:
-        forward: the parameters of the FlashAttention backend's `forward_extend`, without self.
-        reads: the fields of a batch that it and `init_forward_metadata` read.
-        batch: the fields of ForwardBatch.
-        modes: the members of ForwardMode.
-        write: the parameters of `MHATokenToKVPool.set_kv_buffer`.
-        location: those of `KVWriteLoc.for_layer`, without the class.
-        layer: the attributes that RadixAttention sets.
-    """
-
-    forward: tuple[str, ...]
-    reads: tuple[str, ...]
-    batch: tuple[str, ...]
-    modes: tuple[str, ...]
-    write: tuple[str, ...]
-    location: tuple[str, ...]
-    layer: tuple[str, ...]
+    forward: tuple[str, ...]  # parameters of the FlashAttention backend's `forward_extend`
+    reads: tuple[str, ...]  # fields of a batch that it and `init_forward_metadata` read
+    batch: tuple[str, ...]  # fields of ForwardBatch
+    modes: tuple[str, ...]  # members of ForwardMode
+    write: tuple[str, ...]  # parameters of `MHATokenToKVPool.set_kv_buffer`
+    location: tuple[str, ...]  # and of `KVWriteLoc.for_layer`
+    layer: tuple[str, ...]  # attributes that RadixAttention sets
 
     @classmethod
     def from_sources(cls, folder: Path) -> SglangInterface:
@@ -76,12 +66,13 @@ class SglangInterface(ServerInterface):
         batch, modes = find_classes(folder / BATCH, "ForwardBatch", "ForwardMode")
         kv_pool, location = find_classes(folder / POOL, "MHATokenToKVPool", "KVWriteLoc")
         (layer,) = find_classes(folder / RADIX, "RadixAttention")
+        targets = [target for node in modes.body if isinstance(node, ast.Assign) for target in node.targets]
         readers = [find_method(backend, name) for name in ("init_forward_metadata", "forward_extend")]
         return cls(
             forward=list_parameters(backend, "forward_extend"),
             reads=tuple(sorted(set().union(*(_list_attributes(reader, "forward_batch") for reader in readers)))),
             batch=tuple(read_fields(batch)),
-            modes=tuple(_list_assigned(modes)),
+            modes=tuple(target.id for target in targets if isinstance(target, ast.Name)),
             write=list_parameters(kv_pool, "set_kv_buffer"),
             location=list_parameters(location, "for_layer"),
             layer=tuple(sorted(_list_attributes(find_method(layer, "__init__"), "self"))),
@@ -113,8 +104,3 @@ def _list_attributes(definition: ast.FunctionDef, owner: str) -> set[str]:
         for node in ast.walk(definition)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == owner
     }
-
-
-def _list_assigned(owner: ast.ClassDef) -> list[str]:
-    targets = [target for node in owner.body if isinstance(node, ast.Assign) for target in node.targets]
-    return [target.id for target in targets if isinstance(target, ast.Name)]

@@ -126,10 +126,7 @@ def read_settings() -> Settings:
 
 
 def _find_process(parallel: Any) -> Process:
-    """Return this process among the server's, by SGLang's parallel state.
-
-    Replicas are processes of their own, or ranks of attention.
-    """
+    """Return this process among the server's; replicas are processes of their own, or ranks of attention."""
     apart = 0 if parallel.attn_dp_size > 1 else parallel.dp_rank or 0
     number = (apart * parallel.pp_size + parallel.pp_rank) * parallel.tp_size + parallel.tp_rank
     return Process(number, parallel.pp_rank, parallel.attn_dp_rank if parallel.attn_dp_size > 1 else apart)

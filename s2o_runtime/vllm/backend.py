@@ -7,41 +7,50 @@ their CUDA graphs, what is supported. Nothing in this file imports vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from s2o_runtime.errors import InputError
 from s2o_runtime.sequences import FP8_TYPES, find_page_obstacle
 from s2o_runtime.serving import fit
 from s2o_runtime.serving.attend import LayerCall, attend
-from s2o_runtime.serving.batch import BatchSlice
+from s2o_runtime.serving.batch import Batch, BatchSlice, SplitRequests
 from s2o_runtime.serving.fit import Request, ServedLayer
 from s2o_runtime.serving.server import Server
-from s2o_runtime.vllm.batch import VllmBatch, find_batch_obstacle, get_pages
 from s2o_runtime.vllm.compat import INIT
+
+EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
+OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row
+COMPUTED = "_num_computed_tokens_cpu"  # field with those of its keys that are not of its queries
+LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu")  # keys on the host, exact for prompts; newest name first
+KEYS = ("seq_lens", *LENGTHS)  # fields with each request's keys
+# What a part of a batch cannot have: such batches are the stock backend's as a whole.
+WHOLE_ONLY = {
+    "mm_req_doc_ranges": "rows of an image see one another",
+    "rswa_prefix_lens": "the model has reference sliding windows",
+    "encoder_seq_lens": "the layer attends to an encoder",
+    "dcp_local_seq_lens": "the context is shared by several ranks",
+    "logits_indices_padded": "the prompt's last layers are skipped (fast prefill)",
+}
 
 BATCH = "s2o_batch"  # attribute of the stock backend's metadata: the batch, or why S2O has no part in it
 
 
 @dataclass(frozen=True)
 class VllmApi:
-    """The vLLM around S2O's classes, as functions.
+    """The vLLM around S2O's classes, as functions."""
 
-    Attributes:
-        get_server: gives the profile of this process, which is loaded when the first layer is made.
-        get_layer_index: gives a layer's index in the whole model by its name.
-        count_left: counts the tokens of its prompt behind a request of so many queries and keys; None if unknown.
-        has_adapter: says whether a request of so many queries and keys may have a LoRA adapter.
-    """
-
-    get_server: Callable[[], Server]
-    get_layer_index: Callable[[str], int]
-    count_left: Callable[[int, int], int | None]
-    has_adapter: Callable[[int, int], bool] = lambda queries, keys: False
+    get_server: Callable[[], Server]  # which is made when the first layer is
+    get_layer_index: Callable[[str], int]  # in the whole model, by a layer's name
+    count_left: Callable[[int, int], int | None]  # tokens of its prompt behind a request of so many queries and keys
+    has_adapter: Callable[[int, int], bool] = lambda queries, keys: False  # a LoRA adapter, or it may have one
 
     def get_layer_number(self, name: str) -> int:
         """Return a layer's number, by its name in the model; -1 for a part that is no decoder."""
@@ -52,13 +61,7 @@ class VllmApi:
 
 
 def mix_in(stock: type, name: str, api: VllmApi) -> type:
-    """Mix S2O into a stock backend; the new class names those of its builder and implementation.
-
-    Args:
-        stock: a subclass of vLLM's AttentionBackend, such as FlashAttentionBackend.
-        name: what vLLM's registry calls the new backend.
-        api: the vLLM around it.
-    """
+    """Mix S2O into a stock backend, such as FlashAttentionBackend; vLLM's registry has the new class by this name."""
     stock_builder, stock_implementation = stock.get_builder_cls(), stock.get_impl_cls()  # type: ignore[attr-defined]
 
     class S2OMetadataBuilder(_Builder, stock_builder):  # type: ignore[misc, valid-type]
@@ -154,7 +157,7 @@ class _Implementation:
         given = {**dict(zip(INIT, arguments, strict=False)), **named}
         self.s2o_server = self.s2o_api.get_server()
         self.s2o_layers: dict[str, tuple[int, ServedLayer | str]] = {}
-        self.s2o_obstacle = fit.log_once(fit.find_layer_obstacle(
+        self.s2o_obstacle = fit.log_obstacle(fit.find_layer_obstacle(
             alibi=given.get("alibi_slopes") is not None,
             sliding_window=given.get("sliding_window"),
             soft_cap=given.get("logits_soft_cap"),
@@ -164,9 +167,17 @@ class _Implementation:
         ) or fit.find_cache_obstacle(given.get("kv_cache_dtype", "auto"), self.s2o_server.fit.made_for))  # fmt: skip
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
-        output: Tensor, *scales: Any, **named: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *scales: Any,
+        **named: Any,
+    ) -> Any:
         """Compute one layer, as vLLM's AttentionImpl does."""
         stock = super().forward  # type: ignore[misc]
         batch: VllmBatch | str | None = getattr(attn_metadata, BATCH, None)
@@ -184,12 +195,15 @@ class _Implementation:
             stock(layer, q, k, v, kv_cache, batch.get_part(span), output[span.rows], *scales, **named)
 
         call = LayerCall(
-            *self._find_layer(layer, kv_cache), batch, query, self.scale,
+            *self._find_layer(layer, kv_cache),
+            batch,
+            query,
+            self.scale,
             read_pages=lambda: get_pages(kv_cache, self.num_kv_heads, self.head_size),
             run_stock=run_stock,
             run_stock_slice=run_stock_slice,
             make_output=lambda: (output, output.view(-1, self.num_heads, self.head_size)),
-        )  # fmt: skip
+        )
         return attend(call, attn_metadata.num_actual_tokens, self.s2o_server.counters)
 
     def _find_layer(self, layer: Any, kv_cache: Tensor) -> tuple[int, ServedLayer | str]:
@@ -216,3 +230,136 @@ class _Implementation:
         if not hasattr(layer, "_k_scale") or not hasattr(layer, "_v_scale"):
             return "the scales of the fp8 cache are not where they are expected"
         return find_page_obstacle(k.shape[1]) or fit.find_scales_obstacle(layer._k_scale, layer._v_scale)
+
+
+class VllmBatch(Batch):
+    """One batch, as a metadata builder was given it in vLLM's `CommonAttentionMetadata`.
+
+    build: makes the stock backend's metadata of a part of it; count_left, has_adapter: those of `VllmApi`.
+    """
+
+    def __init__(
+        self,
+        common: Any,
+        build: Callable[[Any], Any],
+        server: Server,
+        count_left: Callable[[int, int], int | None],
+        has_adapter: Callable[[int, int], bool],
+    ) -> None:
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        lengths = read_lengths(common)[: common.num_reqs].tolist()
+        queries = [end - begin for begin, end in pairwise(starts)]
+
+        def count_last_rows(queries: int, keys: int) -> int:
+            return server.fit.count_last_rows(queries, keys, count_left(queries, keys))
+
+        split = SplitRequests.from_batch(starts, lengths, list(map(has_adapter, queries, lengths)), count_last_rows)
+        self._common = common if split.are_whole else split_batch(common, split)
+        self._build = build
+        super().__init__(split, server.fit, server.max_keys, lambda span: build(slice_batch(self._common, span)))
+
+    def get_tensors(self, span: BatchSlice) -> tuple[Tensor, Tensor, Tensor]:
+        common = self._common
+        edges = common.query_start_loc[span.first : span.last + 1]
+        return edges, common.seq_lens[span.requests].int(), common.block_table_tensor[span.requests]
+
+    def with_block_table(self, block_table: Tensor, slot_mapping: Tensor) -> VllmBatch:
+        """Return the same batch of another group of layers, whose keys lie in other pages."""
+        if not self.split.are_whole:
+            block_table = index_by_request(block_table, self.split)
+        other, build = copy.copy(self), self._build
+        other._common = replace(self._common, block_table_tensor=block_table, slot_mapping=slot_mapping)
+        other._build_part = lambda span: build(slice_batch(other._common, span))
+        other._calls, other._parts = {}, {}  # the plans stay
+        return other
+
+
+def read_lengths(common: Any) -> Tensor:
+    """Read the keys of each request on the host; asking the device for them is the last resort, because it waits."""
+    for name in LENGTHS:
+        lengths = getattr(common, name, None)
+        if isinstance(lengths, Tensor):
+            return lengths
+    return torch.as_tensor(common.seq_lens).cpu()
+
+
+def find_batch_obstacle(common: Any) -> str | None:
+    """Return the reason why the stock backend computes a batch as a whole, whatever its requests, or None."""
+    if common.causal is not True:
+        return "the batch is not causal"
+    return next((reason for name, reason in WHOLE_ONLY.items() if getattr(common, name, None) is not None), None)
+
+
+def index_by_request(values: Any, split: SplitRequests) -> Any:
+    """Return an entry for each split request, of values that have one for each of the server's requests."""
+    if isinstance(values, Tensor):
+        return values[torch.tensor(split.indices).to(values.device, non_blocking=True)]
+    return values[list(split.indices)]  # of numpy
+
+
+def split_batch(common: Any, split: SplitRequests) -> Any:
+    """Return the `CommonAttentionMetadata` whose requests are split."""
+
+    def numbers(values: Sequence[int], like: Tensor) -> Tensor:
+        return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
+
+    changes: dict[str, Any] = {"num_reqs": len(split.requests), "max_query_len": max(split.sizes[0])}
+    for name in (field.name for field in fields(common)):
+        value = getattr(common, name)
+        if name.endswith("_cache"):
+            changes[name] = None
+        elif name in EDGES:
+            changes[name] = numbers(split.starts, value)
+        elif name not in OF_TOKENS and getattr(value, "shape", None):  # one entry a request
+            changes[name] = index_by_request(value, split)
+            if name in KEYS:
+                changes[name] -= numbers(split.later, value)
+            elif name == COMPUTED:
+                changes[name] += numbers(split.earlier, value)
+    return replace(common, **changes)
+
+
+def slice_batch(common: Any, span: BatchSlice) -> Any:
+    """Return the `CommonAttentionMetadata` of some neighbouring requests, as if the batch had no others."""
+    changes: dict[str, Any] = {
+        "num_reqs": span.last - span.first,
+        "num_actual_tokens": span.end - span.begin,
+        "max_query_len": span.max_q,
+        "max_seq_len": span.max_k,
+    }
+    for name in (field.name for field in fields(common)):
+        value = getattr(common, name)
+        if name.endswith("_cache"):
+            changes[name] = None  # the whole batch's, computed once
+        elif name in EDGES:
+            changes[name] = value[span.first : span.last + 1] - span.begin
+        elif name in OF_TOKENS:
+            changes[name] = None if value is None else value[..., span.rows]  # of M-RoPE there are three rows
+        elif name not in changes and getattr(value, "shape", None):
+            changes[name] = value[span.requests]
+    return replace(common, **changes)
+
+
+def get_pages(cache: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values of one layer's cache: k and v, [pages, page size, Hkv, D] views.
+
+    Args:
+        cache: [pages, 2, page size, Hkv, D] as up to 0.28, or [pages, Hkv, page size, 2 D], keys before values, as from
+            0.29 on. Strides are a matter of settings too; a view keeps them.
+        kv_heads, head_dim: Hkv and D.
+
+    Raises:
+        InputError: the cache has another shape.
+    """
+    if cache.ndim == 5 and cache.shape[1] == 2 and cache.shape[3:] == (kv_heads, head_dim):
+        k, v = cache.unbind(1)
+    elif cache.ndim == 4 and (cache.shape[1], cache.shape[3]) == (kv_heads, 2 * head_dim):
+        k, v = cache.transpose(1, 2).chunk(2, 3)
+    else:
+        raise InputError(
+            f"the KV cache has shape {tuple(cache.shape)}: expected [pages, {kv_heads}, page size, {2 * head_dim}] or "
+            f"[pages, 2, page size, {kv_heads}, {head_dim}]"
+        )
+    if cache.dtype == torch.uint8:  # how vLLM stores fp8
+        k, v = k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
+    return k, v

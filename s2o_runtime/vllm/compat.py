@@ -36,20 +36,13 @@ COMMON_MORE = {
 
 @dataclass(frozen=True)
 class VllmInterface(ServerInterface):
-    """The names in vLLM on which the backend relies.
+    """The names in vLLM on which the backend relies; parameters are without self."""
 
-    Attributes:
-        forward, init: the parameters of the stock implementation's `forward` and `__init__`, without self.
-        build: those of the stock builder's `build`.
-        common: the fields of CommonAttentionMetadata.
-        cache_update: the stock backend's `forward_includes_kv_cache_update`.
-    """
-
-    forward: tuple[str, ...]
-    init: tuple[str, ...]
-    build: tuple[str, ...]
-    common: tuple[str, ...]
-    cache_update: bool
+    forward: tuple[str, ...]  # parameters of the stock implementation's `forward`
+    init: tuple[str, ...]  # and of its `__init__`
+    build: tuple[str, ...]  # of the stock builder's `build`
+    common: tuple[str, ...]  # fields of CommonAttentionMetadata
+    cache_update: bool  # the stock backend's `forward_includes_kv_cache_update`
 
     @classmethod
     def from_sources(cls, folder: Path) -> VllmInterface:

@@ -1,10 +1,10 @@
-"""The vLLM around S2O's backend: its configuration, its ranks and its log."""
+"""The vLLM around S2O's backend: its configuration, its ranks, its log and its requests' prompts."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -14,13 +14,94 @@ from s2o_runtime.serving.checkpoint import find_local_folder
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, log_start_failures
 from s2o_runtime.vllm.backend import VllmApi
-from s2o_runtime.vllm.prompts import Prompts
 
 SECTION = "s2o"  # of --additional-config, which has the settings
 
-PROMPTS = Prompts()  # of this process
-
 log = logging.getLogger("s2o_runtime")
+
+
+class Prompts:
+    """The prompts that a worker has not read to their end, and their sizes in the current step.
+
+    vLLM tells its workers where prompts end and which requests have LoRA adapters, not its backends.
+    """
+
+    has_lora = False  # whether the server lets requests have adapters
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}
+        self._left: dict[tuple[int, int], int] = {}
+        self._adapters: set[str] = set()  # requests that have one
+        self._by_adapter: dict[tuple[int, int], bool] = {}
+        self._unknown = False
+        self._watched: set[type] = set()
+
+    def watch(self, worker: type) -> None:
+        """Observe every step of a worker's class before it runs; once, however often it is asked for."""
+        if worker in self._watched:
+            return
+        self._watched.add(worker)
+        execute = worker.execute_model  # type: ignore[attr-defined]
+
+        @wraps(execute)
+        def execute_model(self: Any, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
+            prompts.observe(scheduler_output)
+            return execute(self, scheduler_output, *arguments, **named)
+
+        prompts = self
+        worker.execute_model = execute_model  # type: ignore[attr-defined]
+
+    def observe(self, step: Any) -> None:
+        """Take in a step, vLLM's `SchedulerOutput`; from one that is not understood on, no prompt is known to end."""
+        self._left, self._by_adapter = {}, {}
+        if self._unknown:
+            return
+        try:
+            self._read(step)
+        except (AttributeError, KeyError, TypeError) as error:
+            self._unknown = True
+            log.warning("S2O: this vLLM does not say where prompts end (%r): their last rows are sparse too", error)
+
+    def _read(self, step: Any) -> None:
+        for request in step.finished_req_ids:
+            self._lengths.pop(request, None)
+            self._adapters.discard(request)
+        for new in step.scheduled_new_reqs:
+            # vLLM's runner V2 has a preempted request here again, with what it has written
+            prompt = getattr(new, "prefill_token_ids", None) or new.prompt_token_ids
+            self._lengths[new.req_id] = len(new.prompt_embeds if prompt is None else prompt)
+            if self.has_lora and new.lora_request is not None:
+                self._adapters.add(new.req_id)
+        running = step.scheduled_cached_reqs
+        for request in running.resumed_req_ids:  # what it has written so far is read again, as a part of its prompt
+            if request in running.all_token_ids:
+                self._lengths[request] = len(running.all_token_ids[request])
+        if not self._lengths:
+            return  # as in nearly all steps, which decode
+        before = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        before |= zip(running.req_ids, running.num_computed_tokens, strict=True)
+        for request, length in list(self._lengths.items()):
+            queries = step.num_scheduled_tokens.get(request, 0)
+            if not queries:
+                continue
+            left = length - before[request] - queries
+            # backends know requests by their sizes alone: of two alike, the one that is dense counts
+            sizes = queries, before[request] + queries
+            self._left[sizes] = min(left, self._left.get(sizes, left))
+            self._by_adapter[sizes] = request in self._adapters or self._by_adapter.get(sizes, False)
+            if left <= 0:
+                del self._lengths[request]
+
+    def count_left(self, queries: int, keys: int) -> int | None:
+        """Count the tokens of a prompt behind this step's request of so many queries and keys; None if unknown."""
+        return self._left.get((queries, keys))
+
+    def has_adapter(self, queries: int, keys: int) -> bool:
+        """Return whether one of this step's requests of so many queries and keys has an adapter, or may have."""
+        return self.has_lora and self._by_adapter.get((queries, keys), True)
+
+
+PROMPTS = Prompts()  # of this process
 
 
 def make_api() -> VllmApi:
@@ -65,9 +146,8 @@ def get_server() -> Server:
         decode_queries=1 + 2 * int(getattr(config.speculative_config, "num_speculative_tokens", None) or 0),
         process=_find_process(config.parallel_config, get_world_group().rank_in_group, get_pp_group().rank_in_group),
         kv_cache_dtype=_get_cache_dtype(config.cache_config),
-        obstacle=find_page_obstacle(
-            config.cache_config.block_size or 1
-        ),  # 0 or None where vLLM will choose, a small one
+        # 0 or None where vLLM will choose, a small one
+        obstacle=find_page_obstacle(config.cache_config.block_size or 1),
     )
     vllm_log = logging.getLogger("vllm")
     if not log.handlers:  # S2O's log goes where vLLM's goes
@@ -89,13 +169,7 @@ def read_settings(additional_config: Any) -> Settings:
 
 
 def _find_process(parallel: Any, world_rank: int, stage: int) -> Process:
-    """Return this process among those of the server.
-
-    Args:
-        parallel: vLLM's ParallelConfig.
-        world_rank: among the processes that vLLM has in one group: of a replica, or of all replicas.
-        stage: of pipeline parallelism.
-    """
+    """Return this process among the server's, by its rank in the group that vLLM has for a replica or for all."""
     replica = getattr(parallel, "data_parallel_index", None)  # stays where vLLM takes replicas apart; 0.23 has it not
     replica = parallel.data_parallel_rank if replica is None else replica
     of_replica = parallel.tensor_parallel_size * parallel.pipeline_parallel_size

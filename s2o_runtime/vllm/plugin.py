@@ -22,10 +22,7 @@ log = logging.getLogger("s2o_runtime")
 
 @lru_cache(maxsize=1)
 def register() -> None:
-    """Name S2O's backend in vLLM's registry; it is imported if it is chosen.
-
-    With a vLLM whose interface is not known the name stands for the stock backend, and one warning says so.
-    """
+    """Name S2O's backend in vLLM's registry, or the stock one with a warning if vLLM's interface is not known."""
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:

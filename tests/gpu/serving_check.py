@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from s2o_runtime.quantisation import round_as_cached
-from s2o_runtime.serving import self_test
+from s2o_runtime.serving import attend as self_test
 from s2o_runtime.serving.fit import Rank
 from support.engines import ENGINES
 from support.fake_server import FakeServer

@@ -218,7 +218,7 @@ def test_a_layer_of_a_server_takes_little_time_on_the_host(tile, replays, capsys
     config = LayerConfig.uniform(8, tau=0.5, segment=256, representatives=16, tail="mean", tile=tile)
     device = identify(torch.device("cuda"))
     profile = Profile("made", geometry, "", device, (1024, 8192), ((config,),) * 2).validate()
-    engine = FakeEngine(FakeServer(profile, Rank(), "cuda", 16384), "pages of two", dtype=torch.bfloat16, device="cuda")
+    engine = FakeEngine(FakeServer(profile, Rank(), "cuda", 16384), torch.bfloat16, "cuda", layout="pages of two")
     request, times = engine.add(4000), []
     with torch.inference_mode():
         for length in range(3900, 3950):  # of one bound

@@ -17,7 +17,7 @@ from support.server_batches import check_last_rows, check_mixed_batches, served_
 def test_mixed_batches_are_each_request_on_its_own(tile, layout, monkeypatch):
     monkeypatch.setattr(Counters, "is_sampled", lambda self, layer, is_prompt: True)
     server = FakeServer(served_profile(tile), Rank(), "cuda", 16384)
-    engine = FakeEngine(server, layout, pages=2048, dtype=torch.bfloat16, device="cuda")
+    engine = FakeEngine(server, torch.bfloat16, "cuda", layout=layout, pages=2048)
     # as vLLM orders a batch
     check_mixed_batches(engine, ("decoding", "tailing", "first", "second"), lambda parts: engine.feed(parts)[0])
     seconds = server.counters.seconds()

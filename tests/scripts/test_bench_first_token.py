@@ -116,7 +116,7 @@ def engines(monkeypatch):
     """Put a fake in vLLM's place, in this process; the engines that are started, in their order."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     started, clock, counters = [], SimpleNamespace(now=0.0), Counters()
-    counters.store_sample(0, SimpleNamespace(density=torch.tensor([0.2, 0.4])))
+    counters.sampled[0] = SimpleNamespace(density=torch.tensor([0.2, 0.4]))
 
     def sleep(seconds):
         clock.now += seconds

@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -15,7 +14,7 @@ from s2o_runtime.serving.batch import Batch, SplitRequests, plan_batch, round_bo
 from s2o_runtime.serving.fit import Rank
 from support.engines import ENGINES
 from support.fake_server import FakeServer
-from support.server_batches import FEWEST, all_dense, alone, dense, two_layers
+from support.server_batches import FEWEST, all_dense, alone, check_close, dense, two_layers, with_last_rows
 
 MAX_KEYS = 5000
 LAST, ADAPTER = "the last rows of a prompt", "the request has a LoRA adapter"
@@ -79,12 +78,7 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
         assert part.length_step != after.length_step or part.total_k + split.requests[after.first].keys > MAX_KEYS
 
 
-def test_a_batch_of_decodes_and_one_long_prompt_is_planned_as_two_slices():
-    """The long one is at the limit of a call, and joins none."""
-    split = SplitRequests.from_batch([0, 1, 2, 3, 1003, 1503], [700, 9000, 12, 4000, 1000])
-    stock, first, _ = plan_batch(split, few_reason, MAX_KEYS).slices
-    assert (stock.requests, stock.rows, stock.is_sparse) == (slice(0, 3), slice(0, 3), False)
-    assert (first.requests, first.rows, first.max_q, first.max_k) == (slice(3, 4), slice(3, 1003), 1000, 4000)
+def test_slices_that_are_planned_have_as_many_keys_as_they_may():
     split = SplitRequests.from_batch([0, 500, 1000, 1500], [MAX_KEYS // 2] * 3)
     assert [part.total_k for part in plan_batch(split, few_reason, MAX_KEYS).slices] == [MAX_KEYS, MAX_KEYS // 2]
 
@@ -103,17 +97,6 @@ def test_few_bounds_stand_for_all_lengths():
     assert round_up_length(8192) == 8192
     assert round_up_length(8193) == round_up_length(8704) == 8704
     assert len({round_up_length(length) for length in range(8193, 131073)}) == 4 * 16
-
-
-def check_close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def with_last_rows(rows, **options):
-    """A profile of two layers, the second of which is dense, whose prompts' last rows are dense in the first."""
-    profile = two_layers(lengths=(128, 768), **options)
-    first, second = profile.layers[0]
-    return replace(profile, layers=((replace(first, last_rows=rows), second),) * 2)
 
 
 @pytest.fixture(params=ENGINES)
@@ -164,9 +147,14 @@ PROMPTS = st.tuples(st.sampled_from([64, 100, 128, 200, 300, 305]) | st.integers
 @settings(max_examples=25, deadline=None)
 @pytest.mark.parametrize("name", ENGINES)
 @given(
-    st.lists(PROMPTS, min_size=1, max_size=4), st.data(), st.sampled_from([0, 0, 30, 128]),
-    st.sampled_from([400, 2048]), st.integers(0, 1), st.integers(0, 3), st.booleans(),
-)  # fmt: skip
+    st.lists(PROMPTS, min_size=1, max_size=4),
+    st.data(),
+    st.sampled_from([0, 0, 30, 128]),
+    st.sampled_from([400, 2048]),
+    st.integers(0, 1),
+    st.integers(0, 3),
+    st.booleans(),
+)
 def test_a_batch_is_each_request_on_its_own(name, prompts, data, last_rows, max_keys, rank, padding, older):
     """Of prompts that are read in two batches, with decodes, tails, chunks, ends and adapters as they come."""
     server = FakeServer(with_last_rows(last_rows), Rank(rank, 2), "cpu", max_keys)
@@ -215,13 +203,6 @@ def test_a_mixed_batch_has_one_sparse_call_of_two_requests(made):
         ("dense", "shorter than the shortest calibrated length"): 64,
         ("s2o", "reference backend"): 199 + 280 + 150 + 150 + 305,
     }
-
-
-def test_a_prompt_in_chunks_is_the_prompt_where_nothing_stops(made):
-    engine = made(two_layers(tau=0.0))
-    request = engine.add(500)
-    check_close(torch.cat([engine.outputs([(request, 100)]) for _ in range(5)]), dense(request, 500))
-    assert "s2o" in {path for path, _ in engine.counted()}
 
 
 def test_nothing_is_made_of_a_batch_with_little_work(made, monkeypatch):

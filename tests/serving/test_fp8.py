@@ -1,6 +1,7 @@
 """fp8 KV caches: which layers may be sparse with one, and what they compute, between fakes of both servers."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from s2o_runtime.quantisation import round_as_cached
 from s2o_runtime.serving.fit import Rank, find_cache_obstacle, find_scales_obstacle
 from support.engines import ENGINES
 from support.fake_server import FakeServer
-from support.server_batches import alone, two_layers
+from support.server_batches import alone, check_close, two_layers
 
 FP8 = torch.float8_e4m3fn
 NAMES = {"vllm": "fp8", "sglang": "float8_e4m3fn"}
@@ -41,29 +42,21 @@ def test_layers_are_sparse_over_keys_and_values_as_the_cache_rounds_them(of_fp8)
     out = engine.outputs([(second, 305)])
     assert {path for path, _ in engine.counted()} == {"s2o"}
     second.keys, second.values = (round_as_cached(tensor, "fp8") for tensor in (second.keys, second.values))
-    torch.testing.assert_close(out, alone(second, 305, layer.config(305)).out, rtol=1e-4, atol=1e-5)
+    check_close(out, alone(second, 305, layer.config(305)).out)
 
 
 def test_a_profile_that_was_not_made_for_it_is_dense(of_fp8):
     engine = of_fp8("auto")
     request = engine.add(300)
     engine.outputs([(request, 300)])
-    assert {path for path, _ in engine.counted()} == {"dense"}
-    assert {reason for _, _, reason in engine.server.counters.rows} == {
-        f"the KV cache is {engine.kv_cache_dtype}, which the profile was not made for"
-    }
+    reason = f"the KV cache is {engine.kv_cache_dtype}, which the profile was not made for"
+    assert engine.server.counters.rows == {(0, "dense", reason): 300}
 
 
-def test_which_caches_a_profile_is_for():
-    assert (
-        find_cache_obstacle("auto") is find_cache_obstacle("bfloat16") is find_cache_obstacle("bfloat16", "fp8") is None
-    )
-    assert find_cache_obstacle("fp8_e4m3", "fp8") is None
+def test_which_caches_and_scales_a_profile_is_for():
+    for kind, made_for in (("auto", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8"), ("fp8_e4m3", "fp8")):
+        assert find_cache_obstacle(kind, made_for) is None
     assert find_cache_obstacle("fp8_e5m2", "fp8") == "the KV cache is fp8_e5m2"
-    assert find_cache_obstacle("nvfp4", "fp8") == "the KV cache is nvfp4"
-
-
-def test_scales_of_one_are_what_the_profile_was_made_for():
     assert find_scales_obstacle(None, 1.0, torch.ones(8)) is None
     said = "the fp8 cache has scales up to 0.5, the profile was made for 1"
     assert find_scales_obstacle(torch.ones(1), torch.tensor([0.25, 0.5])) == said
@@ -79,8 +72,6 @@ def test_scales_of_one_are_what_the_profile_was_made_for():
     ],
 )
 def test_what_vllms_layers_must_be_like(change, reason):
-    from types import SimpleNamespace
-
     server = FakeServer(two_layers(), Rank(), "cpu", 2048)
     engine = ENGINES["vllm"](server, kv_cache_dtype="fp8")
     if "layer" not in change:

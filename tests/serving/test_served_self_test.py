@@ -8,12 +8,13 @@ import torch
 from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.monitor.counters import EARLY, Counters
 from s2o_runtime.monitor.drift import DriftCheck, DriftMonitor, ErrorLimits
-from s2o_runtime.serving import self_test
+from s2o_runtime.serving import attend as self_test
+from s2o_runtime.serving.attend import FEWEST_ROWS, UNTESTED, exact_config
 from s2o_runtime.serving.fit import TEST_KEYS, Rank
-from s2o_runtime.serving.self_test import FEWEST_ROWS, UNTESTED, exact_config
+from support import vllm_plain
 from support.engines import ENGINES
 from support.fake_server import FakeServer
-from support.server_batches import alone, dense, two_layers
+from support.server_batches import alone, check_close, dense, two_layers
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="both servers share what is tested")
 ON_CPU = ("s2o", "reference backend")
@@ -33,10 +34,6 @@ def served(profile):
     return FakeServer(profile, Rank(), "cpu", 2048, tested=False)
 
 
-def check_close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def test_a_layer_is_dense_until_a_prompt_has_tested_it(untested):
     engine = untested()
     first, second = engine.add(TEST_KEYS + 50), engine.add(300)
@@ -54,13 +51,10 @@ def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(untes
     engine = untested()
     short, chunked = engine.add(TEST_KEYS - 1), engine.add(TEST_KEYS + FEWEST_ROWS)
     engine.outputs([(short, TEST_KEYS - 1)])
-    engine.outputs([(chunked, TEST_KEYS)])
-    assert engine.server.fit.layers[0].tested  # by that chunk
-    engine = untested()
-    short, chunked = engine.add(TEST_KEYS - 1), engine.add(TEST_KEYS + FEWEST_ROWS)
-    engine.outputs([(short, TEST_KEYS - 1)])
     assert not engine.server.fit.layers[0].tested
     assert engine.counted() == {("dense", UNTESTED): TEST_KEYS - 1}
+    engine.outputs([(chunked, TEST_KEYS)])
+    assert engine.server.fit.layers[0].tested  # by that chunk
 
 
 def test_a_prompt_that_is_too_short_for_the_profile_tests_layers(untested):
@@ -99,10 +93,9 @@ def test_a_layer_whose_output_differs_stays_dense(wrong, heads, untested, monkey
 
 def test_a_stock_backend_that_does_something_else_is_noticed(untested, monkeypatch):
     """Here it scales scores otherwise than S2O is told."""
-    engine = untested()
-    module, name = engine.stock_op
-    stock = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args, scale, **named: stock(*args, scale=2 * scale, **named))
+    engine, stock = untested(), vllm_plain.s2o_attention_varlen
+    twice = lambda *args, scale, **named: stock(*args, scale=2 * scale, **named)  # noqa: E731
+    monkeypatch.setattr(vllm_plain, "s2o_attention_varlen", twice)
     request = engine.add(300)
     engine.outputs([(request, 300)])
     assert "its self-test failed" in engine.server.fit.layers[0].rejected
@@ -111,13 +104,11 @@ def test_a_stock_backend_that_does_something_else_is_noticed(untested, monkeypat
 def test_what_never_stops_has_the_heads_segments():
     profile = two_layers()
     int8 = LayerConfig((HeadConfig(0.5, 64, tail="mean"),) * 4, profile.layers[0][0].tile, scores="int8")
-    for first in (profile.layers[0][0], int8):
-        layers = ((first, profile.layers[0][1]),) * 2
-        sparse, dense_layer = served(replace(profile, layers=layers)).fit.layers
-        config = exact_config(sparse, profile.lengths)
-        assert {(head.tau, head.segment) for head in config.heads} == {(0.0, 64)}
-        assert config.scores == "input"
-        assert exact_config(dense_layer, profile.lengths) is None
+    layers = ((int8, profile.layers[0][1]),) * 2
+    sparse, dense_layer = served(replace(profile, layers=layers)).fit.layers
+    config = exact_config(sparse, profile.lengths)
+    assert {(head.tau, head.segment, config.scores) for head in config.heads} == {(0.0, 64, "input")}
+    assert exact_config(dense_layer, profile.lengths) is None
 
 
 def of_two_kinds(swapped):
@@ -152,8 +143,8 @@ def test_a_profile_whose_layers_are_swapped_is_noticed_within_its_first_prompts(
         for request in [add_prompt(engine, number) for _ in range(10)]:
             engine.outputs([(request, 300)], number)
     first, second = server.fit.layers
-    assert (first.past_budget is not None) == swapped
-    assert second.past_budget is None
+    assert (first.dense_verdict is not None) == swapped
+    assert second.dense_verdict is None
     if swapped:
         assert "layer 0: in 8 of the last 8 checks" in caplog.text
         assert "it runs dense from now on" in caplog.text

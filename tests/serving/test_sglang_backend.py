@@ -8,13 +8,13 @@ import torch
 from s2o_runtime.serving.fit import Rank
 from support.fake_server import FakeServer
 from support.fake_sglang import FakeEngine, Mode
-from support.server_batches import alone, dense, two_layers
+from support.server_batches import alone, check_close, dense, two_layers
 
 HEADS, ENCODER = 4, SimpleNamespace(value="encoder_only")
 
 
-def engine(max_keys=2048, rank=None, tau=1.0, **options):
-    return FakeEngine(FakeServer(two_layers(tau), rank or Rank(), "cpu", max_keys), **options)
+def engine(**options):
+    return FakeEngine(FakeServer(two_layers(), Rank(), "cpu", 2048), **options)
 
 
 def test_a_part_is_a_batch_of_its_own():
@@ -35,26 +35,19 @@ def test_a_part_is_a_batch_of_its_own():
 
 
 def test_keys_that_are_in_the_cache_already_are_not_written_again():
+    """Nor does decoding write or plan anything."""
     fake = engine()
-    request = fake.add(300)
+    request = fake.add(301)
     fake.feed([(request, 300)])
     expected = fake.pool.k.clone()
     request.done = 0
     out = fake.feed([(request, 300)], named={"save_kv_cache": False})
-    assert fake.writes == 1
-    torch.testing.assert_close(fake.pool.k, expected, equal_nan=True)
-    torch.testing.assert_close(
-        out, alone(request, 300, fake.server.fit.layers[0].config(300)).out, rtol=1e-4, atol=1e-5
-    )
-
-
-def test_decoding_is_the_stock_backends():
-    fake = engine()
-    request = fake.add(300)
-    fake.feed([(request, 299)])
+    check_close(out, alone(request, 300, fake.server.fit.layers[0].config(300)).out)
     fake.backend.init_forward_metadata(fake.batch([(request, 1)], Mode.DECODE))
     assert fake.backend.s2o_batch is None
     assert fake.backend.forward_decode() == "decoded"
+    assert fake.writes == 1
+    torch.testing.assert_close(fake.pool.k, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +72,7 @@ def test_what_s2o_cannot_do_is_one_call_of_the_stock_backend(options, call, reas
     fake = engine(**options)
     requests = [fake.add(300), fake.add(200)]
     out = fake.feed([(request, len(request)) for request in requests], **call)
-    expected = torch.cat([dense(request, len(request)) for request in requests])
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    check_close(out, torch.cat([dense(request, len(request)) for request in requests]))
     assert len(fake.backend.announced) == 1
     assert fake.writes == 0
     ((path, said),) = fake.counted()
@@ -96,29 +88,17 @@ def test_values_of_another_width_and_embeddings_without_a_cache_are_the_stock_ba
     assert fake.backend._find_layer(fake.layer()) == "keys are not written into the cache"
 
 
-def test_images_are_the_stock_backends():
-    """A model says so after the batch was announced."""
+def test_rows_of_another_batch_or_of_images_are_the_stock_backends():
     fake = engine()
     request = fake.add(300)
-    announce = fake.backend.init_forward_metadata
-
-    def announced(batch):
-        announce(batch)
-        fake.backend.forward_metadata.image_token_ranges = torch.zeros(1, 2)
-
-    fake.backend.init_forward_metadata = announced
-    fake.feed([(request, 300)])
-    assert fake.counted() == {("dense", "rows of an image see one another"): 300}
-
-
-def test_rows_of_another_batch_are_the_stock_backends():
-    fake = engine()
-    request = fake.add(300)
-    batch = fake.batch([(request, 300)])
-    fake.backend.init_forward_metadata(fake.batch([(request, 300)]))
-    query = request.queries.flatten(1)
-    fake.backend.forward_extend(query, request.keys, request.values, fake.layer(), batch)
-    assert fake.counted() == {("dense", "the call's rows are not those of the announced batch"): 300}
+    batch, other = fake.batch([(request, 300)]), fake.batch([(request, 300)])
+    rows = request.queries.flatten(1), request.keys, request.values, fake.layer()
+    fake.backend.init_forward_metadata(other)
+    fake.backend.forward_extend(*rows, batch)
+    fake.backend.forward_metadata.image_token_ranges = torch.zeros(1, 2)  # a model says so after the announcement
+    fake.backend.forward_extend(*rows, other)
+    reasons = "the call's rows are not those of the announced batch", "rows of an image see one another"
+    assert fake.counted() == dict.fromkeys([("dense", reason) for reason in reasons], 300)
     batch.extend_seq_lens_cpu = None
     fake.backend.init_forward_metadata(batch)
     assert fake.backend.s2o_batch == "the lengths of the batch are not known on the host"

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
@@ -19,15 +20,11 @@ from s2o_runtime.serving.fit import Rank, RankProfile, Request, check_model, cou
 CPU = torch.device("cpu")
 
 
-def profile(query_heads=8, kv_heads=2, layers=2, lengths=(1024, 4096), heads=None, tile=None):
-    config = LayerConfig(
-        tuple(heads or (HeadConfig(0.1 + index, 128) for index in range(query_heads))),
-        tile or TileConfig(64, 64, 4, 4, 2, min_queries=200),
-    )
-    geometry = Geometry("llama", layers, query_heads, kv_heads, 64)
-    bucket = (config,) * (layers - 1) + (config.as_dense(),)
-    device = DeviceIdentity("cpu", "cpu")
-    return Profile("made", geometry, "", device, lengths, (bucket,) * len(lengths)).validate()
+def profile(kv_heads=2):
+    heads = tuple(HeadConfig(0.1 + index, 128) for index in range(8))
+    config = LayerConfig(heads, TileConfig(64, 64, 4, 4, 2, min_queries=200))
+    geometry, device = Geometry("llama", 2, 8, kv_heads, 64), DeviceIdentity("cpu", "cpu")
+    return Profile("made", geometry, "", device, (1024, 4096), ((config, config.as_dense()),) * 2).validate()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -66,9 +63,15 @@ def test_a_requests_reason_is_the_first_rule_that_it_breaks():
     short, long = "shorter than the shortest calibrated length", "longer than 6144 keys"
     few, whole_layer = "fewer than 200 queries behind a prefix", "every head of the layer is dense"
     for queries, keys, reason in (
-        (1, 4000, "decode"), (500, 1023, short), (500, 1024, None), (500, 6144, None), (500, 6145, long),
-        (199, 4000, few), (200, 4000, None), (4096, 4096, None),
-    ):  # fmt: skip
+        (1, 4000, "decode"),
+        (500, 1023, short),
+        (500, 1024, None),
+        (500, 6144, None),
+        (500, 6145, long),
+        (199, 4000, few),
+        (200, 4000, None),
+        (4096, 4096, None),
+    ):
         assert reason_of(fit, queries, keys) == reason
         rest = {"has_adapter": True, "is_last_rows": True}
         assert reason_of(fit, queries, keys, **rest) == (reason or "the request has a LoRA adapter")
@@ -96,9 +99,8 @@ def test_requests_with_little_work_for_a_gpu_are_dense():
     assert weights == 2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960
     experts = {"intermediate_size": 8960, "moe_intermediate_size": 1120, "num_experts_per_tok": 8}
     assert count_row_weights(SimpleNamespace(**(sizes | experts))) == weights
-    assert (
-        count_row_weights(SimpleNamespace(**(sizes | {"intermediate_size": [8960] * 28}))) == weights - 3 * 1536 * 8960
-    )
+    by_layer = SimpleNamespace(**(sizes | {"intermediate_size": [8960] * 28}))
+    assert count_row_weights(by_layer) == weights - 3 * 1536 * 8960
     larger = RankProfile(profile(), Rank(), CPU, "s2o", host_flops=4e11, row_weights=weights)
     assert reason_of(larger, 2048, 90_000) is None  # 3.5e11 for attention, 1.9e11 for the matrices
     assert reason_of(larger, 2048, 50_000) == host
@@ -127,9 +129,8 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
     assert fit.rejected is None
     answers = [tuple(fit.dense_reason(Request(*call), layer) for call in calls) for layer in fit.layers]
     assert answers[1][-1] == "tile 64x128x4 ws s2 is for sm_90, this GPU is sm_80"
-    for first, of_first in zip(fit.layers, answers, strict=True):
-        for second, of_second in zip(fit.layers, answers, strict=True):
-            assert first.plan_key != second.plan_key or of_first == of_second
+    for (first, of_first), (second, of_second) in combinations(zip(fit.layers, answers, strict=True), 2):
+        assert first.plan_key != second.plan_key or of_first == of_second
     assert fit.layers[0].plan_key == fit.layers[-1].plan_key  # thresholds make no difference
 
 

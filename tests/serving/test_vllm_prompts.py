@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s2o_runtime.vllm.prompts import Prompts
+from s2o_runtime.vllm.engine import Prompts
 
 
 def step(scheduled, new=(), running=(), finished=(), resumed=(), adapters=()):
@@ -16,58 +16,44 @@ def step(scheduled, new=(), running=(), finished=(), resumed=(), adapters=()):
     requests, computed = zip(*running, strict=True) if running else ((), ())
     new_requests = [
         SimpleNamespace(
-            req_id=name, prompt_token_ids=[0] * length, prompt_embeds=None, num_computed_tokens=cached,
+            req_id=name,
+            prompt_token_ids=[0] * length,
+            prompt_embeds=None,
+            num_computed_tokens=cached,
             lora_request=object() if name in adapters else None,
         )
         for name, length, cached in new
-    ]  # fmt: skip
+    ]
     cached_requests = SimpleNamespace(
-        req_ids=list(requests), num_computed_tokens=list(computed), resumed_req_ids={name for name, _ in resumed},
+        req_ids=list(requests),
+        num_computed_tokens=list(computed),
+        resumed_req_ids={name for name, _ in resumed},
         all_token_ids={name: [0] * tokens for name, tokens in resumed},
-    )  # fmt: skip
+    )
     return SimpleNamespace(
-        scheduled_new_reqs=new_requests, scheduled_cached_reqs=cached_requests, num_scheduled_tokens=scheduled,
+        scheduled_new_reqs=new_requests,
+        scheduled_cached_reqs=cached_requests,
+        num_scheduled_tokens=scheduled,
         finished_req_ids=set(finished),
-    )  # fmt: skip
+    )
 
 
 class Worker:
-    """vLLM's, which notes what it ran."""
-
-    def __init__(self):
-        self.ran = []
+    """vLLM's, as far as it matters here."""
 
     def execute_model(self, scheduler_output):
-        self.ran.append(scheduler_output)
-        return "output"
+        return "ran", scheduler_output
 
 
 def test_a_worker_runs_as_before_and_its_steps_are_seen():
-    class Watched(Worker):
-        pass
-
-    prompts = Prompts()
+    watched, prompts = type("Watched", (Worker,), {}), Prompts()
     for _ in range(2):
-        prompts.watch(Watched)
-    worker, first = Watched(), step({"a": 300}, new=[("a", 1000, 200)])
-    assert worker.execute_model(first) == "output"
-    assert worker.ran == [first]
+        prompts.watch(watched)
+    first = step({"a": 300}, new=[("a", 1000, 200)])
+    assert watched().execute_model(first) == ("ran", first)
     assert prompts.count_left(300, 500) == 500
-    worker.execute_model(step({"a": 500}, running=[("a", 500)]))
-    assert prompts.count_left(500, 1000) == 0
-    assert Worker().execute_model(step({"b": 1})) == "output"  # another class is as it was
-    assert prompts.count_left(500, 1000) == 0
-
-
-def test_the_end_of_a_prompt_is_known_in_every_chunk():
-    """The example to read: a prompt in chunks beside one that decodes, preempted with 20 tokens written behind it."""
-    prompts = Prompts()
-    prompts.observe(step({"a": 200, "b": 1}, new=[("a", 300, 0)], running=[("b", 70)]))
-    assert (prompts.count_left(200, 200), prompts.count_left(1, 71)) == (100, None)
-    prompts.observe(step({"a": 100}, running=[("a", 200)]))
-    assert (prompts.count_left(100, 300), prompts.count_left(200, 200)) == (0, None)
-    prompts.observe(step({"a": 200}, running=[("a", 0)], resumed=[("a", 320)]))
-    assert prompts.count_left(200, 200) == 120
+    Worker().execute_model(step({"b": 1}))  # another class is as it was
+    assert prompts.count_left(300, 500) == 500
 
 
 @given(st.data())
@@ -108,21 +94,15 @@ def test_what_is_left_of_prompts_and_their_adapters_in_any_order_of_steps(data):
             assert prompts.has_adapter(*sizes) == (prompts.has_lora and adapted.get(sizes, True))
 
 
-def test_once_steps_are_not_understood_every_request_may_have_an_adapter():
+def test_once_a_step_is_not_understood_nothing_is_known_and_that_is_said_once(info_log):
     prompts = Prompts()
     prompts.has_lora = True
     prompts.observe(step({"a": 100}, new=[("a", 100, 0)]))
     assert not prompts.has_adapter(100, 100)
-    prompts.observe(SimpleNamespace(finished_req_ids=[]))
-    prompts.observe(step({"b": 100}, new=[("b", 100, 0)]))
-    assert prompts.has_adapter(100, 100)
-
-
-def test_a_step_that_is_not_understood_is_said_once(info_log):
-    prompts = Prompts()
     for _ in range(2):
         prompts.observe(SimpleNamespace(finished_req_ids=[]))
-    assert prompts.count_left(300, 300) is None
+    prompts.observe(step({"b": 100}, new=[("b", 100, 0)]))
+    assert prompts.count_left(100, 100) is None
+    assert prompts.has_adapter(100, 100)  # for all that is known
     (said,) = info_log.messages
     assert said.startswith("S2O: this vLLM does not say where prompts end (AttributeError(")
-    assert said.endswith("their last rows are sparse too")

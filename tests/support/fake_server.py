@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +31,14 @@ class FakeServer:
 def context(model_config: Any, **changes: Any) -> ServerContext:
     """Where a vLLM on a CPU would serve a model of this configuration."""
     known = {
-        "engine": "vLLM 0.32.0", "stock": "STOCK", "model_config": model_config, "checkpoint": None, "rank": Rank(),
-        "device": torch.device("cpu"), "max_keys": 4096,
-    }  # fmt: skip
+        "engine": "vLLM 0.32.0",
+        "stock": "STOCK",
+        "model_config": model_config,
+        "checkpoint": None,
+        "rank": Rank(),
+        "device": torch.device("cpu"),
+        "max_keys": 4096,
+    }
     return ServerContext(**{**known, **changes})
 
 
@@ -66,17 +71,23 @@ class Layout(NamedTuple):
     slots: Tensor
 
 
+@dataclass
 class Requests:
-    """Prompts of random queries, keys and values, fed batch by batch to one layer."""
+    """Prompts of random queries, keys and values that share a cache, fed batch by batch to one layer.
 
-    server: Any
-    dtype: torch.dtype
-    device: str
-    page_size: int
-    requests: list[Request]
-    free: list[int]
-    last_batch: Any
-    stock_rows: int  # that the stock backend computed
+    Each server's fake has its skin on top: the batch as the server describes it, and its call of a layer.
+    """
+
+    server: Any  # with the profile
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    kv_cache_dtype: str | None = None
+    ends: bool = False  # whether prompts end with their tokens
+    requests: list[Request] = field(default_factory=list)
+
+    page_size: ClassVar[int]
+    last_batch: ClassVar[Any]
+    stock_rows: ClassVar[int]  # that the stock backend computed
 
     @property
     def sizes(self) -> tuple[int, int, int]:

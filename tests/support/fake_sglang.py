@@ -5,8 +5,7 @@ On a GPU the same classes drive the real kernels.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.paged import s2o_attention_paged
-from s2o_runtime.config import LayerConfig
 from s2o_runtime.sglang.backend import SglangApi, mix_in
 from support.fake_server import Request, Requests, take
+from support.vllm_plain import attend_densely, write_rows
 
 NOWHERE = 1 << 28  # a slot that is not there: whoever reads a token behind a request's end, fails
 
@@ -64,11 +62,15 @@ class ForwardBatch:
 class Pool:
     """A KV cache of NaN, [slots, Hkv, D] for each layer, of which there is one here."""
 
-    def __init__(self, slots: int, kv_heads: int, head_dim: int, **like: Any) -> None:
-        self.k, self.v = (torch.full((slots, kv_heads, head_dim), float("nan"), **like) for _ in range(2))
+    def __init__(self, *shape: int, **like: Any) -> None:
+        self.k, self.v = (torch.full(shape, float("nan"), **like) for _ in range(2))
 
     def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         return self.k, self.v
+
+    def write(self, batch: ForwardBatch, keys: Tensor, values: Tensor) -> None:
+        write_rows(self.k, batch.out_cache_loc, keys)
+        write_rows(self.v, batch.out_cache_loc, values)
 
 
 class Stock:
@@ -83,80 +85,70 @@ class Stock:
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         batch = forward_batch
         self.announced.append(batch)
-        counts = torch.tensor([0, *(batch.extend_seq_lens_cpu or [])], device=batch.seq_lens.device)
+        counts = batch.extend_seq_lens_cpu or [0]
         self.forward_metadata = SimpleNamespace(
             page_table=self.req_to_token_pool.req_to_token[batch.req_pool_indices],
             cache_seqlens=batch.seq_lens.int(),
-            cu_seqlens_q=counts.cumsum(0).int(),
-            max_seq_len_q=max(batch.extend_seq_lens_cpu or [0]),
-            max_seq_len_k=int(batch.seq_lens_cpu.max()),
+            cu_seqlens_q=torch.tensor([0, *counts], device=batch.seq_lens.device).cumsum(0).int(),
+            longest=(max(counts), int(batch.seq_lens_cpu.max())),
         )
 
     def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: ForwardBatch, save_kv_cache: bool = True,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
         **named: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         self.stock_rows += len(q)
         assert len(q) == forward_batch.extend_num_tokens
         if save_kv_cache:
-            write(self.token_to_kv_pool, forward_batch, k, v)
-        metadata = self.forward_metadata
-        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        rows = q.unflatten(1, (layer.tp_q_head_num, layer.qk_head_dim))
-        out = s2o_attention_paged(
-            rows, keys[:, None], values[:, None], LayerConfig.uniform(layer.tp_q_head_num, mode="dense"),
-            cu_q=metadata.cu_seqlens_q, seq_lens=metadata.cache_seqlens, block_table=metadata.page_table,
-            max_q=metadata.max_seq_len_q, max_k=metadata.max_seq_len_k, scale=layer.scaling, backend="dense",
-        )  # fmt: skip
-        return out.reshape(len(q), -1)
+            self.token_to_kv_pool.write(forward_batch, k, v)
+        metadata, pages = self.forward_metadata, self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        return attend_densely(
+            q.unflatten(1, (layer.tp_q_head_num, layer.qk_head_dim)),
+            *(slots[:, None] for slots in pages),
+            metadata.cu_seqlens_q,
+            metadata.cache_seqlens,
+            metadata.page_table,
+            *metadata.longest,
+            layer.scaling,
+        ).reshape(len(q), -1)
 
     def forward_decode(self, *arguments: Any) -> str:
         return "decoded"
 
 
-def write(pool: Pool, batch: ForwardBatch, keys: Tensor, values: Tensor) -> None:
-    """Write the keys and values of a batch's rows."""
-    for slots, new in ((pool.k, keys), (pool.v, values)):
-        if slots.dtype.itemsize == 1:  # indexing knows no fp8
-            slots.view(torch.uint8)[batch.out_cache_loc] = new.to(slots.dtype).view(torch.uint8)
-        else:
-            slots[batch.out_cache_loc] = new
-
-
 @dataclass
 class FakeEngine(Requests):
-    """Requests of random queries, keys and values that share a cache, fed batch by batch to one layer."""
+    """SGLang's skin: slots of the cache, which are pages of one token, and the width of the table of requests."""
 
-    server: Any
+    adapters_by_sizes, uncounted_below = False, 0
+
     slots: int = 4096
     width: int = 2064
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
     obstacle: str | None = None
-    kv_cache_dtype: str = "bfloat16"
     split: bool = False
-    ends: bool = False  # whether prompts end with their tokens
-    requests: list[Request] = field(default_factory=list)
     writes: int = 0
     page_size: int = 1
 
     def __post_init__(self) -> None:
-        _, kv_heads, head_dim = self.sizes
-        self.pool = Pool(self.slots, kv_heads, head_dim, dtype=self.dtype, device=self.device)
+        self.pool = Pool(self.slots, *self.sizes[1:], dtype=self.dtype, device=self.device)
         self.table = torch.full((16, self.width), NOWHERE, dtype=torch.int32, device=self.device)
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self.table), token_to_kv_pool=self.pool)
 
         def written(layer: Any, batch: ForwardBatch, keys: Tensor, values: Tensor) -> None:
             self.writes += 1
-            write(self.pool, batch, keys, values)
+            self.pool.write(batch, keys, values)
 
-        api = SglangApi(self.server, self.obstacle, self.kv_cache_dtype, lambda batch: self.split, written)
+        kv_cache_dtype = self.kv_cache_dtype or "bfloat16"
+        api = SglangApi(self.server, self.obstacle, kv_cache_dtype, lambda batch: self.split, written)
         self.backend: Any = mix_in(Stock, api)(runner)
         self.free = torch.randperm(self.slots).tolist()
         self.rows: dict[int, int] = {}  # of the table, by the request's id
-
-    stock_op = sys.modules[__name__], "s2o_attention_paged"  # by which the stock backend computes
-    adapters_by_sizes, uncounted_below = False, 0
 
     def outputs(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> Tensor:
         return self.feed(parts, Mode.MIXED, layer={"layer_id": layer})
@@ -170,7 +162,7 @@ class FakeEngine(Requests):
         return self.backend.stock_rows
 
     def add_prompt(self, queries: Tensor, keys: Tensor, values: Tensor) -> Request:
-        """A new prompt, with its slots, which are pages of one token."""
+        """A new prompt, with its slots."""
         request = super().add_prompt(queries, keys, values)
         row = self.rows[id(request)] = len(self.requests)
         self.table[row, : len(request)] = torch.tensor(request.pages, dtype=torch.int32)
@@ -180,38 +172,47 @@ class FakeEngine(Requests):
         """SGLang's RadixAttention of the only layer."""
         heads, kv_heads, head_dim = self.sizes
         known = {
-            "layer_id": 0, "tp_q_head_num": heads, "tp_k_head_num": kv_heads, "qk_head_dim": head_dim,
-            "v_head_dim": head_dim, "scaling": head_dim**-0.5, "logit_cap": 0.0, "sliding_window_size": -1,
-            "is_cross_attention": False, "attn_type": SimpleNamespace(value="decoder"), "use_irope": False,
-            "xai_temperature_len": -1, "k_scale": None, "v_scale": None,
-        }  # fmt: skip
+            "layer_id": 0,
+            "tp_q_head_num": heads,
+            "tp_k_head_num": kv_heads,
+            "qk_head_dim": head_dim,
+            "v_head_dim": head_dim,
+            "scaling": head_dim**-0.5,
+            "logit_cap": 0.0,
+            "sliding_window_size": -1,
+            "is_cross_attention": False,
+            "attn_type": SimpleNamespace(value="decoder"),
+            "use_irope": False,
+            "xai_temperature_len": -1,
+            "k_scale": None,
+            "v_scale": None,
+        }
         return SimpleNamespace(**{**known, **changes})
 
     def batch(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND) -> ForwardBatch:
         """The batch of so many tokens of each request."""
         counts, starts, lengths, positions, slots = self.lay_out(parts)
-
-        def here(numbers: Any) -> Tensor:
-            return torch.as_tensor(numbers).to(self.device)
-
+        rows = [self.rows[id(request)] for request, _ in parts]
+        indices, seq_lens, extend, prefixes = (
+            torch.tensor(numbers).to(self.device) for numbers in (rows, lengths, counts, starts)
+        )
         return ForwardBatch(
-            forward_mode=mode,
-            batch_size=len(parts),
-            input_ids=positions,
-            req_pool_indices=here([self.rows[id(request)] for request, _ in parts]),
-            seq_lens=here(lengths),
-            out_cache_loc=slots,
-            seq_lens_sum=sum(lengths),
-            seq_lens_cpu=torch.tensor(lengths),
-            positions=positions,
-            extend_num_tokens=sum(counts),
-            extend_seq_lens=here(counts),
-            extend_prefix_lens=here(starts),
-            extend_seq_lens_cpu=counts,
-            extend_prefix_lens_cpu=starts,
+            mode,
+            len(parts),
+            positions,
+            indices,
+            seq_lens,
+            slots,
+            sum(lengths),
+            torch.tensor(lengths),
+            positions,
+            sum(counts),
+            extend,
+            prefixes,
+            counts,
+            starts,
             lora_ids=[request.adapter for request, _ in parts],
-            contains_last_prefill_chunk=self.ends
-            and any(len(request) == request.done + count for request, count in parts),
+            contains_last_prefill_chunk=self.ends and any(len(r) == r.done + count for r, count in parts),
         )
 
     def feed(self, parts: list[tuple[Request, int]], mode: Mode = Mode.EXTEND, **call: Any) -> Tensor:
@@ -221,8 +222,7 @@ class FakeEngine(Requests):
         """
         layer, named = self.layer(**call.pop("layer", {})), call.pop("named", {})
         batch = self.batch(parts, mode)
-        for name, value in call.items():
-            setattr(batch, name, value)
+        vars(batch).update(call)
         query, key, value = take(parts)
         self.backend.init_forward_metadata(batch)
         heads, _, head_dim = self.sizes

@@ -5,8 +5,8 @@ On a GPU the same classes drive the real kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +15,11 @@ import torch
 from torch import Tensor
 
 from s2o_runtime.vllm.backend import BATCH, VllmApi, mix_in
-from support import vllm_plain
 from support.fake_server import Request, Requests, take
 from support.server_batches import FEWEST
 from support.vllm_plain import PlainBuilder, PlainImpl
 
-
-class Graphs(Enum):
-    """vLLM's AttentionCGSupport."""
-
-    ALWAYS = 3
-    UNIFORM_BATCH = 2
-    NEVER = 0
+Graphs = Enum("Graphs", {"ALWAYS": 3, "UNIFORM_BATCH": 2, "NEVER": 0})  # vLLM's AttentionCGSupport
 
 
 @dataclass
@@ -51,12 +44,10 @@ class Common:
 
 
 class StockBuilder(PlainBuilder):
-    """Counts what it builds."""
-
-    built: list[Common]
+    """Keeps what it builds metadata of."""
 
     def __init__(self) -> None:
-        self.built = []
+        self.built: list[Common] = []
 
     @classmethod
     def get_cudagraph_support(cls) -> Graphs:
@@ -67,17 +58,16 @@ class StockBuilder(PlainBuilder):
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
-        changed = {**vars(metadata), "block_table": blk_table, "slot_mapping": slot_mapping}
-        changed.pop("s2o_batch", None)
-        return type(metadata)(**changed)
+        changed = copy.copy(metadata)
+        vars(changed).pop(BATCH, None)
+        changed.block_table_tensor, changed.slot_mapping = blk_table, slot_mapping
+        return changed
 
 
 class StockImpl(PlainImpl):
     """Counts the rows that it computes."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.stock_rows = 0
+    stock_rows = 0
 
     def forward(self, layer: Any, query: Tensor, *arguments: Any, **named: Any) -> Tensor:
         self.stock_rows += len(query)
@@ -87,77 +77,38 @@ class StockImpl(PlainImpl):
 class Stock:
     """A stock backend."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "STOCK"
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return True
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        return StockImpl
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        return StockBuilder
+    supports_device_cpu_query_lens_mismatch = staticmethod(lambda: True)
+    get_impl_cls = staticmethod(lambda: StockImpl)
+    get_builder_cls = staticmethod(lambda: StockBuilder)
 
 
-def fake_backend(
-    server: Any,
-    left: Callable[[int, int], int | None] = lambda queries, keys: None,
-    adapted: Callable[[int, int], bool] = lambda queries, keys: False,
-) -> Any:
+def fake_backend(server: Any, left: Any = lambda queries, keys: None, **adapted: Any) -> Any:
     """S2O's backend on the stock one, for a server; layers are named "layers.N". left, adapted: `VllmApi`'s."""
-    return mix_in(Stock, "S2O", VllmApi(lambda: server, lambda name: int(name.rpartition(".")[2]), left, adapted))
-
-
-def cache_of(layout: str, pages: int, page_size: int, kv_heads: int, head_dim: int, **like: Any) -> Tensor:
-    """An empty KV cache of NaN in one of vLLM's layouts."""
-    shapes = {
-        "pages of two": (pages, 2, page_size, kv_heads, head_dim),
-        "side by side": (pages, kv_heads, page_size, 2 * head_dim),
-    }
-    return torch.full(shapes[layout], float("nan"), **like)
+    return mix_in(Stock, "S2O", VllmApi(lambda: server, lambda name: int(name.rpartition(".")[2]), left, **adapted))
 
 
 @dataclass
 class FakeEngine(Requests):
-    """Requests of random queries, keys and values that share a cache, fed batch by batch to one layer.
+    """vLLM's skin. layout: of the cache, "side by side" or "pages of two"; page_size: tokens of a page."""
 
-    Attributes:
-        server: with the profile.
-        layout: of the cache.
-        page_size: tokens of a page.
-    """
-
-    stock_op = vllm_plain, "s2o_attention_varlen"  # by which the stock backend computes
     adapters_by_sizes, uncounted_below = True, FEWEST
 
-    server: Any
     layout: str = "side by side"
     page_size: int = 16
     pages: int = 256
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    kv_cache_dtype: str = "auto"
-    ends: bool = False  # whether prompts end with their tokens
-    requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         heads, kv_heads, head_dim = self.sizes
-        backend = fake_backend(self.server, self.left, self.adapted)
+        backend = fake_backend(self.server, self.left, has_adapter=self.adapted)
         self.builder = backend.get_builder_cls()()
-        self.impl = backend.get_impl_cls()(
-            heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=self.kv_cache_dtype
-        )
-        like = {"dtype": self.dtype, "device": self.device}
-        if self.kv_cache_dtype == "fp8":
-            like["dtype"] = torch.float8_e4m3fn
-        self.cache = cache_of(self.layout, self.pages, self.page_size, kv_heads, head_dim, **like)
-        if self.kv_cache_dtype == "fp8":
-            self.cache = self.cache.view(torch.uint8)
+        kv_cache_dtype = self.kv_cache_dtype or "auto"
+        self.impl = backend.get_impl_cls()(heads, head_dim, head_dim**-0.5, kv_heads, kv_cache_dtype=kv_cache_dtype)
+        by_two = (self.pages, 2, self.page_size, kv_heads, head_dim)
+        shape = by_two if self.layout == "pages of two" else (self.pages, kv_heads, self.page_size, 2 * head_dim)
+        fp8 = kv_cache_dtype == "fp8"
+        dtype = torch.float8_e4m3fn if fp8 else self.dtype
+        cache = torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+        self.cache = cache.view(torch.uint8) if fp8 else cache
         self.free = torch.randperm(self.pages).tolist()
 
     def feed(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> tuple[Tensor, Any]:
@@ -165,9 +116,8 @@ class FakeEngine(Requests):
 
         padding: requests without queries at the end, and as many rows, as a CUDA graph's batch has them.
         """
-        rows = sum(count for _, count in parts)
         prepared = self.prepare(parts, padding, layer)
-        return prepared.forward(layer)[:rows], prepared.metadata
+        return prepared.forward(layer)[: sum(count for _, count in parts)], prepared.metadata
 
     def outputs(self, parts: list[tuple[Request, int]], layer: int = 0, padding: int = 0) -> Tensor:
         out, self.metadata = self.feed(parts, layer, padding)
@@ -181,14 +131,17 @@ class FakeEngine(Requests):
     def stock_rows(self) -> int:
         return self.impl.stock_rows
 
+    def find(self, queries: int, keys: int) -> list[Request]:
+        """The fed requests of so many queries and keys, by which alone vLLM's backends know them."""
+        return [request for request in self.requests if (request.fed, request.done) == (queries, keys)]
+
     def left(self, queries: int, keys: int) -> int | None:
-        """Tokens of the prompt behind the fed request of so many queries and keys."""
-        left = [len(request) - keys for request in self.requests if (request.fed, request.done) == (queries, keys)]
-        return min(left) if self.ends and left else None
+        """Tokens of the prompt behind such a request."""
+        return min((len(request) - keys for request in self.find(queries, keys)), default=None) if self.ends else None
 
     def adapted(self, queries: int, keys: int) -> bool:
-        """Whether a fed request of so many queries and keys has an adapter."""
-        return any(request.adapter for request in self.requests if (request.fed, request.done) == (queries, keys))
+        """Whether such a request has an adapter."""
+        return any(request.adapter for request in self.find(queries, keys))
 
     def prepare(self, parts: list[tuple[Request, int]], padding: int = 0, layer: int = 0) -> Prepared:
         """Write the keys of so many tokens of each request, and build the batch's metadata for one layer."""
@@ -196,27 +149,24 @@ class FakeEngine(Requests):
         for request in self.requests:  # those of an earlier batch are none of this one's
             request.fed = 0
         layout = self.lay_out(parts)
-        counts, lengths = (
-            torch.tensor(layout.counts + [0] * padding),
-            torch.tensor(layout.lengths + [0] * padding).int(),
-        )
+        counts, lengths = (torch.tensor(sizes + [0] * padding).int() for sizes in (layout.counts, layout.lengths))
         table = torch.zeros(len(counts), max(len(request.pages) for request, _ in parts), dtype=torch.int32)
         for index, (request, _) in enumerate(parts):
             table[index, : len(request.pages)] = torch.tensor(request.pages)
         edges = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
         common = Common(
-            query_start_loc=edges.to(self.device),
-            query_start_loc_cpu=edges,
-            seq_lens=lengths.to(self.device),
-            num_reqs=len(counts),
-            num_actual_tokens=int(edges[-1]),
-            max_query_len=int(counts.max()),
-            max_seq_len=int(lengths.max()),
-            block_table_tensor=table.to(self.device),
-            slot_mapping=layout.slots,
+            edges.to(self.device),
+            edges,
+            lengths.to(self.device),
+            len(counts),
+            int(edges[-1]),
+            int(counts.max()),
+            int(lengths.max()),
+            table.to(self.device),
+            layout.slots,
             positions=layout.positions,
-            seq_lens_cpu_upper_bound=lengths,
             is_prefilling=torch.tensor([True] * len(counts)),
+            seq_lens_cpu_upper_bound=lengths,
         )
         query, key, value = take(parts)
         self.impl.do_kv_cache_update(None, key, value, self.cache, common.slot_mapping)

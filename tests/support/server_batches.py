@@ -33,6 +33,18 @@ def two_layers(tau: float = 1.0, lengths: tuple[int, ...] = (128, 512), layer_nu
     return Profile("made", geometry, "", DeviceIdentity("cpu", "cpu"), lengths, buckets).validate()
 
 
+def with_last_rows(rows: int) -> Profile:
+    """The same, where prompts' last rows are dense in the first layer."""
+    profile = two_layers(lengths=(128, 768))
+    first, second = profile.layers[0]
+    return replace(profile, layers=((replace(first, last_rows=rows), second),) * 2)
+
+
+def check_close(ours: Tensor, theirs: Tensor) -> None:
+    """Raise AssertionError if float32 outputs differ by more than the order of sums."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def all_dense() -> Profile:
     """The same with both layers dense."""
     profile = two_layers()

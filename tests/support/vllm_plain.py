@@ -1,12 +1,12 @@
 """A stock backend in plain torch: what S2O's backend is mixed into where vLLM's own cannot be.
 
 vLLM's CPU engine keeps its cache in an order of its kernels, so tests on it run this backend instead; and tests
-without vLLM build their fake of its classes on it. It is dense, exact and slow.
+without a server build their fakes of both on it. It is dense, exact and slow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,23 +15,17 @@ from torch import Tensor
 from s2o_runtime.attention.api import s2o_attention_varlen
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.sequences import PagedKeys, make_packed_starts
-from s2o_runtime.vllm.batch import get_pages
+from s2o_runtime.vllm.backend import get_pages
 
 
 @dataclass
 class PlainMetadata:
-    """One batch, or a part of it.
-
-    Attributes:
-        num_actual_tokens: query rows, without those that fill up a CUDA graph.
-        query_start_loc: int32 [N + 1]; seq_lens: int32 [N]; block_table: int32 [N, M]; slot_mapping: int64 [T].
-        max_query_len, max_seq_len: of the longest request.
-    """
+    """The fields of vLLM's `CommonAttentionMetadata` that the backend reads."""
 
     num_actual_tokens: int
     query_start_loc: Tensor
     seq_lens: Tensor
-    block_table: Tensor
+    block_table_tensor: Tensor
     slot_mapping: Tensor
     max_query_len: int
     max_seq_len: int
@@ -41,16 +35,7 @@ class PlainBuilder:
     """Makes `PlainMetadata` of vLLM's `CommonAttentionMetadata`."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PlainMetadata:
-        common = common_attn_metadata
-        return PlainMetadata(
-            common.num_actual_tokens,
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            common.slot_mapping,
-            common.max_query_len,
-            common.max_seq_len,
-        )
+        return PlainMetadata(*(getattr(common_attn_metadata, field.name) for field in fields(PlainMetadata)))
 
 
 class PlainImpl:
@@ -69,14 +54,9 @@ class PlainImpl:
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write the keys and values of a batch's rows to the slots that the server gave them."""
-        k, v = get_pages(kv_cache, self.num_kv_heads, self.head_size)
         rows = len(slot_mapping)
-        page, slot = slot_mapping // k.shape[1], slot_mapping % k.shape[1]
-        for pages, new in ((k, key[:rows]), (v, value[:rows])):
-            if pages.dtype.itemsize == 1:  # indexing knows no fp8
-                pages.view(torch.uint8)[page, slot] = new.to(pages.dtype).view(torch.uint8)
-            else:
-                pages[page, slot] = new
+        for pages, new in zip(get_pages(kv_cache, self.num_kv_heads, self.head_size), (key, value), strict=True):
+            write_rows(pages, (slot_mapping // pages.shape[1], slot_mapping % pages.shape[1]), new[:rows])
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
@@ -86,13 +66,41 @@ class PlainImpl:
         if attn_metadata is None:
             return output.fill_(0)
         batch, rows = attn_metadata, attn_metadata.num_actual_tokens
-        k_pages, v_pages = get_pages(kv_cache, self.num_kv_heads, self.head_size)
-        cu_k, total_k = make_packed_starts(batch.seq_lens.int()), int(batch.seq_lens.sum())
-        pages = PagedKeys(k_pages, v_pages, batch.block_table, cu_k, batch.max_seq_len, total_k)
-        k, v = pages.gathered(query.dtype)  # of pages of any size, as stock backends take them
-        out = s2o_attention_varlen(
-            query[:rows], k, v, batch.query_start_loc, cu_k, batch.max_query_len, batch.max_seq_len,
-            LayerConfig.uniform(self.num_heads, mode="dense"), scale=self.scale, backend="dense",
-        )  # fmt: skip
+        out = attend_densely(
+            query[:rows],
+            *get_pages(kv_cache, self.num_kv_heads, self.head_size),
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table_tensor,
+            batch.max_query_len,
+            batch.max_seq_len,
+            self.scale,
+        )
         output[:rows].view(-1, self.num_heads, self.head_size).copy_(out)
         return output
+
+
+def write_rows(cache: Tensor, index: Any, rows: Tensor) -> None:
+    """Write rows into a cache in its own type; indexing knows no fp8."""
+    if cache.dtype.itemsize == 1:
+        cache.view(torch.uint8)[index] = rows.to(cache.dtype).view(torch.uint8)
+    else:
+        cache[index] = rows
+
+
+def attend_densely(
+    query: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    cu_q: Tensor,
+    seq_lens: Tensor,
+    table: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+) -> Tensor:
+    """Dense attention of packed rows over pages of any size, as stock backends take them: [T, Hq, D]."""
+    cu_k = make_packed_starts(seq_lens.int())
+    k, v = PagedKeys(k_pages, v_pages, table, cu_k, max_k, int(seq_lens.sum())).gathered(query.dtype)
+    dense = LayerConfig.uniform(query.shape[1], mode="dense")
+    return s2o_attention_varlen(query, k, v, cu_q, cu_k, max_q, max_k, dense, scale=scale, backend="dense")

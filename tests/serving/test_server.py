@@ -1,5 +1,6 @@
-"""Settings of S2O inside vLLM, its start, and what it reports there."""
+"""S2O inside a server's process: its settings, its start, and what it reports there."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,30 +18,46 @@ from s2o_runtime.profile import load_profile
 from s2o_runtime.sequences import CallShape
 from s2o_runtime.serving.fit import Rank
 from s2o_runtime.serving.server import Process, Server, Settings
-from s2o_runtime.vllm import engine
-from s2o_runtime.vllm.engine import read_settings
+from s2o_runtime.sglang import engine as sglang
+from s2o_runtime.vllm import engine as vllm
 from support.fake_server import context
 from support.modules import put_modules
 
-DEMO = Path(__file__).parents[2] / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
-CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "profiles" / "demo" / "cpu" / "mse-0.0001.safetensors"
 TAKEN = 9009  # a port that another program has
-MODEL = Path(__file__).parents[2] / "calibrate" / "demo" / "model"
+TILE = TileConfig(64, 64, 2, 4, 2)
 
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch):
-    monkeypatch.delenv("S2O_PROFILE", raising=False)
+    for name in ("S2O_PROFILE", "S2O_SETTINGS"):
+        monkeypatch.delenv(name, raising=False)
 
 
-def test_settings_are_read_from_vllms_additional_config(monkeypatch):
-    assert read_settings({"s2o": {"profile": "p", "beyond": "s2o", "metrics_port": 9001}}) == Settings(
-        Path("p"), "s2o", metrics_port=9001
-    )
-    assert read_settings({}) == read_settings({"s2o": {}}) == Settings()
+@pytest.fixture(params=["vllm", "sglang"])
+def read_settings(request, monkeypatch):
+    """Reads a section of settings as a server gives it, None for none."""
+
+    def read(section):
+        if request.param == "vllm":
+            return vllm.read_settings({} if section is None else {"s2o": section})
+        monkeypatch.setenv("S2O_SETTINGS", "" if section is None else json.dumps(section))
+        return sglang.read_settings()
+
+    return read
+
+
+def test_settings_are_read_from_the_servers_section_and_the_environment(read_settings, monkeypatch):
+    given = {"profile": "p", "beyond": "s2o", "metrics_port": 9001}
+    assert read_settings(given) == Settings(Path("p"), "s2o", metrics_port=9001)
+    assert read_settings(None) == read_settings({}) == vllm.read_settings(None) == Settings()
     monkeypatch.setenv("S2O_PROFILE", "q")
-    assert read_settings({}) == read_settings(None) == Settings(Path("q"))
-    assert read_settings({"s2o": {"profile": "p"}}).profile == Path("p")
+    assert read_settings(None) == read_settings({}) == Settings(Path("q"))
+    assert read_settings({"profile": "p"}).profile == Path("p")
+    monkeypatch.setenv("S2O_SETTINGS", "profile=p")
+    with pytest.raises(ConfigError, match=r"S2O_SETTINGS is no JSON \(.*\): use an object"):
+        sglang.read_settings()
 
 
 @pytest.mark.parametrize(
@@ -48,12 +65,10 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
     [
         ("p", "use an object"),
         ({"tau": 1}, '"tau" is not a setting of "s2o" in --additional-config: use beyond, drift'),
-        ({"profile": 5}, "profile is 5: expected a file name"),
         ({"profile": ["p"]}, r"profile is \['p'\]: expected a file name"),
         ({"beyond": "warn"}, "beyond is 'warn': expected one of dense, s2o"),
         ({"metrics_port": 0}, "metrics_port is 0: expected a whole number from 1 to 65535 or none"),
         ({"metrics_host": ""}, "metrics_host is '': expected a name"),
-        ({"metrics_host": 9001}, "metrics_host is 9001: expected a name"),
         ({"log_every": -1}, "log_every is -1.0: expected a number of seconds of at least 0"),
         ({"drift": "loud"}, "drift is 'loud': expected one of"),
         ({"strict": "no"}, "strict is 'no': expected true or false"),
@@ -61,22 +76,22 @@ def test_settings_are_read_from_vllms_additional_config(monkeypatch):
 )
 def test_a_setting_that_is_refused_is_named(section, expected):
     with pytest.raises(ConfigError, match=expected):
-        read_settings({"s2o": section})
+        vllm.read_settings({"s2o": section})
 
 
 def demo(**changes):
-    """The configuration of the demo model, as vLLM has it."""
+    """The configuration of the demo model, as a server has it."""
     known = {"model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2}
     return SimpleNamespace(**known | {"head_dim": 128} | changes)
 
 
-def started(model=None, settings=Settings(DEMO, strict=False), rank=Rank(1, 2), **changes):  # noqa: B008 (neither changes)
+def started(model=None, rank=Rank(1, 2), given=None, **changes):  # noqa: B008 (it never changes)
     """The server of a model, the demo model by default, on one of two ranks."""
+    settings = Settings.from_section({"profile": str(DEMO), "strict": False, **(given or {})}, "settings")
     return Server(settings, context(model or demo(), rank=rank, **changes))
 
 
-def test_one_line_says_what_will_run_where(info_log):
-    """Or that nothing will; then no memory is taken for calls that will not come."""
+def test_one_line_says_what_will_run_where_or_that_nothing_will(info_log):
     started()
     (line,) = (record.message for record in info_log.records if " in vLLM " in record.message)
     assert "in vLLM 0.32.0: profile" in line
@@ -85,27 +100,20 @@ def test_one_line_says_what_will_run_where(info_log):
     server = started(kv_cache_dtype="fp8")
     assert server.obstacle == "the KV cache is fp8, which the profile was not made for"
     assert info_log.messages[-1].endswith(f"in vLLM 0.32.0: all rows go to STOCK: {server.obstacle}")
-
-
-@pytest.mark.parametrize(
-    ("cache", "dtype"),
-    [
-        ({}, "auto"),
-        ({"cache_dtype": "fp8"}, "fp8"),
-        ({"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}, "auto"),  # each layer is asked
-    ],
-)
-def test_the_type_of_vllms_cache(cache, dtype):
-    assert engine._get_cache_dtype(SimpleNamespace(**{"cache_dtype": "auto", **cache})) == dtype
+    excepted = SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
+    assert vllm._get_cache_dtype(excepted) == "auto"  # each layer is asked
+    assert vllm._get_cache_dtype(SimpleNamespace(cache_dtype="fp8")) == "fp8"
 
 
 def test_the_demos_limits_are_checked_on_one_rank(info_log):
     server = started(rank=Rank())
     assert {layer.layer for layer in server.fit.layers if layer.drift} == set(server.counters.drift) == set(range(6))
-    assert server.fit.layers[0].drift.check.action == "warn"
-    assert server.fit.layers[0].drift.check.trial == EARLY < server.fit.layers[0].drift.check.after
+    check = server.fit.layers[0].drift.check
+    assert (check.action, check.trial) == ("warn", EARLY)
+    assert check.trial < check.after
+    assert not started(given={"drift": "off"}, rank=Rank()).counters.drift
+    assert "a rank of several sees" not in info_log.text
     assert not started().counters.drift
-    assert not started(settings=Settings(DEMO, strict=False, drift="off"), rank=Rank()).counters.drift
     assert "a rank of several sees its own heads only" in info_log.text
 
 
@@ -119,8 +127,7 @@ def test_decoder_layers_are_named_by_their_numbers(monkeypatch, info_log):
     server = started(demo(num_hidden_layers=12, sliding_window=48, layer_types=kinds), rank=Rank())
     assert "6 of 6 layers with full attention (6 sliding_attention stay) sparse from 1024" in info_log.text
     assert {number: monitor.layer for number, monitor in server.counters.drift.items()} == {n: n for n in numbers}
-    geometry = profile.geometry
-    sizes = geometry.query_heads, geometry.kv_heads, geometry.head_dim
+    sizes = profile.geometry.query_heads, profile.geometry.kv_heads, profile.geometry.head_dim
     assert [server.fit.find_layer(number, *sizes).drift.allowed for number in numbers] == read_error_limits(profile)
 
 
@@ -148,37 +155,34 @@ def compiled(monkeypatch, rows, configs=()):
 @pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
 def test_every_configuration_that_is_compiled_alike_runs_once(monkeypatch):
     """With no more rows than a batch has."""
-    server, calls = compiled(monkeypatch, 600)
+    server, calls = compiled(monkeypatch, 300)
     configs = {layer.config(length) for layer in server.fit.layers for length in server.fit.profile.lengths}
     assert {config.tile for config, _, _ in calls} == {config.tile for config in configs if not config.is_dense}
     assert 0 < len(calls) < 2 * len(configs)
-    assert max(rows for _, rows, _ in calls) == 600
+    assert max(rows for _, rows, _ in calls) == 300
     assert all(keys > rows for _, rows, keys in calls)
 
 
 @pytest.mark.parametrize(("memory", "copied"), [(80e9, True), (8e9, False)])
 def test_kernels_of_copied_keys_are_compiled_where_a_cache_may_be_too_large(memory, copied, monkeypatch):
     """Of a few layers that share a GPU's memory."""
-    varlen = []
-    monkeypatch.setattr(
-        "s2o_runtime.serving.server.s2o_attention_varlen", lambda q, k, *_, **call: varlen.append(len(q))
-    )
+    varlen, path = [], "s2o_runtime.serving.server.s2o_attention_varlen"
+    monkeypatch.setattr(path, lambda q, k, *_, **call: varlen.append(len(q)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
     asked, on_gpu = Server._may_be_copied, SimpleNamespace(is_cuda=True, device="cuda", element_size=lambda: 2)
     monkeypatch.setattr(Server, "_may_be_copied", lambda self, query: asked(self, on_gpu))
-    _, calls = compiled(monkeypatch, 600, (LayerConfig.uniform(4, tau=0.5, tile=TileConfig(64, 64, 2, 4, 2)),) * 2)
+    _, calls = compiled(monkeypatch, 600, (LayerConfig.uniform(4, tau=0.5, tile=TILE),) * 2)
     assert varlen == ([rows for _, rows, _ in calls] if copied else [])
 
 
 @pytest.mark.slow(reason="kernels in Triton's interpreter, seconds")
 def test_layers_alike_but_for_segments_or_dense_heads_are_compiled_each(monkeypatch):
     """Of short segments more are scored at once, and dense heads may be split: by other kernels."""
-    tile = TileConfig(64, 64, 2, 4, 2)
-    short, long = (LayerConfig.uniform(4, tau=0.5, segment=segment, tile=tile) for segment in (128, 512))
+    short, long = (LayerConfig.uniform(4, tau=0.5, segment=segment, tile=TILE) for segment in (128, 512))
     _, calls = compiled(monkeypatch, 8192, (short, long))
     segments = sorted((config.heads[0].segment, -(-rows // config.heads[0].segment)) for config, rows, _ in calls)
     assert segments == [(128, 2), (128, 20), (128, 64), (512, 2), (512, 16)]
-    mixed = LayerConfig((HeadConfig(mode="dense"), *short.heads[1:]), tile)
+    mixed = LayerConfig((HeadConfig(mode="dense"), *short.heads[1:]), TILE)
     _, calls = compiled(monkeypatch, 256, (short, mixed))
     modes = [(config.heads[0].mode, rows, keys) for config, rows, keys in calls]
     assert modes == [("s2o", 256, 384), ("dense", 256, 384), ("dense", 16, 8192)]
@@ -190,14 +194,15 @@ def test_a_profile_that_does_not_fit_ends_the_start():
     with pytest.raises(ProfileError, match="8 query heads cannot be shared by 3 ranks"):
         started(rank=Rank(0, 3))
     with pytest.raises(ProfileError, match=r"nowhere\.safetensors cannot be read"):
-        started(settings=Settings(Path("nowhere.safetensors")))
+        started(given={"profile": "nowhere.safetensors"})
 
 
 @pytest.mark.parametrize("given", [{"s2o": {"tau": 1}}, {"s2o": {"profile": "no.safetensors"}}], ids=["tau", "no file"])
 def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog):
     group, worker = SimpleNamespace(rank_in_group=0), type("Worker", (), {"execute_model": lambda self, step: None})
+    model = {"hf_config": demo(), "model": str(ROOT / "calibrate/demo/model"), "revision": None, "max_model_len": 4096}
     config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=demo(), model=str(MODEL), revision=None, max_model_len=4096),
+        model_config=SimpleNamespace(**model),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=16),
         speculative_config=None,
@@ -212,9 +217,9 @@ def test_what_ends_vllms_start_is_one_line_of_its_log(given, monkeypatch, caplog
         "vllm.v1.worker.gpu_worker": {"Worker": worker},
     }
     put_modules(monkeypatch, names)
-    engine.get_server.cache_clear()
+    vllm.get_server.cache_clear()
     with pytest.raises(S2OError) as failure:
-        engine.get_server()
+        vllm.get_server()
     (record,) = caplog.records
     assert (record.levelname, record.message) == ("ERROR", f"S2O cannot start: {failure.value}")
 
@@ -232,17 +237,15 @@ def test_metrics_answer_on_this_machine_alone_unless_an_address_is_given(monkeyp
         def register(self, collector):
             self.labels = collector._labels
 
-    put_modules(
-        monkeypatch, {"prometheus_client": {"start_http_server": start_http_server, "CollectorRegistry": Registry}}
-    )
-    given = {"profile": str(DEMO), "strict": False, "metrics_port": 9001}
-    for section in (given, given | {"metrics_host": "10.0.0.7"}):
-        started(settings=read_settings({"s2o": section}), process=Process(7, stage=1, replica=1))
+    server_of_metrics = {"start_http_server": start_http_server, "CollectorRegistry": Registry}
+    put_modules(monkeypatch, {"prometheus_client": server_of_metrics})
+    elsewhere = {"metrics_port": 9001, "metrics_host": "10.0.0.7"}
+    for given in ({"metrics_port": 9001}, elsewhere):
+        started(given=given, process=Process(7, stage=1, replica=1))
     labels = {"rank": "1", "pp": "1", "dp": "1"}
     assert calls == [("127.0.0.1", 9008, labels), ("10.0.0.7", 9008, labels)]  # behind process 0
     started()
-    section = given | {"metrics_port": TAKEN - 1, "metrics_host": "10.0.0.7"}
-    started(settings=read_settings({"s2o": section}), process=Process(1))
+    started(given=elsewhere | {"metrics_port": TAKEN - 1}, process=Process(1))
     assert len(calls) == 2
     assert f"not served at 10.0.0.7, port {TAKEN} ([Errno 98] Address already in use)" in caplog.text
 
@@ -250,43 +253,47 @@ def test_metrics_answer_on_this_machine_alone_unless_an_address_is_given(monkeyp
 def test_counters_say_where_rows_went(info_log):
     counters = Counters(log_every=1e-9)
     assert counters.summary() == "no rows yet"
-    counters.add(0, "s2o", "long", 300)
-    counters.add(1, "s2o", "long", 500)
-    counters.add(1, "dense", "decode", 200)
+    for layer, path, reason, rows in ((0, "s2o", "long", 300), (1, "s2o", "long", 500), (1, "dense", "decode", 200)):
+        counters.add(layer, path, reason, rows)
     assert counters.shares() == {("s2o", "long"): 0.8, ("dense", "decode"): 0.2}
-    shape = CallShape(1, 2, 1, 64, 64, 64, 64)
-    stats = AttentionStats("dense", "", LayerConfig.uniform(2, mode="dense"), shape, None, None)
     for is_prompt, early in ((False, 1), (True, EARLY)):
         wanted = [counters.is_sampled(1 + is_prompt, is_prompt) for _ in range(2 * SAMPLED_EVERY)]
         assert [index for index, sampled in enumerate(wanted) if sampled] == [*range(early), SAMPLED_EVERY]
-    counters.store_sample(1, stats)
+    shape = CallShape(1, 2, 1, 64, 64, 64, 64)
+    counters.sampled[1] = AttentionStats("dense", "", LayerConfig.uniform(2, mode="dense"), shape, None, None)
     assert counters.densities() == {1: 1.0}
     counters.log_summary()
     assert info_log.messages == ["S2O: 80.0% s2o (long); 20.0% dense (decode); mean density 1.000 of 1 layers"]
 
 
-def test_every_process_of_vllm_has_a_port_of_its_own():
-    """On two pipeline stages of two ranks in three replicas, whose processes vLLM counts together or apart."""
-    for together in (True, False):
-        numbers = []
-        for replica in range(3):
-            for world_rank in range(4):
-                parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_rank=replica)
-                if not together:  # dense models: vLLM keeps the replica's number in another place
-                    parallel.data_parallel_rank, parallel.data_parallel_index = 0, replica
-                process = engine._find_process(parallel, world_rank + 4 * replica * together, world_rank // 2)
-                numbers.append(process.number)
-                assert (process.stage, process.replica) == (world_rank // 2, replica)
-        assert numbers == list(range(12))
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_every_process_has_a_port_of_its_own(server, apart):
+    """On two pipeline stages of two ranks (of SGLang's attention) in replicas, counted together or apart."""
+    processes = []
+    for replica, stage, rank in ((r, s, t) for r in range(3) for s in range(2) for t in range(2)):
+        if server == "vllm":
+            parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_rank=replica)
+            if apart:  # dense models: vLLM keeps the replica's number in another place
+                parallel.data_parallel_rank, parallel.data_parallel_index = 0, replica
+            process = vllm._find_process(parallel, 2 * stage + rank + 4 * replica * (not apart), stage)
+        else:  # replicas are processes apart, or ranks of attention
+            ranks = {"tp_rank": rank, "tp_size": 2, "attn_dp_size": 1, "attn_dp_rank": 0}
+            if not apart:
+                ranks = {"tp_rank": 2 * replica + rank, "tp_size": 6, "attn_dp_size": 3, "attn_dp_rank": replica}
+            process = sglang._find_process(SimpleNamespace(**ranks, pp_rank=stage, pp_size=2, dp_rank=replica))
+        assert (process.stage, process.replica) == (stage, replica)
+        processes.append(process.number)
+    assert sorted(processes) == list(range(12))
 
 
 def test_prometheus_collects_the_counters():
     pytest.importorskip("prometheus_client", reason="vLLM brings it")
     from s2o_runtime.monitor.counters import PrometheusCollector
 
-    counters = Counters()
+    counters, cpu = Counters(), torch.device("cpu")
     counters.add(3, "s2o", "long", 300)
-    counters.end(3, "s2o", counters.begin(3, "s2o", CPU), CPU)
+    counters.end(3, "s2o", counters.begin(3, "s2o", cpu), cpu)
     rows, density, error, calls, seconds = PrometheusCollector(counters, {"rank": "1"}).collect()
     (sample,) = rows.samples
     assert (sample.name, sample.value) == ("s2o_rows_total", 300)
