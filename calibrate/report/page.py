@@ -17,8 +17,7 @@ from calibrate.machine import MARK, format_json_file
 from calibrate.recipe import list_report_paths
 from calibrate.record import ProvenLength, read_record
 from calibrate.report import figures, sections
-from calibrate.report.contents import Report
-from calibrate.report.summary import count_heads, summarise_profile
+from calibrate.report.contents import Report, count_heads, summarise_profile
 from calibrate.tables import (
     Number,
     Table,
@@ -39,46 +38,42 @@ WIDE = 16  # heads; maps with more have cells without visible numbers
 NOT_RECORDED = "not recorded"
 
 
-def _open_templates(*, autoescape: bool, **filters: Callable[..., Any]) -> Environment:
-    """Return where templates are found; a name that none of them knows is an error."""
+def _render_template(
+    name: str, names: Mapping[str, Any], filters: Mapping[str, Callable[..., Any]], *, autoescape: bool, **more: Any
+) -> str:
+    """Return a template's text; a name in it that is none of `names` and `more` is an error."""
     templates = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=autoescape, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    templates.filters |= filters | {"listed": _list_items}
-    return templates
+    templates.filters |= {"listed": _list_items, **filters}
+    return templates.get_template(name).render(names, **more)
 
 
 def _render_markdown(template: str, **names: Any) -> str:
-    """Return a template's text in Markdown, one blank line between blocks, below a comment that says who wrote it.
-
-    The filter `text` escapes foreign text.
-    """
-    facts_table = partial(Table, ("", ""), align="l")
-    templates = _open_templates(
-        autoescape=False,
-        text=escape_markdown,
-        bullets=format_bullets,
-        markdown=format_markdown,
-        facts_table=facts_table,
-    )
-    text = templates.get_template(template).render(names, form="form.md.j2")
+    """Return a template's text in Markdown, one blank line between blocks, below a comment that says who wrote it."""
+    filters = {"text": escape_markdown, "bullets": format_bullets, "markdown": format_markdown}
+    filters["facts_table"] = partial(Table, ("", ""), align="l")
+    text = _render_template(template, names, filters, autoescape=False, form="form.md.j2")
     title, _, rest = re.sub(r"\n{3,}", "\n\n", text).strip().partition("\n")
     return f"{title}\n\n<!-- {MARK} -->\n{rest}\n"
 
 
 def _render_html(body: str, **names: Any) -> str:
     """Return the text of a template as a page of HTML, in which all text is escaped; `title` is one of its names."""
-    templates = _open_templates(
-        autoescape=True,
-        text=replace_controls,
-        anchor=lambda heading: "-".join(re.findall(r"\w+", heading.lower())),
-        nested=_group_indented,
-        sorted_by=_mark_value,
-        whole_words=_keep_words,
-        with_options=_mark_options,
-    )
-    return templates.get_template("page.html.j2").render(
+    filters = {
+        "text": replace_controls,
+        "anchor": lambda heading: "-".join(re.findall(r"\w+", heading.lower())),
+        "nested": _group_indented,
+        # the attribute with what a cell is sorted by; nothing where that is its text
+        "sorted_by": lambda cell: Markup(f' data-value="{cell.value!r}"') if isinstance(cell, Number) else "",
+        "whole_words": _set_as("span", r"[^ \n]+"),
+        "with_options": _set_as("code", r"--[a-z][a-z-]*"),
+    }
+    return _render_template(
+        "page.html.j2",
         names,
+        filters,
+        autoescape=True,
         body=body,
         form="form.html.j2",
         mark=MARK,
@@ -90,18 +85,12 @@ def _render_html(body: str, **names: Any) -> str:
 
 
 def render_markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
-    """Return the page in Markdown.
-
-    Args:
-        report: what it says.
-        profile_path: where the profile is, or would be if one had been written.
-        pictures: the file of each picture, a name beside the page, by the pictures' names.
-    """
+    """Return the page beside `profile_path` in Markdown; `pictures` are the names of their files, by their names."""
     return _render_markdown("page.j2", **_list_page_names(report, profile_path), pictures=pictures)
 
 
 def render_html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
-    """Return the page in HTML; `pictures` are SVG elements, all else as in `render_markdown_page`."""
+    """Return the page beside `profile_path` in HTML; `pictures` are SVG elements by their names."""
     names = _list_page_names(report, profile_path)
     return _render_html("page.j2", **names, pictures=pictures, maps=figures.make_head_maps(report), wide=WIDE)
 
@@ -128,7 +117,7 @@ def _list_page_names(report: Report, profile_path: Path) -> dict[str, Any]:
             (
                 length,
                 sections.make_layer_table(report, length),
-                sections.list_length_notes(report, length) + sections.describe_shared_studies(length),
+                sections.list_length_notes(report, length, studies=True),
             )
             for length in report.lengths
         ],
@@ -151,22 +140,9 @@ def _group_indented(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
     return items
 
 
-def _keep_words(command: str) -> Markup:
-    """Return a command whose words are not cut where lines end."""
-    return Markup("\n").join(
-        Markup(" ").join(Markup("<span>{}</span>").format(word) for word in line.split(" "))
-        for line in command.split("\n")
-    )
-
-
-def _mark_options(sentence: str) -> Markup:
-    """Return a sentence whose options (--lengths) are set as code, and not cut where lines end."""
-    return Markup(re.sub(r"--[a-z][a-z-]*", r"<code>\g<0></code>", str(escape(replace_controls(sentence)))))
-
-
-def _mark_value(cell: str) -> Markup:
-    """Return the attribute with what a cell is sorted by; nothing where that is its text."""
-    return Markup(' data-value="{}"').format(repr(cell.value)) if isinstance(cell, Number) else Markup("")
+def _set_as(element: str, pattern: str) -> Callable[[str], Markup]:
+    """Return a filter that sets what matches a pattern as an element, such as code, whose lines are not cut."""
+    return lambda text: Markup(re.sub(pattern, rf"<{element}>\g<0></{element}>", str(escape(text))))
 
 
 def render_card(profile: Profile, file: str, origin: str = "") -> str:
@@ -223,9 +199,8 @@ def _make_layer_table(profile: Profile, length: int) -> Table:
             "limit": lambda row: format_number(proven[row].limit, ".2e"),
             "worst row": lambda row: format_number(proven[row].worst, ".2g"),
         }
-    return Table.from_rows(
-        range(len(configs)), columns, f"{length} tokens" + (f", densities {source}" if source else "")
-    )
+    title = f"{length} tokens" + (f", densities {source}" if source else "")
+    return Table.from_rows(range(len(configs)), columns, title)
 
 
 def _list_items(value: Any) -> str:
@@ -249,13 +224,8 @@ def print_report(report: Report, console: Console) -> None:
     for table in sections.make_certificate_tables(report.certificate):
         print_table(table, console)
     if report.met:
-        print_lines(
-            [
-                sections.describe_certificate(report.certificate, report.adjusted_on),
-                *sections.list_claims(report.certificate),
-            ],
-            console,
-        )
+        statement = sections.describe_certificate(report.certificate, report.adjusted_on)
+        print_lines([statement, *sections.list_claims(report.certificate)], console)
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)
 
 
@@ -273,12 +243,8 @@ def write_report(report: Report, profile_path: Path) -> tuple[list[Path], str]:
     as_json, *picture_paths, as_markdown, as_html = list_report_paths(profile_path)
     named = dict(zip(drawn, picture_paths, strict=False))
     page = render_markdown_page(report, profile_path, {name: path.name for name, path in named.items()})
-    files = {
-        as_json: format_json_file(report.to_json()),
-        **{named[name]: picture for name, picture in drawn.items()},
-        as_markdown: page.encode(),
-        as_html: render_html_page(report, profile_path, svgs).encode(),
-    }
+    files = {as_json: format_json_file(report.to_json()), **{named[name]: picture for name, picture in drawn.items()}}
+    files |= {as_markdown: page.encode(), as_html: render_html_page(report, profile_path, svgs).encode()}
     for path in set(picture_paths) - set(files):
         path.unlink(missing_ok=True)  # of an earlier run
     for path, data in files.items():
