@@ -134,9 +134,9 @@ def _tune_layers(
                 timed_at=key.length,
                 layers=tuple((profile.lengths[i], j) for i, j in group),
                 density=density,
-                tile=tile and str(tile),
-                seconds=timing and timing.seconds,
-                dense_seconds=timing and timing.dense_seconds,
+                tile=None if tile is None else str(tile),
+                seconds=None if timing is None else timing.seconds,
+                dense_seconds=None if timing is None else timing.dense_seconds,
             )
         )
         log.info("%s", timed[-1].to_json())

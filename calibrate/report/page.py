@@ -36,11 +36,10 @@ from s2o_runtime.profile import Profile
 FOLDER = Path(__file__).parent
 WIDE = 16  # heads; maps with more have cells without visible numbers
 NOT_RECORDED = "not recorded"
+Filters = dict[str, Callable[..., Any]]  # of a template, by name
 
 
-def _render_template(
-    name: str, names: Mapping[str, Any], filters: Mapping[str, Callable[..., Any]], *, autoescape: bool, **more: Any
-) -> str:
+def _render_template(name: str, names: Mapping[str, Any], filters: Filters, *, autoescape: bool, **more: Any) -> str:
     """Return a template's text; a name in it that is none of `names` and `more` is an error."""
     templates = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=autoescape, undefined=StrictUndefined, keep_trailing_newline=True
@@ -51,7 +50,7 @@ def _render_template(
 
 def _render_markdown(template: str, **names: Any) -> str:
     """Return a template's text in Markdown, one blank line between blocks, below a comment that says who wrote it."""
-    filters = {"text": escape_markdown, "bullets": format_bullets, "markdown": format_markdown}
+    filters: Filters = {"text": escape_markdown, "bullets": format_bullets, "markdown": format_markdown}
     filters["facts_table"] = partial(Table, ("", ""), align="l")
     text = _render_template(template, names, filters, autoescape=False, form="form.md.j2")
     title, _, rest = re.sub(r"\n{3,}", "\n\n", text).strip().partition("\n")
@@ -60,7 +59,7 @@ def _render_markdown(template: str, **names: Any) -> str:
 
 def _render_html(body: str, **names: Any) -> str:
     """Return the text of a template as a page of HTML, in which all text is escaped; `title` is one of its names."""
-    filters = {
+    filters: Filters = {
         "text": replace_controls,
         "anchor": lambda heading: "-".join(re.findall(r"\w+", heading.lower())),
         "nested": _group_indented,
