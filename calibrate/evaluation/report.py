@@ -108,16 +108,16 @@ def write_report(summary: Summary, plan: EvaluationPlan) -> tuple[list[str], str
 def list_tables(summary: Summary) -> list[Table]:
     """Lay out the tables of what was measured."""
 
-    def show(name: str, form: str, factor: float = 1.0, unit: str = "") -> Callable[[Row], str]:
-        return lambda row: "-" if row.get(name) is None else format(row[name] * factor, form) + unit
+    def show(name: str, form: str, unit: str = "") -> Callable[[Row], str]:
+        return lambda row: "-" if row.get(name) is None else format(row[name], form) + unit
 
     tokens = {"tokens": show("length", "d"), "variant": show("variant", "")}
     density = {"density": show("density", ".3f")}
     same_answers = {"same answers": show("same", ".0%")}
     quality: Columns = {
         "budget": lambda row: row["budget"] or "-",
-        "attention": show("attention_speedup", ".2f", unit="x"),
-        "prefill": show("speedup", ".2f", unit="x"),
+        "attention": show("attention_speedup", ".2f", "x"),
+        "prefill": show("speedup", ".2f", "x"),
         "recall, dense": show("dense_accuracy", ".1%"),
         "recall": show("accuracy", ".1%"),
         "difference, 95%": _format_difference,
@@ -143,10 +143,10 @@ def list_tables(summary: Summary) -> list[Table]:
         "same tokens": lambda row: f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
     }
     time: Columns = {
-        "first token [ms]": show("seconds", ".1f", 1e3),
+        "first token [ms]": lambda row: f"{row['seconds'] * 1e3:.1f}",
         "fastest .. slowest": lambda row: f"{row['fastest'] * 1e3:.1f} .. {row['slowest'] * 1e3:.1f}",
-        "vs dense": show("speedup", ".2f", unit="x"),
-        "peak [GiB]": show("peak_bytes", ".2f", 2**-30),
+        "vs dense": show("speedup", ".2f", "x"),
+        "peak [GiB]": lambda row: "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / (1 << 30):.2f}",
     }
     compared = [row for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
     both = group_rows((*summary["perplexity"], *summary["greedy"]), "length", "variant").values()  # in one row
