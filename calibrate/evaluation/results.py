@@ -167,12 +167,7 @@ def _score_time(values: list[Row], dense: list[Row]) -> Row:
     return measured | {"dense_seconds": dense_value["seconds"], "speedup": dense_value["seconds"] / value["seconds"]}
 
 
-SCORES = {
-    "perplexity": _score_perplexity,
-    "agreement": _score_agreement,
-    "greedy": _score_greedy,
-    "time": _score_time,
-}
+SCORES = {"perplexity": _score_perplexity, "agreement": _score_agreement, "greedy": _score_greedy, "time": _score_time}
 
 
 def _map_depths(plan: EvaluationPlan, compared: Sequence[Variant], results: Sequence[Row]) -> list[Row]:
