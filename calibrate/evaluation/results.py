@@ -63,7 +63,9 @@ def summarise(evaluation: Evaluation) -> Summary:
         for variant in compared
         if (value := evaluation.journal.get(task, case.key(variant.identity)))
     ]
-    text = {task: _score_groups(results, [task], score) for task, score in SCORES.items()}
+    scores = {"perplexity": _score_perplexity, "agreement": _score_agreement}
+    scores |= {"greedy": _score_greedy, "time": _score_time}
+    text = {task: _score_groups(results, [task], score) for task, score in scores.items()}
     quality: dict[tuple[int, str], Row] = {  # of each variant, all retrieval tasks together, and the text's results
         (length, variant.name): {"variant": variant.name, "length": length, "budget": variant.budget}
         | {"attention_speedup": variant.attention_speedup(length)}
@@ -165,9 +167,6 @@ def _score_time(values: list[Row], dense: list[Row]) -> Row:
     (value,), (dense_value,) = values, dense
     measured = {name: value[name] for name in ("seconds", "fastest", "slowest", "peak_bytes")}
     return measured | {"dense_seconds": dense_value["seconds"], "speedup": dense_value["seconds"] / value["seconds"]}
-
-
-SCORES = {"perplexity": _score_perplexity, "agreement": _score_agreement, "greedy": _score_greedy, "time": _score_time}
 
 
 def _map_depths(plan: EvaluationPlan, compared: Sequence[Variant], results: Sequence[Row]) -> list[Row]:

@@ -271,10 +271,8 @@ def summarise_profile(profile: Profile) -> dict[str, Any]:
     record, budget = read_record(profile), None
     if record.budget and record.budget.value is not None:
         ceiling = record.budget.ceiling_rel_mse
-        budget = f"{record.budget.kind} {record.budget.value:g}" + (
-            f" and rel_mse {ceiling:g}" if ceiling is not None else ""
-        )
-        budget += f" ({record.budget.scope})"
+        within = "" if ceiling is None else f" and rel_mse {ceiling:g}"
+        budget = f"{record.budget.kind} {record.budget.value:g}{within} ({record.budget.scope})"
     return {
         "model": profile.model_name,
         "architecture": str(profile.geometry),

@@ -224,17 +224,14 @@ LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors
 def draw_pngs(report: Report) -> dict[str, bytes]:
     """Return PNG files by the names "density", "frontier" and "time"."""
     draws = {"density": draw_density, "frontier": draw_frontier, "time": draw_time}
-    return {name: render_png(partial(draw, report=report), _make_title(report)) for name, draw in draws.items()}
+    title = f"{report.model} on {report.device}"
+    return {name: render_png(partial(draw, report=report), title) for name, draw in draws.items()}
 
 
 def draw_svgs(report: Report) -> dict[str, str]:
     """Return SVG elements by the names "frontier" and "time"; for "density" a page of HTML has maps of its own."""
-    draws, title = {"frontier": draw_frontier, "time": draw_time}, _make_title(report)
+    draws, title = {"frontier": draw_frontier, "time": draw_time}, f"{report.model} on {report.device}"
     return {name: render_svg(partial(draw, report=report), title, name, CAPTIONS[name]) for name, draw in draws.items()}
-
-
-def _make_title(report: Report) -> str:
-    return f"{report.model} on {report.device}"
 
 
 def draw_density(figure: Figure, report: Report) -> None:

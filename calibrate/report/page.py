@@ -83,17 +83,6 @@ def _render_html(body: str, **names: Any) -> str:
     )
 
 
-def render_markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
-    """Return the page beside `profile_path` in Markdown; `pictures` are the names of their files, by their names."""
-    return _render_markdown("page.j2", **_list_page_names(report, profile_path), pictures=pictures)
-
-
-def render_html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
-    """Return the page beside `profile_path` in HTML; `pictures` are SVG elements by their names."""
-    names = _list_page_names(report, profile_path)
-    return _render_html("page.j2", **names, pictures=pictures, maps=figures.make_head_maps(report), wide=WIDE)
-
-
 def _list_page_names(report: Report, profile_path: Path) -> dict[str, Any]:
     """Return the names of page.j2."""
     return {
@@ -106,20 +95,7 @@ def _list_page_names(report: Report, profile_path: Path) -> dict[str, Any]:
         "phases": {name: f"{seconds:.0f} s" for name, seconds in report.phases.items()},
         "captions": figures.CAPTIONS,
         "patch_call": patch_call,
-        "gain": sections.describe_gain(report),
-        "statement": sections.describe_certificate(report.certificate, report.adjusted_on),
-        "certificate_tables": sections.make_certificate_tables(report.certificate),
-        "claims": sections.list_claims(report.certificate),
-        "overview": sections.make_overview_table(report),
-        "closing_notes": sections.list_closing_notes(report),
-        "by_length": [
-            (
-                length,
-                sections.make_layer_table(report, length),
-                sections.list_length_notes(report, length, studies=True),
-            )
-            for length in report.lengths
-        ],
+        "sections": sections,
     }
 
 
@@ -167,9 +143,7 @@ def _list_card_names(profile: Profile, file: str, origin: str = "") -> dict[str,
         "origin": origin,
         "record": record,
         "recipe": record.recipe or {},
-        "statement": sections.describe_certificate(record.certificate, sections.count_adjusted_on(record)),
-        "certificate_tables": sections.make_certificate_tables(record.certificate),
-        "claims": sections.list_claims(record.certificate),
+        "sections": sections,
         "not_recorded": NOT_RECORDED,
         "call": patch_call(file),
         "lengths": Table.from_rows(summed["lengths"], columns),
@@ -241,9 +215,11 @@ def write_report(report: Report, profile_path: Path) -> tuple[list[Path], str]:
     drawn, svgs = both or ({}, {})
     as_json, *picture_paths, as_markdown, as_html = list_report_paths(profile_path)
     named = dict(zip(drawn, picture_paths, strict=False))
-    page = render_markdown_page(report, profile_path, {name: path.name for name, path in named.items()})
+    names = _list_page_names(report, profile_path)
+    page = _render_markdown("page.j2", **names, pictures={name: path.name for name, path in named.items()})
+    html = _render_html("page.j2", **names, pictures=svgs, maps=figures.make_head_maps(report), wide=WIDE)
     files = {as_json: format_json_file(report.to_json()), **{named[name]: picture for name, picture in drawn.items()}}
-    files |= {as_markdown: page.encode(), as_html: render_html_page(report, profile_path, svgs).encode()}
+    files |= {as_markdown: page.encode(), as_html: html.encode()}
     for path in set(picture_paths) - set(files):
         path.unlink(missing_ok=True)  # of an earlier run
     for path, data in files.items():

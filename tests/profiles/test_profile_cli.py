@@ -7,6 +7,7 @@ import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -161,8 +162,7 @@ def test_export_holds_everything(run, tmp_path):
     ("arguments", "called", "out"),
     [
         ("rebudget --budget-mse 1e-3", "mse-0.001 OUT None None", "mse-0.001.safetensors"),
-        ("rebudget --budget-mse 1e-3 --ceiling-rel-mse none", "mse-0.001 OUT None None",
-         "mse-0.001-ceiling-0.safetensors"),
+        ("rebudget --budget-mse 1 --ceiling-rel-mse none", "mse-1 OUT None None", "mse-1-ceiling-0.safetensors"),
         ("rebudget --budget-rel-mse 0.5 --worst-rows 0.8", "rel-mse-0.5 OUT None 0.8",
          "rel-mse-0.5-rows-0.8.safetensors"),
         ("rebudget --budget-mse 0.5 --worst-rows 0 --journal j --out b/q", "mse-0.5 OUT j 0.0", "b/q"),
@@ -170,17 +170,12 @@ def test_export_holds_everything(run, tmp_path):
     ],
 )  # fmt: skip
 def test_flags_become_the_arguments_of_rebudget_and_retile(arguments, called, out, run, tmp_path, monkeypatch):
-    calls = []
-
-    def call(*given):
-        calls.append(" ".join(map(str, given)))
-        return dataclasses.replace(minimal(), record={"retiled": {"note": "tuned"}})
-
     command, *flags = arguments.split()
+    call = Mock(return_value=dataclasses.replace(minimal(), record={"retiled": {"note": "tuned"}}))
     monkeypatch.setitem(sys.modules, f"calibrate.profiles.{command}", SimpleNamespace(**{command: call}))
     monkeypatch.chdir(tmp_path)
     assert run(command, "a/p.x", *flags) == (0, f"wrote {out}\n")
-    assert calls == [f"a/p.x {called.replace('OUT', out)}"]
+    assert " ".join(map(str, call.call_args.args)) == f"a/p.x {called.replace('OUT', out)}"
 
 
 @SLOW
@@ -259,9 +254,7 @@ def test_a_foreign_text_in_a_card_is_only_text():
     assert text.startswith("# S2O profile of a \\|b\n")
     assert "**Not proven** (failed).\n\n- a \\| b # c" in text
     assert "| seed | \\<b\\> |" in text
-    text = render_card(minimal(), "p.safetensors")
-    assert "| seed | not recorded |" in text
-    assert f"Its weights: fingerprint {minimal().fingerprint[:16]}.\n" in text
+    assert "| seed | not recorded |" in render_card(minimal(), "p.safetensors")
 
 
 @SLOW
@@ -282,14 +275,10 @@ def test_a_card_says_what_was_proven_of_its_profile(calibrated, run, tmp_path):
 
 
 def test_a_picture_that_cannot_be_drawn_takes_no_card_away(run, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(figures, "_save_figure", broken)
+    monkeypatch.setattr(figures, "_save_figure", lambda *_, **options: int(float("inf")))
     assert run("card", FULL, "--out-dir", tmp_path)[0] == 0
     assert "<svg" not in (tmp_path / f"{FULL.stem}.html").read_text()
     assert "the pictures cannot be drawn (OverflowError: cannot convert float infinity to integer)" in caplog.text
-
-
-def broken(*arguments, **options):
-    raise OverflowError("cannot convert float infinity to integer")
 
 
 FOREIGN = "exists and was not written by S2O, so it is not replaced: give another file name, or move it away"
