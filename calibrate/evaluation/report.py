@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from textwrap import fill
@@ -17,6 +17,7 @@ from calibrate.evaluation.results import DENSE_CAN, Row, Summary, group_rows
 from calibrate.machine import MARK, format_json_file
 from calibrate.model.models import in_full
 from calibrate.report.figures import BAR, COLOURS, add_panels, render_png, try_drawing
+from calibrate.report.sections import Columns, show
 from calibrate.tables import (
     Table,
     escape_markdown,
@@ -38,7 +39,6 @@ MARKERS = "osD^vPX*"
 LOWEST_KL = 1e-7  # nats, where the axis ends: what is below is rounding
 PANEL = (4.3, 3.4)  # inches of one length's axes
 LINE, LETTER, HANDLE = 0.17, 0.075, 0.55  # inches: a legend's line, a letter of it, what stands before an entry
-Columns = dict[str, Callable[[Row], str]]
 CAPTIONS = {
     "needles": "The share of needles found, by the prompt's length and the needle's depth in it.",
     "agreement": "Distance from the dense model's predictions, by position in the prompt.",
@@ -107,10 +107,6 @@ def write_report(summary: Summary, plan: EvaluationPlan) -> tuple[list[str], str
 
 def list_tables(summary: Summary) -> list[Table]:
     """Lay out the tables of what was measured."""
-
-    def show(name: str, form: str, unit: str = "") -> Callable[[Row], str]:
-        return lambda row: "-" if row.get(name) is None else format(row[name], form) + unit
-
     tokens = {"tokens": show("length", "d"), "variant": show("variant", "")}
     density = {"density": show("density", ".3f")}
     same_answers = {"same answers": show("same", ".0%")}

@@ -136,7 +136,7 @@ def render_html_card(profile: Profile, file: str) -> tuple[str, str]:
 def _list_card_names(profile: Profile, file: str, origin: str = "") -> dict[str, Any]:
     """Return the names of card.j2 that both forms have."""
     record, summed = read_record(profile), summarise_profile(profile)
-    columns = sections.COLUMNS | {"prefill": lambda row: sections.format_speedup(row["prefill_speedup"])}
+    columns = sections.COLUMNS | {"prefill": sections.show("prefill_speedup", ".2f", "x")}
     return {
         "title": f"S2O profile of {profile.model_name}",
         "summary": summed,
@@ -157,7 +157,7 @@ def _make_layer_table(profile: Profile, length: int) -> Table:
     source, densities = record.densities(length, len(configs))
     proven = (record.find_proven(length) or ProvenLength()).layers or ()
     counts = [count_heads(config.heads) for config in configs]
-    columns: dict[str, Callable[[int], str]] = {
+    columns: sections.Columns = {
         "layer": lambda row: format_integer(profile.geometry.get_layer_number(row)),
         "tau": lambda row: sections.format_taus(counts[row]["tau_min"], counts[row]["tau_max"]),
         "dense heads": lambda row: format_integer(counts[row]["dense_heads"]),

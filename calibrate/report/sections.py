@@ -15,11 +15,23 @@ from calibrate.progress import format_duration
 from calibrate.proof.recheck import CertificateCheck, ProofCheck
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, Record, read_record
-from calibrate.report.contents import LayerReport, LengthReport, Report, divide, summarise_profile
+from calibrate.report.contents import LengthReport, Report, divide, summarise_profile
 from calibrate.tables import Number, Table, format_integer, format_kept, format_number
 from s2o_runtime.config import convert_to_json
 from s2o_runtime.fields import pluralize
 from s2o_runtime.profile import Profile, make_document
+
+Columns = dict[str, Callable[[Any], str]]  # of a table: a row's cell, by the column's title
+
+
+def show(name: str, form: str, unit: str = "") -> Callable[[Any], str]:
+    """Return a column of a field, or of a key, in this format; "-" for None."""
+
+    def format_cell(row: Any) -> str:
+        value = row.get(name) if isinstance(row, Mapping) else getattr(row, name)
+        return "-" if value is None else Number(format(value, form) + unit, value)
+
+    return format_cell
 
 
 def describe_certificate(certificate: Certificate | None, adjusted_on: int | None) -> str:
@@ -106,18 +118,18 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
         sparse = [(bound(layer), layer.limit) for layer in length.layers or () if layer.density != 1.0]
         return _format_largest((value / limit for value, limit in sparse if value is not None and limit), ".0%")
 
-    bounds: dict[str, Callable[[CertifiedLength], str]] = {
-        "length": lambda length: format_number(length.length, "d"),
-        "prompts": lambda length: format_number(length.prompts, "d"),
-        "groups": lambda length: format_number(length.groups, "d"),
+    bounds: Columns = {
+        "length": show("length", "d"),
+        "prompts": show("prompts", "d"),
+        "groups": show("groups", "d"),
         "less": lambda length: format_integer(sum(layer.spent is not None for layer in length.layers or ())),
         "mean /\nlimit": lambda length: over_limit(length, lambda layer: layer.mean),
         "bound /\nlimit": lambda length: over_limit(length, lambda layer: layer.bound),
         "of prompts": lambda length: "-" if length.share is None else round_down(length.share),
-        "error /\nlimit": lambda length: format_number(length.error_over_limit, ".2f"),
-        "KL": lambda length: format_number(length.kl, ".1e"),
-        "noise": lambda length: format_number(length.noise_floor, ".1e"),
-        "least\ntop-1": lambda length: format_number(length.top1, ".2%"),
+        "error /\nlimit": show("error_over_limit", ".2f"),
+        "KL": show("kl", ".1e"),
+        "noise": show("noise_floor", ".1e"),
+        "least\ntop-1": show("top1", ".2%"),
         "kept": lambda length: (
             "-" if length.retrieval is None else format_kept(length.retrieval.kept or 0, length.retrieval.found or 0)
         ),
@@ -127,7 +139,7 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
         limits = [layer.binds for layer in length.layers or ()]
         return f"{limits.count('rel_mse')} of {len(limits)} layers" if any(limits) else "-"
 
-    units: dict[str, Callable[[CertifiedLength], str]] = {
+    units: Columns = {
         "length": bounds["length"],
         "largest bound, mse": lambda length: _format_largest((layer.bound for layer in length.layers or ()), ".2e"),
         "as rel_mse": lambda length: _format_largest((layer.rel_bound for layer in length.layers or ()), ".2e"),
@@ -148,7 +160,7 @@ def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
     def error_at(length: int | None) -> Callable[[str], str]:
         return lambda text: format_number(texts[text].get(length, CertifiedDomain()).error_over_limit, ".0%")
 
-    columns: dict[str, Callable[[str], str]] = {
+    columns: Columns = {
         "text": str,
         "prompts": lambda text: format_range(domain.prompts for domain in texts[text].values()),
         "groups": lambda text: format_range(domain.groups for domain in texts[text].values()),
@@ -173,17 +185,17 @@ def format_range(counts: Iterable[int | None]) -> str:
 
 
 # of one of `summary`'s lengths
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+COLUMNS: Columns = {
     "length": lambda row: str(row["length"]),
     "tau": lambda row: format_taus(row["tau_min"], row["tau_max"]),
     "dense\nheads": lambda row: f"{row['dense_heads']} of {row['heads']}",
     "tails": lambda row: str(row["tails"]),
-    "density": lambda row: format_number(row["density"], ".3f"),
+    "density": show("density", ".3f"),
     "of": lambda row: row["density_is"] or "-",
-    "error /\nlimit": lambda row: format_number(row["error_over_limit"], ".0%"),
-    "worst\nrow": lambda row: format_number(row["worst"], ".2g"),
+    "error /\nlimit": show("error_over_limit", ".0%"),
+    "worst\nrow": show("worst", ".2g"),
     "needles": lambda row: format_kept(*row["needles"]) if row["needles"] else "-",
-    "KL": lambda row: format_number(row["kl"], ".1e"),
+    "KL": show("kl", ".1e"),
 }
 
 
@@ -249,7 +261,7 @@ def list_verify_plan(
 
 def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
     """Yield what the prompts that layers were adjusted on show here: a row for each length."""
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+    columns: Columns = {
         "length": lambda row: str(row["length"]),
         "largest error": lambda row: f"{max(layer['error'] for layer in row['layers']):.2e}",
         "rel_mse": lambda row: f"{max(layer['rel_mse'] for layer in row['layers']):.2e}",
@@ -258,7 +270,7 @@ def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
         ),
         "density": lambda row: f"{fmean(layer['density'] for layer in row['layers']):.3f}",
         "needles": COLUMNS["needles"],
-        "KL": lambda row: f"{row['kl']:.1e}",
+        "KL": show("kl", ".1e"),
     }
     yield Table.from_rows(proof.lengths, columns, "proven here")
     if not proof.same_prompts:
@@ -267,14 +279,14 @@ def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
 
 def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
     """Yield what fresh prompts show of a certificate: a row for each length."""
-    columns: dict[str, Callable[[Any], str]] = {
-        "length": lambda length: str(length.length),
-        "prompts": lambda length: str(length.prompts),
-        "groups": lambda length: str(length.groups),
-        "mean / limit": lambda length: f"{length.means:.0%}",
-        "broken": lambda length: str(length.broken),
+    columns: Columns = {
+        "length": show("length", "d"),
+        "prompts": show("prompts", "d"),
+        "groups": show("groups", "d"),
+        "mean / limit": show("means", ".0%"),
+        "broken": show("broken", "d"),
         "outside": lambda length: f"{length.above} of {length.groups}",
-        "mean KL": lambda length: f"{length.mean_kl:.1e}",
+        "mean KL": show("mean_kl", ".1e"),
         "kept": lambda length: (
             "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}"
         ),
@@ -346,24 +358,24 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
     of the two limits binds. A `brief` one leaves `DETAILS` out, so that a row has at most 80 columns.
     """
     relative, ceiling = report.budget.kind == "mse", report.budget.ceiling is not None
-    columns: dict[str, Callable[[LayerReport], str]] = {
-        "layer": lambda layer: format_integer(layer.layer),
+    columns: Columns = {
+        "layer": show("layer", "d"),
         "tau": lambda layer: format_taus(layer.tau_min, layer.tau_max),
-        "dense\nheads": lambda layer: format_integer(layer.dense_heads),
-        "tails": lambda layer: format_integer(layer.tails),
+        "dense\nheads": show("dense_heads", "d"),
+        "tails": show("tails", "d"),
         "repr.": lambda layer: (
             f"{'/'.join(layer.representatives)}: {'/'.join(map(str, layer.representatives.values()))}"
             if layer.representatives
             else "-"
         ),
-        "segment": lambda layer: format_integer(layer.segment),
+        "segment": show("segment", "d"),
         "tile": lambda layer: layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
-        "density": lambda layer: format_number(layer.density, ".3f"),
-        report.budget.kind: lambda layer: format_number(layer.error, ".2e"),
-        "rel\nmse": lambda layer: format_number(layer.held_out_rel_mse, ".0e"),
-        "error /\nlimit": lambda layer: format_number(layer.error_over_limit, ".0%"),
+        "density": show("density", ".3f"),
+        report.budget.kind: show("error", ".2e"),
+        "rel\nmse": show("held_out_rel_mse", ".0e"),
+        "error /\nlimit": show("error_over_limit", ".0%"),
         "binds": lambda layer: BINDS[layer.binds],
-        "worst\nrow": lambda layer: format_number(layer.worst, ".2g"),
+        "worst\nrow": show("worst", ".2g"),
         "vs\ndense": lambda layer: format_speedup(divide(layer.dense_seconds, layer.seconds)),
     }
     left_out = {*(DETAILS if brief else ()), "" if relative else "rel\nmse", "" if ceiling else "binds"}
@@ -385,7 +397,7 @@ def make_overview_table(report: Report) -> Table:
         predicted = divide(1.0, length.cost)
         return "-" if predicted is None else Number(f"{predicted:.2f}x predicted", predicted)
 
-    errors: dict[str, Callable[[LengthReport], str]] = {
+    errors: Columns = {
         f"{name}\n{report.budget.kind}": lambda length: format_number(
             combine(row.error for row in length.layers), ".2e"
         )
@@ -394,7 +406,7 @@ def make_overview_table(report: Report) -> Table:
         errors[f"{name}\nrel_mse"] = lambda length: format_number(
             combine(layer.held_out_rel_mse for layer in length.layers), ".2e"
         )
-    columns: dict[str, Callable[[LengthReport], str]] = {
+    columns: Columns = {
         "length": lambda length: Number(f"{length.length}{'' if length.calibrated else ' checked'}", length.length),
         **errors,
         "error /\nlimit": lambda length: format_number(max(layer.error_over_limit for layer in length.layers), ".0%"),
@@ -402,7 +414,7 @@ def make_overview_table(report: Report) -> Table:
         "attention": attention_speedup,
         "prefill": lambda length: format_speedup(divide(length.dense_prefill_seconds, length.prefill_seconds)),
         "needles": lambda length: format_kept(*length.needles) if length.needles else "-",
-        "KL": lambda length: format_number(length.kl, ".1e"),
+        "KL": show("kl", ".1e"),
     }
     title = f"all lengths, as adjusted to {report.budget.kind} {report.budget.value:g}"
     return Table.from_rows(report.lengths, columns, title)
