@@ -107,9 +107,12 @@ def retile(profile: Path, device: str, out: Path) -> Profile:
 
 
 def _tune_layers(
-    profile: Profile, densities: Sequence[Sequence[float]], candidates: tuple[TileConfig, ...], safe: TileConfig,
+    profile: Profile,
+    densities: Sequence[Sequence[float]],
+    candidates: tuple[TileConfig, ...],
+    safe: TileConfig,
     where: torch.device,
-) -> tuple[tuple[tuple[LayerConfig, ...], ...], tuple[RetiledLayers, ...], int]:  # fmt: skip
+) -> tuple[tuple[tuple[LayerConfig, ...], ...], tuple[RetiledLayers, ...], int]:
     """Return the new layers, what was timed, and how many layers became dense.
 
     densities: of every bucket and layer. candidates, safe: the tiles to time, and that of dense layers.
@@ -117,7 +120,7 @@ def _tune_layers(
     new_layers = [[config.as_dense().with_tile(safe) for config in bucket] for bucket in profile.layers]
     timed, dense_layers = [], 0
     groups = sorted(_group_layers(profile, densities).items(), key=lambda item: item[0].length)
-    compile_ahead(_list_traces([(key, profile.layers[i][j]) for key, ((i, j), *_) in groups], profile.geometry, where))
+    compile_ahead(_list_traces(profile, groups, where))
     for key, group in groups:
         bucket, layer = group[0]
         density, config = densities[bucket][layer], profile.layers[bucket][layer]
@@ -150,13 +153,13 @@ def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dic
     for bucket, layer in product(range(len(profile.lengths)), range(profile.geometry.layers)):
         config = profile.layers[bucket][layer]
         if ranked := _list_ranked(config):
-            overheads = [estimate_overhead(_get_ranking(head, config), head.tail) for head in ranked]
+            ranking = sum(estimate_overhead(_get_ranking(head, config), head.tail) for head in ranked)
             key = TimingKey(
                 min(profile.lengths[bucket], LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
                 Shape.from_tile(config.tile),
                 round(densities[bucket][layer] / ALIKE),
-                round(sum(overheads) / config.num_heads / ALIKE),
+                round(ranking / config.num_heads / ALIKE),
                 config.scores,
                 config.last_rows,
             )
@@ -165,14 +168,19 @@ def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dic
 
 
 def _find_fastest(
-    config: LayerConfig, density: float, length: int, candidates: tuple[TileConfig, ...], geometry: Geometry,
+    config: LayerConfig,
+    density: float,
+    length: int,
+    candidates: tuple[TileConfig, ...],
+    geometry: Geometry,
     where: torch.device,
-) -> tuple[TileConfig | None, Timing | None]:  # fmt: skip
+) -> tuple[TileConfig | None, Timing | None]:
     """Return the tile to take for a layer and its time; None if no tile fits, or every one failed."""
     prompt = _make_inputs(geometry, length, where)
     stopping = _with_density(prompt, config, density)
     best: tuple[TileConfig | None, Timing | None] = None, None
-    least, tiles = math.inf, list_legal_tiles(config, candidates)
+    least = math.inf
+    tiles = list_legal_tiles(config, candidates)
     compile_ahead(map(prompt.s2o, with_tiles(stopping, tiles)))
     for tile in tiles:
         try:
@@ -187,13 +195,15 @@ def _find_fastest(
 
 
 def _list_traces(
-    layers: Sequence[tuple[TimingKey, LayerConfig]], geometry: Geometry, where: torch.device
+    profile: Profile, groups: Sequence[tuple[TimingKey, list[tuple[int, int]]]], where: torch.device
 ) -> Iterable[Callable[[], object]]:
     """Return measurements of curves, one for each kernel that `_with_density` needs."""
     traces: dict[Hashable, Callable[[], object]] = {}
-    for key, config in layers:
+    for key, ((bucket, layer), *_) in groups:
         if (key.shape, key.scores) not in traces:
-            inputs, ranking = _make_inputs(geometry, key.length, where), _get_ranking(_list_ranked(config)[0], config)
+            config = profile.layers[bucket][layer]
+            inputs = _make_inputs(profile.geometry, key.length, where)
+            ranking = _get_ranking(_list_ranked(config)[0], config)
             traces[key.shape, key.scores] = partial(measure, inputs, [ranking], [key.shape])
     return traces.values()
 

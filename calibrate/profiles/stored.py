@@ -86,8 +86,13 @@ def read_stored_curves(profile: Profile, recipe: Recipe, journal: Path, command:
         raise InputError(f"journal {journal} does not exist: give --journal, or measure again with {command}")
     with Journal.read(journal) as opened:
         _check_identity(opened, profile)
-        kept = opened.entries("curves"), opened.entries(measure.RANKING_COST)
-        return StoredCurves(profile, read_record(profile), recipe, *kept)
+        return StoredCurves(
+            profile=profile,
+            record=read_record(profile),
+            recipe=recipe,
+            entries=opened.entries("curves"),
+            ranking_costs=opened.entries(measure.RANKING_COST),
+        )
 
 
 def calibrate_command(recipe: Recipe) -> str:

@@ -96,6 +96,11 @@ class LengthReport:
         return f"{self.length} tokens{'' if self.calibrated else ' (checked only)'}"
 
     @property
+    def prefill_speedup(self) -> float | None:
+        """Dense seconds of a prefill over the patched model's."""
+        return divide(self.dense_prefill_seconds, self.prefill_seconds)
+
+    @property
     def has_heads(self) -> bool:
         """True if single heads are known; at a length that was only checked they are not."""
         return all(layer.heads for layer in self.layers)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
+Panel = tuple[str, Sequence[Sequence[tuple[str, float]]]]  # title; by layer and head the mode, and the colour's value
 DPI = 120
 COLOURS = "viridis"  # even in lightness, and told apart with every kind of colour vision
 BAR: dict[str, Any] = {"fraction": 0.06, "aspect": 30, "pad": 0.015}  # a colour bar beside its axes
@@ -75,9 +76,15 @@ def _save_figure(draw: Callable[[Figure], None], title: str, pad: float = 0.04, 
 
 
 def add_panels(
-    figure: Figure, titles: Sequence[str], size: tuple[float, float], *, x: str, y: str, columns: int = 3,
+    figure: Figure,
+    titles: Sequence[str],
+    size: tuple[float, float],
+    *,
+    x: str,
+    y: str,
+    columns: int = 3,
     sharey: bool = False,
-) -> list[Axes]:  # fmt: skip
+) -> list[Axes]:
     """Return axes with these titles, at most so many `columns`, labelled x and y at the outer edges of the figure.
 
     size: about how many inches a panel is wide and high; the figure gets what all of them need. sharey: matplotlib's.
@@ -106,13 +113,15 @@ def _set_whole_ticks(axis: Axis, numbers: Sequence[int] | None = None) -> None:
 
 
 def _draw_maps(
-    figure: Figure, panels: Sequence[tuple[str, Sequence[Sequence[tuple[str, float]]]]], numbers: Sequence[int],
-    size: tuple[float, float], cross: float, label: str, **scale: Any,
-) -> None:  # fmt: skip
-    """Draw a map of layers, with their numbers, and heads for each title; a cross of this size marks dense heads.
-
-    panels: titles, and by layer and head the mode and the value that its colour shows.
-    """
+    figure: Figure,
+    panels: Sequence[Panel],
+    numbers: Sequence[int],
+    size: tuple[float, float],
+    cross: float,
+    label: str,
+    **scale: Any,
+) -> None:
+    """Draw a map of layers, with their numbers, and heads for each panel; a cross of this size marks dense heads."""
     all_axes = add_panels(figure, [title for title, _ in panels], size, x="head", y="layer")
     for axes, (_, rows) in zip(all_axes, panels, strict=True):
         values = [[value for _, value in row] for row in rows]

@@ -23,9 +23,7 @@ from calibrate.tables import (
     Table,
     escape_markdown,
     format_bullets,
-    format_integer,
     format_markdown,
-    format_number,
     print_lines,
     print_table,
     replace_controls,
@@ -156,24 +154,31 @@ def _make_layer_table(profile: Profile, length: int) -> Table:
     record, configs = read_record(profile), profile.layers[profile.lengths.index(length)]
     source, densities = record.densities(length, len(configs))
     proven = (record.find_proven(length) or ProvenLength()).layers or ()
-    counts = [count_heads(config.heads) for config in configs]
-    columns: sections.Columns = {
-        "layer": lambda row: format_integer(profile.geometry.get_layer_number(row)),
-        "tau": lambda row: sections.format_taus(counts[row]["tau_min"], counts[row]["tau_max"]),
-        "dense heads": lambda row: format_integer(counts[row]["dense_heads"]),
-        "segment": lambda row: format_integer(configs[row].segment),
-        "tile": lambda row: str(configs[row].tile),
-        "density": lambda row: format_number(densities[row] if densities else None, ".3f"),
-    }
-    if len(proven) == len(configs):
-        columns |= {
-            "mse": lambda row: format_number(proven[row].mse, ".2e"),
-            "rel_mse": lambda row: format_number(proven[row].rel_mse, ".2e"),
-            "limit": lambda row: format_number(proven[row].limit, ".2e"),
-            "worst row": lambda row: format_number(proven[row].worst, ".2g"),
+    is_proven = len(proven) == len(configs)
+    rows = [
+        {
+            **(vars(proven[index]) if is_proven else {}),
+            **count_heads(config.heads),
+            "layer": profile.geometry.get_layer_number(index),
+            "segment": config.segment,
+            "tile": str(config.tile),
+            "density": densities[index] if densities else None,
         }
+        for index, config in enumerate(configs)
+    ]
+    columns: sections.Columns = {
+        "layer": sections.show("layer", "d"),
+        "tau": lambda row: sections.format_taus(row["tau_min"], row["tau_max"]),
+        "dense heads": sections.show("dense_heads", "d"),
+        "segment": sections.show("segment", "d"),
+        "tile": lambda row: row["tile"],
+        "density": sections.show("density", ".3f"),
+    }
+    if is_proven:
+        columns |= {name: sections.show(name, ".2e") for name in ("mse", "rel_mse", "limit")}
+        columns["worst row"] = sections.show("worst", ".2g")
     title = f"{length} tokens" + (f", densities {source}" if source else "")
-    return Table.from_rows(range(len(configs)), columns, title)
+    return Table.from_rows(rows, columns, title)
 
 
 def _list_items(value: Any) -> str:

@@ -346,8 +346,7 @@ def _compute_speedups(report: Report) -> tuple[dict[int, float | None], str]:
     """Return the speedups over dense by length, measured of the prefill or else predicted of attention, and their
     sentence."""
     if all(length.attention_seconds is not None for length in report.lengths):
-        measured = {row.length: divide(row.dense_prefill_seconds, row.prefill_seconds) for row in report.lengths}
-        return measured, "prefill speedup {} tokens"
+        return {row.length: row.prefill_speedup for row in report.lengths}, "prefill speedup {} tokens"
     return {row.length: divide(1.0, row.cost) for row in report.lengths}, "attention speedup {} tokens (predicted)"
 
 
@@ -412,7 +411,7 @@ def make_overview_table(report: Report) -> Table:
         "error /\nlimit": lambda length: format_number(max(layer.error_over_limit for layer in length.layers), ".0%"),
         "density": lambda length: format_number(fmean(layer.density for layer in length.layers), ".3f"),
         "attention": attention_speedup,
-        "prefill": lambda length: format_speedup(divide(length.dense_prefill_seconds, length.prefill_seconds)),
+        "prefill": show("prefill_speedup", ".2f", "x"),
         "needles": lambda length: format_kept(*length.needles) if length.needles else "-",
         "KL": show("kl", ".1e"),
     }
@@ -422,7 +421,7 @@ def make_overview_table(report: Report) -> Table:
 
 def list_length_notes(report: Report, length: LengthReport, *, studies: bool = False) -> list[str]:
     """List the sentences below a length's table; with `studies` the layers that shared one are named."""
-    speedup = format_speedup(divide(length.dense_prefill_seconds, length.prefill_seconds))
+    speedup = format_speedup(length.prefill_speedup)
     notes = [
         f"prefill of {length.length} tokens on {report.device}: {length.prefill_seconds * 1e3:.1f} ms, "
         f"dense {length.dense_prefill_seconds * 1e3:.1f} ms ({speedup})"
