@@ -131,13 +131,6 @@ def test_rows_and_the_heat_map_are_what_the_entries_say(tiny, tmp_path):
         assert pooled["difference"] == pytest.approx(sum(after - before for before, after in pairs) / 20)
 
 
-def test_perplexity_is_the_cross_entropy(demo):
-    ids = torch.randint(0, 4096, (150,))
-    value = score.sum_negative_log_likelihood(score.ForwardPass(demo, ids))
-    expected = float(F.nll_loss(log_probs(demo.model, ids)[:-1], ids[1:]))
-    assert value == {"nll": pytest.approx(149 * expected, rel=1e-5), "tokens": 149}
-
-
 def log_probs(model, ids):
     """The model's predictions after each token, [L, V] in float64."""
     with torch.no_grad():
@@ -167,15 +160,19 @@ def test_positions_are_equally_many_of_each_part(length, seed):
     assert torch.equal(torch.bincount(positions * 8 // length, minlength=8), available.clamp(max=64))
 
 
-def test_answers_are_right_only_if_every_token_is_the_most_likely_one(demo):
+def test_answers_and_perplexity_are_those_of_the_predictions(demo):
+    """An answer is right only if every token is the most likely one."""
     ids = torch.randint(0, 4096, (120,))
     for position in range(100, 105):  # the model's own choice, greedily
         ids[position] = log_probs(demo.model, ids[:position])[-1].argmax()
     likely, spans = log_probs(demo.model, ids), ((100, 105), (99, 105), (102, 103))
-    value = score.score_answers(score.ForwardPass(demo, ids), Prompt(ids, spans))
+    forward = score.ForwardPass(demo, ids)
+    value = score.score_answers(forward, Prompt(ids, spans))
     assert value["correct"] == [True, False, True]
     expected = [sum(float(likely[position - 1, ids[position]]) for position in range(*span)) for span in spans]
     assert value["log_likelihood"] == pytest.approx(expected, rel=1e-5)
+    nll = float(F.nll_loss(likely[:-1], ids[1:], reduction="sum"))
+    assert score.sum_negative_log_likelihood(forward) == {"nll": pytest.approx(nll, rel=1e-5), "tokens": 119}
 
 
 def generated(model, ids, count):
