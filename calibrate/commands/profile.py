@@ -126,9 +126,9 @@ def _parse_head(text: str) -> tuple[int, int]:
 
 def show(flags: Flags) -> int:
     """Print the summary of a profile, or of one head of it."""
+    from calibrate.report.contents import summarise_profile
     from calibrate.report.explain import explain_head, format_head
     from calibrate.report.sections import show_summary
-    from calibrate.report.summary import summarise_profile
     from s2o_runtime.profile import load_profile
 
     profile = load_profile(flags["profile"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from textwrap import fill
@@ -11,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from calibrate.evaluation.plan import FILES, PROMPTS, EvaluationPlan
-from calibrate.evaluation.results import DENSE_CAN, Row, Summary
+from calibrate.evaluation.plan import FILES, PROMPTS, RETRIEVAL, EvaluationPlan
+from calibrate.evaluation.results import DENSE_CAN, Row, Summary, group_rows
 from calibrate.machine import MARK, format_json_file
 from calibrate.model.models import in_full
 from calibrate.report.figures import BAR, COLOURS, add_panels, render_png, try_drawing
-from calibrate.report.sections import format_speedup
+from calibrate.report.sections import Columns, show
 from calibrate.tables import (
     Table,
     escape_markdown,
     format_bullets,
     format_markdown,
-    format_number,
     print_fields,
     print_lines,
     print_table,
@@ -39,7 +39,6 @@ MARKERS = "osD^vPX*"
 LOWEST_KL = 1e-7  # nats, where the axis ends: what is below is rounding
 PANEL = (4.3, 3.4)  # inches of one length's axes
 LINE, LETTER, HANDLE = 0.17, 0.075, 0.55  # inches: a legend's line, a letter of it, what stands before an entry
-Columns = dict[str, Callable[[Row], str]]
 CAPTIONS = {
     "needles": "The share of needles found, by the prompt's length and the needle's depth in it.",
     "agreement": "Distance from the dense model's predictions, by position in the prompt.",
@@ -47,11 +46,9 @@ CAPTIONS = {
 }
 POINT = 0.01  # of the share of right answers
 TASK_NAMES = {
-    "needles": "needles",
+    **{task: task for task in RETRIEVAL},
     "alike": "keys that look alike",
     "variables": "variable tracking",
-    "counting": "counting",
-    "questions": "questions",
     PROMPTS: "your prompts",
 }
 
@@ -78,10 +75,9 @@ def plan_lines(plan: EvaluationPlan, architecture: str, device: str, prompts: in
 
 
 def print_plan(lines: dict[str, Any], console: Console) -> None:
-    """Print the result of `list_verify_plan`."""
-    words = {name: "none" if value is None else value for name, value in lines.items()}
-    lists = {name: "; ".join(map(str, value)) for name, value in words.items() if isinstance(value, list)}
-    print_fields(words | lists, console)
+    """Print the result of `plan_lines`."""
+    words = {name: "; ".join(map(str, line)) if isinstance(line, list) else line for name, line in lines.items()}
+    print_fields({name: "none" if line is None else line for name, line in words.items()}, console)
 
 
 def print_summary(summary: Summary, console: Console) -> None:
@@ -95,9 +91,8 @@ def print_summary(summary: Summary, console: Console) -> None:
 def write_report(summary: Summary, plan: EvaluationPlan) -> tuple[list[str], str]:
     """Write summary.json, the pictures and report.md into the plan's folder, each whole or not at all.
 
-    Returns:
-        The names of the files, and why there are no pictures, empty if there are. Pictures of an earlier plan that this
-        one has not are deleted.
+    Pictures of an earlier plan that this one has not are deleted. Returns the names of the files, and why there are no
+    pictures, empty if there are.
     """
     pictures_by_name, failure = try_drawing(lambda: draw_pictures(summary))
     drawn = {f"{name}.png": picture for name, picture in (pictures_by_name or {}).items()}
@@ -112,64 +107,63 @@ def write_report(summary: Summary, plan: EvaluationPlan) -> tuple[list[str], str
 
 def list_tables(summary: Summary) -> list[Table]:
     """Lay out the tables of what was measured."""
-    held_out: dict[tuple[int, str], Row] = {}  # perplexity and greedy answers in one row
-    for row in (*summary["perplexity"], *summary["greedy"]):
-        held_out.setdefault((row["length"], row["variant"]), {}).update(row)
-    key: Columns = {"tokens": lambda row: str(row["length"]), "variant": lambda row: row["variant"]}
-    density: Columns = {"density": lambda row: f"{row['density']:.3f}"}
-    quality = {
+    tokens = {"tokens": show("length", "d"), "variant": show("variant", "")}
+    density = {"density": show("density", ".3f")}
+    same_answers = {"same answers": show("same", ".0%")}
+    quality: Columns = {
         "budget": lambda row: row["budget"] or "-",
-        "attention": lambda row: format_speedup(row["attention_speedup"]),
-        "prefill": lambda row: format_speedup(row.get("speedup")),
-        "recall, dense": lambda row: format_number(row.get("dense_accuracy"), ".1%"),
-        "recall": lambda row: format_number(row.get("accuracy"), ".1%"),
+        "attention": show("attention_speedup", ".2f", "x"),
+        "prefill": show("speedup", ".2f", "x"),
+        "recall, dense": show("dense_accuracy", ".1%"),
+        "recall": show("accuracy", ".1%"),
         "difference, 95%": _format_difference,
-        "p": lambda row: format_number(row.get("p"), ".2g"),
-        "p by prompt": lambda row: format_number(row.get("p_by_prompt"), ".2g"),
-        "KL [nats]": lambda row: format_number(row.get("kl"), ".1e"),
-        "same top-1": lambda row: format_number(row.get("top1"), ".2%"),
-        "same answers": lambda row: format_number(row.get("same"), ".0%"),
+        "p": show("p", ".2g"),
+        "p by prompt": show("p_by_prompt", ".2g"),
+        "KL [nats]": show("kl", ".1e"),
+        "same top-1": show("top1", ".2%"),
     }
-    answers = {
+    answers: Columns = {
         "task": lambda row: TASK_NAMES[row["task"]],
         "tokens": lambda row: f"{'up to ' if row['task'] == PROMPTS else ''}{row['length']}",
         "variant": lambda row: row["variant"],
         "right": lambda row: f"{row['found']} of {row['asked']}",
-        "accuracy": lambda row: f"{row['accuracy']:.1%}",
+        "accuracy": show("accuracy", ".1%"),
         "kept of dense's": lambda row: f"{row['kept']} of {row['dense_found']}" if row["dense_can"] else "dense cannot",
         "difference, 95%": _format_difference,
-        "log-lik.": lambda row: f"{row['log_likelihood']:.3f}",
+        "log-lik.": show("log_likelihood", ".3f"),
     }
-    text = {
-        "perplexity": lambda row: format_number(row.get("perplexity"), ".4f"),
+    text: Columns = {
+        "perplexity": show("perplexity", ".4f"),
         "over dense": _format_over_dense,
-        "same answers": lambda row: format_number(row.get("same"), ".0%"),
+        **same_answers,
         "same tokens": lambda row: f"{row['prefix']:.1f} of {row['answer_tokens']:.1f}" if "prefix" in row else "-",
     }
-    time = {
+    time: Columns = {
         "first token [ms]": lambda row: f"{row['seconds'] * 1e3:.1f}",
         "fastest .. slowest": lambda row: f"{row['fastest'] * 1e3:.1f} .. {row['slowest'] * 1e3:.1f}",
-        "vs dense": lambda row: format_speedup(row["speedup"]),
+        "vs dense": show("speedup", ".2f", "x"),
         "peak [GiB]": lambda row: "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / (1 << 30):.2f}",
     }
     compared = [row for row in summary["quality"] if {"asked", "kl", "same"} & row.keys()]
-    by_length = sorted(held_out.values(), key=lambda row: int(row["length"]))
-    all_tables = [
-        Table.from_rows(compared, key | quality, "quality beside dense", align="rlr", wrap="variant"),
-        Table.from_rows(summary["retrieval"], answers | density, "answers", align="lrlr", wrap="variant"),
-        Table.from_rows(by_length, key | text | density, "held-out text", align="rlr", wrap="variant"),
-        Table.from_rows(
-            summary["time"], key | time | density, "time to the first token, warm", align="rlr", wrap="variant"
-        ),
+    both = group_rows((*summary["perplexity"], *summary["greedy"]), "length", "variant").values()  # in one row
+    held_out = sorted((dict(ChainMap(*reversed(rows))) for rows in both), key=lambda row: int(row["length"]))
+    layouts = (
+        ("quality beside dense", compared, tokens | quality | same_answers, "rlr"),
+        ("answers", summary["retrieval"], answers | density, "lrlr"),
+        ("held-out text", held_out, tokens | text | density, "rlr"),
+        ("time to the first token, warm", summary["time"], tokens | time | density, "rlr"),
+    )
+    return [
+        Table.from_rows(rows, columns, title, align=align, wrap="variant")
+        for title, rows, columns, align in layouts
+        if rows
     ]
-    return [table for table in all_tables if table.rows]
 
 
 def _format_difference(row: Row) -> str:
     """Format by how many points more answers are right than dense's, with the interval."""
-    if "difference" not in row:
-        return "-"
-    return f"{100 * row['difference']:+.1f} ({100 * row['low']:+.1f} .. {100 * row['high']:+.1f})"
+    shares = {name: 100 * row[name] for name in ("difference", "low", "high") if name in row}
+    return "{difference:+.1f} ({low:+.1f} .. {high:+.1f})".format(**shares) if shares else "-"
 
 
 def _format_over_dense(row: Row) -> str:
@@ -190,11 +184,8 @@ def list_notes(summary: Summary) -> list[str]:
                 f"{row['variant']} at {row['length']} tokens: the interval is {100 * half:.1f} points wide to each "
                 f"side; about --num-prompts {enough} make it {100 * POINT:g}"
             )
-    beyond_dense: dict[str, dict[int, float]] = {}
-    for row in summary["retrieval"]:
-        if not row["dense_can"]:
-            beyond_dense.setdefault(row["task"], {})[row["length"]] = row["dense_accuracy"]
-    for task, accuracies in beyond_dense.items():
+    for (task,), rows in group_rows((row for row in summary["retrieval"] if not row["dense_can"]), "task").items():
+        accuracies = {row["length"]: row["dense_accuracy"] for row in rows}
         shares = ", ".join(f"{accuracy:.0%} right at {length} tokens" for length, accuracy in accuracies.items())
         lines.append(
             f"dense cannot do {TASK_NAMES[task]} ({shares}): below {DENSE_CAN:.0%} a task does not tell what a variant "
@@ -215,25 +206,21 @@ def list_notes(summary: Summary) -> list[str]:
 
 def _write_page(summary: Summary, files: Sequence[str]) -> str:
     """Write the report in Markdown; `files` are the pictures beside it."""
-    plan = summary["plan"]
-    parts = [
-        f"# Evaluation of {escape_markdown(summary['model'])}",
-        f"<!-- {MARK} -->",
-        f"{escape_markdown(summary['architecture'])}, on {escape_markdown(summary['device'])}, "
-        + ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
-        + f"; seed {plan['seed']}, {plan['samples']} prompts of each task and length, {plan['needles']} questions each",
-    ]
+    model, architecture, device = (escape_markdown(summary[name]) for name in ("model", "architecture", "device"))
+    versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
+    prompts = "seed {seed}, {samples} prompts of each task and length, {needles} questions each".format(
+        **summary["plan"]
+    )
+    parts = [f"# Evaluation of {model}", f"<!-- {MARK} -->", f"{architecture}, on {device}, {versions}; {prompts}"]
     if summary.get("command"):
         parts.append(f"```sh\n{summary['command']}\n```")
     for table in list_tables(summary):
         parts += [f"## {table.title[0].upper()}{table.title[1:]}", format_markdown(table)]
     if lines := list_notes(summary):
         parts += ["## Notes", format_bullets(lines)]
-    if files:
-        parts.append("## Pictures")
-        parts += [f"![{file.removesuffix('.png')}]({file})\n\n{CAPTIONS[file.removesuffix('.png')]}" for file in files]
-    else:
-        parts.append("There are no pictures, because nothing was compared with dense.")
+    names = [file.removesuffix(".png") for file in files]
+    parts.append("## Pictures" if names else "There are no pictures, because nothing was compared with dense.")
+    parts += [f"![{name}]({name}.png)\n\n{CAPTIONS[name]}" for name in names]
     return "\n\n".join(parts) + "\n"
 
 
@@ -300,11 +287,10 @@ def draw_time(figure: Figure, summary: Summary) -> None:
 
 def _make_panels(figure: Figure, rows: Sequence[Row], x: str) -> list[tuple[Axes, list[Row]]]:
     """Make axes for the rows of each length."""
-    lengths = sorted({row["length"] for row in rows})
-    titles = [f"{length} tokens" for length in lengths]
+    by_length = dict(sorted(group_rows(rows, "length").items()))
+    titles = [f"{length} tokens" for (length,) in by_length]
     all_axes = add_panels(figure, titles, PANEL, x=x, y="KL from dense [nats]", sharey=True)
-    by_length = [[row for row in rows if row["length"] == length] for length in lengths]
-    return list(zip(all_axes, by_length, strict=True))
+    return list(zip(all_axes, by_length.values(), strict=True))
 
 
 def _choose_style(summary: Summary, row: Row) -> dict[str, Any]:

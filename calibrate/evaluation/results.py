@@ -6,9 +6,10 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain, product
+from statistics import fmean
 from typing import Any
 
 from scipy import optimize, stats
@@ -62,9 +63,17 @@ def summarise(evaluation: Evaluation) -> Summary:
         for variant in compared
         if (value := evaluation.journal.get(task, case.key(variant.identity)))
     ]
-    text = {task: _score_groups(results, [task], score) for task, score in SCORES.items()}
-    asked = (*RETRIEVAL, PROMPTS)
-    pooled = [_score_groups(results, RETRIEVAL, _score_recall), text["agreement"], text["greedy"], text["time"]]
+    scores = {"perplexity": _score_perplexity, "agreement": _score_agreement}
+    scores |= {"greedy": _score_greedy, "time": _score_time}
+    text = {task: _score_groups(results, [task], score) for task, score in scores.items()}
+    quality: dict[tuple[int, str], Row] = {  # of each variant, all retrieval tasks together, and the text's results
+        (length, variant.name): {"variant": variant.name, "length": length, "budget": variant.budget}
+        | {"attention_speedup": variant.attention_speedup(length)}
+        for length, variant in product(plan.lengths, compared[1:])
+    }
+    for row in (*_score_groups(results, RETRIEVAL, _score_recall), *text["agreement"], *text["greedy"], *text["time"]):
+        joined = quality.get((row["length"], row["variant"]), {})
+        joined |= {name: value for name, value in row.items() if joined and name not in OF_ONE_TASK}
     return {
         "model": plan.model,
         "architecture": str(loaded.geometry),
@@ -73,12 +82,24 @@ def summarise(evaluation: Evaluation) -> Summary:
         "versions": collect_versions(),
         "plan": json.loads(json.dumps(asdict(plan), default=str)),
         "variants": [{"name": variant.name, "identity": variant.identity} for variant in compared],
-        "quality": _join_scores(plan, compared, list(chain(*pooled))),
-        "retrieval": [{"task": task} | row for task in asked for row in _score_groups(results, [task], _score_recall)],
-        "heat": _map_depths(plan, compared, [row for row in results if row["task"] == "needles"]),
+        "quality": list(quality.values()),
+        "retrieval": [
+            {"task": task} | row
+            for task in (*RETRIEVAL, PROMPTS)
+            for row in _score_groups(results, [task], _score_recall)
+        ],
+        "heat": _map_depths(plan, compared, results),
         **text,
         "prompts": results,  # as measured: all other numbers follow from these
     }
+
+
+def group_rows(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Return the rows that have equal values of these fields, by the values, in the order in which they first come."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
 
 
 def _score_groups(
@@ -89,16 +110,14 @@ def _score_groups(
     results: by rising length, dense first. score: is given a variant's results and dense's, one list for dense itself.
     """
     rows = [row for row in results if row["task"] in tasks]
-    longest = max((row["length"] for row in rows), default=0)
-    groups: dict[tuple[int, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((longest if PROMPTS in tasks else row["length"], row["variant"]), []).append(row)
-    scored = []
+    if PROMPTS in tasks:
+        rows = [row | {"length": max(row["length"] for row in rows)} for row in rows]
+    groups, scored = group_rows(rows, "length", "variant"), []
     for (length, variant), values in groups.items():
         reasons: Counter[str] = Counter()  # the most layers of one prompt that ran dense for each reason
         for value in values:
             reasons |= Counter(value["dense"])
-        run = {"density": _mean([value["density"] for value in values]), "dense": dict(reasons)}
+        run = {"density": fmean(value["density"] for value in values), "dense": dict(reasons)}
         dense = groups.get((length, DENSE), [])  # dense is not compared with itself in agreement: it may have no rows
         scored.append({"variant": variant, "length": length} | score(values, dense) | run)
     return scored
@@ -111,12 +130,12 @@ def _score_recall(values: list[Row], dense: list[Row]) -> Row:
     return {
         "asked": len(correct),
         "found": sum(correct),
-        "accuracy": _mean(correct),
+        "accuracy": fmean(correct),
         "dense_found": sum(dense_correct),
-        "dense_accuracy": _mean(dense_correct),
-        "dense_can": _mean(dense_correct) >= DENSE_CAN,
+        "dense_accuracy": fmean(dense_correct),
+        "dense_can": fmean(dense_correct) >= DENSE_CAN,
         "kept": sum(map(min, dense_correct, correct)),
-        "log_likelihood": _mean(list(chain(*(value["log_likelihood"] for value in values)))),
+        "log_likelihood": fmean(chain(*(value["log_likelihood"] for value in values))),
         **({} if values is dense else compare_answers(dense_by_prompt, by_prompt)),
     }
 
@@ -128,26 +147,20 @@ def _score_perplexity(values: list[Row], dense: list[Row]) -> Row:
 
 
 def _score_agreement(values: list[Row], dense: list[Row]) -> Row:
-    kl, same, counts = (
-        list(map(math.fsum, zip(*(value[name] for value in values), strict=True)))
-        for name in ("kl", "same", "positions")
-    )
-
     def average(kl: float, same: float, count: float) -> Row:
         return {"kl": max(0.0, kl / count), "top1": same / count}  # rounding can leave a KL below 0
 
-    return {
-        "positions": sum(counts),
-        **average(sum(kl), sum(same), sum(counts)),
-        "parts": list(map(average, kl, same, counts)),
-    }
+    columns = (zip(*(value[name] for value in values), strict=True) for name in ("kl", "same", "positions"))
+    sums = [list(map(math.fsum, column)) for column in columns]
+    parts = list(map(average, *sums))
+    return {"positions": sum(sums[2]), **average(*map(sum, sums)), "parts": parts}
 
 
 def _score_greedy(values: list[Row], dense: list[Row]) -> Row:
     """Count the greedy answers that are dense's, and their first tokens that are; dense's own row shows rounding."""
     prefixes, lengths = [value["prefix"] for value in values], [len(value["tokens"]) for value in dense]
-    same = _mean([prefix == length for prefix, length in zip(prefixes, lengths, strict=True)])
-    return {"answers": len(values), "same": same, "prefix": _mean(prefixes), "answer_tokens": _mean(lengths)}
+    same = fmean(prefix == length for prefix, length in zip(prefixes, lengths, strict=True))
+    return {"answers": len(values), "same": same, "prefix": fmean(prefixes), "answer_tokens": fmean(lengths)}
 
 
 def _score_time(values: list[Row], dense: list[Row]) -> Row:
@@ -156,46 +169,28 @@ def _score_time(values: list[Row], dense: list[Row]) -> Row:
     return measured | {"dense_seconds": dense_value["seconds"], "speedup": dense_value["seconds"] / value["seconds"]}
 
 
-SCORES = {
-    "perplexity": _score_perplexity,
-    "agreement": _score_agreement,
-    "greedy": _score_greedy,
-    "time": _score_time,
-}
-
-
-def _join_scores(plan: EvaluationPlan, compared: Sequence[Variant], scores: Sequence[Row]) -> list[Row]:
-    """Join what was measured of each variant at a length: all retrieval tasks together, and the text's results."""
-    joined: dict[tuple[str, int], Row] = {}
-    for length, variant in product(plan.lengths, compared[1:]):
-        row = {"variant": variant.name, "length": length, "budget": variant.budget}
-        joined[variant.name, length] = row | {"attention_speedup": variant.attention_speedup(length)}
-    for score in scores:
-        if row := joined.get((score["variant"], score["length"]), {}):
-            row |= {name: value for name, value in score.items() if name not in OF_ONE_TASK}
-    return list(joined.values())
-
-
-def _map_depths(plan: EvaluationPlan, compared: Sequence[Variant], needles: Sequence[Row]) -> list[Row]:
+def _map_depths(plan: EvaluationPlan, compared: Sequence[Variant], results: Sequence[Row]) -> list[Row]:
     """Return for each variant the share of needles found: accuracy[depth][length], at most `BUCKETS` depths."""
     parts = min(BUCKETS, plan.needles)
-    correct: dict[tuple[str, int, int], list[bool]] = {}
-    for row in needles:
-        for number, right in zip(row["asked"], row["correct"], strict=True):
-            correct.setdefault((row["variant"], number * parts // plan.needles, row["length"]), []).append(right)
+    answers = [
+        row | {"part": number * parts // plan.needles, "right": right}
+        for row in results
+        if row["task"] == "needles"
+        for number, right in zip(row["asked"], row["correct"], strict=True)
+    ]
+    shares = {
+        key: fmean(answer["right"] for answer in group)
+        for key, group in group_rows(answers, "variant", "part", "length").items()
+    }
     return [
         {
             "variant": variant.name,
             "lengths": list(plan.lengths),
             "depths": [part / parts for part in range(parts)],
-            "accuracy": [[_mean(correct[variant.name, part, at]) for at in plan.lengths] for part in range(parts)],
+            "accuracy": [[shares[variant.name, part, length] for length in plan.lengths] for part in range(parts)],
         }
-        for variant in (compared if correct else ())
+        for variant in (compared if shares else ())
     ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def compare_answers(dense: Sequence[Sequence[bool]], other: Sequence[Sequence[bool]]) -> Row:
@@ -232,11 +227,8 @@ def score_interval(lost: float, gained: float, pairs: float) -> tuple[float, flo
     """Return the score interval for the difference of two paired shares, gained minus lost.
 
     It holds the differences that the score test does not reject (T. Tango, "Equivalence test and confidence interval
-    for the difference in proportions for the paired-sample design", Statistics in Medicine 17, 1998).
-
-    Args:
-        lost, gained: pairs of which only the first, or only the second is right.
-        pairs: all of them, above 0.
+    for the difference in proportions for the paired-sample design", Statistics in Medicine 17, 1998). lost, gained:
+    pairs of which only the first, or only the second is right. pairs: all of them, above 0.
     """
     quantile = float(stats.norm.ppf(0.5 + CONFIDENCE / 2))
     estimate = (gained - lost) / pairs
@@ -260,12 +252,8 @@ def design_effect(lost: int, gained: int, nets: Sequence[int], sizes: Sequence[i
     """Return how many times less answers of whole prompts say of a difference than independent ones, at least 1.
 
     The variance of the difference between prompts over that of independent answers (J. N. K. Rao and A. J. Scott, "A
-    simple method for the analysis of clustered binary data", Biometrics 48, 1992).
-
-    Args:
-        lost, gained: answers that only one of the models has right.
-        nets: of each prompt, the gained answers less the lost ones.
-        sizes: of each prompt, its answers.
+    simple method for the analysis of clustered binary data", Biometrics 48, 1992). lost, gained: answers that only one
+    of the models has right. nets, sizes: of each prompt, the gained answers less the lost ones, and its answers.
     """
     answers, prompts = sum(sizes), len(sizes)
     mean = sum(nets) / answers

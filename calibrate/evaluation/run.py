@@ -43,23 +43,14 @@ BASELINE = "s2o_baseline"  # the attention function that runs one, and the attri
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a model.
+    """One way to run a model; without states and baseline it is dense, with the fastest attention that torch has."""
 
-    Args:
-        name: its name in reports.
-        identity: its name in the journal; a profile's changes with its content.
-        states: the state of each attention layer, in order. Without states the model is dense, with the fastest
-            attention that torch has.
-        baseline: computes every layer's prefill instead of S2O; then there are no states.
-        profile: the one that the states are of, if there is one.
-        last: with a baseline, what each attention layer did in the last prefill; None for one that it leaves dense.
-    """
-
-    name: str
-    identity: str
-    states: tuple[hf.LayerState, ...] = ()
-    baseline: Baseline | None = None
-    profile: Profile | None = None
+    name: str  # in reports
+    identity: str  # its name in the journal; a profile's changes with its content
+    states: tuple[hf.LayerState, ...] = ()  # of each attention layer, in order
+    baseline: Baseline | None = None  # computes every layer's prefill instead of S2O; then there are no states
+    profile: Profile | None = None  # that the states are of, if there is one
+    # with a baseline, what each attention layer did in the last prefill; None for one that it leaves dense
     last: dict[nn.Module, BaselineStats | None] = field(default_factory=dict)
 
     @property
@@ -73,11 +64,8 @@ class Variant:
         record = None if self.profile is None else read_record(self.profile)
         lengths = () if record is None or record.retiled else record.predicted or ()  # retiled: another GPU's times
         layers = [layer for at in lengths if at.length == length for layer in at.layers or ()]
-        pairs = [(layer.dense_seconds, layer.seconds) for layer in layers if layer.dense_seconds and layer.seconds]
-        if not layers or len(pairs) < len(layers):
-            return None
-        dense, seconds = map(math.fsum, zip(*pairs, strict=True))
-        return dense / seconds
+        dense, seconds = ([getattr(layer, name) for layer in layers] for name in ("dense_seconds", "seconds"))
+        return math.fsum(dense) / math.fsum(seconds) if layers and all((*dense, *seconds)) else None
 
 
 def list_variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
@@ -169,17 +157,13 @@ def collect_run_stats(variant: Variant) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A plan with all that it runs on.
-
-    loaded: the model, unpatched. compared: the variants, dense first. user_prompts: those of the user's own files.
-    journal: keeps the results; what it has is not measured again.
-    """
+    """A plan with all that it runs on."""
 
     plan: EvaluationPlan
-    loaded: LoadedModel
-    compared: Sequence[Variant]
-    user_prompts: Sequence[Prompt]
-    journal: Journal
+    loaded: LoadedModel  # unpatched
+    compared: Sequence[Variant]  # dense first
+    user_prompts: Sequence[Prompt]  # of the user's own files
+    journal: Journal  # keeps the results; what it has is not measured again
 
 
 def evaluate(evaluation: Evaluation, *, progress: bool) -> None:
@@ -242,7 +226,14 @@ class _CaseRun:
             forward = score.ForwardPass(self.loaded, self.prompt.ids, cache="greedy" in tasks)
             if is_reference:
                 self.dense_log_probs = torch.cat(list(forward.log_probs(self.positions)))
-            results = {task: self._score(task, forward) for task in tasks if task != "greedy"}
+            results: dict[str, dict[str, Any]] = {}
+            if "perplexity" in tasks:
+                results["perplexity"] = score.sum_negative_log_likelihood(forward)
+            if "agreement" in tasks:
+                assert self.dense_log_probs is not None  # dense comes first
+                results["agreement"] = score.compare_predictions(forward, self.positions, self.dense_log_probs)
+            for task in {*RETRIEVAL, PROMPTS}.intersection(tasks):
+                results[task] = score.score_answers(forward, self.prompt) | {"asked": self.asked}
             stats = collect_run_stats(variant)
         if "greedy" in tasks:  # behind the variant's prompt, but read with dense attention, as decoding always is
             if dense_answer is None:
@@ -250,11 +241,3 @@ class _CaseRun:
             else:
                 results["greedy"] = score.count_prefix(forward, dense_answer["tokens"])
         return {task: result | stats for task, result in results.items()}
-
-    def _score(self, task: str, forward: score.ForwardPass) -> dict[str, Any]:
-        if task in (*RETRIEVAL, PROMPTS):
-            return score.score_answers(forward, self.prompt) | {"asked": self.asked}
-        if task == "perplexity":
-            return score.sum_negative_log_likelihood(forward)
-        assert self.dense_log_probs is not None  # dense comes first
-        return score.compare_predictions(forward, self.positions, self.dense_log_probs)

@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -73,12 +73,13 @@ class ForwardPass:
 
         positions: [R], integers from 1: nothing predicts the first token.
         """
-        token_log_probs, most_likely = [], []
         all_tokens = torch.split(self.ids[positions.to(self.ids.device)], ROWS)
-        for tokens, log_probs in zip(all_tokens, self.log_probs(positions - 1), strict=True):
-            token_log_probs.append(log_probs.gather(-1, tokens[:, None])[:, 0].double().cpu())
-            most_likely.append((log_probs.argmax(-1) == tokens).cpu())
-        return torch.cat(token_log_probs), torch.cat(most_likely)
+        pieces = [
+            (log_probs.gather(-1, tokens[:, None])[:, 0].double().cpu(), (log_probs.argmax(-1) == tokens).cpu())
+            for tokens, log_probs in zip(all_tokens, self.log_probs(positions - 1), strict=True)
+        ]
+        token_log_probs, most_likely = map(torch.cat, zip(*pieces, strict=True))
+        return token_log_probs, most_likely
 
 
 def score_answers(forward: ForwardPass, prompt: Prompt) -> dict[str, Any]:
@@ -101,9 +102,8 @@ def sum_negative_log_likelihood(forward: ForwardPass) -> dict[str, Any]:
 def write_answer(loaded: LoadedModel, forward: ForwardPass) -> dict[str, Any]:
     """Write the model's own greedy answer behind a prompt, one token after another; the cache is used up.
 
-    Returns:
-        tokens: `ANSWER` of them, or fewer if the last ends the answer. prefix: the result of `count_prefix` for this
-        same model: fewer only because the answer is read at once there, and rounded otherwise.
+    tokens: `ANSWER` of them, or fewer if the last ends the answer. prefix: what `count_prefix` counts for this same
+    model: fewer only because the answer is read at once there, and rounded otherwise.
     """
     end = getattr(loaded.model.generation_config, "eos_token_id", None)
     ends = {end} if isinstance(end, int) else set(end or ())
@@ -127,8 +127,7 @@ def sample_positions(length: int, rng: random.Random) -> Tensor:
     """Draw the positions [R] at which predictions are compared, equally many of each of `BUCKETS` parts."""
     edges = [math.ceil(part * length / BUCKETS) for part in range(BUCKETS + 1)]
     parts = [range(first, end) for first, end in pairwise(edges)]
-    drawn = [rng.sample(part, min(len(part), POSITIONS // BUCKETS)) for part in parts]
-    return torch.tensor(sorted(position for positions in drawn for position in positions))
+    return torch.tensor(sorted(chain(*(rng.sample(part, min(len(part), POSITIONS // BUCKETS)) for part in parts))))
 
 
 def compare_predictions(forward: ForwardPass, positions: Tensor, dense: Tensor) -> dict[str, Any]:
@@ -136,12 +135,10 @@ def compare_predictions(forward: ForwardPass, positions: Tensor, dense: Tensor) 
 
     dense: [R, V], the dense model's `log_probs` at these positions [R].
     """
-    kl, same = [], []
-    for log_probs, rows in zip(forward.log_probs(positions), torch.split(dense, ROWS), strict=True):
-        agreement = logits.compare_log_probs(rows.to(log_probs.device), log_probs)
-        kl.append(agreement.kl.cpu())
-        same.append(agreement.same.cpu())
-    values = {"kl": torch.cat(kl), "same": torch.cat(same), "positions": torch.ones(len(positions))}
+    pairs = zip(forward.log_probs(positions), torch.split(dense, ROWS), strict=True)
+    agreements = [logits.compare_log_probs(rows.to(log_probs.device), log_probs) for log_probs, rows in pairs]
+    values = {name: torch.cat([getattr(rows, name).cpu() for rows in agreements]) for name in ("kl", "same")}
+    values["positions"] = torch.ones(len(positions))
     parts = positions * BUCKETS // len(forward.ids)
     return {name: torch.bincount(parts, value.double(), BUCKETS).tolist() for name, value in values.items()}
 
@@ -149,9 +146,8 @@ def compare_predictions(forward: ForwardPass, positions: Tensor, dense: Tensor) 
 def time_first_token(loaded: LoadedModel, ids: Tensor, repeats: int) -> dict[str, Any]:
     """Time `repeats` prefills of a prompt [L], after one that is not timed, as the model is patched now.
 
-    Returns:
-        Seconds until the first token is known and the cache is written: the median, the fastest and the slowest.
-        peak_bytes: the most GPU memory in use in the last prefill, weights included; None on a CPU.
+    Seconds go until the first token is known and the cache is written. peak_bytes: the most GPU memory in use in the
+    last prefill, weights included; None on a CPU.
     """
     device = loaded.weights.device
     on_gpu = device.type == "cuda"

@@ -38,9 +38,7 @@ def rebudget(
     without curves of their own, where the old proof had to tighten a layer, are left out.
 
     Args:
-        profile: the file of a calibrated profile.
-        budget: the new budget.
-        out: the file to write.
+        profile, out: the file of a calibrated profile, and the file to write.
         journal: the measurements; None is where a calibration leaves them, beside the profile.
         worst_rows: another guard on single rows, 0 for none; None keeps the old one.
 
@@ -83,8 +81,7 @@ def rebudget(
 
 def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Path) -> list[LayerPlan]:
     """Return every layer at one length with the new budget spent. Raises InputError if a layer has no curves."""
-    old, before = stored.profile, stored.recipe
-    choices = []
+    old, choices = stored.profile, []
     for layer, config in enumerate(old.layers[old.lengths.index(length)]):
         curves = stored.find_curves(layer, length)
         if not curves:
@@ -92,11 +89,9 @@ def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Pa
                 f"journal {journal} lacks the curves of layer {layer} at {length} tokens for tile {config.tile}: "
                 f"measure them with {calibrate_command(after)}"
             )
-        choice = _apply_budget(curves, config, before, after)
+        choice = _apply_budget(curves, config, stored.recipe, after)
         choices.append(replace(choice, last_rows=after.count_last_rows(length)))
-    if after.scope == "model":
-        choices, _ = allocate_model_budget(choices, after)
-    return choices
+    return allocate_model_budget(choices, after)[0] if after.scope == "model" else choices
 
 
 def _apply_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) -> LayerPlan:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -48,32 +49,20 @@ class TimingKey:
     shape: Shape  # of the profile's tile
     density: int  # pairs computed over dense attention's, in steps of `ALIKE`
     ranking: int  # time that ranking adds over dense attention's, in steps of `ALIKE`
-    scores: Scores = "input"
-    last_rows: int = 0  # rows at a prompt's end that run dense
-
-
-_Layer = tuple[int, int]  # indices of its bucket and of the layer in it
+    scores: Scores
+    last_rows: int  # rows at a prompt's end that run dense
 
 
 def retile(profile: Path, device: str, out: Path) -> Profile:
     """Write `profile` with tiles and crossovers for the GPU `device` to `out`; every threshold stays as it is.
 
     Layers alike are timed as one with every tile this GPU has for them and take the fastest; where not even that beats
-    dense attention, they become dense. A tile also decides where heads may stop, so the errors in the profile's
-    record hold only nearly. To keep them from growing, no tile checks more often than the profile's: with a larger
-    stride more keys, and more important ones, are weighed together, and a head stops later. If this GPU has no such
-    tile, its tiles are given the profile's stride. A tile of another height must be faster by `OTHER_HEIGHT`. Buckets
-    beyond `LONGEST` keys are timed at that length. On a CPU, where the reference runs any tile, only the device's
-    identity changes, and the note says so.
-
-    Args:
-        profile: the file of a calibrated profile.
-        device: torch's name of the device.
-        out: the file to write.
+    dense attention, they become dense. A tile also decides where heads may stop, so the errors in the profile's record
+    hold only nearly (`list_legal_tiles` keeps them from growing). On a CPU, where the reference runs any tile, only the
+    device's identity changes, and the note says so.
 
     Returns:
-        The profile that was written; its record's `retiled` says what was timed, what became dense, and what was not
-        tuned.
+        The profile that was written; its record's `retiled` says what was timed, what became dense and was not tuned.
 
     Raises:
         ProfileError: the profile cannot be read.
@@ -118,19 +107,20 @@ def retile(profile: Path, device: str, out: Path) -> Profile:
 
 
 def _tune_layers(
-    profile: Profile, densities: Sequence[Sequence[float]], candidates: tuple[TileConfig, ...], safe: TileConfig,
+    profile: Profile,
+    densities: Sequence[Sequence[float]],
+    candidates: tuple[TileConfig, ...],
+    safe: TileConfig,
     where: torch.device,
-) -> tuple[tuple[tuple[LayerConfig, ...], ...], tuple[RetiledLayers, ...], int]:  # fmt: skip
+) -> tuple[tuple[tuple[LayerConfig, ...], ...], tuple[RetiledLayers, ...], int]:
     """Return the new layers, what was timed, and how many layers became dense.
 
-    Args:
-        densities: of every bucket and layer.
-        candidates, safe: the tiles to time, and that of dense layers.
+    densities: of every bucket and layer. candidates, safe: the tiles to time, and that of dense layers.
     """
     new_layers = [[config.as_dense().with_tile(safe) for config in bucket] for bucket in profile.layers]
     timed, dense_layers = [], 0
     groups = sorted(_group_layers(profile, densities).items(), key=lambda item: item[0].length)
-    compile_ahead(_list_traces([(key, profile.layers[i][j]) for key, ((i, j), *_) in groups], profile.geometry, where))
+    compile_ahead(_list_traces(profile, groups, where))
     for key, group in groups:
         bucket, layer = group[0]
         density, config = densities[bucket][layer], profile.layers[bucket][layer]
@@ -142,14 +132,14 @@ def _tune_layers(
                 tuned = profile.layers[i][j].with_tile(tile)
                 crossing = Layer(tuned, density, key.length)
                 new_layers[i][j] = tuned.with_tile(with_crossover(crossing, profile.geometry, where))
-        times = {} if timing is None else {"seconds": timing.seconds, "dense_seconds": timing.dense_seconds}
         timed.append(
             RetiledLayers(
                 timed_at=key.length,
                 layers=tuple((profile.lengths[i], j) for i, j in group),
                 density=density,
                 tile=None if tile is None else str(tile),
-                **times,
+                seconds=None if timing is None else timing.seconds,
+                dense_seconds=None if timing is None else timing.dense_seconds,
             )
         )
         log.info("%s", timed[-1].to_json())
@@ -157,23 +147,19 @@ def _tune_layers(
     return tuple(map(tuple, new_layers)), tuple(timed), dense_layers
 
 
-def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dict[TimingKey, list[_Layer]]:
-    """Return the layers that are timed as one, without those that are dense as a whole."""
-    layers: dict[TimingKey, list[_Layer]] = {}
-    for bucket, length in enumerate(profile.lengths):
-        for layer, config in enumerate(profile.layers[bucket]):
-            if config.is_dense:
-                continue
-            ranked = _list_ranked(config)
-            ranking = (
-                sum(estimate_overhead(_get_ranking(head, config), head.tail) for head in ranked) / config.num_heads
-            )
+def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dict[TimingKey, list[tuple[int, int]]]:
+    """Return the (bucket, layer) that are timed as one, without layers that are dense as a whole."""
+    layers: dict[TimingKey, list[tuple[int, int]]] = {}
+    for bucket, layer in product(range(len(profile.lengths)), range(profile.geometry.layers)):
+        config = profile.layers[bucket][layer]
+        if ranked := _list_ranked(config):
+            ranking = sum(estimate_overhead(_get_ranking(head, config), head.tail) for head in ranked)
             key = TimingKey(
-                min(length, LONGEST),
+                min(profile.lengths[bucket], LONGEST),
                 tuple(sorted({head.segment for head in ranked})),
                 Shape.from_tile(config.tile),
                 round(densities[bucket][layer] / ALIKE),
-                round(ranking / ALIKE),
+                round(ranking / config.num_heads / ALIKE),
                 config.scores,
                 config.last_rows,
             )
@@ -182,16 +168,19 @@ def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dic
 
 
 def _find_fastest(
-    config: LayerConfig, density: float, length: int, candidates: tuple[TileConfig, ...], geometry: Geometry,
+    config: LayerConfig,
+    density: float,
+    length: int,
+    candidates: tuple[TileConfig, ...],
+    geometry: Geometry,
     where: torch.device,
-) -> tuple[TileConfig | None, Timing | None]:  # fmt: skip
+) -> tuple[TileConfig | None, Timing | None]:
     """Return the tile to take for a layer and its time; None if no tile fits, or every one failed."""
     prompt = _make_inputs(geometry, length, where)
     stopping = _with_density(prompt, config, density)
     best: tuple[TileConfig | None, Timing | None] = None, None
     least = math.inf
     tiles = list_legal_tiles(config, candidates)
-
     compile_ahead(map(prompt.s2o, with_tiles(stopping, tiles)))
     for tile in tiles:
         try:
@@ -206,24 +195,27 @@ def _find_fastest(
 
 
 def _list_traces(
-    layers: Sequence[tuple[TimingKey, LayerConfig]], geometry: Geometry, where: torch.device
+    profile: Profile, groups: Sequence[tuple[TimingKey, list[tuple[int, int]]]], where: torch.device
 ) -> Iterable[Callable[[], object]]:
     """Return measurements of curves, one for each kernel that `_with_density` needs."""
     traces: dict[Hashable, Callable[[], object]] = {}
-    for key, config in layers:
-        ranked = _list_ranked(config)
-        if ranked and (key.shape, key.scores) not in traces:
-            inputs = _make_inputs(geometry, key.length, where)
-            trace = partial(measure, inputs, [_get_ranking(ranked[0], config)], [key.shape])
-            traces[key.shape, key.scores] = trace
+    for key, ((bucket, layer), *_) in groups:
+        if (key.shape, key.scores) not in traces:
+            config = profile.layers[bucket][layer]
+            inputs = _make_inputs(profile.geometry, key.length, where)
+            ranking = _get_ranking(_list_ranked(config)[0], config)
+            traces[key.shape, key.scores] = partial(measure, inputs, [ranking], [key.shape])
     return traces.values()
 
 
 def list_legal_tiles(config: LayerConfig, candidates: tuple[TileConfig, ...]) -> list[TileConfig]:
-    """Return the tiles a layer may take in place of its own: whole tiles in every segment, and no smaller stride."""
+    """Return the tiles a layer may take in place of its own: whole tiles in every segment, and no smaller stride.
+
+    With a larger stride more keys, and more important ones, are weighed together, so a head stops later and errs less.
+    """
     least = config.tile.stride
     enough = [tile for tile in candidates if tile.stride >= least]
-    if not enough:
+    if not enough:  # the GPU's tiles are given the profile's stride
         raised = (replace(tile, chunk=-(-least // tile.block_n)).validate() for tile in candidates)
         enough = list(dict.fromkeys(raised))
     return [tile for tile in enough if not any(head.segment % tile.rows for head in _list_ranked(config))]

@@ -34,7 +34,8 @@ class StoredCurves:
         """
         config = self.profile.layers[self.profile.lengths.index(length)][layer]
         shape = Shape.from_tile(config.tile)
-        prompts = _list_prompt_hashes(self.record, length)
+        data = self.record.data
+        prompts = [prompt.sha256 for prompt in (data and data.calibration) or () if prompt.length == length]
         expected_key = {"layer": layer, "prompts": prompts, **make_recipe_key(self.recipe, length)}
         for key, value in reversed(self.entries):
             if key == expected_key | {"shapes": key.get("shapes")} and [shape.block_m, shape.stride] in key["shapes"]:
@@ -42,8 +43,7 @@ class StoredCurves:
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
                 curves = unpack(value, cost)
-                matching = select_rankings(curves, config.segment, shape, config.scores)
-                return curves if matching else None
+                return curves if select_rankings(curves, config.segment, shape, config.scores) else None
         return None
 
 
@@ -87,11 +87,11 @@ def read_stored_curves(profile: Profile, recipe: Recipe, journal: Path, command:
     with Journal.read(journal) as opened:
         _check_identity(opened, profile)
         return StoredCurves(
-            profile,
-            read_record(profile),
-            recipe,
-            opened.entries("curves"),
-            opened.entries(measure.RANKING_COST),
+            profile=profile,
+            record=read_record(profile),
+            recipe=recipe,
+            entries=opened.entries("curves"),
+            ranking_costs=opened.entries(measure.RANKING_COST),
         )
 
 
@@ -117,9 +117,3 @@ def _check_identity(journal: Journal, profile: Profile) -> None:
             )
     if mismatch := explain_config_mismatch(journal.identity["model"].get("config", {}), calibrated.get("config", {})):
         raise InputError(f"journal {journal.path} is of another model: {mismatch}: give the profile's own --journal")
-
-
-def _list_prompt_hashes(record: Record, length: int) -> list[str | None]:
-    """Return the hashes of a length's calibration prompts."""
-    prompts = (record.data and record.data.calibration) or ()
-    return [prompt.sha256 for prompt in prompts if prompt.length == length]

@@ -1,28 +1,29 @@
-"""The contents of a calibration's report: a finished run as typed, plain values.
+"""A finished calibration, and a profile, as plain values: all that tables, sentences, pictures and JSON files show.
 
-`make_report` makes a `Report` of a finished calibration. The tables, the sentences, the pictures and the JSON file
-(`<profile>.report.json`) are all made from it, so nothing is shown that is not in the file. The names of the fields are
-the names in the file. Errors and limits are in the budget's unit, times in seconds, costs in times of dense attention.
+The names of a `Report`'s fields are those in `<profile>.report.json`. Errors and limits are in the budget's unit, times
+in seconds, costs in times of dense attention.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
-from calibrate.record import Certificate, read_record
+from calibrate.record import Certificate, ProvenLength, read_record
 from calibrate.report.plan import list_options
-from calibrate.report.summary import count_heads
 from calibrate.search.choice import LayerPlan, make_constraints
 from calibrate.versions import collect_versions
-from s2o_runtime.config import Tail
+from s2o_runtime.config import HeadConfig, Tail
+from s2o_runtime.identity import split_fingerprint
+from s2o_runtime.profile import Profile
 from s2o_runtime.profile.record import BudgetKind, ErrorUnit
 
 FRONTIER = tuple(10 ** (step / 2) for step in range(-4, 5))  # multiples of a layer's budget
@@ -43,11 +44,7 @@ class HeadReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer at one length.
-
-    Errors, density and times are of the proof; the fields named `predicted` are of the measured curves, and None where
-    nothing was timed or the length was only checked.
-    """
+    """One layer at one length, as proven; what is predicted is None where nothing was timed or it was only checked."""
 
     layer: int
     tau_min: float | None  # of the heads that have a threshold; None without such heads
@@ -96,31 +93,27 @@ class LengthReport:
     @property
     def label(self) -> str:
         """The length, marked if it was only checked."""
-        return f"{self.length} tokens{self.remark}"
+        return f"{self.length} tokens{'' if self.calibrated else ' (checked only)'}"
+
+    @property
+    def prefill_speedup(self) -> float | None:
+        """Dense seconds of a prefill over the patched model's."""
+        return divide(self.dense_prefill_seconds, self.prefill_seconds)
 
     @property
     def has_heads(self) -> bool:
         """True if single heads are known; at a length that was only checked they are not."""
         return all(layer.heads for layer in self.layers)
 
-    @property
-    def remark(self) -> str:
-        return "" if self.calibrated else " (checked only)"
-
 
 @dataclass(frozen=True)
 class BudgetReport:
     """The error that was allowed, of each layer or of the model; `ceiling` is the largest rel_mse beside an mse."""
 
-    kind: BudgetKind
+    kind: BudgetKind  # the unit of the layers' errors and limits too
     value: float
     scope: str
     ceiling: float | None = None
-
-    @property
-    def unit(self) -> ErrorUnit:
-        """The unit of the layers' errors and limits."""
-        return self.kind
 
 
 @dataclass(frozen=True)
@@ -203,13 +196,15 @@ def make_report(recipe: Recipe, result: Result, command: str | None = None) -> R
 
 def _report_length(recipe: Recipe, result: Result, length: int, proof: LengthProof) -> LengthReport:
     chosen, layer_number = result.chosen.get(length), result.profile.geometry.get_layer_number
+    times = zip(*((layer.seconds, layer.dense_seconds) for layer in proof.layers), strict=True)
+    attention, dense_attention = (None if None in seconds else sum(filter(None, seconds), 0.0) for seconds in times)
     return LengthReport(
         **_copy_fields(proof, "kl", "top1", "needles", "prefill_seconds", "dense_prefill_seconds"),
         length=length,
         calibrated=chosen is not None,
-        cost=None if chosen is None else statistics.fmean(choice.allocation.cost for choice in chosen.choices),
-        attention_seconds=_sum_if_complete(layer.seconds for layer in proof.layers),
-        dense_attention_seconds=_sum_if_complete(layer.dense_seconds for layer in proof.layers),
+        cost=None if chosen is None else fmean(choice.allocation.cost for choice in chosen.choices),
+        attention_seconds=attention,
+        dense_attention_seconds=dense_attention,
         groups=() if chosen is None else tuple(tuple(map(layer_number, group)) for group in chosen.groups),
         layers=tuple(_report_layer(recipe, result, length, index, layer) for index, layer in enumerate(proof.layers)),
     )
@@ -240,8 +235,7 @@ def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof
 def _report_prediction(recipe: Recipe, choices: Sequence[LayerPlan], index: int) -> dict[str, Any]:
     """Return the fields of a layer's report that follow from its choice; without choices they are empty."""
     if not choices:
-        empty = dict.fromkeys(("why_dense", "predicted_error", "predicted_seconds", "frontier"))
-        return empty | {"heads": ()}
+        return dict.fromkeys(("why_dense", "predicted_error", "predicted_seconds", "frontier")) | {"heads": ()}
     choice, power = choices[index], dense_power(choices[index].curves)
     # The frontier is computed here and not by the search, because which choice and which budget a layer ends with is
     # known only after the proof has tightened them.
@@ -273,11 +267,69 @@ def _predict_seconds(choice: LayerPlan, choices: Sequence[LayerPlan]) -> float |
     return dense * choice.seconds / choice.timing.dense_seconds
 
 
-def _sum_if_complete(values: Iterable[float | None]) -> float | None:
-    """Return the sum; None if a value is missing."""
-    numbers = list(values)
-    return None if None in numbers else sum(filter(None, numbers), 0.0)
-
-
 def _copy_fields(source: object, *names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
+
+
+def summarise_profile(profile: Profile) -> dict[str, Any]:
+    """Return what a profile says of itself, as JSON; None where its record has no answer."""
+    record, budget = read_record(profile), None
+    if record.budget and record.budget.value is not None:
+        ceiling = record.budget.ceiling_rel_mse
+        within = "" if ceiling is None else f" and rel_mse {ceiling:g}"
+        budget = f"{record.budget.kind} {record.budget.value:g}{within} ({record.budget.scope})"
+    return {
+        "model": profile.model_name,
+        "architecture": str(profile.geometry),
+        "fingerprint": split_fingerprint(profile.fingerprint)["fingerprint"],
+        "device": str(profile.device),
+        "budget": budget,
+        "objective": record.objective,
+        "proof": record.proof,
+        "problems": list(record.problems or ()),
+        "certificate": record.certificate.to_json() if record.certificate else None,
+        "not_proven": list(record.not_proven or ()),
+        "retiled": record.retiled.note if record.retiled else None,
+        "unsupported_heads": profile.unsupported_heads,
+        "lengths": [_summarise_length(profile, length) for length in profile.lengths],
+    }
+
+
+def _summarise_length(profile: Profile, length: int) -> dict[str, Any]:
+    record, bucket = read_record(profile), profile.layers[profile.lengths.index(length)]
+    heads = [head for layer in bucket for head in layer.heads]
+    source, densities = record.densities(length, profile.geometry.layers)
+    proven, unit = record.find_proven(length) or ProvenLength(), (record.budget and record.budget.unit) or "mse"
+    layers = proven.layers or ()
+    errors = [error / layer.limit for layer in layers if (error := layer.error(unit)) is not None and layer.limit]
+    return {
+        "length": length,
+        "heads": len(heads),
+        **count_heads(heads),
+        "density": fmean(densities) if densities else None,
+        "density_is": source,
+        "layer_densities": densities,
+        "error_over_limit": max(errors, default=None),
+        "worst": max((layer.worst for layer in layers if layer.worst is not None), default=None),
+        "needles": None if proven.needles is None else list(proven.needles),
+        "kl": proven.kl,
+        "top1": proven.top1,
+        "prefill_speedup": divide(proven.dense_prefill_seconds, proven.prefill_seconds),
+    }
+
+
+def count_heads(heads: Sequence[HeadConfig]) -> dict[str, Any]:
+    """Return the range of the thresholds, None without any, and how many heads are dense or have a tail."""
+    sparse = [head for head in heads if head.mode == "s2o"]
+    taus = [head.tau for head in sparse]
+    return {
+        "tau_min": min(taus, default=None),
+        "tau_max": max(taus, default=None),
+        "dense_heads": len(heads) - len(sparse),
+        "tails": sum(head.tail == "mean" for head in sparse),
+    }
+
+
+def divide(over: float | None, under: float | None) -> float | None:
+    """Return the quotient; None unless both are above 0."""
+    return over / under if over and under and over > 0 < under else None

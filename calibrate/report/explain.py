@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.curves.curves import Curves, Shape, dense_power, select_rankings
-from calibrate.profiles.stored import StoredCurves, calibrate_command, read_recipe, read_stored_curves
+from calibrate.profiles.stored import calibrate_command, read_recipe, read_stored_curves
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Point, list_points
 from calibrate.search.choice import budget_mse, compute_weights, make_constraints
@@ -30,8 +30,7 @@ def explain_head(
         For each length the head's settings, the density and error that its curve predicts (None without a curve), and
         under "why" what keeps it from a cheaper setting, or that there is no curve.
     """
-    recipe: Recipe | None = None
-    stored: StoredCurves | None = None
+    recipe, stored = None, None
     missing = "the journal has no curve of this length and tile, so what it costs is not known"
     try:
         recipe = read_recipe(profile, path)
@@ -92,6 +91,8 @@ def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recip
         return next((point for point in points if point.cost < here.cost), None)
 
     after, unguarded = cheaper(guarded), cheaper(free)
+    spend = recipe.budget.error(budget_mse(compute_weights(curves, recipe), recipe), power)
+    spender = "the layer" if recipe.scope == "layer" else "all layers in the mean"
     parts = []
     if unguarded is None:
         parts.append("no setting that was measured is cheaper")
@@ -104,7 +105,8 @@ def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recip
     if after is not None:
         parts.append(
             f"limited by the budget: the next setting, {_format_point(after)}, would raise its error from "
-            f"{error(here)} to {error(after)}, and {_describe_budget(curves, recipe, power)}, of which others make more"
+            f"{error(here)} to {error(after)}, and {spender} may spend {spend:.2e} {recipe.budget.unit} in the mean "
+            "over heads, of which others make more"
         )
     why = "; ".join(parts)
     return {
@@ -113,14 +115,6 @@ def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recip
         "unit": recipe.budget.unit,
         "why": f"dense because {why}" if here.head.mode == "dense" else why,
     }
-
-
-def _describe_budget(curves: Curves, recipe: Recipe, power: float) -> str:
-    """Describe how much error the layer, or the model, may spend."""
-    budget = recipe.budget
-    spend = budget.error(budget_mse(compute_weights(curves, recipe), recipe), power)
-    spender = "the layer" if recipe.scope == "layer" else "all layers in the mean"
-    return f"{spender} may spend {spend:.2e} {budget.unit} in the mean over heads"
 
 
 def _is_same_setting(head: HeadConfig, other: HeadConfig) -> bool:

@@ -16,6 +16,7 @@ from calibrate.curves.curves import TAUS
 from calibrate.machine import MARK
 from calibrate.report.contents import HeadReport, Report
 from calibrate.report.sections import format_tau
+from s2o_runtime.config import HeadConfig
 from s2o_runtime.errors import get_first_line
 from s2o_runtime.profile import Profile
 
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 
 T = TypeVar("T")
-Positions = Sequence[tuple[int, int]]  # of a head and a layer
+Panel = tuple[str, Sequence[Sequence[tuple[str, float]]]]  # title; by layer and head the mode, and the colour's value
 DPI = 120
 COLOURS = "viridis"  # even in lightness, and told apart with every kind of colour vision
 BAR: dict[str, Any] = {"fraction": 0.06, "aspect": 30, "pad": 0.015}  # a colour bar beside its axes
@@ -40,11 +40,8 @@ def render_png(draw: Callable[[Figure], None], title: str, pad: float = 0.04) ->
 def render_svg(draw: Callable[[Figure], None], title: str, name: str, description: str) -> str:
     """Return an SVG element that can stand in a page of HTML and refers to nothing outside itself.
 
-    Args:
-        draw: puts axes into an empty figure.
-        title: a line above the picture.
-        name: tells its ids from those of other pictures on the page.
-        description: what it shows, for readers who cannot see it.
+    draw, title: as in `render_png`. name: tells its ids from those of other pictures on the page. description: for
+    readers who cannot see it.
     """
     from matplotlib import rc_context
 
@@ -88,16 +85,9 @@ def add_panels(
     columns: int = 3,
     sharey: bool = False,
 ) -> list[Axes]:
-    """Return axes with these titles, labelled at the outer edges of the figure.
+    """Return axes with these titles, at most so many `columns`, labelled x and y at the outer edges of the figure.
 
-    Args:
-        figure: gets the size that the panels need.
-        titles: one for each panel.
-        size: about how many inches a panel is wide and high.
-        x: the label below the lowest panels.
-        y: the label beside the leftmost ones.
-        columns: the most panels side by side.
-        sharey: whether all panels have one vertical axis.
+    size: about how many inches a panel is wide and high; the figure gets what all of them need. sharey: matplotlib's.
     """
     columns = min(columns, len(titles))
     rows = math.ceil(len(titles) / columns)
@@ -122,15 +112,25 @@ def _set_whole_ticks(axis: Axis, numbers: Sequence[int] | None = None) -> None:
         axis.set_major_formatter(lambda position, _: str(dict(enumerate(numbers)).get(round(position), "")))
 
 
-def _draw_heads(
-    axes: Axes, values: Sequence[Sequence[float]], crossed: Positions, numbers: Sequence[int], size: float, **scale: Any
-) -> AxesImage:
-    """Draw a map of layers, with their numbers, and heads; a cross of this size marks some (head, layer)."""
-    image = axes.imshow(values, cmap=COLOURS, aspect="auto", interpolation="nearest", **scale)
-    axes.scatter([x for x, _ in crossed], [y for _, y in crossed], marker="x", color="black", lw=0.8, s=size)
-    _set_whole_ticks(axes.xaxis)
-    _set_whole_ticks(axes.yaxis, numbers)
-    return image
+def _draw_maps(
+    figure: Figure,
+    panels: Sequence[Panel],
+    numbers: Sequence[int],
+    size: tuple[float, float],
+    cross: float,
+    label: str,
+    **scale: Any,
+) -> None:
+    """Draw a map of layers, with their numbers, and heads for each panel; a cross of this size marks dense heads."""
+    all_axes = add_panels(figure, [title for title, _ in panels], size, x="head", y="layer")
+    for axes, (_, rows) in zip(all_axes, panels, strict=True):
+        values = [[value for _, value in row] for row in rows]
+        image = axes.imshow(values, cmap=COLOURS, aspect="auto", interpolation="nearest", **scale)
+        dense = [(x, y) for y, row in enumerate(rows) for x, (mode, _) in enumerate(row) if mode == "dense"]
+        axes.scatter([x for x, _ in dense], [y for _, y in dense], marker="x", color="black", lw=0.8, s=cross)
+        _set_whole_ticks(axes.xaxis)
+        _set_whole_ticks(axes.yaxis, numbers)
+    figure.colorbar(image, ax=all_axes, label=f"{label} (cross: dense head)", **BAR)
 
 
 LEVELS = 64  # colours of a map
@@ -172,7 +172,7 @@ def make_head_maps(report: Report) -> list[HeadMap]:
     return [
         HeadMap("tau", threshold, format_tau, TAUS[0], TAUS[-1]),
         HeadMap("density", lambda head: head.density, lambda value: f"{value:.2f}", 0.0, 1.0, logarithmic=False),
-        HeadMap(report.budget.unit, lambda head: head.error, short, highest / 10**DECADES, highest),
+        HeadMap(report.budget.kind, lambda head: head.error, short, highest / 10**DECADES, highest),
     ]
 
 
@@ -195,10 +195,7 @@ CAPTION = "The threshold of every head at every length: the larger, the more a h
 
 
 def draw_tau_png(profile: Profile) -> bytes:
-    """Return a PNG: for each length a map of layers and heads, coloured by tau.
-
-    A dense head has a cross.
-    """
+    """Return a PNG: for each length a map of layers and heads, coloured by tau; a dense head has a cross."""
     return render_png(partial(_draw_taus, profile=profile), f"{profile.model_name} on {profile.device}")
 
 
@@ -210,17 +207,16 @@ def draw_tau_svg(profile: Profile) -> str:
 def _draw_taus(figure: Figure, profile: Profile) -> None:
     from matplotlib.colors import LogNorm
 
+    def get_colour(head: HeadConfig) -> float:
+        return max(head.tau, TAUS[0]) if head.mode == "s2o" else math.nan
+
     norm = LogNorm(TAUS[0], TAUS[-1], clip=True)  # a tau of 0 has the colour of the smallest
-    titles = [f"{length} tokens" for length in profile.lengths]
-    all_axes = add_panels(figure, titles, (5.0, 4.0), x="head", y="layer")
     numbers = [profile.geometry.get_layer_number(index) for index in range(profile.geometry.layers)]
-    for axes, layers in zip(all_axes, profile.layers, strict=True):
-        taus = [
-            [max(head.tau, TAUS[0]) if head.mode == "s2o" else math.nan for head in layer.heads] for layer in layers
-        ]
-        dense = [(x, y) for y, layer in enumerate(layers) for x, head in enumerate(layer.heads) if head.mode == "dense"]
-        image = _draw_heads(axes, taus, dense, numbers, 12, norm=norm)
-    figure.colorbar(image, ax=all_axes, label="tau (cross: dense head)", **BAR)
+    panels = [
+        (f"{length} tokens", [[(head.mode, get_colour(head)) for head in layer.heads] for layer in layers])
+        for length, layers in zip(profile.lengths, profile.layers, strict=True)
+    ]
+    _draw_maps(figure, panels, numbers, (5.0, 4.0), 12, "tau", norm=norm)
 
 
 CELL = 0.14  # inches of a cell of the heat map where there are many
@@ -237,17 +233,14 @@ LOWEST = 1e-5  # times the budget: where the axis of errors ends; smaller errors
 def draw_pngs(report: Report) -> dict[str, bytes]:
     """Return PNG files by the names "density", "frontier" and "time"."""
     draws = {"density": draw_density, "frontier": draw_frontier, "time": draw_time}
-    return {name: render_png(partial(draw, report=report), _make_title(report)) for name, draw in draws.items()}
+    title = f"{report.model} on {report.device}"
+    return {name: render_png(partial(draw, report=report), title) for name, draw in draws.items()}
 
 
 def draw_svgs(report: Report) -> dict[str, str]:
     """Return SVG elements by the names "frontier" and "time"; for "density" a page of HTML has maps of its own."""
-    draws, title = {"frontier": draw_frontier, "time": draw_time}, _make_title(report)
+    draws, title = {"frontier": draw_frontier, "time": draw_time}, f"{report.model} on {report.device}"
     return {name: render_svg(partial(draw, report=report), title, name, CAPTIONS[name]) for name, draw in draws.items()}
-
-
-def _make_title(report: Report) -> str:
-    return f"{report.model} on {report.device}"
 
 
 def draw_density(figure: Figure, report: Report) -> None:
@@ -256,14 +249,12 @@ def draw_density(figure: Figure, report: Report) -> None:
     layers, heads = len(lengths[0].layers), len(lengths[0].layers[0].heads)
     widest = 9.0 if len(lengths) == 1 else 5.0
     wide, high = (min(max(CELL * count, 2.4), most) for count, most in ((heads, widest), (layers, 9.0)))
-    all_axes = add_panels(figure, [length.label for length in lengths], (wide, high), x="head", y="layer")
     cross = (30 * min(wide / heads, high / layers)) ** 2
-    for axes, length in zip(all_axes, lengths, strict=True):
-        densities = [[head.density for head in layer.heads] for layer in length.layers]
-        rows = [(y, x, head) for y, layer in enumerate(length.layers) for x, head in enumerate(layer.heads)]
-        dense = [(x, y) for y, x, head in rows if head.mode == "dense"]
-        image = _draw_heads(axes, densities, dense, report.layer_numbers, cross, vmin=0, vmax=1)
-    figure.colorbar(image, ax=all_axes, label="density (cross: dense head)", **BAR)
+    panels = [
+        (length.label, [[(head.mode, head.density) for head in layer.heads] for layer in length.layers])
+        for length in lengths
+    ]
+    _draw_maps(figure, panels, report.layer_numbers, (wide, high), cross, "density", vmin=0, vmax=1)
 
 
 def draw_frontier(figure: Figure, report: Report) -> None:

@@ -17,16 +17,13 @@ from calibrate.machine import MARK, format_json_file
 from calibrate.recipe import list_report_paths
 from calibrate.record import ProvenLength, read_record
 from calibrate.report import figures, sections
-from calibrate.report.contents import Report
-from calibrate.report.summary import count_heads, summarise_profile
+from calibrate.report.contents import Report, count_heads, summarise_profile
 from calibrate.tables import (
     Number,
     Table,
     escape_markdown,
     format_bullets,
-    format_integer,
     format_markdown,
-    format_number,
     print_lines,
     print_table,
     replace_controls,
@@ -37,48 +34,43 @@ from s2o_runtime.profile import Profile
 FOLDER = Path(__file__).parent
 WIDE = 16  # heads; maps with more have cells without visible numbers
 NOT_RECORDED = "not recorded"
+Filters = dict[str, Callable[..., Any]]  # of a template, by name
 
 
-def _open_templates(*, autoescape: bool, **filters: Callable[..., Any]) -> Environment:
-    """Return where templates are found; a name that none of them knows is an error."""
+def _render_template(name: str, names: Mapping[str, Any], filters: Filters, *, autoescape: bool, **more: Any) -> str:
+    """Return a template's text; a name in it that is none of `names` and `more` is an error."""
     templates = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=autoescape, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    templates.filters |= filters | {"listed": _list_items}
-    return templates
+    templates.filters |= {"listed": _list_items, **filters}
+    return templates.get_template(name).render(names, **more)
 
 
 def _render_markdown(template: str, **names: Any) -> str:
-    """Return a template's text in Markdown, one blank line between blocks, below a comment that says who wrote it.
-
-    The filter `text` escapes foreign text.
-    """
-    facts_table = partial(Table, ("", ""), align="l")
-    templates = _open_templates(
-        autoescape=False,
-        text=escape_markdown,
-        bullets=format_bullets,
-        markdown=format_markdown,
-        facts_table=facts_table,
-    )
-    text = templates.get_template(template).render(names, form="form.md.j2")
+    """Return a template's text in Markdown, one blank line between blocks, below a comment that says who wrote it."""
+    filters: Filters = {"text": escape_markdown, "bullets": format_bullets, "markdown": format_markdown}
+    filters["facts_table"] = partial(Table, ("", ""), align="l")
+    text = _render_template(template, names, filters, autoescape=False, form="form.md.j2")
     title, _, rest = re.sub(r"\n{3,}", "\n\n", text).strip().partition("\n")
     return f"{title}\n\n<!-- {MARK} -->\n{rest}\n"
 
 
 def _render_html(body: str, **names: Any) -> str:
     """Return the text of a template as a page of HTML, in which all text is escaped; `title` is one of its names."""
-    templates = _open_templates(
-        autoescape=True,
-        text=replace_controls,
-        anchor=lambda heading: "-".join(re.findall(r"\w+", heading.lower())),
-        nested=_group_indented,
-        sorted_by=_mark_value,
-        whole_words=_keep_words,
-        with_options=_mark_options,
-    )
-    return templates.get_template("page.html.j2").render(
+    filters: Filters = {
+        "text": replace_controls,
+        "anchor": lambda heading: "-".join(re.findall(r"\w+", heading.lower())),
+        "nested": _group_indented,
+        # the attribute with what a cell is sorted by; nothing where that is its text
+        "sorted_by": lambda cell: Markup(f' data-value="{cell.value!r}"') if isinstance(cell, Number) else "",
+        "whole_words": _set_as("span", r"[^ \n]+"),
+        "with_options": _set_as("code", r"--[a-z][a-z-]*"),
+    }
+    return _render_template(
+        "page.html.j2",
         names,
+        filters,
+        autoescape=True,
         body=body,
         form="form.html.j2",
         mark=MARK,
@@ -87,23 +79,6 @@ def _render_html(body: str, **names: Any) -> str:
         style=(FOLDER / "page.css").read_text("utf-8"),
         script=(FOLDER / "page.js").read_text("utf-8"),
     )
-
-
-def render_markdown_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
-    """Return the page in Markdown.
-
-    Args:
-        report: what it says.
-        profile_path: where the profile is, or would be if one had been written.
-        pictures: the file of each picture, a name beside the page, by the pictures' names.
-    """
-    return _render_markdown("page.j2", **_list_page_names(report, profile_path), pictures=pictures)
-
-
-def render_html_page(report: Report, profile_path: Path, pictures: Mapping[str, str]) -> str:
-    """Return the page in HTML; `pictures` are SVG elements, all else as in `render_markdown_page`."""
-    names = _list_page_names(report, profile_path)
-    return _render_html("page.j2", **names, pictures=pictures, maps=figures.make_head_maps(report), wide=WIDE)
 
 
 def _list_page_names(report: Report, profile_path: Path) -> dict[str, Any]:
@@ -118,20 +93,7 @@ def _list_page_names(report: Report, profile_path: Path) -> dict[str, Any]:
         "phases": {name: f"{seconds:.0f} s" for name, seconds in report.phases.items()},
         "captions": figures.CAPTIONS,
         "patch_call": patch_call,
-        "gain": sections.describe_gain(report),
-        "statement": sections.describe_certificate(report.certificate, report.adjusted_on),
-        "certificate_tables": sections.make_certificate_tables(report.certificate),
-        "claims": sections.list_claims(report.certificate),
-        "overview": sections.make_overview_table(report),
-        "closing_notes": sections.list_closing_notes(report),
-        "by_length": [
-            (
-                length,
-                sections.make_layer_table(report, length),
-                sections.list_length_notes(report, length) + sections.describe_shared_studies(length),
-            )
-            for length in report.lengths
-        ],
+        "sections": sections,
     }
 
 
@@ -151,22 +113,9 @@ def _group_indented(lines: Sequence[str]) -> list[tuple[str, list[str]]]:
     return items
 
 
-def _keep_words(command: str) -> Markup:
-    """Return a command whose words are not cut where lines end."""
-    return Markup("\n").join(
-        Markup(" ").join(Markup("<span>{}</span>").format(word) for word in line.split(" "))
-        for line in command.split("\n")
-    )
-
-
-def _mark_options(sentence: str) -> Markup:
-    """Return a sentence whose options (--lengths) are set as code, and not cut where lines end."""
-    return Markup(re.sub(r"--[a-z][a-z-]*", r"<code>\g<0></code>", str(escape(replace_controls(sentence)))))
-
-
-def _mark_value(cell: str) -> Markup:
-    """Return the attribute with what a cell is sorted by; nothing where that is its text."""
-    return Markup(' data-value="{}"').format(repr(cell.value)) if isinstance(cell, Number) else Markup("")
+def _set_as(element: str, pattern: str) -> Callable[[str], Markup]:
+    """Return a filter that sets what matches a pattern as an element, such as code, whose lines are not cut."""
+    return lambda text: Markup(re.sub(pattern, rf"<{element}>\g<0></{element}>", str(escape(text))))
 
 
 def render_card(profile: Profile, file: str, origin: str = "") -> str:
@@ -185,16 +134,14 @@ def render_html_card(profile: Profile, file: str) -> tuple[str, str]:
 def _list_card_names(profile: Profile, file: str, origin: str = "") -> dict[str, Any]:
     """Return the names of card.j2 that both forms have."""
     record, summed = read_record(profile), summarise_profile(profile)
-    columns = sections.COLUMNS | {"prefill": lambda row: sections.format_speedup(row["prefill_speedup"])}
+    columns = sections.COLUMNS | {"prefill": sections.show("prefill_speedup", ".2f", "x")}
     return {
         "title": f"S2O profile of {profile.model_name}",
         "summary": summed,
         "origin": origin,
         "record": record,
         "recipe": record.recipe or {},
-        "statement": sections.describe_certificate(record.certificate, sections.count_adjusted_on(record)),
-        "certificate_tables": sections.make_certificate_tables(record.certificate),
-        "claims": sections.list_claims(record.certificate),
+        "sections": sections,
         "not_recorded": NOT_RECORDED,
         "call": patch_call(file),
         "lengths": Table.from_rows(summed["lengths"], columns),
@@ -207,25 +154,31 @@ def _make_layer_table(profile: Profile, length: int) -> Table:
     record, configs = read_record(profile), profile.layers[profile.lengths.index(length)]
     source, densities = record.densities(length, len(configs))
     proven = (record.find_proven(length) or ProvenLength()).layers or ()
-    counts = [count_heads(config.heads) for config in configs]
-    columns: dict[str, Callable[[int], str]] = {
-        "layer": lambda row: format_integer(profile.geometry.get_layer_number(row)),
-        "tau": lambda row: sections.format_taus(counts[row]["tau_min"], counts[row]["tau_max"]),
-        "dense heads": lambda row: format_integer(counts[row]["dense_heads"]),
-        "segment": lambda row: format_integer(configs[row].segment),
-        "tile": lambda row: str(configs[row].tile),
-        "density": lambda row: format_number(densities[row] if densities else None, ".3f"),
-    }
-    if len(proven) == len(configs):
-        columns |= {
-            "mse": lambda row: format_number(proven[row].mse, ".2e"),
-            "rel_mse": lambda row: format_number(proven[row].rel_mse, ".2e"),
-            "limit": lambda row: format_number(proven[row].limit, ".2e"),
-            "worst row": lambda row: format_number(proven[row].worst, ".2g"),
+    is_proven = len(proven) == len(configs)
+    rows = [
+        {
+            **(vars(proven[index]) if is_proven else {}),
+            **count_heads(config.heads),
+            "layer": profile.geometry.get_layer_number(index),
+            "segment": config.segment,
+            "tile": str(config.tile),
+            "density": densities[index] if densities else None,
         }
-    return Table.from_rows(
-        range(len(configs)), columns, f"{length} tokens" + (f", densities {source}" if source else "")
-    )
+        for index, config in enumerate(configs)
+    ]
+    columns: sections.Columns = {
+        "layer": sections.show("layer", "d"),
+        "tau": lambda row: sections.format_taus(row["tau_min"], row["tau_max"]),
+        "dense heads": sections.show("dense_heads", "d"),
+        "segment": sections.show("segment", "d"),
+        "tile": lambda row: row["tile"],
+        "density": sections.show("density", ".3f"),
+    }
+    if is_proven:
+        columns |= {name: sections.show(name, ".2e") for name in ("mse", "rel_mse", "limit")}
+        columns["worst row"] = sections.show("worst", ".2g")
+    title = f"{length} tokens" + (f", densities {source}" if source else "")
+    return Table.from_rows(rows, columns, title)
 
 
 def _list_items(value: Any) -> str:
@@ -249,13 +202,8 @@ def print_report(report: Report, console: Console) -> None:
     for table in sections.make_certificate_tables(report.certificate):
         print_table(table, console)
     if report.met:
-        print_lines(
-            [
-                sections.describe_certificate(report.certificate, report.adjusted_on),
-                *sections.list_claims(report.certificate),
-            ],
-            console,
-        )
+        statement = sections.describe_certificate(report.certificate, report.adjusted_on)
+        print_lines([statement, *sections.list_claims(report.certificate)], console)
     print_lines([f"not proven: {sentence}" for sentence in (*report.problems, *report.not_proven)], console)
 
 
@@ -272,13 +220,11 @@ def write_report(report: Report, profile_path: Path) -> tuple[list[Path], str]:
     drawn, svgs = both or ({}, {})
     as_json, *picture_paths, as_markdown, as_html = list_report_paths(profile_path)
     named = dict(zip(drawn, picture_paths, strict=False))
-    page = render_markdown_page(report, profile_path, {name: path.name for name, path in named.items()})
-    files = {
-        as_json: format_json_file(report.to_json()),
-        **{named[name]: picture for name, picture in drawn.items()},
-        as_markdown: page.encode(),
-        as_html: render_html_page(report, profile_path, svgs).encode(),
-    }
+    names = _list_page_names(report, profile_path)
+    page = _render_markdown("page.j2", **names, pictures={name: path.name for name, path in named.items()})
+    html = _render_html("page.j2", **names, pictures=svgs, maps=figures.make_head_maps(report), wide=WIDE)
+    files = {as_json: format_json_file(report.to_json()), **{named[name]: picture for name, picture in drawn.items()}}
+    files |= {as_markdown: page.encode(), as_html: html.encode()}
     for path in set(picture_paths) - set(files):
         path.unlink(missing_ok=True)  # of an earlier run
     for path, data in files.items():

@@ -40,9 +40,7 @@ def plan(
     """Describe what a run is going to do: a line for each option, and what follows from the model and the device.
 
     Args:
-        recipe, given: what is run, and the options that the user gave, which are marked.
-        preflight, estimate: what is known of the model before its weights are, and what the run is going to take.
-        device: that the recipe names.
+        recipe, given: what is run on `device`, and the options that the user gave, which are marked.
         rehearsed: whether nothing is going to run, so that an alias has the sizes that ship.
         prompts: how many prompts there are, if they were counted.
 
@@ -53,6 +51,8 @@ def plan(
     lines = list_options(recipe) | {"model": in_full(recipe.model)}
     lines["prompts"] += f"; {prompts}" if prompts else ""
     lines = {label: line + (" (given)" if label in given_labels else "") for label, line in lines.items()}
+    longer = (name for name, seconds in estimate.seconds.items() if seconds >= NOT_WORTH_SAYING * estimate.total)
+    phases = ", ".join(f"{name} {format_duration(estimate.seconds[name])}" for name in longer)
     shares = ", ".join(f"{share:.0%} at {length}" for length, share in preflight.shares.items())
     derived = {
         "architecture": str(preflight.geometry),
@@ -60,7 +60,7 @@ def plan(
         "attention in them": f"{shares} tokens",
         "loaded": preflight.loading,
         "runs on": str(device),
-        "takes": _format_time(estimate),
+        "takes": f"about {format_duration(estimate.total)} ({phases}), less what the journal has",
         "memory": _format_memory(estimate, device),
         "objective": "measured latency" if recipe.device.startswith("cuda") else "predicted latency (no GPU)",
     }
@@ -84,15 +84,6 @@ def describe_load(device: DeviceIdentity) -> dict[str, str]:
         return {}
     advice = "set OMP_NUM_THREADS=1, because threads wait for one another" if threads > 1 else "it takes longer"
     return {"busy": f"{cores} cores have a load of {load:.1f}: {advice}"}
-
-
-def _format_time(estimate: Estimate) -> str:
-    """Return the time of the run, and of its longer phases."""
-    longer = {
-        name: seconds for name, seconds in estimate.seconds.items() if seconds >= NOT_WORTH_SAYING * estimate.total
-    }
-    phases = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in longer.items())
-    return f"about {format_duration(estimate.total)} ({phases}), less what the journal has"
 
 
 def _format_memory(estimate: Estimate, device: DeviceIdentity) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from statistics import fmean
 from textwrap import shorten
 from typing import Any
@@ -13,28 +14,30 @@ from calibrate.model.preflight import Preflight
 from calibrate.progress import format_duration
 from calibrate.proof.recheck import CertificateCheck, ProofCheck
 from calibrate.recipe import Recipe
-from calibrate.record import (
-    Certificate,
-    CertifiedDomain,
-    CertifiedLayer,
-    CertifiedLength,
-    Record,
-    read_record,
-)
-from calibrate.report.contents import LayerReport, LengthReport, Report
-from calibrate.report.summary import divide, summarise_profile
+from calibrate.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, Record, read_record
+from calibrate.report.contents import LengthReport, Report, divide, summarise_profile
 from calibrate.tables import Number, Table, format_integer, format_kept, format_number
 from s2o_runtime.config import convert_to_json
 from s2o_runtime.fields import pluralize
 from s2o_runtime.profile import Profile, make_document
 
+Columns = dict[str, Callable[[Any], str]]  # of a table: a row's cell, by the column's title
+
+
+def show(name: str, form: str, unit: str = "") -> Callable[[Any], str]:
+    """Return a column of a field, or of a key, in this format; "-" for None."""
+
+    def format_cell(row: Any) -> str:
+        value = row.get(name) if isinstance(row, Mapping) else getattr(row, name)
+        return "-" if value is None else Number(format(value, form) + unit, value)
+
+    return format_cell
+
 
 def describe_certificate(certificate: Certificate | None, adjusted_on: int | None) -> str:
     """Return one sentence on what was shown of means, of all layers at all lengths together.
 
-    Args:
-        certificate: of the profile; None if it has none.
-        adjusted_on: how many prompts of each length layers were adjusted on; None if that is not recorded.
+    certificate: None if the profile has none. adjusted_on: prompts of each length; None if that is not recorded.
     """
     lengths = _get_lengths(certificate)
     if not lengths:
@@ -112,21 +115,21 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
         return []
 
     def over_limit(length: CertifiedLength, bound: Callable[[CertifiedLayer], float | None]) -> str:
-        sparse = [layer for layer in length.layers or () if layer.density != 1.0 and layer.limit]
-        return _format_largest((_divide(bound(layer), layer.limit) for layer in sparse), ".0%")
+        sparse = [(bound(layer), layer.limit) for layer in length.layers or () if layer.density != 1.0]
+        return _format_largest((value / limit for value, limit in sparse if value is not None and limit), ".0%")
 
-    bounds: dict[str, Callable[[CertifiedLength], str]] = {
-        "length": lambda length: format_number(length.length, "d"),
-        "prompts": lambda length: format_number(length.prompts, "d"),
-        "groups": lambda length: format_number(length.groups, "d"),
+    bounds: Columns = {
+        "length": show("length", "d"),
+        "prompts": show("prompts", "d"),
+        "groups": show("groups", "d"),
         "less": lambda length: format_integer(sum(layer.spent is not None for layer in length.layers or ())),
         "mean /\nlimit": lambda length: over_limit(length, lambda layer: layer.mean),
         "bound /\nlimit": lambda length: over_limit(length, lambda layer: layer.bound),
         "of prompts": lambda length: "-" if length.share is None else round_down(length.share),
-        "error /\nlimit": lambda length: format_number(length.error_over_limit, ".2f"),
-        "KL": lambda length: format_number(length.kl, ".1e"),
-        "noise": lambda length: format_number(length.noise_floor, ".1e"),
-        "least\ntop-1": lambda length: format_number(length.top1, ".2%"),
+        "error /\nlimit": show("error_over_limit", ".2f"),
+        "KL": show("kl", ".1e"),
+        "noise": show("noise_floor", ".1e"),
+        "least\ntop-1": show("top1", ".2%"),
         "kept": lambda length: (
             "-" if length.retrieval is None else format_kept(length.retrieval.kept or 0, length.retrieval.found or 0)
         ),
@@ -136,8 +139,8 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
         limits = [layer.binds for layer in length.layers or ()]
         return f"{limits.count('rel_mse')} of {len(limits)} layers" if any(limits) else "-"
 
-    units: dict[str, Callable[[CertifiedLength], str]] = {
-        "length": lambda length: format_number(length.length, "d"),
+    units: Columns = {
+        "length": bounds["length"],
         "largest bound, mse": lambda length: _format_largest((layer.bound for layer in length.layers or ()), ".2e"),
         "as rel_mse": lambda length: _format_largest((layer.rel_bound for layer in length.layers or ()), ".2e"),
         "the ceiling binds in": by_ceiling,
@@ -157,14 +160,12 @@ def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
     def error_at(length: int | None) -> Callable[[str], str]:
         return lambda text: format_number(texts[text].get(length, CertifiedDomain()).error_over_limit, ".0%")
 
-    columns: dict[str, Callable[[str], str]] = {
+    columns: Columns = {
         "text": str,
         "prompts": lambda text: format_range(domain.prompts for domain in texts[text].values()),
         "groups": lambda text: format_range(domain.groups for domain in texts[text].values()),
         **{f"error / limit\nat {length.length}": error_at(length.length) for length in lengths},
-        "rows that\nanswer": lambda text: _format_largest(
-            (row.answer_over_limit for row in texts[text].values()), ".0%"
-        ),
+        "rows that\nanswer": lambda text: _format_largest((d.answer_over_limit for d in texts[text].values()), ".0%"),
         "mean KL": lambda text: _format_largest((domain.kl for domain in texts[text].values()), ".1e"),
     }
     return Table.from_rows(sorted(texts), columns, "by kind of text", align="lr")
@@ -172,10 +173,6 @@ def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
 
 def _get_lengths(certificate: Certificate | None) -> tuple[CertifiedLength, ...]:
     return (certificate and certificate.lengths) or ()
-
-
-def _divide(number: float | None, limit: float | None) -> float | None:
-    return None if number is None or not limit else number / limit
 
 
 def _format_largest(numbers: Iterable[float | None], form: str) -> str:
@@ -188,17 +185,17 @@ def format_range(counts: Iterable[int | None]) -> str:
 
 
 # of one of `summary`'s lengths
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+COLUMNS: Columns = {
     "length": lambda row: str(row["length"]),
     "tau": lambda row: format_taus(row["tau_min"], row["tau_max"]),
     "dense\nheads": lambda row: f"{row['dense_heads']} of {row['heads']}",
     "tails": lambda row: str(row["tails"]),
-    "density": lambda row: format_number(row["density"], ".3f"),
+    "density": show("density", ".3f"),
     "of": lambda row: row["density_is"] or "-",
-    "error /\nlimit": lambda row: format_number(row["error_over_limit"], ".0%"),
-    "worst\nrow": lambda row: format_number(row["worst"], ".2g"),
-    "needles": lambda row: _format_needles(row["needles"]),
-    "KL": lambda row: format_number(row["kl"], ".1e"),
+    "error /\nlimit": show("error_over_limit", ".0%"),
+    "worst\nrow": show("worst", ".2g"),
+    "needles": lambda row: format_kept(*row["needles"]) if row["needles"] else "-",
+    "KL": show("kl", ".1e"),
 }
 
 
@@ -248,10 +245,6 @@ def format_speedup(ratio: float | None) -> str:
     return "-" if ratio is None else Number(f"{ratio:.2f}x", ratio)
 
 
-def _format_needles(needles: Sequence[int] | None) -> str:
-    return "-" if needles is None else format_kept(*needles)
-
-
 def list_verify_plan(
     recipe: Recipe, preflight: Preflight, seconds: Mapping[str, float], prompts: str
 ) -> dict[str, str]:
@@ -268,7 +261,7 @@ def list_verify_plan(
 
 def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
     """Yield what the prompts that layers were adjusted on show here: a row for each length."""
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+    columns: Columns = {
         "length": lambda row: str(row["length"]),
         "largest error": lambda row: f"{max(layer['error'] for layer in row['layers']):.2e}",
         "rel_mse": lambda row: f"{max(layer['rel_mse'] for layer in row['layers']):.2e}",
@@ -276,8 +269,8 @@ def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
             f"{max(layer['error'] / layer['limit'] if layer['limit'] else 0.0 for layer in row['layers']):.0%}"
         ),
         "density": lambda row: f"{fmean(layer['density'] for layer in row['layers']):.3f}",
-        "needles": lambda row: _format_needles(row["needles"]),
-        "KL": lambda row: f"{row['kl']:.1e}",
+        "needles": COLUMNS["needles"],
+        "KL": show("kl", ".1e"),
     }
     yield Table.from_rows(proof.lengths, columns, "proven here")
     if not proof.same_prompts:
@@ -286,14 +279,14 @@ def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
 
 def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
     """Yield what fresh prompts show of a certificate: a row for each length."""
-    columns: dict[str, Callable[[Any], str]] = {
-        "length": lambda length: str(length.length),
-        "prompts": lambda length: str(length.prompts),
-        "groups": lambda length: str(length.groups),
-        "mean / limit": lambda length: f"{length.means:.0%}",
-        "broken": lambda length: str(length.broken),
+    columns: Columns = {
+        "length": show("length", "d"),
+        "prompts": show("prompts", "d"),
+        "groups": show("groups", "d"),
+        "mean / limit": show("means", ".0%"),
+        "broken": show("broken", "d"),
         "outside": lambda length: f"{length.above} of {length.groups}",
-        "mean KL": lambda length: f"{length.mean_kl:.1e}",
+        "mean KL": show("mean_kl", ".1e"),
         "kept": lambda length: (
             "-" if length.retrieval is None else f"{length.retrieval.kept} of {length.retrieval.found}"
         ),
@@ -353,8 +346,7 @@ def _compute_speedups(report: Report) -> tuple[dict[int, float | None], str]:
     """Return the speedups over dense by length, measured of the prefill or else predicted of attention, and their
     sentence."""
     if all(length.attention_seconds is not None for length in report.lengths):
-        measured = {row.length: divide(row.dense_prefill_seconds, row.prefill_seconds) for row in report.lengths}
-        return measured, "prefill speedup {} tokens"
+        return {row.length: row.prefill_speedup for row in report.lengths}, "prefill speedup {} tokens"
     return {row.length: divide(1.0, row.cost) for row in report.lengths}, "attention speedup {} tokens (predicted)"
 
 
@@ -364,32 +356,32 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
     An mse says nothing without the output that it is of, so the relative one stands beside it, and with a ceiling which
     of the two limits binds. A `brief` one leaves `DETAILS` out, so that a row has at most 80 columns.
     """
-    relative, ceiling = report.budget.unit == "mse", report.budget.ceiling is not None
-    columns: dict[str, Callable[[LayerReport], str]] = {
-        "layer": lambda layer: format_integer(layer.layer),
+    relative, ceiling = report.budget.kind == "mse", report.budget.ceiling is not None
+    columns: Columns = {
+        "layer": show("layer", "d"),
         "tau": lambda layer: format_taus(layer.tau_min, layer.tau_max),
-        "dense\nheads": lambda layer: format_integer(layer.dense_heads),
-        "tails": lambda layer: format_integer(layer.tails),
+        "dense\nheads": show("dense_heads", "d"),
+        "tails": show("tails", "d"),
         "repr.": lambda layer: (
             f"{'/'.join(layer.representatives)}: {'/'.join(map(str, layer.representatives.values()))}"
             if layer.representatives
             else "-"
         ),
-        "segment": lambda layer: format_integer(layer.segment),
+        "segment": show("segment", "d"),
         "tile": lambda layer: layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
-        "density": lambda layer: format_number(layer.density, ".3f"),
-        report.budget.unit: lambda layer: format_number(layer.error, ".2e"),
-        "rel\nmse": lambda layer: format_number(layer.held_out_rel_mse, ".0e"),
-        "error /\nlimit": lambda layer: format_number(layer.error_over_limit, ".0%"),
+        "density": show("density", ".3f"),
+        report.budget.kind: show("error", ".2e"),
+        "rel\nmse": show("held_out_rel_mse", ".0e"),
+        "error /\nlimit": show("error_over_limit", ".0%"),
         "binds": lambda layer: BINDS[layer.binds],
-        "worst\nrow": lambda layer: format_number(layer.worst, ".2g"),
+        "worst\nrow": show("worst", ".2g"),
         "vs\ndense": lambda layer: format_speedup(divide(layer.dense_seconds, layer.seconds)),
     }
     left_out = {*(DETAILS if brief else ()), "" if relative else "rel\nmse", "" if ceiling else "binds"}
     return Table.from_rows(
         length.layers,
         {name: cell for name, cell in columns.items() if name not in left_out},
-        f"{length.length} tokens, as adjusted{length.remark}",
+        length.label.replace("tokens", "tokens, as adjusted"),
         wrap=None if brief else "repr.",
     )
 
@@ -404,8 +396,8 @@ def make_overview_table(report: Report) -> Table:
         predicted = divide(1.0, length.cost)
         return "-" if predicted is None else Number(f"{predicted:.2f}x predicted", predicted)
 
-    errors: dict[str, Callable[[LengthReport], str]] = {
-        f"{name}\n{report.budget.unit}": lambda length: format_number(
+    errors: Columns = {
+        f"{name}\n{report.budget.kind}": lambda length: format_number(
             combine(row.error for row in length.layers), ".2e"
         )
     }
@@ -413,23 +405,23 @@ def make_overview_table(report: Report) -> Table:
         errors[f"{name}\nrel_mse"] = lambda length: format_number(
             combine(layer.held_out_rel_mse for layer in length.layers), ".2e"
         )
-    columns: dict[str, Callable[[LengthReport], str]] = {
+    columns: Columns = {
         "length": lambda length: Number(f"{length.length}{'' if length.calibrated else ' checked'}", length.length),
         **errors,
         "error /\nlimit": lambda length: format_number(max(layer.error_over_limit for layer in length.layers), ".0%"),
         "density": lambda length: format_number(fmean(layer.density for layer in length.layers), ".3f"),
         "attention": attention_speedup,
-        "prefill": lambda length: format_speedup(divide(length.dense_prefill_seconds, length.prefill_seconds)),
-        "needles": lambda length: _format_needles(length.needles),
-        "KL": lambda length: format_number(length.kl, ".1e"),
+        "prefill": show("prefill_speedup", ".2f", "x"),
+        "needles": lambda length: format_kept(*length.needles) if length.needles else "-",
+        "KL": show("kl", ".1e"),
     }
-    title = f"all lengths, as adjusted to {report.budget.unit} {report.budget.value:g}"
+    title = f"all lengths, as adjusted to {report.budget.kind} {report.budget.value:g}"
     return Table.from_rows(report.lengths, columns, title)
 
 
-def list_length_notes(report: Report, length: LengthReport) -> list[str]:
-    """List the sentences below a length's table."""
-    speedup = format_speedup(divide(length.dense_prefill_seconds, length.prefill_seconds))
+def list_length_notes(report: Report, length: LengthReport, *, studies: bool = False) -> list[str]:
+    """List the sentences below a length's table; with `studies` the layers that shared one are named."""
+    speedup = format_speedup(length.prefill_speedup)
     notes = [
         f"prefill of {length.length} tokens on {report.device}: {length.prefill_seconds * 1e3:.1f} ms, "
         f"dense {length.dense_prefill_seconds * 1e3:.1f} ms ({speedup})"
@@ -442,53 +434,46 @@ def list_length_notes(report: Report, length: LengthReport) -> list[str]:
         if layer.why_dense:
             reasons.setdefault(layer.why_dense, []).append(layer.layer)
     notes += [f"{format_layers(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
-    notes += filter(None, (_describe_ceiling(report, length), _describe_loose(report, length)))
+    notes += _describe_limits(report, length)
     if tightened := [layer.layer for layer in length.layers if layer.tightened]:
         notes.append(f"{format_layers(tightened)} tightened by what the prompts of this table showed")
+    if studies and (shared := [format_layers(group) for group in length.groups if len(group) > 1]):
+        notes.append(f"shared a study: {'; '.join(shared)}")
     return notes
 
 
-def _describe_ceiling(report: Report, length: LengthReport) -> str | None:
-    """Name the layers that the ceiling beside a budget in mse allows less than that."""
-    limits = {layer.layer: layer.limit for layer in length.layers if layer.binds == "rel_mse"}
-    if report.budget.ceiling is None or not limits:
-        return None
-    return (
-        f"{format_layers(limits)}: the ceiling, rel_mse {report.budget.ceiling:g}, allows less than mse "
-        f"{report.budget.value:g}, down to an mse of {min(limits.values()):.1e}"
-    )
+def _describe_limits(report: Report, length: LengthReport) -> list[str]:
+    """Name the layers that the ceiling beside a budget in mse holds, or those that need one as their outputs are small.
 
-
-def _describe_loose(report: Report, length: LengthReport) -> str | None:
-    """Name the layers of whose outputs a budget in mse without a ceiling allows much, because they are small."""
-    if report.budget.kind != "mse" or report.budget.ceiling is not None:
-        return None
-    allowed = {
+    A layer that is allowed more than `LOOSE` of its output's mean square needs one.
+    """
+    budget = report.budget
+    if budget.ceiling is not None:
+        held = {layer.layer: layer.limit for layer in length.layers if layer.binds == "rel_mse"}
+        sentence = "the ceiling, rel_mse {:g}, allows less than mse {:g}, down to an mse of {:.1e}"
+        least = min(held.values(), default=0.0)
+        return [f"{format_layers(held)}: {sentence.format(budget.ceiling, budget.value, least)}"] if held else []
+    shares = {
         layer.layer: layer.limit * layer.held_out_rel_mse / layer.held_out_mse
         for layer in length.layers
-        if layer.held_out_mse > 0 and layer.why_dense is None
+        if budget.kind == "mse" and layer.held_out_mse > 0 and layer.why_dense is None
     }
-    loose = [layer for layer, share in allowed.items() if share > LOOSE]
-    if not loose:
-        return None
-    return (
-        f"{format_layers(loose)}: this mse is up to {max(allowed[layer] for layer in loose):.1%} of the output's mean "
-        f"square, where {LOOSE:.1%} is much: --ceiling-rel-mse limits that"
-    )
+    loose = {layer: share for layer, share in shares.items() if share > LOOSE}
+    sentence = f"this mse is up to {max(loose.values(), default=0.0):.1%} of the output's mean square, where "
+    sentence += f"{LOOSE:.1%} is much: --ceiling-rel-mse limits that"
+    return [f"{format_layers(loose)}: {sentence}"] if loose else []
 
 
 def list_closing_notes(report: Report) -> list[str]:
     """List the sentences about all lengths together. An indented one belongs to the one before it."""
     errors, seconds = [], []
-    for length in report.lengths:
-        for layer in length.layers:
-            where = f"layer {layer.layer} at {length.length} tokens"
-            if layer.predicted_error is not None and layer.limit:
-                text = f"{where}: {layer.predicted_error:.2e}, held out {layer.error:.2e}"
-                errors.append((abs(layer.error - layer.predicted_error) / layer.limit, text))
-            if layer.predicted_seconds and layer.seconds is not None:
-                text = f"{where}: {layer.predicted_seconds * 1e3:.3g} ms, measured {layer.seconds * 1e3:.3g} ms"
-                seconds.append((abs(layer.seconds - layer.predicted_seconds) / layer.predicted_seconds, text))
+    for length, layer in ((at, layer) for at in report.lengths for layer in at.layers):
+        where = f"layer {layer.layer} at {length.length} tokens"
+        if (error := layer.predicted_error) is not None and layer.limit:
+            errors.append((abs(layer.error - error) / layer.limit, f"{where}: {error:.2e}, held out {layer.error:.2e}"))
+        if (predicted := layer.predicted_seconds) and layer.seconds is not None:
+            text = f"{where}: {predicted * 1e3:.3g} ms, measured {layer.seconds * 1e3:.3g} ms"
+            seconds.append((abs(layer.seconds - predicted) / predicted, text))
     furthest = ["error by {:.0%} of the limit ({})".format(*max(errors))] if errors else []
     furthest += ["time by {:.0%} ({})".format(*max(seconds))] if seconds else []
     notes = [f"furthest from what was predicted: {', '.join(furthest)}"] if furthest else []
@@ -499,19 +484,9 @@ def list_closing_notes(report: Report) -> list[str]:
     return notes
 
 
-def describe_shared_studies(length: LengthReport) -> list[str]:
-    """Name the layers that shared a study, in a sentence if any did."""
-    shared = [format_layers(group) for group in length.groups if len(group) > 1]
-    return [f"shared a study: {'; '.join(shared)}"] if shared else []
-
-
 def format_layers(numbers: Iterable[int]) -> str:
     """Format layers' numbers: [0, 1, 2, 5] -> "layers 0-2, 5" """
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    steps = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])  # equal within a run of numbers
+    runs = [[number for _, number in run] for _, run in steps]
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"layer {text}" if text.isdigit() else f"layers {text}"

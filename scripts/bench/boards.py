@@ -44,8 +44,7 @@ def at_retrieval(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str
     """
     answered = differences(entry, evaluation)
     return fastest(
-        entry.rows,
-        lambda row: row.method in (DENSE, FLASH) or answered.get(identity_of(row), -math.inf) >= -POINT,
+        entry.rows, lambda row: row.method in (DENSE, FLASH) or answered.get(identity_of(row), -math.inf) >= -POINT
     )
 
 

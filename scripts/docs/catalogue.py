@@ -19,9 +19,9 @@ from typing import Any
 
 from calibrate.recipe import Budget, place_profile
 from calibrate.record import Record, read_record
+from calibrate.report.contents import summarise_profile
 from calibrate.report.page import render_card
 from calibrate.report.sections import format_range, format_speedup, round_down
-from calibrate.report.summary import summarise_profile
 from calibrate.tables import Markup, Table, escape_markdown, format_markdown
 from s2o_runtime.command_line import OK, get_exit_code, report_failure
 from s2o_runtime.errors import InputError, S2OError

@@ -46,8 +46,8 @@ def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
     assert printed["plan"]["lengths"] == [512, 640]
     assert printed["plan"]["tasks"] == ["needles", "counting", "perplexity", "agreement", "greedy", "time", "prompts"]
     page = (folder / "out" / "report.md").read_text()
-    pieces = ["# Evaluation of", "\ns2o-eval --model", "| counting | 640 |", "| p by prompt |", "](needles.png)"]
-    assert [piece for piece in (*pieces, "dense cannot") if piece not in page] == []
+    for piece in ("# Evaluation of", "\ns2o-eval --model", "| counting | 640 |", "](needles.png)", "dense cannot"):
+        assert piece in page, piece
     assert "evaluating" in outcome.stderr
 
 
@@ -67,27 +67,27 @@ def test_the_users_prompts_are_scored_as_by_hand(evaluated, tiny_folder):
     assert row["log_likelihood"] == pytest.approx(sum(likelihood) / 2, rel=1e-5)
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
-    arguments = ["--model", "demo", "--setting", COARSE, "--device", "cpu", "--out-dir", "out", "--dry-run"]
-    outcome = run(*arguments, "--json", cwd=tmp_path)
+@pytest.mark.usefixtures("offline")
+def test_a_dry_run_prints_the_plan_writes_nothing_and_needs_no_hub(tmp_path):
+    """Sizes of an alias ship; a run of it needs its weights."""
+
+    def arguments(model):
+        return ["--model", model, "--setting", COARSE, "--device", "cpu", "--out-dir", "out"]
+
+    outcome = run(*arguments("demo"), "--dry-run", "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
-    assert plan["lengths"] == [1024, 2048]
-    assert plan["variants"] == ["dense", COARSE]
+    assert (plan["lengths"], plan["variants"]) == ([1024, 2048], ["dense", COARSE])
     assert plan["prompts"] == f"{2 * (6 * 4 + 1)} for each of 2 variants"
-    assert "tasks                 needles; alike; variables" in run(*arguments, cwd=tmp_path).stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("offline")
-def test_the_plan_of_an_alias_needs_no_hub(tmp_path):
-    """Its sizes ship; a run of it needs its weights."""
-    arguments = ["--model", "qwen2.5-7b", "--setting", COARSE, "--device", "cpu", "--out-dir", "out"]
-    outcome = run(*arguments, "--dry-run", "--json", cwd=tmp_path)
+    assert (
+        "tasks                 needles; alike; variables" in run(*arguments("demo"), "--dry-run", cwd=tmp_path).stdout
+    )
+    outcome = run(*arguments("qwen2.5-7b"), "--dry-run", "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
     assert (plan["model"], plan["architecture"][:16]) == ("qwen2.5-7b = Qwen/Qwen2.5-7B-Instruct", "qwen2, 28 layers")
-    assert run(*arguments, cwd=tmp_path).returncode == 4
+    assert list(tmp_path.iterdir()) == []
+    assert run(*arguments("qwen2.5-7b"), cwd=tmp_path).returncode == 4
 
 
 @pytest.mark.parametrize("dry", [["--dry-run"], []])
@@ -100,12 +100,9 @@ def test_a_profile_of_other_sizes_is_refused_before_anything_is_measured(dry, tm
 
 BAD_INPUT = [
     ("--model", "demoo", "model 'demoo' is not known: did you mean demo"),
-    ("--tasks", "needles,haystacks", "tasks is ('needles', 'haystacks'): expected a list, each one of"),
     ("--tasks", "prompts", "the task 'prompts' and --prompts FILE.jsonl belong together"),
     ("--lengths", "64", "length 64 is too short for the task 'needles': use "),
-    ("--lengths", "20", "lengths is (20,): expected a list, each a whole number of tokens"),
     ("--lengths", "262144", "length 262144 is beyond the model's limit of 131072: use a shorter one"),
-    ("--num-needles", "1000", "num_needles is 1000: expected a whole number from 1 to "),
     ("--profile", "none.safetensors", "profile none.safetensors is not a file: check the path"),
     ("--profile", "bad.jsonl", "bad.jsonl"),
     ("--setting", COARSE.replace("1000", "1e3"), "tau=1000,segment=64 is given twice"),
@@ -114,8 +111,6 @@ BAD_INPUT = [
     ("--prompts", "empty.jsonl", "prompt file empty.jsonl holds no prompts: expected an object with"),
     ("--out-dir", "bad.jsonl", "--out-dir bad.jsonl is a file: give a folder"),
     ("--out-dir", ".", "--out-dir report.md exists and was not written by S2O, so it is not replaced"),
-    ("--seed", str(1 << 63), "seed is 9223372036854775808: expected a whole number from 0 to"),
-    ("--repeats", "9999999", "repeats is 9999999: expected a whole number from 1 to 1000000"),
     ("--out-dir", "/proc/eval", "--out-dir /proc/eval/report.md cannot be written"),
     ("--out-dir", "", "--out-dir is missing: give a folder"),
 ]
@@ -128,9 +123,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(name, value, message, tmp_pat
     (tmp_path / "report.md").write_text("# My notes\n")
     before = sorted(tmp_path.iterdir())
     flags = {"--model": "demo", "--lengths": "512", "--num-needles": "4", "--out-dir": "out", "--device": "cpu"}
-    flags |= {name: value}
-    outcome = run(
-        "--setting", COARSE, *(part for flag in flags.items() if flag[1] for part in flag), "--quiet", cwd=tmp_path
-    )
-    assert message in refusal(outcome, "s2o-eval")
+    given = [part for flag in (flags | {name: value}).items() if flag[1] for part in flag]
+    assert message in refusal(run("--setting", COARSE, *given, "--quiet", cwd=tmp_path), "s2o-eval")
     assert sorted(tmp_path.iterdir()) == before

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import re
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -76,8 +78,7 @@ def test_every_field_of_a_real_profile_is_in_the_format(calibrated, tmp_path):
 @SLOW
 def test_show_says_what_was_proven(calibrated, run):
     profile = load_profile(calibrated)
-    code, shown = run("show", calibrated, "--json")
-    assert code == 0
+    _, shown = run("show", calibrated, "--json")
     assert (shown["model"], shown["proof"], shown["budget"]) == ("demo", "held out", "rel_mse 0.001 (layer)")
     (length,) = shown["lengths"]
     layers = read_record(profile).held_out[0].layers
@@ -85,7 +86,7 @@ def test_show_says_what_was_proven(calibrated, run):
     assert length["error_over_limit"] == max(layer.rel_mse / layer.limit for layer in layers)
     assert length["dense_heads"] == sum(head.mode == "dense" for layer in profile.layers[0] for head in layer.heads)
     assert length["needles"] == [1, 1]
-    code, table = run("show", calibrated)
+    _, table = run("show", calibrated)
     assert re.search(rf"{length['density']:.3f} +held out", table)
     assert "prompts below 512 tokens stay dense" in table
 
@@ -95,20 +96,15 @@ def test_show_says_what_was_proven(calibrated, run):
 )
 def test_show_takes_a_foreign_record(record, run, tmp_path):
     path = tmp_path / "p.safetensors"
-    profile = dataclasses.replace(minimal(), model_name="\x1b[31mred\nname")
-    save_profile(dataclasses.replace(profile, record=record), path)
+    save_profile(dataclasses.replace(minimal(), model_name="\x1b[31mred\nname", record=record), path)
     code, text = run("show", path)
-    assert code == 0
-    assert "\x1b" not in text
-    assert "density" in text
+    assert (code, "\x1b" in text, "density" in text) == (0, False, True)
 
 
 def test_a_profile_is_found_by_its_models_name(run, tmp_path, monkeypatch):
     """In the catalogue and in profiles/ of the current folder; a file of that name comes first."""
     monkeypatch.chdir(tmp_path)
-    code, shown = run("show", "smollm2-135m-instruct-yarn")
-    assert code == 0
-    assert "\ntau: a head stops" in shown
+    assert "\ntau: a head stops" in run("show", "smollm2-135m-instruct-yarn")[1]
     save_profile(minimal(), tmp_path / "demo")
     assert run("show", "demo", "--json")[1]["fingerprint"] == minimal().fingerprint
     (tmp_path / "profiles" / "my-own").mkdir(parents=True)
@@ -122,22 +118,20 @@ def test_a_head_is_explained_by_its_curve(calibrated, run):
     report = json.loads(calibrated.with_name("demo.report.json").read_text())
     rows = report["lengths"][0]["layers"]
     seen = set()
-    for layer, row in enumerate(rows):
-        for head, expected in enumerate(row["heads"]):
-            _, shown = run("show", calibrated, "--head", f"{layer}.{head}", "--json")
-            (length,) = shown["lengths"]
-            assert length["mode"] == expected["mode"]
-            if row["why_dense"]:  # no point of a curve was chosen
-                assert (length["density"], "its whole layer is" in length["why"]) == (None, True)
-                continue
-            assert length["density"] == pytest.approx(expected["density"])
-            assert length["error"] == pytest.approx(expected["error"])
-            seen |= {phrase for phrase in ("guard on worst rows", "limited by the budget") if phrase in length["why"]}
-            assert length["why"].startswith("dense because ") == (expected["mode"] == "dense")
+    for layer, head in product(range(len(rows)), range(8)):
+        row, expected = rows[layer], rows[layer]["heads"][head]
+        (length,) = run("show", calibrated, "--head", f"{layer}.{head}", "--json")[1]["lengths"]
+        assert length["mode"] == expected["mode"]
+        if row["why_dense"]:  # no point of a curve was chosen
+            assert (length["density"], "its whole layer is" in length["why"]) == (None, True)
+            continue
+        assert [length[name] for name in ("density", "error")] == pytest.approx(
+            [expected["density"], expected["error"]]
+        )
+        seen |= {phrase for phrase in ("guard on worst rows", "limited by the budget") if phrase in length["why"]}
+        assert length["why"].startswith("dense because ") == (expected["mode"] == "dense")
     assert seen == {"guard on worst rows", "limited by the budget"}
-    code, text = run("show", calibrated, "--head", "0.0")
-    assert code == 0
-    assert text.startswith("512 tokens: ")
+    assert run("show", calibrated, "--head", "0.0")[1].startswith("512 tokens: ")
 
 
 def test_show_counts_the_heads_that_only_earlier_versions_could_run(run):
@@ -168,57 +162,45 @@ def test_export_holds_everything(run, tmp_path):
     ("arguments", "called", "out"),
     [
         ("rebudget --budget-mse 1e-3", "mse-0.001 OUT None None", "mse-0.001.safetensors"),
-        ("rebudget --budget-mse 1e-3 --ceiling-rel-mse 2e-3", "mse-0.001 OUT None None",
-         "mse-0.001-ceiling-0.002.safetensors"),
-        ("rebudget --budget-mse 1e-3 --ceiling-rel-mse none", "mse-0.001 OUT None None",
-         "mse-0.001-ceiling-0.safetensors"),
+        ("rebudget --budget-mse 1 --ceiling-rel-mse none", "mse-1 OUT None None", "mse-1-ceiling-0.safetensors"),
         ("rebudget --budget-rel-mse 0.5 --worst-rows 0.8", "rel-mse-0.5 OUT None 0.8",
          "rel-mse-0.5-rows-0.8.safetensors"),
         ("rebudget --budget-mse 0.5 --worst-rows 0 --journal j --out b/q", "mse-0.5 OUT j 0.0", "b/q"),
         ("retile --device cpu", "cpu OUT", "p-cpu.safetensors"),
-        ("retile --device cpu --out q", "cpu OUT", "q"),
     ],
 )  # fmt: skip
 def test_flags_become_the_arguments_of_rebudget_and_retile(arguments, called, out, run, tmp_path, monkeypatch):
-    calls = []
-
-    def call(*given):
-        calls.append(" ".join(map(str, given)))
-        return dataclasses.replace(minimal(), record={"retiled": {"note": "tuned"}})
-
     command, *flags = arguments.split()
+    call = Mock(return_value=dataclasses.replace(minimal(), record={"retiled": {"note": "tuned"}}))
     monkeypatch.setitem(sys.modules, f"calibrate.profiles.{command}", SimpleNamespace(**{command: call}))
     monkeypatch.chdir(tmp_path)
     assert run(command, "a/p.x", *flags) == (0, f"wrote {out}\n")
-    assert calls == [f"a/p.x {called.replace('OUT', out)}"]
+    assert " ".join(map(str, call.call_args.args)) == f"a/p.x {called.replace('OUT', out)}"
 
 
 @SLOW
 def test_verify_makes_the_proof_again(calibrated, run):
     """The same prompts, device and model give the same errors, to the bit on one machine or nearly."""
     code, proof = run("verify", calibrated, "--model", "demo", "--device", "cpu", "--json")
-    assert code == 0
-    assert proof["problems"] == []
-    assert proof["same_prompts"]
+    assert (code, proof["problems"], proof["same_prompts"]) == (0, [], True)
     plan = dict(re.findall(r"^(\w[\w ]*?)  +(.*)$", run.stderr, re.M))
     assert re.fullmatch(r"at most about \d+ s \(loading the model \d+ s, proving \d+ s\)", plan["takes"])
     assert (plan["layers"], plan["lengths"]) == ("all 6 run S2O", "512")
     assert plan["prompts"].startswith("1 of each length, built-in code, ")
-    assert "loading the model ..\n" in run.stderr
     assert re.search(r"^proving: 100% \(6 of 6 layers\), took ", run.stderr, re.M)
     (length,), (recorded,) = proof["lengths"], read_record(load_profile(calibrated)).held_out
     for layer, expected in zip(length["layers"], recorded.layers, strict=True):
-        assert layer["error"] == pytest.approx(expected.rel_mse, rel=1e-2)
-        assert layer["density"] == pytest.approx(expected.density, rel=1e-2)
-        assert layer["limit"] == expected.limit
+        shown, stated = [layer["error"], layer["density"]], [expected.rel_mse, expected.density]
+        assert (shown, layer["limit"]) == (pytest.approx(stated, rel=1e-2), expected.limit)
     assert tuple(length["needles"]) == recorded.needles
 
 
 def careless(profile):
     """The same with heads that skip too much."""
     heads = (HeadConfig(1e6, 256),) * 8
-    layers = (tuple(dataclasses.replace(layer, heads=heads) for layer in profile.layers[0]),)
-    return dataclasses.replace(profile, layers=layers)
+    return dataclasses.replace(
+        profile, layers=(tuple(dataclasses.replace(layer, heads=heads) for layer in profile.layers[0]),)
+    )
 
 
 def recorded(profile, recipe, **changes):
@@ -261,7 +243,6 @@ def test_verify_checks_the_certificate_on_other_prompts(calibrated, run):
 
 def test_without_a_gpu_retile_says_that_no_tiles_were_tuned(run, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    assert run("plot", FULL) == (0, f"wrote {FULL.stem}.tau.png\n")
     assert run("retile", FULL, "--device", "cpu") == (0, f"wrote {FULL.stem}-cpu.safetensors\n")
     assert "no tiles were tuned, because a CPU runs any" in caplog.text
     assert load_profile(f"{FULL.stem}-cpu.safetensors").record["retiled"]["note"] in caplog.text
@@ -273,9 +254,7 @@ def test_a_foreign_text_in_a_card_is_only_text():
     assert text.startswith("# S2O profile of a \\|b\n")
     assert "**Not proven** (failed).\n\n- a \\| b # c" in text
     assert "| seed | \\<b\\> |" in text
-    text = render_card(minimal(), "p.safetensors")
-    assert "| seed | not recorded |" in text
-    assert f"Its weights: fingerprint {minimal().fingerprint[:16]}.\n" in text
+    assert "| seed | not recorded |" in render_card(minimal(), "p.safetensors")
 
 
 @SLOW
@@ -283,61 +262,45 @@ def test_a_card_says_what_was_proven_of_its_profile(calibrated, run, tmp_path):
     """Of a calibration and after rebudget: in Markdown and in HTML, with what the record has of each layer."""
     rebudget(calibrated, Budget("rel_mse", 1e-2), calibrated.with_name("card.safetensors"))
     for profile in (calibrated, calibrated.with_name("card.safetensors")):
-        for _ in range(2):  # the second one replaces the first
-            code, written = run("card", profile, "--out-dir", tmp_path / "to", "--json")
-            assert (code, len(written["files"])) == (0, 2)
+        _, written = run("card", profile, "--out-dir", tmp_path / "to", "--json")
         text, page = (Path(file).read_text() for file in written["files"])
         assert text == render_card(load_profile(profile), profile.name)
-        assert text.startswith("# S2O profile of demo\n")
         assert f's2o_runtime.patch(model, "{profile.name}")' in text
-        assert ("**Certified on 3 prompts of each length, of 3 groups of text (" in text) == (profile == calibrated)
-        assert ("made on cpu within rel_mse 0.001 (layer)" in text) == (profile == calibrated)
+        claims = "**Certified on 3 prompts of each length, of 3 groups", "within rel_mse 0.001 (layer)"
+        assert [claim in text for claim in claims] == [profile == calibrated] * 2
         assert '<h1 id="s2o-profile-of-demo">S2O profile of demo</h1>' in page
-        assert page.count("<svg") == 1
-        assert page.count('<th scope="col" class="r">tile</th>') == 1  # the layers at one length
-        not_proven = "**Not proven** (" in text, "<strong>Not proven</strong> (" in page
-        assert not_proven == (profile != calibrated,) * 2
+        assert (page.count("<svg"), page.count('<th scope="col" class="r">tile</th>')) == (1, 1)  # one length
+        assert ("**Not proven** (" in text, "<strong>Not proven</strong> (" in page) == (profile != calibrated,) * 2
         assert ("densities held out" in page) == (profile == calibrated)
-        assert "made from the profile alone" in page
-    run("card", FULL, "--out-dir", tmp_path)
-    assert "<h2" in (tmp_path / f"{FULL.stem}.html").read_text()
 
 
 def test_a_picture_that_cannot_be_drawn_takes_no_card_away(run, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(figures, "_save_figure", broken)
+    monkeypatch.setattr(figures, "_save_figure", lambda *_, **options: int(float("inf")))
     assert run("card", FULL, "--out-dir", tmp_path)[0] == 0
     assert "<svg" not in (tmp_path / f"{FULL.stem}.html").read_text()
     assert "the pictures cannot be drawn (OverflowError: cannot convert float infinity to integer)" in caplog.text
 
 
-def broken(*arguments, **options):
-    raise OverflowError("cannot convert float infinity to integer")
-
-
 FOREIGN = "exists and was not written by S2O, so it is not replaced: give another file name, or move it away"
-IS_PROFILE = "exists and is an S2O profile, so it is not replaced"
-IS_REPORT = "exists and is a report or a picture of S2O, so it is not replaced"
 IS_INPUT = "is an input, so it is not replaced: give another file name"
-REBUDGET = "rebudget p.safetensors --budget-mse 1e-3 --out"
+IS_PROFILE, IS_REPORT = "exists and is an S2O profile", "exists and is a report or a picture of S2O"
+INPUTS = (("p.safetensors", IS_INPUT), ("link", IS_INPUT), ("mine", FOREIGN), ("p.json", IS_REPORT))
+OTHERS = (("p.safetensors", IS_INPUT), ("other.safetensors", IS_PROFILE), ("mine.png", FOREIGN))
 
 
 @pytest.mark.parametrize(
     ("arguments", "target", "sentence"),
     [
-        *((f"{command} {file}", file, said)
-          for command in (REBUDGET, "retile p.safetensors --device cpu --out")
-          for file, said in (
-              ("p.safetensors", IS_INPUT), ("link", IS_INPUT), ("mine.txt", FOREIGN), ("p.json", IS_REPORT))),
-        *((f"{command} {file}", file, said)
-          for command in ("export p.safetensors --out", "plot p.safetensors --out")
-          for file, said in (("p.safetensors", IS_INPUT), ("other.safetensors", IS_PROFILE), ("mine.png", FOREIGN))),
+        *(("rebudget p.safetensors --budget-mse 1e-3 --out", file, said) for file, said in INPUTS),
+        *(("retile p.safetensors --device cpu --out", file, said) for file, said in INPUTS),
+        *(("export p.safetensors --out", file, said) for file, said in OTHERS),
+        *(("plot p.safetensors --out", file, said) for file, said in OTHERS),
         ("card p.safetensors", "p.md", FOREIGN),
         ("card p.safetensors --out-dir to", "to/p.html", FOREIGN),
         ("plot p.safetensors", "p.tau.png", FOREIGN),
-        ("plot p.safetensors --out p.xyz", "", "--out p.xyz is not named as a picture: give a name that ends in .png"),
-        ("plot p.safetensors --out picture", "", "is not named as a picture"),
+        ("plot p.safetensors --out", "p.xyz", "is not named as a picture: give a name that ends in .png"),
     ],
-)  # fmt: skip
+)
 def test_an_output_replaces_nothing_that_must_stay(arguments, target, sentence, run, tmp_path, monkeypatch):
     """An input, a profile by something else, or a file that another program wrote; nothing is computed before."""
     monkeypatch.chdir(tmp_path)
@@ -346,11 +309,11 @@ def test_an_output_replaces_nothing_that_must_stay(arguments, target, sentence, 
         save_profile(minimal(), f"{name}.safetensors")
     Path("link").symlink_to("p.safetensors")
     assert run("export", "other.safetensors", "--out", "p.json")[0] == 0
-    for name in ("mine.txt", "mine.png", "p.md", "to/p.html", "p.tau.png"):
+    for name in ("mine", "mine.png", "p.md", "to/p.html", "p.tau.png"):
         Path(name).write_text("mine, about S2O")
     monkeypatch.setitem(sys.modules, "s2o_runtime.profile.file", None)  # nothing is read before
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    code, said = run(*arguments.split())
+    code, said = run(*arguments.split(), *([target] if arguments.endswith("--out") else []))
     assert (code, sentence in said, target in said) == (2, True, True), said
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -370,48 +333,36 @@ def test_what_it_wrote_itself_is_replaced(run, tmp_path, monkeypatch):
     assert Path("link.json").is_symlink()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["show", "missing.safetensors"], "missing.safetensors cannot be read (No such file or directory)"),
-        (["show", FULL, "--head", "3"], "'3' is not a layer and a head: try 3.7"),
-        (["show", FULL, "--head", "0.4"], "head 0.4 does not exist: layers are 0 to 1, heads 0 to 3"),
-        (["export", FULL, "--out", "missing/p.json"], "missing"),
-        (["verify", FULL, "--model", "demo", "--device", "moon"], "device 'moon' is not known"),
-        (["verify", FULL], "verify needs the profile's model: give --model MODEL"),
-        (["verify", DEMO_PROFILE, "--model", "qwen2.5-7b", "--device", "cpu"], "is not of qwen2.5-7b, which has "),
-        (["show", "demo"], "demo has 3 profiles: name one of /"),
-        (["show", "nobody"], "nobody cannot be read (No such file or directory)"),
-        (["show", "~/none.safetensors"], f"{Path.home()}/none.safetensors cannot be read"),
-        (["shw", FULL], "did you mean show?"),
-        (["rebudget", FULL], "needs the new budget: give --budget-mse or --budget-rel-mse"),
-        (["rebudget", "mse-1.safetensors", "--budget-mse", "1"], "--out mse-1.safetensors is an input, so it is not"),
-        (["verify", "mse-1.safetensors", "--model", "demo", "--device", "cpu", "--seed", "5"], "is not certified"),
-        (["plot", FULL, "--out", "none/p.png"], "cannot be written or read (No such file or directory)"),
-        (["rebudget", "none", "--budget-mse", "2"], "none cannot be read (No such file or directory)"),
-        (["retile", "none", "--device", "tpu"], "device 'tpu' is not known"),
-        (["retile", FULL, "--device", "cpu", "--out", "."], "--out . is a folder"),
-        (["card", FULL, "--shelf"], "unrecognized arguments: --shelf"),
-        (["push", FULL, "hf://org/name"], "invalid choice: 'push'"),
-        (
-            ["rebudget", FULL, "--budget-rel-mse", "1e-2", "--ceiling-rel-mse", "1e-3"],
-            "ceiling_rel_mse 0.001 goes with",
-        ),
-        (["rebudget", FULL, "--budget-mse", "little"], "'little': expected a number above 0 and at most 1000000"),
-        ([], "the following arguments are required: COMMAND"),
-    ],
-    ids=lambda case: "-".join(map(str, case[:1])) if isinstance(case, list) else "",
-)
+BAD_INPUT = [
+    ("show missing.safetensors", "missing.safetensors cannot be read (No such file or directory)"),
+    ("show ~/none.safetensors", f"{Path.home()}/none.safetensors cannot be read"),
+    ("show FULL --head 3", "'3' is not a layer and a head: try 3.7"),
+    ("show FULL --head 0.4", "head 0.4 does not exist: layers are 0 to 1, heads 0 to 3"),
+    ("show demo", "demo has 3 profiles: name one of /"),
+    ("shw FULL", "did you mean show?"),
+    ("export FULL --out missing/p.json", "missing"),
+    ("verify FULL", "verify needs the profile's model: give --model MODEL"),
+    (f"verify {DEMO_PROFILE} --model qwen2.5-7b --device cpu", "is not of qwen2.5-7b, which has "),
+    ("verify mse-1.safetensors --model demo --device cpu --seed 5", "is not certified"),
+    ("rebudget FULL", "needs the new budget: give --budget-mse or --budget-rel-mse"),
+    ("rebudget mse-1.safetensors --budget-mse 1", "--out mse-1.safetensors is an input, so it is not"),
+    ("rebudget FULL --budget-rel-mse 1e-2 --ceiling-rel-mse 1e-3", "ceiling_rel_mse 0.001 goes with"),
+    ("plot FULL --out none/p.png", "cannot be written or read (No such file or directory)"),
+    ("retile FULL --device cpu --out .", "--out . is a folder"),
+    ("card FULL --shelf", "unrecognized arguments: --shelf"),
+    ("", "the following arguments are required: COMMAND"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), BAD_INPUT, ids=lambda text: text[:30])
 @pytest.mark.usefixtures("offline")
 def test_errors_are_one_sentence(arguments, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_profile(minimal(), "mse-1.safetensors")
     try:
-        code = profile_cli.main([str(argument) for argument in arguments])
+        code = profile_cli.main(arguments.replace("FULL", str(FULL)).split())
     except SystemExit as left:
         code = left.code
     said = capsys.readouterr().err
-    assert code == 2, said
+    assert (code, said.startswith("s2o-profile"), said.count("\n")) == (2, True, 1), said
     assert sentence in said
-    assert said.startswith("s2o-profile")
-    assert said.count("\n") == 1

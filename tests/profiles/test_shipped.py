@@ -33,11 +33,6 @@ def name_of(path):
     return path.relative_to(CATALOGUE).as_posix()
 
 
-@pytest.fixture(params=SHIPPED, ids=name_of)
-def path(request):
-    return request.param
-
-
 def test_cards_index_and_readme_are_of_what_lies_there():
     texts = catalogue.overviews(CATALOGUE)
     assert {path: path.read_text(encoding="utf-8") for path in texts} == texts
@@ -73,8 +68,9 @@ def test_a_profile_is_filed_by_model_device_and_budget(tmp_path, capsys):
     assert "does not say what its budget is" in capsys.readouterr().err
 
 
-def test_no_profile_is_of_random_weights_or_named_by_a_folder(path):
-    """A reader must be able to tell which model it is: --name of scripts/docs/catalogue.py says so."""
+@pytest.mark.parametrize("path", SHIPPED, ids=name_of)
+def test_every_profile_is_in_its_place_and_says_which_model_it_is_of(path):
+    """No weights that are random, no folder of somebody's: --name of scripts/docs/catalogue.py names a model."""
     profile = load_profile(path)
     assert profile.fingerprint
     assert not profile.fingerprint.startswith(RANDOM)
@@ -82,10 +78,6 @@ def test_no_profile_is_of_random_weights_or_named_by_a_folder(path):
     assert not profile.model_name.startswith(("build/", "."))
     origin = catalogue.ORIGINS[profile.model_name]
     assert f"Its weights: fingerprint {profile.fingerprint[:16]}, {origin}." in path.with_suffix(".md").read_text()
-
-
-def test_every_profile_is_in_its_place(path):
-    profile = load_profile(path)
     budget = read_budget(profile.record)
     budget = Budget(budget.kind, budget.value)
     assert path == place_profile(profile.model_name, profile.device.name, budget, CATALOGUE)

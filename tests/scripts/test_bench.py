@@ -20,26 +20,18 @@ TINY = ["--heads", "2/1", "--head-dim", "64", "--dtype", "float32", "--segment",
 TINY += ["--device", "cpu", "--rounds", "2", "--error-rows", "50"]
 
 
-def run(*arguments):
-    return bench.main([str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Two lengths with the reference backend."""
     out = tmp_path_factory.mktemp("bench") / "new" / "b.json"
-    assert run(*TINY, "--lengths", "512,256", "--densities", "0.01,0.5,0.7", "--out", out) == 0
+    assert bench.main([*TINY, "--lengths", "512,256", "--densities", "0.01,0.5,0.7", "--out", str(out)]) == 0
     return read(AttentionFile, json.loads(out.read_text()))
-
-
-def of_form(entry, form):
-    return [row for row in entry.rows if row.form == form]
 
 
 @EXHAUSTIVE
 def test_densities_are_reached_and_rates_follow(measured):
     for entry in measured.results:
-        rows, dense = of_form(entry, bench.S2O), entry.dense.seconds.median
+        rows, dense = [row for row in entry.rows if row.form == bench.S2O], entry.dense.seconds.median
         assert [row.target for row in rows] == ["never stop", 0.7, 0.5, "lowest"]
         assert rows[0].density == 1.0
         for row in rows[1:3]:  # a stop decision is one chunk of 32 keys for 64 rows; the shortest prompt has 4 tiles

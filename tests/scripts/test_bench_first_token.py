@@ -4,7 +4,7 @@ import json
 import os
 import re
 import sys
-from itertools import product
+from itertools import product, takewhile
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -31,10 +31,7 @@ SETTINGS = {  # of the times that docs/serving.md states
 
 def alike(prompt, other):
     """How many of their first tokens are the same."""
-    return next(
-        (at for at, pair in enumerate(zip(prompt, other, strict=False)) if len(set(pair)) == 2),
-        min(len(prompt), len(other)),
-    )
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(prompt, other, strict=False))))
 
 
 class FakeEngine:
@@ -143,45 +140,42 @@ def run(tmp_path, *arguments):
     return code, read(bench.FirstTokenFile, json.loads(out.read_text())) if out.exists() else None
 
 
-def test_both_engines_read_the_same_prompts_and_are_compared(tmp_path, engines, capsys):
-    code, file = run(tmp_path, "--chunks", "512")
+def test_engines_read_the_same_prompts_and_differ_by_the_backend_alone(tmp_path, engines, capsys):
+    """With a control, which is a stock engine; codes are asked for in one text."""
+    code, file = run(tmp_path, "--chunks", "512", "--control")
     assert code == 0
-    stock, s2o = engines
-    assert stock.prompts == s2o.prompts
+    stock, s2o, again = engines
+    assert stock.prompts == s2o.prompts == again.prompts
     assert [len(prompt) for prompt in stock.prompts[:8]] == [48] * 4 + [1024] * 4
     assert len(set(map(tuple, stock.prompts))) == 8 + 8
-    assert [(row.kind.length, row.engine) for row in file.rows] == list(product((48, 1024), ("stock", "S2O")))
-    assert [row.seconds for row in file.rows] == [Spread(*[seconds] * 3) for seconds in (1.0, 0.5, 2.0, 1.0)]
-    assert [row.first_seconds for row in file.rows] == [10.0, 5.0, 20.0, 10.0]
-    assert file.density == {"0": pytest.approx(0.3)}
-    assert file.versions["vllm"] == "0.0.1"
-    printed = capsys.readouterr().out
-    rows = [line.replace("│", " ").split() for line in printed.splitlines() if " of 4" in line]
+    rows = [(row.kind.length, row.engine, row.seconds, row.first_seconds) for row in file.rows]
     assert rows == [
-        ["48", "512", "0", "1000.0", "500.0", "2.00x", "-", "10000", "5000", "1", "of", "4"],
-        ["1024", "512", "0", "2000.0", "1000.0", "2.00x", "-", "20000", "10000", "0", "of", "4"],
+        (length, name, Spread(*[median] * 3), 10 * median)
+        for length, names in ((48, (1.0, 0.5, 1.0)), (1024, (2.0, 1.0, 2.0)))
+        for name, median in zip(("stock", "S2O", "stock again"), names, strict=True)
+    ]
+    assert (file.density, file.versions["vllm"]) == ({"0": pytest.approx(0.3)}, "0.0.1")
+    printed = capsys.readouterr().out
+    table = [" ".join(line.replace("│", " ").split()) for line in printed.splitlines() if " of 4" in line]
+    assert table == [
+        "48 512 0 1000.0 500.0 2.00x 1.00x 10000 5000 1 of 4",
+        "1024 512 0 2000.0 1000.0 2.00x 1.00x 20000 10000 0 of 4",
     ]
     assert "S2O: 100.0% s2o (the kernel supports this call); mean density 0.300 of 1 layers" in printed
 
-
-def test_a_control_is_a_stock_engine_that_reads_what_the_others_do(tmp_path, engines, capsys):
-    _, file = run(tmp_path, "--control")
-    assert [row.engine for row in file.rows[:3]] == ["stock", "S2O", "stock again"]
-    stock, s2o, again = engines
-    assert stock.options == again.options != s2o.options
-    assert stock.prompts == s2o.prompts == again.prompts
-    assert file.rows[0].seconds == file.rows[2].seconds == Spread(1.0, 1.0, 1.0)
-    assert {engine.options["gpu_memory_utilization"] for engine in engines} == {bench.MEMORY / 3}
-    assert " ".join(capsys.readouterr().out.replace("│", " ").split()).count("2.00x 1.00x") == 2
-
-
-def test_codes_are_asked_for_in_one_text(tmp_path, engines, capsys):
-    _, file = run(tmp_path)
-    assert file.needles == {"stock": 8, "S2O": 8}
-    asked = engines[0].prompts[-8:]
+    assert file.needles == {"stock": 8, "S2O": 8, "stock again": 8}
+    asked = stock.prompts[-8:]
     assert max(map(len, asked)) == 1024 - bench.NEEDLE_TOKENS
     assert alike(*asked[:2]) > 1024 - bench.NEEDLE_TOKENS - 64
-    assert "S2O: 8 of 8 needles" in capsys.readouterr().out
+    assert "S2O: 8 of 8 needles" in printed
+
+    assert s2o.options.pop("additional_config") == {
+        "s2o": {"profile": str(DEMO_PROFILE), "strict": False, "drift": "off"}
+    }
+    assert stock.options == s2o.options == again.options
+    sizes = {"max_num_batched_tokens": 512, "max_model_len": 1024 + 64, "gpu_memory_utilization": bench.MEMORY / 3}
+    assert stock.options.items() >= (SETTINGS | sizes | {"model": str(DEMO_FOLDER), "load_format": "auto"}).items()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 def test_chunks_and_shares_of_the_cache_are_timed_in_one_engine(tmp_path, engines):
@@ -207,23 +201,11 @@ def test_requests_of_an_open_loop_wait_for_the_prompts_of_others(tmp_path, engin
     assert together.between_p99 > 1 > together.between_median
 
 
-def test_engines_differ_by_the_backend_alone(tmp_path, engines):
-    run(tmp_path, "--chunks", "512")
-    stock, s2o = (engine.options for engine in engines)
-    assert s2o.pop("additional_config") == {"s2o": {"profile": str(DEMO_PROFILE), "strict": False, "drift": "off"}}
-    assert stock == s2o
-    assert stock.items() >= SETTINGS.items()
-    assert (stock["model"], stock["load_format"]) == (str(DEMO_FOLDER), "auto")
-    assert (stock["max_num_batched_tokens"], stock["max_model_len"]) == (512, 1024 + 64)
-    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-
-
 def test_random_weights_have_the_models_sizes_and_an_even_profile(tmp_path):
     args = bench.parser().parse_args(["--model", "llama-3.1-8b", "--density", str(DENSITY), "--device", "cpu"])
     options = bench.engine_options(bench.S2O, args, tmp_path)
-    assert options["load_format"] == "dummy"
+    assert (options["load_format"], options["model"]) == ("dummy", str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
-    assert options["model"] == str(tmp_path)
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]) == (32, 4096, 128256)
     profile = load_profile(options["additional_config"]["s2o"]["profile"])

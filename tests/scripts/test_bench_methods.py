@@ -66,6 +66,10 @@ def entry(arguments, profile, tmp_path_factory):
     return run(out, *arguments, *methods, "--errors", "0.5,9", "--chunks", f"{CHUNK},{LENGTH}")
 
 
+def key_of(text):
+    return tuple(text.split(":"))
+
+
 def by_key(rows):
     return {(row.method, row.setting): row for row in rows}
 
@@ -73,12 +77,7 @@ def by_key(rows):
 @pytest.mark.parametrize("chunk", [None, CHUNK], ids=["whole", "chunks"])
 def test_errors_and_densities_are_those_of_the_setting(entry, qkv, profile, chunk):
     rows = by_key(entry.chunked if chunk else entry.rows)
-    assert list(rows) == [
-        (DENSE, ""),
-        *(tuple(text.split(":")) for text in (PBS, V2)),
-        (ONE_SETTING, S2O),
-        CALIBRATED_KEY,
-    ]
+    assert list(rows) == [(DENSE, ""), *map(key_of, (PBS, V2)), (ONE_SETTING, S2O), CALIBRATED_KEY]
     q, k, v = qkv
     exact, causal = exact_attention(q, k, v), LENGTH * (LENGTH + 1) / 2
     for text in (PBS, V2):
@@ -89,13 +88,12 @@ def test_errors_and_densities_are_those_of_the_setting(entry, qkv, profile, chun
             outs.append(out)
             computed += float(stats.density.mean()) * (end * (end + 1) - begin * (begin + 1)) / 2
         mse = float((torch.cat(outs, 2) - exact).square().mean())
-        layer = rows[tuple(text.split(":"))].layers[-1]
-        assert layer.mse == pytest.approx(mse, rel=1e-4)
-        assert layer.rel_mse == pytest.approx(mse / float(exact.square().mean()), rel=1e-4)
-        assert layer.density == pytest.approx(computed / causal)
+        layer = rows[key_of(text)].layers[-1]
+        expected = [mse, mse / float(exact.square().mean()), computed / causal]
+        assert [layer.mse, layer.rel_mse, layer.density] == pytest.approx(expected, rel=1e-4)
         assert 0.1 < layer.density < 0.95
     assert rows[DENSE, ""].rel_mse < 1e-10
-    assert rows[tuple(V2.split(":"))].layers[0].density == 1.0  # a layer that it leaves dense
+    assert rows[key_of(V2)].layers[0].density == 1.0  # a layer that it leaves dense
     assert rows[CALIBRATED_KEY].profile == hashlib.sha256(profile.read_bytes()).hexdigest()[: bench.DIGEST]
 
 
@@ -107,7 +105,7 @@ def test_times_are_of_all_layers_and_selecting_is_part_of_them(entry):
     assert entry.rows[0].speedup == entry.chunked[0].speedup == 1.0
 
 
-@pytest.mark.parametrize("key", [tuple(V2.split(":")), (ONE_SETTING, S2O), CALIBRATED_KEY], ids=lambda key: key[0])
+@pytest.mark.parametrize("key", [key_of(V2), (ONE_SETTING, S2O), CALIBRATED_KEY], ids=lambda key: key[0])
 def test_the_command_of_a_row_measures_it_again(entry, arguments, key, tmp_path):
     row = by_key(entry.chunked)[key]
     python, flag, module, *words = shlex.split(row.command)
@@ -156,15 +154,15 @@ def test_a_board_has_the_fastest_measured_setting_of_each_method():
 
 
 def test_answers_are_joined_with_times_by_text_and_digest(capsys):
-    def quality(variant, difference, length=32768):
-        return {"variant": variant, "length": length, "difference": difference}
-
+    rows = [("p", -0.01), ("pbs:keep=0.7", 0.0), ("pbs:keep=0.3", -0.02), ("pbs:keep=0.3", 0.0)]
+    lengths = (32768, 32768, 32768, 8192)
     evaluation = {
-        "variants": [{"name": name, "identity": name} for name in ("pbs:keep=0.7", "pbs:keep=0.3")],
-        "quality": [quality("p", -0.01), quality("pbs:keep=0.7", 0.0), quality("pbs:keep=0.3", -0.02)],
+        "variants": [{"name": name, "identity": "digest" if name == "p" else name} for name, _ in rows],
+        "quality": [
+            {"variant": name, "length": length, "difference": difference}
+            for (name, difference), length in zip(rows, lengths, strict=True)
+        ],
     }
-    evaluation["variants"] += [{"name": "p", "identity": "digest"}]
-    evaluation["quality"] += [quality("pbs:keep=0.3", 0.0, 8192)]
     entry = MethodsEntry(32768, ROWS)
     assert boards.at_retrieval(entry, evaluation) == {DENSE: ROWS[0], "pbs": ROWS[2], CALIBRATED: ROWS[5]}
     boards.print_boards(entry, [1e-3], None, "s2o-eval --model demo")

@@ -18,6 +18,5 @@ def test_one_that_no_longer_fits_says_so():
     mutant = Mutant("a limit", "a.py", "<=", "<", ("tests/test_a.py",))
     assert mutant.applied("x <= y") == "x < y"
     for text in ("x == y", "x <= y <= z"):
-        said = f"'<=' {text.count('<=')} times, expected one: bring the mutant up to date"
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=f"'<=' {text.count('<=')} times, expected one"):
             mutant.applied(text)

