@@ -17,19 +17,12 @@ from s2o_runtime.command_line import (
     OK,
     Parser,
     add_information,
+    call_command,
     describe_exit_codes,
     get_exit_code,
 )
-from s2o_runtime.command_line import call_command as run_command
-from s2o_runtime.doctor.findings import (
-    Finding,
-    Section,
-    check_environment,
-    check_variables,
-    choose_exit_code,
-    render_json,
-    render_text,
-)
+from s2o_runtime.doctor import findings
+from s2o_runtime.doctor.findings import Finding, Section, choose_exit_code
 from s2o_runtime.errors import S2OError
 from s2o_runtime.logs import set_up
 
@@ -64,17 +57,11 @@ def build_parser(program: str = PROGRAM) -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM, view_of: FindModel | None = None) -> int:
-    """Run the command.
+    """Run the command and return its exit code.
 
-    Args:
-        arguments: of the command line.
-        program: its name.
-        view_of: finds a model by its name, and may say more of it at the profile's lengths; by default transformers'
-            configuration of a folder or hub id.
-
-    Returns:
-        The exit code: 0 if all is well, 2 for a flag, a profile or a model that is wrong or do not fit one another,
-        4 where torch or the GPU cannot be used or the self-test fails.
+    It is 0 if all is well, 2 for a flag, a profile or a model that is wrong or do not fit one another, 4 where torch or
+    the GPU cannot be used or the self-test fails. `view_of` finds a model by its name, and may say more of it at the
+    profile's lengths; by default it is transformers' configuration of a folder or hub id.
     """
     args = build_parser(program).parse_args(arguments)
 
@@ -82,20 +69,20 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM, view_of
         set_up(logging.ERROR, as_json=False)  # what the runtime would warn about is among the findings
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         sections = examine(args.profile, args.model, args.device, view_of)
-        print(json.dumps(render_json(sections), indent=1) if args.json else render_text(sections))
+        print(json.dumps(findings.render_json(sections), indent=1) if args.json else findings.render_text(sections))
         return choose_exit_code(sections)
 
-    return run_command(program, run)
+    return call_command(program, run)
 
 
 def examine(
     profile: Path | None = None, model: str | None = None, device: str | None = None, view_of: FindModel | None = None
 ) -> list[Section]:
     """Return all that s2o-doctor finds for its flags, in the order in which it is printed. view_of: as for `main`."""
-    installed = check_environment(wants_gpu=device != "cpu")
+    installed = findings.check_environment(wants_gpu=device != "cpu")
     if any(finding.name == "torch" and finding.code for finding in installed):
         return [Section("environment", installed)]  # nothing else can be looked at
-    sections = [Section("environment", [*installed, *check_variables()])]
+    sections = [Section("environment", [*installed, *findings.check_variables()])]
 
     from s2o_runtime.devices import get_device
     from s2o_runtime.doctor.profile_check import check_device, describe_model, describe_profile, find_model

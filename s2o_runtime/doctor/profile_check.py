@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +27,8 @@ def check_device(device: torch.device) -> list[Finding]:
     """Check the device, its memory, and whether the kernels are made for it."""
     here = identify(device)
     if here.kind == "cpu":
-        advice = (
-            "the kernels need an NVIDIA GPU; S2O runs in plain torch here, which shows what is skipped, not how fast"
-        )
-        return [Finding("device", "cpu", advice)]
+        advice = "the kernels need an NVIDIA GPU; S2O runs in plain torch here, which shows what is skipped, not how "
+        return [Finding("device", "cpu", f"{advice}fast")]
     verdict = decide_fit(here, here)
     problem = () if verdict.tiles is not None else (verdict.reason, NO_RESOURCE)
     findings = [Finding("device", f"{device}: {here}", *problem)]
@@ -43,21 +41,13 @@ def check_device(device: torch.device) -> list[Finding]:
     return findings
 
 
-@dataclass(frozen=True)
-class ModelView:
-    """A model without its weights.
-
-    Attributes:
-        name: as the user gave it.
-        config: its transformers configuration.
-        folder: of its safetensors files; None where they are not on this machine.
-        facts: what else is to be printed of it, by name.
-    """
+class ModelView(NamedTuple):
+    """A model without its weights: `folder` has its safetensors files, if they are here; `facts` is printed too."""
 
     name: str
     config: Any
     folder: Path | None
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = {}
 
 
 class Outcome(NamedTuple):
@@ -69,30 +59,21 @@ class Outcome(NamedTuple):
 
 
 def find_model(name: str) -> ModelView:
-    """Find a model by its folder or hub id.
-
-    Raises:
-        ModelError: transformers cannot load its configuration.
-        ResourceError: transformers is not installed.
-    """
+    """Find a model by its folder or hub id. Raises ModelError, or ResourceError if transformers is not installed."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ResourceError(
-            f"--model needs transformers ({error}): in the clone, pip install '.[calibrate]'"
-        ) from error
+        advice = "in the clone, pip install '.[calibrate]'"
+        raise ResourceError(f"--model needs transformers ({error}): {advice}") from error
     folder = Path(name) if Path(name).is_dir() else None
     if folder is None and (name.count("/") != 1 or name.startswith(("/", ".", "~"))):
-        raise ModelError(
-            f"model {name!r} is neither a folder nor a hub id (org/name): give one, or an alias such as demo to "
-            "s2o-doctor"
-        )
+        advice = "give one, or an alias such as demo to s2o-doctor"
+        raise ModelError(f"model {name!r} is neither a folder nor a hub id (org/name): {advice}")
     try:
         return ModelView(name, AutoConfig.from_pretrained(name), folder)
     except (OSError, ValueError, ImportError) as error:
-        raise ModelError(
-            f"model {name!r} cannot be loaded ({get_first_line(error)}): give a local folder or a hub id"
-        ) from error
+        problem = f"model {name!r} cannot be loaded ({get_first_line(error)})"
+        raise ModelError(f"{problem}: give a local folder or a hub id") from error
 
 
 def describe_model(view: ModelView) -> Section:
@@ -106,27 +87,20 @@ def describe_model(view: ModelView) -> Section:
 
 
 def describe_profile(path: Path, device: torch.device, view: ModelView | None) -> Section:
-    """Describe a profile, its proof, and what it would run on a device.
-
-    Args:
-        path: of the profile.
-        device: where the model would run.
-        view: the model that it would run with; None if that is not known.
+    """Describe a profile, its proof, and what it would run on a device with a model, if one is known.
 
     Raises:
         ProfileError: the file cannot be read.
     """
     profile = load_profile(path)
     verdict = decide_fit(profile.device, identify(device))
-    made_on = Finding("made on", f"{profile.device}; {verdict.reason}")
-    if verdict.tiles != "profile":
+    if verdict.tiles == "profile":
+        made_on = Finding("made on", f"{profile.device}; {verdict.reason}")
+    else:
         made_on = Finding("made on", str(profile.device), verdict.reason, OK if verdict.tiles else NO_RESOURCE)
-    lengths = ", ".join(map(str, profile.lengths))
-    findings = [
-        Finding("profile", f"{path}: {profile.model_name} ({profile.geometry}), calibrated at {lengths} tokens"),
-        made_on,
-        *_check_proof(profile),
-    ]
+    calibrated = f"calibrated at {', '.join(map(str, profile.lengths))} tokens"
+    findings = [Finding("profile", f"{path}: {profile.model_name} ({profile.geometry}), {calibrated}"), made_on]
+    findings += _check_proof(profile)
     if view is not None:
         findings.append(_match_model(profile, view))
     on_device = RankProfile(profile, Rank(), device)
@@ -160,12 +134,9 @@ def describe_outcomes(layers: list[Outcome]) -> str:
 
 def format_ranges(numbers: list[int]) -> str:
     """Return ascending numbers in words: "0 to 3, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # a number minus its place is the same for all of a run
+    by_run = groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])
+    runs = [[number for _, number in entries] for _, entries in by_run]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
@@ -183,16 +154,15 @@ def _check_proof(profile: Profile) -> list[Finding]:
     proof = record.get("proof")
     text += f", {proof if isinstance(proof, str) else 'not proven'}"
     counts = ", ".join(f"{row.get('prompts')} prompts of {row.get('length')} tokens" for row in list_certified(record))
-    if counts:
-        findings.append(Finding("proof", f"{text}; certified on {counts}"))
-    else:
-        findings.append(Finding("proof", text, "nothing is certified: s2o-calibrate certifies by default"))
+    advice = "" if counts else "nothing is certified: s2o-calibrate certifies by default"
+    findings.append(Finding("proof", f"{text}; certified on {counts}" if counts else text, advice))
     findings += [Finding("not proven", problem, "see the report") for problem in get_list(record, "problems", str)]
     try:
         read_error_limits(profile)
+        findings.append(Finding("drift check", "on: the record says what errors are allowed"))
     except ProfileError as error:
-        return [*findings, Finding("drift check", "off", str(error))]
-    return [*findings, Finding("drift check", "on: the record says what errors are allowed")]
+        findings.append(Finding("drift check", "off", str(error)))
+    return findings
 
 
 def _match_model(profile: Profile, view: ModelView) -> Finding:
