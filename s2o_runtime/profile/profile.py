@@ -19,6 +19,8 @@ from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, get_length_step, i
 from s2o_runtime.profile.record import get_object
 from s2o_runtime.tiles import list_candidate_tiles
 
+log = logging.getLogger("s2o_runtime")
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -73,10 +75,10 @@ class Profile:
         means another error with another segment or other checks. Lengths are rounded to an eighth of an octave, so
         that a server sees few distinct configurations.
         """
-        steps = [get_length_step(bucket) for bucket in self.lengths]
-        if get_length_step(length) in steps:
-            return self.layers[steps.index(get_length_step(length))][layer]
-        position = get_length_step(length) / STEPS_PER_OCTAVE
+        steps, step = [get_length_step(bucket) for bucket in self.lengths], get_length_step(length)
+        if step in steps:
+            return self.layers[steps.index(step)][layer]
+        position = step / STEPS_PER_OCTAVE
         logs = [math.log2(bucket) for bucket in self.lengths]
         nearest = min(range(len(logs)), key=lambda bucket: abs(logs[bucket] - position))
         config = self.layers[nearest][layer]
@@ -98,37 +100,28 @@ class Profile:
     def check_trained(self) -> Profile:
         """Return the profile itself. Raises ProfileError if a rehearsal made it."""
         if self.fingerprint.startswith(RANDOM):
-            raise ProfileError(
-                f"the profile of {self.model_name} was calibrated on random weights, expected ones of a trained model: "
-                "calibrate without --random-weights"
-            )
+            expected = "expected ones of a trained model: calibrate without --random-weights"
+            raise ProfileError(f"the profile of {self.model_name} was calibrated on random weights, {expected}")
         return self
 
     def validate(self) -> Profile:
-        """Return the profile itself.
-
-        Raises:
-            ProfileError: naming the first thing that is out of range or does not fit another.
-        """
+        """Return the profile itself. Raises ProfileError naming the first thing that is out of range or does not fit."""
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
             raise ProfileError(f"lengths {self.lengths} are not ascending: expected at least one bucket, each once")
         if not all(1 <= length <= MAX_LENGTH for length in self.lengths):
             raise ProfileError(f"lengths {self.lengths} are out of range: expected 1 to {MAX_LENGTH}")
         for shorter, longer in pairwise(self.lengths):
             if not is_far_apart(shorter, longer):
-                raise ProfileError(
-                    f"lengths {shorter} and {longer} are less than an eighth of an octave apart: keep one of them"
-                )
+                problem = f"lengths {shorter} and {longer} are less than an eighth of an octave apart"
+                raise ProfileError(f"{problem}: keep one of them")
         if len(self.layers) != len(self.lengths):
             raise ProfileError(f"{len(self.layers)} tables for {len(self.lengths)} lengths: expected one each")
         for length, bucket in zip(self.lengths, self.layers, strict=True):
             if len(bucket) != self.geometry.layers:
                 raise ProfileError(f"{len(bucket)} layers in a table: expected {self.geometry.layers}")
             for index, layer in enumerate(bucket):
-                if layer.num_heads != self.geometry.query_heads:
-                    raise ProfileError(
-                        f"layer {index} has {layer.num_heads} heads: expected {self.geometry.query_heads}"
-                    )
+                if layer.num_heads != (heads := self.geometry.query_heads):
+                    raise ProfileError(f"layer {index} has {layer.num_heads} heads: expected {heads}")
                 try:
                     layer.validate()
                 except ConfigError as error:
@@ -139,10 +132,7 @@ class Profile:
 def _interpolate(near: HeadConfig, distant: HeadConfig, weight: float | None) -> HeadConfig:
     """Return the head of the nearer bucket with a tau for a length between the buckets.
 
-    Args:
-        near: the head in the bucket nearest to the length.
-        distant: the head in the other bucket.
-        weight: the way towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
+    weight: the way towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
     """
     if near.mode != "s2o" or distant.mode != "s2o" or near.stop_rule != distant.stop_rule:
         return near
@@ -150,9 +140,6 @@ def _interpolate(near: HeadConfig, distant: HeadConfig, weight: float | None) ->
     if weight is None or not alike or near.tau == 0.0 or distant.tau == 0.0:
         return replace(near, tau=min(near.tau, distant.tau))
     return replace(near, tau=math.exp((1 - weight) * math.log(near.tau) + weight * math.log(distant.tau)))
-
-
-log = logging.getLogger("s2o_runtime")
 
 
 def adapt_to_device(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
@@ -174,21 +161,14 @@ def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerCon
 
     The same tau means the same error only with as many keys between two stop checks and as many rows that stop
     together. So the stride is kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The
-    layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all.
-
-    Args:
-        config: a layer of a profile.
-        tiles: the GPU's tiles, the safest first.
+    layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all. `tiles` are the
+    GPU's, the safest first.
     """
     segments = {head.segment for head in config.heads if head.mode == "s2o"}
     if config.is_dense or not segments or not tiles:
         return config
-    chunks = ((tile, -(-config.tile.stride // tile.block_n)) for tile in tiles)
-    fitting = [
-        replace(tile, chunk=chunk)
-        for tile, chunk in chunks
-        if chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
-    ]
+    strided = (replace(tile, chunk=-(-config.tile.stride // tile.block_n)) for tile in tiles)
+    fitting = [tile for tile in strided if tile.chunk <= MAX_CHUNK and not any(seg % tile.rows for seg in segments)]
     if not fitting:
         return config.as_dense()
     return config.with_tile(min(fitting, key=lambda tile: tile.block_m != config.tile.block_m))

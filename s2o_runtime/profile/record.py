@@ -1,7 +1,6 @@
 """The few numbers that the runtime reads in a profile's record, a JSON object that the calibrator writes.
 
-A record may come from an older version, from a newer one, or from somebody else: a field that is missing or has
-another type counts as not recorded. FORMAT.md lists all fields; `calibrate.record` has their types.
+A field that is missing or has another type counts as not recorded. FORMAT.md lists all; `calibrate.record` has types.
 """
 
 from __future__ import annotations
