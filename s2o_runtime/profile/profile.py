@@ -105,7 +105,7 @@ class Profile:
         return self
 
     def validate(self) -> Profile:
-        """Return the profile itself. Raises ProfileError naming the first thing that is out of range or does not fit."""
+        """Return the profile itself. Raises ProfileError naming the first thing out of range or that fits no other."""
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
             raise ProfileError(f"lengths {self.lengths} are not ascending: expected at least one bucket, each once")
         if not all(1 <= length <= MAX_LENGTH for length in self.lengths):
@@ -161,8 +161,9 @@ def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerCon
 
     The same tau means the same error only with as many keys between two stop checks and as many rows that stop
     together. So the stride is kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The
-    layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all. `tiles` are the
-    GPU's, the safest first.
+    layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all.
+
+    tiles: the GPU's, the safest first.
     """
     segments = {head.segment for head in config.heads if head.mode == "s2o"}
     if config.is_dense or not segments or not tiles:
