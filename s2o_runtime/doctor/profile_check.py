@@ -50,14 +50,6 @@ class ModelView(NamedTuple):
     facts: Mapping[str, str] = {}
 
 
-class Outcome(NamedTuple):
-    """The path that one layer takes for a whole prompt of one length, "s2o" or "dense", and the reason for dense."""
-
-    layer: int
-    path: str
-    reason: str | None
-
-
 def find_model(name: str) -> ModelView:
     """Find a model by its folder or hub id. Raises ModelError, or ResourceError if transformers is not installed."""
     try:
@@ -106,30 +98,31 @@ def describe_profile(path: Path, device: torch.device, view: ModelView | None) -
     on_device = RankProfile(profile, Rank(), device)
     runs = {length: list_outcomes(on_device, length) for length in profile.lengths}
     findings += [Finding(f"{length} tokens", describe_outcomes(layers)) for length, layers in runs.items()]
-    dense = (
-        f"decode, prompts of fewer than {profile.min_length} tokens and of more than {on_device.max_length} "
-        f'(unless beyond="warn" or "s2o"), fewer than {on_device.min_queries} new tokens behind a prefix, layers of '
-        "other kinds, masks that are not causal"
-    )
-    data = {"lengths": [{"length": n, "layers": [layer._asdict() for layer in layers]} for n, layers in runs.items()]}
+    dense = f"decode, prompts of fewer than {profile.min_length} tokens and of more than {on_device.max_length} "
+    dense += f'(unless beyond="warn" or "s2o"), fewer than {on_device.min_queries} new tokens behind a prefix, '
+    dense += "layers of other kinds, masks that are not causal"
+    data = {"lengths": [{"length": length, "layers": layers} for length, layers in runs.items()]}
     return Section("profile", [*findings, Finding("dense too", dense)], data)
 
 
-def list_outcomes(on_device: RankProfile, length: int) -> list[Outcome]:
-    """Return what each layer of a profile runs for a whole prompt of `length` tokens."""
-    reasons = ((layer.layer, on_device.dense_reason(Request(length, length), layer)) for layer in on_device.layers)
-    return [Outcome(number, "s2o" if reason is None else "dense", reason) for number, reason in reasons]
+def list_outcomes(on_device: RankProfile, length: int) -> list[dict[str, Any]]:
+    """Return each layer of a profile with its path for a whole prompt of `length` tokens, and the reason for dense."""
+    reasons = {layer.layer: on_device.dense_reason(Request(length, length), layer) for layer in on_device.layers}
+    return [
+        {"layer": layer, "path": "s2o" if reason is None else "dense", "reason": reason}
+        for layer, reason in reasons.items()
+    ]
 
 
-def describe_outcomes(layers: list[Outcome]) -> str:
+def describe_outcomes(outcomes: list[dict[str, Any]]) -> str:
     """Return in words which layers run S2O, and which run dense and why."""
     by_reason: dict[str | None, list[int]] = {}
-    for outcome in layers:
-        by_reason.setdefault(outcome.reason, []).append(outcome.layer)
+    for outcome in outcomes:
+        by_reason.setdefault(outcome["reason"], []).append(outcome["layer"])
     sparse = by_reason.pop(None, [])
     numbers = f" ({format_ranges(sparse)})" if by_reason and sparse else ""
-    dense = [f"dense: {format_ranges(numbers)}, because {reason}" for reason, numbers in by_reason.items()]
-    return "; ".join([f"{len(sparse)} of {len(layers)} layers run S2O{numbers}", *dense])
+    dense = [f"dense: {format_ranges(layers)}, because {reason}" for reason, layers in by_reason.items()]
+    return "; ".join([f"{len(sparse)} of {len(outcomes)} layers run S2O{numbers}", *dense])
 
 
 def format_ranges(numbers: list[int]) -> str:
@@ -147,11 +140,10 @@ def _check_proof(profile: Profile) -> list[Finding]:
         profile.check_trained()
     except ProfileError as error:
         findings.append(Finding("weights", "random", str(error), BAD_INPUT))
-    text, budget = "no budget is recorded", read_budget(record)
+    text, budget, proof = "no budget is recorded", read_budget(record), record.get("proof")
     if budget.value is not None:
         ceiling = "" if budget.ceiling is None else f" and rel_mse {budget.ceiling:g}"
         text = f"{budget.kind} {budget.value:g}{ceiling} for every {budget.scope or 'layer'}"
-    proof = record.get("proof")
     text += f", {proof if isinstance(proof, str) else 'not proven'}"
     counts = ", ".join(f"{row.get('prompts')} prompts of {row.get('length')} tokens" for row in list_certified(record))
     advice = "" if counts else "nothing is certified: s2o-calibrate certifies by default"

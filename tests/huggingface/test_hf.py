@@ -278,29 +278,8 @@ def test_a_graph_of_another_process_runs_a_layer_of_the_same_profile_or_none(eag
 
 
 @pytest.mark.slow(reason="compiles in two processes")
-def test_a_second_process_finds_what_the_first_compiled(tmp_path):
-    program = """if True:
-        import torch
-        from torch._dynamo.utils import counters
-        from s2o_runtime import explain, patch
-        from s2o_runtime.huggingface.hf import prefill_mask
-        from support.models import make_profile, new_model
-        torch.manual_seed(0)
-        model = new_model()
-        patch(model, make_profile(model, 2.0), drift=None)
-        hidden, one = torch.randn(1, 200, 64), torch.ones(1, 200, 64)
-        with torch.no_grad():
-            attention = torch.compile(model.model.layers[0].self_attn, fullgraph=True)
-            attention(hidden, position_embeddings=(one, 0 * one), attention_mask=prefill_mask(1, 0))
-        print(counters["inductor"]["fxgraph_cache_hit"], explain(model)[0]["path"])
-    """
-    where = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command, options = [sys.executable, "-c", program], {"env": os.environ | where, "text": True}
-    assert [subprocess.check_output(command, **options) for _ in range(2)] == ["0 s2o\n", "1 s2o\n"]
-
-
-@pytest.mark.slow(reason="starts a process that loads a model")
-def test_a_process_that_knows_nothing_of_s2o_runs_a_saved_model(eager, ids, tmp_path):
+def test_processes_run_a_saved_model_and_the_second_finds_what_the_first_compiled(eager, ids, tmp_path):
+    """They know nothing of S2O until they load it."""
     model = patch(twin(eager), make_profile(eager, 1e6), drift=None)
     torch.save((model, ids), tmp_path / "model.pt")
     program = """if True:
@@ -308,11 +287,20 @@ def test_a_process_that_knows_nothing_of_s2o_runs_a_saved_model(eager, ids, tmp_
         model, ids = torch.load("model.pt", weights_only=False)
         with torch.no_grad():
             torch.save(model(ids).logits, "logits.pt")
+        from s2o_runtime.huggingface.hf import prefill_mask, s2o_attention_forward
+        mask, attention = prefill_mask(1, 0), model.model.layers[0].self_attn
+        call = lambda q, k, v: s2o_attention_forward(attention, q, k, v, mask, scaling=0.125)[0]
+        torch.compile(call, fullgraph=True)(*(torch.ones(1, heads, 200, 64) for heads in (4, 2, 2)))
+        print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
     """
     path = os.pathsep.join(map(os.path.abspath, sys.path))
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
-    with torch.no_grad():
-        close(torch.load(tmp_path / "logits.pt"), model(ids).logits)
+    where = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    for hits in (0, 1):
+        assert (
+            subprocess.check_output([sys.executable, "-c", program], text=True, cwd=tmp_path, env=where) == f"{hits}\n"
+        )
+        with torch.no_grad():
+            close(torch.load(tmp_path / "logits.pt"), model(ids).logits)
 
 
 def with_adapter(model):
