@@ -21,8 +21,15 @@ from s2o_runtime.command_line import (
     describe_exit_codes,
     get_exit_code,
 )
-from s2o_runtime.doctor import findings
-from s2o_runtime.doctor.findings import Finding, Section, choose_exit_code
+from s2o_runtime.doctor.findings import (
+    Finding,
+    Section,
+    check_environment,
+    check_variables,
+    choose_exit_code,
+    render_json,
+    render_text,
+)
 from s2o_runtime.errors import S2OError
 from s2o_runtime.logs import set_up
 
@@ -69,7 +76,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM, view_of
         set_up(logging.ERROR, as_json=False)  # what the runtime would warn about is among the findings
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         sections = examine(args.profile, args.model, args.device, view_of)
-        print(json.dumps(findings.render_json(sections), indent=1) if args.json else findings.render_text(sections))
+        print(json.dumps(render_json(sections), indent=1) if args.json else render_text(sections))
         return choose_exit_code(sections)
 
     return call_command(program, run)
@@ -79,10 +86,10 @@ def examine(
     profile: Path | None = None, model: str | None = None, device: str | None = None, view_of: FindModel | None = None
 ) -> list[Section]:
     """Return all that s2o-doctor finds for its flags, in the order in which it is printed. view_of: as for `main`."""
-    installed = findings.check_environment(wants_gpu=device != "cpu")
+    installed = check_environment(wants_gpu=device != "cpu")
     if any(finding.name == "torch" and finding.code for finding in installed):
         return [Section("environment", installed)]  # nothing else can be looked at
-    sections = [Section("environment", [*installed, *findings.check_variables()])]
+    sections = [Section("environment", [*installed, *check_variables()])]
 
     from s2o_runtime.devices import get_device
     from s2o_runtime.doctor.profile_check import check_device, describe_model, describe_profile, find_model

@@ -208,8 +208,10 @@ def check_driver(*, wants_gpu: bool = True) -> Finding:
     elif visible is not None:
         advice = f"torch sees no GPU, CUDA_VISIBLE_DEVICES is {visible!r}: unset it, or name a GPU that is here"
     else:
-        advice = f"torch sees no GPU: the driver must be one for CUDA {torch.version.cuda} or newer, and a container "
-        advice += "must be started with GPUs"
+        advice = (
+            f"torch sees no GPU: the driver must be one for CUDA {torch.version.cuda} or newer, and a container "
+            "must be started with GPUs"
+        )
     return Finding("driver", value, advice, NO_RESOURCE if wants_gpu else OK)
 
 

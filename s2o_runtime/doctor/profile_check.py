@@ -27,8 +27,10 @@ def check_device(device: torch.device) -> list[Finding]:
     """Check the device, its memory, and whether the kernels are made for it."""
     here = identify(device)
     if here.kind == "cpu":
-        advice = "the kernels need an NVIDIA GPU; S2O runs in plain torch here, which shows what is skipped, not how "
-        return [Finding("device", "cpu", f"{advice}fast")]
+        advice = (
+            "the kernels need an NVIDIA GPU; S2O runs in plain torch here, which shows what is skipped, not how fast"
+        )
+        return [Finding("device", "cpu", advice)]
     verdict = decide_fit(here, here)
     problem = () if verdict.tiles is not None else (verdict.reason, NO_RESOURCE)
     findings = [Finding("device", f"{device}: {here}", *problem)]
@@ -55,17 +57,21 @@ def find_model(name: str) -> ModelView:
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        advice = "in the clone, pip install '.[calibrate]'"
-        raise ResourceError(f"--model needs transformers ({error}): {advice}") from error
+        raise ResourceError(
+            f"--model needs transformers ({error}): in the clone, pip install '.[calibrate]'"
+        ) from error
     folder = Path(name) if Path(name).is_dir() else None
     if folder is None and (name.count("/") != 1 or name.startswith(("/", ".", "~"))):
-        advice = "give one, or an alias such as demo to s2o-doctor"
-        raise ModelError(f"model {name!r} is neither a folder nor a hub id (org/name): {advice}")
+        raise ModelError(
+            f"model {name!r} is neither a folder nor a hub id (org/name): give one, or an alias such as demo to "
+            "s2o-doctor"
+        )
     try:
         return ModelView(name, AutoConfig.from_pretrained(name), folder)
     except (OSError, ValueError, ImportError) as error:
-        problem = f"model {name!r} cannot be loaded ({get_first_line(error)})"
-        raise ModelError(f"{problem}: give a local folder or a hub id") from error
+        raise ModelError(
+            f"model {name!r} cannot be loaded ({get_first_line(error)}): give a local folder or a hub id"
+        ) from error
 
 
 def describe_model(view: ModelView) -> Section:
@@ -90,17 +96,22 @@ def describe_profile(path: Path, device: torch.device, view: ModelView | None) -
         made_on = Finding("made on", f"{profile.device}; {verdict.reason}")
     else:
         made_on = Finding("made on", str(profile.device), verdict.reason, OK if verdict.tiles else NO_RESOURCE)
-    calibrated = f"calibrated at {', '.join(map(str, profile.lengths))} tokens"
-    findings = [Finding("profile", f"{path}: {profile.model_name} ({profile.geometry}), {calibrated}"), made_on]
-    findings += _check_proof(profile)
+    lengths = ", ".join(map(str, profile.lengths))
+    findings = [
+        Finding("profile", f"{path}: {profile.model_name} ({profile.geometry}), calibrated at {lengths} tokens"),
+        made_on,
+        *_check_proof(profile),
+    ]
     if view is not None:
         findings.append(_match_model(profile, view))
     on_device = RankProfile(profile, Rank(), device)
     runs = {length: list_outcomes(on_device, length) for length in profile.lengths}
     findings += [Finding(f"{length} tokens", describe_outcomes(layers)) for length, layers in runs.items()]
-    dense = f"decode, prompts of fewer than {profile.min_length} tokens and of more than {on_device.max_length} "
-    dense += f'(unless beyond="warn" or "s2o"), fewer than {on_device.min_queries} new tokens behind a prefix, '
-    dense += "layers of other kinds, masks that are not causal"
+    dense = (
+        f"decode, prompts of fewer than {profile.min_length} tokens and of more than {on_device.max_length} "
+        f'(unless beyond="warn" or "s2o"), fewer than {on_device.min_queries} new tokens behind a prefix, layers of '
+        "other kinds, masks that are not causal"
+    )
     data = {"lengths": [{"length": length, "layers": layers} for length, layers in runs.items()]}
     return Section("profile", [*findings, Finding("dense too", dense)], data)
 

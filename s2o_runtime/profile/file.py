@@ -235,7 +235,7 @@ def _read_document(data: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ProfileError(f"its document is {JSON_TYPES[type(document)]}: expected an object")
     _check_values(document)
-    schema: int = _get(document, "schema", int)
+    schema = _get(document, "schema", int)
     if schema != SCHEMA:  # before the tensors are read, which newer schemas may have of other types
         age, advice = ("an older", "calibrate again") if schema < SCHEMA else ("a newer", "install that")
         raise ProfileError(
@@ -268,8 +268,9 @@ def _check_values(value: Any, *path: str | int) -> None:
     elif isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str) or _SURROGATE.search(name):
-                field = _format_path((*path, short_repr(name)))
-                raise ProfileError(f"field {field} has a name that is no text: expected text")
+                raise ProfileError(
+                    f"field {_format_path((*path, short_repr(name)))} has a name that is no text: expected text"
+                )
             _check_values(item, *path, name)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
@@ -313,13 +314,17 @@ def _are_integers(values: Iterable[Any], allowed: range) -> bool:
 def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
     """Return the profile in a document of this schema and in tensors of these names."""
     if methods := _get(document, "baselines", list):
-        problem = "this version has no heads that other methods compute"
-        raise ProfileError(f"field baselines is {short_repr(methods)}: {problem}, calibrate again")
+        raise ProfileError(
+            f"field baselines is {short_repr(methods)}: this version has no heads that other methods compute, "
+            "calibrate again"
+        )
     geometry = _parse_geometry(document)
     lengths = _get(document, "lengths", list)
     if not 1 <= len(lengths) <= MAX_BUCKETS or not _are_integers(lengths, range(1, MAX_LENGTH + 1)):
-        expected = f"expected 1 to {MAX_BUCKETS} numbers of tokens"
-        raise ProfileError(f"field lengths is {short_repr(lengths)}, {len(lengths)} entries: {expected}")
+        raise ProfileError(
+            f"field lengths is {short_repr(lengths)}, {len(lengths)} entries: expected 1 to {MAX_BUCKETS} numbers of "
+            "tokens"
+        )
     shape = (len(lengths), geometry.layers, geometry.query_heads)
     if math.prod(shape) > MAX_HEADS:
         raise ProfileError(
@@ -336,17 +341,19 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
         _get(document, "device.sm_count", int, range((1 << 16) + 1)),
         _get(document, "device.memory_bytes", int, range((1 << 48) + 1)),
     )
-    optional = {"base_fingerprint": str, "config": dict}
-    parts = (
-        _get(document, f"model.{name}", optional[name]) if name in document["model"] else None for name in optional
+    base, config = (
+        _get(document, f"model.{name}", kind) if name in document["model"] else None
+        for name, kind in (("base_fingerprint", str), ("config", dict))
     )
-    fingerprint = join_fingerprint(_get(document, "model.fingerprint", str), *parts)
+    fingerprint = join_fingerprint(_get(document, "model.fingerprint", str), base, config)
     record = _get(document, "record", dict)
     if _get(document, "digest", str) != _compute_digest(document, tensors):
         raise ProfileError("the digest does not match the contents: the file was changed or damaged, make it again")
     tensors, unsupported = _without_unsupported_heads(tensors)
-    rows = [[_parse_layer(tensors, bucket, layer) for layer in range(shape[1])] for bucket in range(shape[0])]
-    layers, name = tuple(map(tuple, rows)), _get(document, "model.name", str)
+    layers = tuple(
+        tuple(_parse_layer(tensors, bucket, layer) for layer in range(shape[1])) for bucket in range(shape[0])
+    )
+    name = _get(document, "model.name", str)
     return Profile(name, geometry, fingerprint, device, tuple(lengths), layers, record, unsupported)
 
 
@@ -361,12 +368,14 @@ def _parse_geometry(document: dict[str, Any]) -> Geometry:
         return geometry
     numbers, others = _get(document, "model.layer_numbers", list), _get(document, "model.other_layers", dict)
     if not others or not _are_integers(others.values(), COUNTS):
-        expected = "expected numbers of layers by their kinds"
-        raise ProfileError(f"field model.other_layers is {short_repr(others)}: {expected}")
+        raise ProfileError(
+            f"field model.other_layers is {short_repr(others)}: expected numbers of layers by their kinds"
+        )
     total = layers + sum(others.values())
     if len(numbers) != layers or not _are_integers(numbers, range(total)) or numbers != sorted(set(numbers)):
-        expected = f"expected {layers} ascending numbers below {total}"
-        raise ProfileError(f"field model.layer_numbers is {short_repr(numbers)}: {expected}")
+        raise ProfileError(
+            f"field model.layer_numbers is {short_repr(numbers)}: expected {layers} ascending numbers below {total}"
+        )
     return replace(geometry, layer_numbers=tuple(numbers), others=tuple(sorted(others.items())))
 
 
@@ -377,8 +386,9 @@ def _check_tensors(tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> N
     for name, tensor in tensors.items():
         dtype = (TENSORS | OPTIONAL_TENSORS)[name]
         if tensor.dtype != dtype or tensor.shape != shapes[name]:
-            wrong = f"is {tensor.dtype} {tuple(tensor.shape)}"
-            raise ProfileError(f"tensor {name} {wrong}: expected {dtype} {shapes[name]}")
+            raise ProfileError(
+                f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {shapes[name]}"
+            )
     specialized = {"tile[specialized]": tensors["tile"][..., TILE_FIELDS.index("specialized")]}
     for name, tensor in (tensors | specialized).items():
         allowed = _ALLOWED.get(name, (0, 1) if name in specialized else None)

@@ -14,8 +14,9 @@ import torch
 from s2o_runtime.config import MAX_CHUNK, HeadConfig, KvCacheDtype, LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity, decide_fit, identify
 from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.fields import short_repr
 from s2o_runtime.identity import CONFIG, RANDOM, Geometry
-from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, get_length_step, is_far_apart
+from s2o_runtime.lengths import STEPS_PER_OCTAVE, get_length_step, is_far_apart
 from s2o_runtime.profile.record import get_object
 from s2o_runtime.tiles import list_candidate_tiles
 
@@ -100,28 +101,29 @@ class Profile:
     def check_trained(self) -> Profile:
         """Return the profile itself. Raises ProfileError if a rehearsal made it."""
         if self.fingerprint.startswith(RANDOM):
-            expected = "expected ones of a trained model: calibrate without --random-weights"
-            raise ProfileError(f"the profile of {self.model_name} was calibrated on random weights, {expected}")
+            raise ProfileError(
+                f"the profile of {self.model_name} was calibrated on random weights, expected ones of a trained model: "
+                "calibrate without --random-weights"
+            )
         return self
 
     def validate(self) -> Profile:
         """Return the profile itself. Raises ProfileError naming the first thing out of range or that fits no other."""
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
             raise ProfileError(f"lengths {self.lengths} are not ascending: expected at least one bucket, each once")
-        if not all(1 <= length <= MAX_LENGTH for length in self.lengths):
-            raise ProfileError(f"lengths {self.lengths} are out of range: expected 1 to {MAX_LENGTH}")
         for shorter, longer in pairwise(self.lengths):
             if not is_far_apart(shorter, longer):
-                problem = f"lengths {shorter} and {longer} are less than an eighth of an octave apart"
-                raise ProfileError(f"{problem}: keep one of them")
-        if len(self.layers) != len(self.lengths):
-            raise ProfileError(f"{len(self.layers)} tables for {len(self.lengths)} lengths: expected one each")
+                raise ProfileError(
+                    f"lengths {shorter} and {longer} are less than an eighth of an octave apart: keep one of them"
+                )
+        expected = [[self.geometry.query_heads] * self.geometry.layers] * len(self.lengths)
+        heads = [[layer.num_heads for layer in bucket] for bucket in self.layers]
+        if heads != expected:
+            raise ProfileError(
+                f"the layers have {short_repr(heads)} heads: expected {short_repr(expected)}, by length and layer"
+            )
         for length, bucket in zip(self.lengths, self.layers, strict=True):
-            if len(bucket) != self.geometry.layers:
-                raise ProfileError(f"{len(bucket)} layers in a table: expected {self.geometry.layers}")
             for index, layer in enumerate(bucket):
-                if layer.num_heads != (heads := self.geometry.query_heads):
-                    raise ProfileError(f"layer {index} has {layer.num_heads} heads: expected {heads}")
                 try:
                     layer.validate()
                 except ConfigError as error:
@@ -169,7 +171,9 @@ def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerCon
     if config.is_dense or not segments or not tiles:
         return config
     strided = (replace(tile, chunk=-(-config.tile.stride // tile.block_n)) for tile in tiles)
-    fitting = [tile for tile in strided if tile.chunk <= MAX_CHUNK and not any(seg % tile.rows for seg in segments)]
+    fitting = [
+        tile for tile in strided if tile.chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
+    ]
     if not fitting:
         return config.as_dense()
     return config.with_tile(min(fitting, key=lambda tile: tile.block_m != config.tile.block_m))

@@ -60,7 +60,7 @@ def get_list(parent: Mapping[str, Any], name: str, entries: type[T]) -> list[T]:
     """Return a field that is a list of such entries; an empty one if it is not recorded."""
     value = parent.get(name)
     has_type = isinstance(value, list | tuple) and all(isinstance(entry, entries) for entry in value)
-    return list(value) if has_type and value else []
+    return list(value) if has_type else []
 
 
 def _number(parent: Mapping[str, Any], name: str) -> float | None:

@@ -312,7 +312,10 @@ FEW_HEADS = LayerConfig(layer(0.25).heads[:2])
     [
         ({"lengths": (4096, 1024)}, "not ascending"),
         ({"geometry": dataclasses.replace(GEOMETRY, kv_heads=2)}, r"field model\.kv_heads is 2: expected a divisor"),
-        ({"layers": ((FEW_HEADS, FEW_HEADS),) * 2}, "layer 0 has 2 heads: expected 3"),
+        (
+            {"layers": ((FEW_HEADS, FEW_HEADS),) * 2},
+            r"the layers have \[\[2, 2\], \[2, 2\]\] heads: expected \[\[3, 3\], \[3, 3\]\]",
+        ),
         (float("nan"), "field record.a is nan: expected a finite number"),
         (10**5000, "field record.a has 16610 bits: expected an integer of at most 63"),
         (Path("/x"), "field record.a is a PosixPath: expected a JSON value"),

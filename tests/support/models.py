@@ -15,10 +15,18 @@ from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
 
 SIZES = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 
 
 class _Fresh(dict):  # configurations by name, a copy each time: to patch a model changes its configuration

@@ -16,25 +16,37 @@ from s2o_runtime.profile.file import SIZES, TENSORS, TILE_FIELDS, _compute_diges
 FORMAT = Path(__file__).parents[2] / "s2o_runtime" / "profile" / "FORMAT.md"
 
 
-_OF_DOMAIN = ("domain", "prompts", "groups", "kl", "error_over_limit", "answer_over_limit")
 # of one length and three layers: one was left as it was, one got less of its budget, one became dense
 CERTIFICATE = {
-    "confidence": 0.95, "method": "bounds",
-    "lengths": [{
-        "length": 8192, "prompts": 19, "groups": 17, "tokens": 19 * 8192, "share": 0.8384, "error_over_limit": 1.75,
-        "kl": 2e-3, "mean_kl": 1e-3, "noise_floor": 1e-4, "top1": 0.985,
-        "retrieval": {"found": 32, "kept": 30, "low": 0.79, "high": 0.99},
-        "domains": [
-            dict(zip(_OF_DOMAIN, ("code", 10, 10, 1e-3, 0.4, 1.2), strict=True)),
-            dict(zip(_OF_DOMAIN, ("prose", 9, 7, 2e-3, 0.5, 0.9), strict=True)),
-        ],
-        "layers": [
-            {"mean": 5e-4, "bound": 8e-4, "density": 0.5, "limit": 1e-3},
-            {"mean": 5e-4, "bound": 7e-4, "spent": 0.7, "density": 0.6, "limit": 1e-3},
-            {"mean": 0.0, "bound": 0.0, "spent": 0.0, "density": 1.0, "limit": 1e-3},
-        ],
-    }],
-}  # fmt: skip
+    "confidence": 0.95,
+    "method": "bounds",
+    "lengths": [
+        {
+            "length": 8192,
+            "prompts": 19,
+            "groups": 17,
+            "tokens": 19 * 8192,
+            "share": 0.8384,
+            "error_over_limit": 1.75,
+            "kl": 2e-3,
+            "mean_kl": 1e-3,
+            "noise_floor": 1e-4,
+            "top1": 0.985,
+            "retrieval": {"found": 32, "kept": 30, "low": 0.79, "high": 0.99},
+            "domains": [
+                {"domain": "code", "prompts": 10, "groups": 10, "kl": 1e-3}
+                | {"error_over_limit": 0.4, "answer_over_limit": 1.2},
+                {"domain": "prose", "prompts": 9, "groups": 7, "kl": 2e-3}
+                | {"error_over_limit": 0.5, "answer_over_limit": 0.9},
+            ],
+            "layers": [
+                {"mean": 5e-4, "bound": 8e-4, "density": 0.5, "limit": 1e-3},
+                {"mean": 5e-4, "bound": 7e-4, "spent": 0.7, "density": 0.6, "limit": 1e-3},
+                {"mean": 0.0, "bound": 0.0, "spent": 0.0, "density": 1.0, "limit": 1e-3},
+            ],
+        }
+    ],
+}
 
 
 def document_of(data):
@@ -55,9 +67,13 @@ def digested(document, tensors):
 
 
 texts = st.text(max_size=8)
-integers = st.integers(-(2**63) + 1, 2**63 - 1) | st.integers(-2, 2**15)
 json_values = st.recursive(
-    st.none() | st.booleans() | integers | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63) + 1, 2**63 - 1)
+    | st.integers(-2, 2**15)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=6,
 )
@@ -93,15 +109,26 @@ def profiles(draw):
     sizes = (layers, kv_heads * group, kv_heads, draw(st.integers(1, 512)))
     geometry = Geometry(draw(texts), *sizes, tuple(sorted(numbers)), tuple(sorted(others.items())))
     lengths = sorted(draw(st.sets(st.integers(0, 20).map(lambda octave: 1 << octave), min_size=1, max_size=3)))
-    scores, last_rows = st.sampled_from(["input", "int8"]), st.sampled_from([0, 128, 256, 512])
-    config = st.builds(LayerConfig, st.tuples(*[heads] * geometry.query_heads), tiles, scores, last_rows)
+    config = st.builds(
+        LayerConfig,
+        st.tuples(*[heads] * geometry.query_heads),
+        tiles,
+        st.sampled_from(["input", "int8"]),
+        st.sampled_from([0, 128, 256, 512]),
+    )
     hashes, base = draw(st.sampled_from(["", "random-00", "a" * 64])), draw(st.sampled_from([None, "b" * 64]))
     values = draw(st.none() | st.dictionaries(texts, json_values, max_size=2))  # of the model's config.json
     capability = draw(st.tuples(st.integers(0, 999), st.integers(0, 999)))
     device = (draw(texts), draw(texts), capability, draw(st.integers(0, 1 << 16)), draw(st.integers(0, 1 << 48)))
-    table = tuple(draw(st.tuples(*[config] * layers)) for _ in lengths)
-    record, fingerprint = draw(st.dictionaries(texts, json_values, max_size=3)), join_fingerprint(hashes, base, values)
-    return Profile(draw(texts), geometry, fingerprint, DeviceIdentity(*device), tuple(lengths), table, record)
+    return Profile(
+        draw(texts),
+        geometry,
+        join_fingerprint(hashes, base, values),
+        DeviceIdentity(*device),
+        tuple(lengths),
+        tuple(draw(st.tuples(*[config] * layers)) for _ in lengths),
+        draw(st.dictionaries(texts, json_values, max_size=3)),
+    )
 
 
 def leaves(value, path=()):
@@ -135,8 +162,9 @@ def changes(draw):
         tensor = tensors[name].clone()
         change = draw(st.sampled_from(["value", "value", "dtype", "shape", "missing", "new"]))
         if change == "value":
-            integers = None if tensor.is_floating_point() else st.integers(0, torch.iinfo(tensor.dtype).max)
-            limits = integers or st.floats(width=32)
+            limits = (
+                st.floats(width=32) if tensor.is_floating_point() else st.integers(0, torch.iinfo(tensor.dtype).max)
+            )
             tensor.flatten()[draw(st.integers(0, tensor.numel() - 1))] = draw(limits | st.integers(0, 64))
             words = {name, *(TILE_FIELDS if name == "tile" else ())}
             words |= {"segment"} if name in ("tile", "mode") else set()  # which programs of a tile divide

@@ -9,7 +9,13 @@ from calibrate.recipe import Recipe
 from support.models import save
 
 CHARACTERS = [chr(code) for code in (10, *range(32, 127))]  # with three special tokens they fit a vocabulary of 128
-QUICK = {"segments": (64, 128), "num_prompts": 2, "num_held_out": 1, "num_certify": 0, "trials": 3}
+QUICK = {
+    "segments": (64, 128),
+    "num_prompts": 2,
+    "num_held_out": 1,
+    "num_certify": 0,
+    "trials": 3,
+}
 QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "trials": 1}
 
 
