@@ -59,8 +59,9 @@ def get_object(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def get_list(parent: Mapping[str, Any], name: str, entries: type[T]) -> list[T]:
     """Return a field that is a list of such entries; an empty one if it is not recorded."""
     value = parent.get(name)
-    has_type = isinstance(value, list | tuple) and all(isinstance(entry, entries) for entry in value)
-    return list(value) if has_type else []
+    if not (isinstance(value, list | tuple) and all(isinstance(entry, entries) for entry in value)):
+        return []
+    return list(value)
 
 
 def _number(parent: Mapping[str, Any], name: str) -> float | None:
