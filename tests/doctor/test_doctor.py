@@ -329,7 +329,7 @@ def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
         return parts * (1 + 0.05 * torch.randn(parts.shape, generator=generator))
 
     monkeypatch.setattr(attention, "make_representatives", part_means)
-    for _ in range(5):
+    for _ in range(2):
         assert not judged(by_reference(rounded(q), rounded(k), v, self_test.make_layer(tile)))
 
 

@@ -268,7 +268,7 @@ def test_a_graph_of_another_process_runs_a_layer_of_the_same_profile_or_none(eag
         gc.collect()
         with pytest.raises(ModelError, match="the model of this compiled graph is gone"):
             run(key)
-        assert keys_of(unrelated) != []
+        del unrelated
     same = patch(twin(eager), profile, drift=None)
     assert torch.equal(run(key), expected)
     assert [sum(state.counts.values()) for state in get_layer_states(same)] == [0, 1]
@@ -295,10 +295,8 @@ def test_processes_run_a_saved_model_and_the_second_finds_what_the_first_compile
     """
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     where = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    for hits in (0, 1):
-        assert (
-            subprocess.check_output([sys.executable, "-c", program], text=True, cwd=tmp_path, env=where) == f"{hits}\n"
-        )
+    for hits in ("0\n", "1\n"):
+        assert subprocess.check_output([sys.executable, "-c", program], text=True, cwd=tmp_path, env=where) == hits
         with torch.no_grad():
             close(torch.load(tmp_path / "logits.pt"), model(ids).logits)
 
@@ -308,27 +306,19 @@ def with_adapter(model):
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
 
 
+@pytest.mark.parametrize("other_first", [False, True], ids=["second", "first"])
 @pytest.mark.parametrize(
-    ("patched_by", "unpatched_by"),
-    [
-        (lambda model: model, lambda model: model.model),
-        (lambda model: model.model, lambda model: model),
-        (lambda model: model, torch.compile),
-        (torch.compile, lambda model: model),
-        (lambda model: model, with_adapter),
-        (with_adapter, lambda model: model),
-    ],
-    ids=["inner", "outer", "compiled", "base-of-compiled", "adapter", "base-of-adapter"],
+    "wrap", [lambda model: model.model, torch.compile, with_adapter], ids=["part", "compiled", "peft"]
 )
-def test_any_handle_of_a_model_takes_the_profile_away(eager, patched_by, unpatched_by):
+def test_any_handle_of_a_model_takes_the_profile_away(eager, wrap, other_first):
     model = twin(eager)
     model.config.attention_dropout = 0.1
-    first = patched_by(model)
+    first = wrap(model) if other_first else model
     patch(first, make_profile(model, 2.0), drift=None)
     with torch.no_grad():
         model(prompt())
     assert [dict(row) for row in explain(model.model)] == [dict(row) for row in explain(model)] != []
-    second = unpatched_by(model)
+    second = model if other_first else wrap(model)
     patch(second, make_profile(model, 2.0), drift=None)
     assert model.config._attn_implementation == "s2o"
     assert unpatch(second).config._attn_implementation == "sdpa"
