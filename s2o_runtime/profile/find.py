@@ -42,14 +42,16 @@ class FoundProfile(NamedTuple):
 
     def __str__(self) -> str:
         certified = "certified" if list_certified(self.profile.record) else "not certified"
-        kind, value = self.budget
+        kind, value = read_budget(self.profile.record)[:2]
         budget = "" if kind is None or value is None else f", {kind} {value:g}"
         return f"{self.path} of {self.profile.model_name} ({certified}{budget})"
 
     @property
-    def budget(self) -> tuple[BudgetKind | None, float | None]:
-        """The kind and the value of its budget, None where they are not recorded."""
-        return read_budget(self.profile.record)[:2]
+    def rank(self) -> tuple[object, ...]:
+        """The key that the profiles of one folder are sorted by."""
+        kind, value = read_budget(self.profile.record)[:2]
+        order = len(KINDS) if kind is None or value is None else KINDS.index(kind)
+        return not list_certified(self.profile.record), order, value or 0.0, -self.profile.lengths[-1]
 
 
 def list_folders() -> list[Path]:
@@ -72,34 +74,25 @@ def find_profiles() -> list[FoundProfile]:
     A file that is none is left out, and a line of the log says why.
 
     Raises:
-        ConfigError: as `folders` does.
+        ConfigError: as `list_folders` does.
     """
     candidates = []
-    for number, folder in enumerate(list_folders()):
+    for folder in list_folders():
+        in_folder = []
         for path in sorted(folder.rglob("*.safetensors")):
             try:
-                candidates.append((number, FoundProfile(path, load_profile(path))))
+                in_folder.append(FoundProfile(path, load_profile(path)))
             except ProfileError as error:
                 log.warning("left out of the search for a profile: %s", error)
-    return [candidate for _, candidate in sorted(candidates, key=lambda entry: (entry[0], *_rank(entry[1])))]
-
-
-def _rank(candidate: FoundProfile) -> tuple[object, ...]:
-    """Return the key that the profiles of one folder are sorted by."""
-    kind, value = candidate.budget
-    order = len(KINDS) if kind is None or value is None else KINDS.index(kind)
-    return not list_certified(candidate.profile.record), order, value or 0.0, -candidate.profile.lengths[-1]
+        candidates += sorted(in_folder, key=lambda candidate: candidate.rank)
+    return candidates
 
 
 def explain_no_match(candidates: Sequence[FoundProfile], config: Any) -> str | None:
     """Return the reason that none of some profiles fits a model, if none has its geometry; None if one has.
 
-    Args:
-        candidates: profiles.
-        config: the model's transformers configuration.
-
     Raises:
-        ModelError: the architecture is not supported.
+        ModelError: the architecture in the model's transformers configuration is not supported.
     """
     model = geometry(config)
     if any(candidate.profile.geometry == model for candidate in candidates):
@@ -113,7 +106,7 @@ def select_profile(
     """Return the first of some profiles that is of a model and for a device.
 
     Args:
-        candidates: profiles, as `profiles` sorts them.
+        candidates: profiles, as `find_profiles` sorts them.
         config: the model's transformers configuration.
         device: where its attention runs.
         mismatch: returns how the model's weights and RoPE parameters differ from a profile's, or why they cannot be
@@ -139,7 +132,7 @@ def select_profile(
 def find_profile(config: Any, device: torch.device, mismatch: Callable[[Profile], str | None]) -> FoundProfile:
     """Return the profile of a model and a device in the folders where profiles are looked for.
 
-    Args, Raises: as `select_profile`; ConfigError as `folders`.
+    Args, Raises: as `select_profile`; ConfigError as `list_folders`.
     """
     return select_profile(find_profiles(), config, device, mismatch)
 

@@ -14,10 +14,13 @@ import torch
 from s2o_runtime.config import MAX_CHUNK, HeadConfig, KvCacheDtype, LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity, decide_fit, identify
 from s2o_runtime.errors import ConfigError, ProfileError
+from s2o_runtime.fields import short_repr
 from s2o_runtime.identity import CONFIG, RANDOM, Geometry
-from s2o_runtime.lengths import MAX_LENGTH, STEPS_PER_OCTAVE, get_length_step, is_far_apart
+from s2o_runtime.lengths import STEPS_PER_OCTAVE, get_length_step, is_far_apart
 from s2o_runtime.profile.record import get_object
 from s2o_runtime.tiles import list_candidate_tiles
+
+log = logging.getLogger("s2o_runtime")
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,10 @@ class Profile:
         means another error with another segment or other checks. Lengths are rounded to an eighth of an octave, so
         that a server sees few distinct configurations.
         """
-        steps = [get_length_step(bucket) for bucket in self.lengths]
-        if get_length_step(length) in steps:
-            return self.layers[steps.index(get_length_step(length))][layer]
-        position = get_length_step(length) / STEPS_PER_OCTAVE
+        steps, step = [get_length_step(bucket) for bucket in self.lengths], get_length_step(length)
+        if step in steps:
+            return self.layers[steps.index(step)][layer]
+        position = step / STEPS_PER_OCTAVE
         logs = [math.log2(bucket) for bucket in self.lengths]
         nearest = min(range(len(logs)), key=lambda bucket: abs(logs[bucket] - position))
         config = self.layers[nearest][layer]
@@ -105,30 +108,22 @@ class Profile:
         return self
 
     def validate(self) -> Profile:
-        """Return the profile itself.
-
-        Raises:
-            ProfileError: naming the first thing that is out of range or does not fit another.
-        """
+        """Return the profile itself. Raises ProfileError naming the first thing out of range or that fits no other."""
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
             raise ProfileError(f"lengths {self.lengths} are not ascending: expected at least one bucket, each once")
-        if not all(1 <= length <= MAX_LENGTH for length in self.lengths):
-            raise ProfileError(f"lengths {self.lengths} are out of range: expected 1 to {MAX_LENGTH}")
         for shorter, longer in pairwise(self.lengths):
             if not is_far_apart(shorter, longer):
                 raise ProfileError(
                     f"lengths {shorter} and {longer} are less than an eighth of an octave apart: keep one of them"
                 )
-        if len(self.layers) != len(self.lengths):
-            raise ProfileError(f"{len(self.layers)} tables for {len(self.lengths)} lengths: expected one each")
+        expected = [[self.geometry.query_heads] * self.geometry.layers] * len(self.lengths)
+        heads = [[layer.num_heads for layer in bucket] for bucket in self.layers]
+        if heads != expected:
+            raise ProfileError(
+                f"the layers have {short_repr(heads)} heads: expected {short_repr(expected)}, by length and layer"
+            )
         for length, bucket in zip(self.lengths, self.layers, strict=True):
-            if len(bucket) != self.geometry.layers:
-                raise ProfileError(f"{len(bucket)} layers in a table: expected {self.geometry.layers}")
             for index, layer in enumerate(bucket):
-                if layer.num_heads != self.geometry.query_heads:
-                    raise ProfileError(
-                        f"layer {index} has {layer.num_heads} heads: expected {self.geometry.query_heads}"
-                    )
                 try:
                     layer.validate()
                 except ConfigError as error:
@@ -139,10 +134,7 @@ class Profile:
 def _interpolate(near: HeadConfig, distant: HeadConfig, weight: float | None) -> HeadConfig:
     """Return the head of the nearer bucket with a tau for a length between the buckets.
 
-    Args:
-        near: the head in the bucket nearest to the length.
-        distant: the head in the other bucket.
-        weight: the way towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
+    weight: the way towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
     """
     if near.mode != "s2o" or distant.mode != "s2o" or near.stop_rule != distant.stop_rule:
         return near
@@ -150,9 +142,6 @@ def _interpolate(near: HeadConfig, distant: HeadConfig, weight: float | None) ->
     if weight is None or not alike or near.tau == 0.0 or distant.tau == 0.0:
         return replace(near, tau=min(near.tau, distant.tau))
     return replace(near, tau=math.exp((1 - weight) * math.log(near.tau) + weight * math.log(distant.tau)))
-
-
-log = logging.getLogger("s2o_runtime")
 
 
 def adapt_to_device(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:
@@ -176,18 +165,14 @@ def with_safe_tile(config: LayerConfig, tiles: Sequence[TileConfig]) -> LayerCon
     together. So the stride is kept, rounded up to whole tiles, and the height where the GPU has a tile of it. The
     layer becomes dense if no tile fits its segments, and stays as it is where the GPU has no tile at all.
 
-    Args:
-        config: a layer of a profile.
-        tiles: the GPU's tiles, the safest first.
+    tiles: the GPU's, the safest first.
     """
     segments = {head.segment for head in config.heads if head.mode == "s2o"}
     if config.is_dense or not segments or not tiles:
         return config
-    chunks = ((tile, -(-config.tile.stride // tile.block_n)) for tile in tiles)
+    strided = (replace(tile, chunk=-(-config.tile.stride // tile.block_n)) for tile in tiles)
     fitting = [
-        replace(tile, chunk=chunk)
-        for tile, chunk in chunks
-        if chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
+        tile for tile in strided if tile.chunk <= MAX_CHUNK and not any(segment % tile.rows for segment in segments)
     ]
     if not fitting:
         return config.as_dense()

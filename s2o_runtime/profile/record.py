@@ -1,7 +1,6 @@
 """The few numbers that the runtime reads in a profile's record, a JSON object that the calibrator writes.
 
-A record may come from an older version, from a newer one, or from somebody else: a field that is missing or has
-another type counts as not recorded. FORMAT.md lists all fields; `calibrate.record` has their types.
+A field that is missing or has another type counts as not recorded. FORMAT.md lists all; `calibrate.record` has types.
 """
 
 from __future__ import annotations
@@ -60,8 +59,9 @@ def get_object(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def get_list(parent: Mapping[str, Any], name: str, entries: type[T]) -> list[T]:
     """Return a field that is a list of such entries; an empty one if it is not recorded."""
     value = parent.get(name)
-    has_type = isinstance(value, list | tuple) and all(isinstance(entry, entries) for entry in value)
-    return list(value) if has_type and value else []
+    if not (isinstance(value, list | tuple) and all(isinstance(entry, entries) for entry in value)):
+        return []
+    return list(value)
 
 
 def _number(parent: Mapping[str, Any], name: str) -> float | None:

@@ -10,9 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from packaging.specifiers import SpecifierSet
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AutoModelForCausalLM
 
 import s2o_runtime
@@ -56,20 +54,13 @@ def doctor(capsys, *arguments, run=main):
     }
 
 
-def by_name(findings):
-    return {finding.name: finding for finding in findings}
-
-
 def test_a_healthy_cpu_is_ready(capsys):
     code, sections = doctor(capsys, "--device", "cpu")
-    assert code == OK
-    assert list(sections) == ["environment", "device", "self-test"]
+    assert (code, list(sections)) == (OK, ["environment", "device", "self-test"])
     assert sections["environment"]["s2o"]["value"] == s2o_runtime.__version__
     assert sections["environment"]["torch"]["value"].startswith(torch.__version__)
     assert {"vllm", "sglang"} <= set(sections["environment"])
-    reference = sections["self-test"]["reference"]
-    assert reference["verdict"] == "ok"
-    assert "no kernel" in reference["value"]
+    assert sections["self-test"]["reference"]["verdict"] == "ok"
     assert sections["device"]["device"]["verdict"] == "note"
 
 
@@ -104,7 +95,7 @@ def test_nothing_heavy_is_imported_for_the_flags_and_no_host_for_a_run():
         "import sys\nfrom s2o_runtime.doctor.command import build_parser, main\nbuild_parser()\n"
         "flags = set(sys.modules)\n"
         "code = main(['--device', 'cpu', '--profile', sys.argv[1]])\n"
-        "heavy = {'transformers', 'vllm', 'sglang', 'calibrate', 'rich', 'packaging'}\n"
+        "heavy = {'transformers', 'vllm', 'sglang', 'calibrate', 'rich'}\n"
         "print(code, 'torch' in flags, sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program, str(DEMO_PROFILE)], capture_output=True, text=True, check=True)
@@ -122,7 +113,7 @@ def test_without_a_torch_that_can_be_imported_nothing_else_is_looked_at(monkeypa
     assert "it cannot be imported (ModuleNotFoundError: " in finding.advice
     monkeypatch.setattr(findings, "find_version", lambda package: None)
     (section,) = examine(DEMO_PROFILE)
-    assert by_name(section.findings)["torch"].code == choose_exit_code([section]) == NO_RESOURCE
+    assert {finding.name for finding in section.findings if finding.code} == {"torch"}
 
 
 @pytest.mark.parametrize("version", DRIVERS)
@@ -148,29 +139,18 @@ def test_a_driver_that_torch_cannot_use_is_a_problem(version, tmp_path, monkeypa
         assert findings.check_driver(wants_gpu=False).verdict == ("note" if advice else "ok")
 
 
-NUMBERS = st.sampled_from(["0", "0.0", "1", "1.0.0", "1.2", "1.10", "1.10.0", "2"])
-BOUNDS = st.lists(st.tuples(st.sampled_from([">=", "<", "!=", "=="]), NUMBERS), min_size=1, max_size=2)
-
-
-@given(NUMBERS, BOUNDS)
-def test_versions_are_compared_as_pip_does(version, bounds):
-    specifier = ",".join(sign + bound for sign, bound in bounds)
-    assert findings.is_within(version, specifier) == SpecifierSet(specifier).contains(version)
-    assert findings.is_within(f"{version}+cu128", ">=1.2") == findings.is_within(version, ">=1.2")  # torch's own builds
-
-
 def test_a_version_that_the_metadata_does_not_ask_for_is_a_note(monkeypatch):
     requires = [
         "torch>=2.6",
-        'triton>=3.6,<3.10; platform_system == "Linux"',
+        'triton<3.10,>=3.6; platform_system == "Linux"',
         'transformers>=5.0; extra == "calibrate"',
     ]
+    versions = {"s2o": "1", "torch": "2.6.0a0+cu128", "triton": "3.5.1", "transformers": "5.1.0.dev0", "sympy": "1"}
     monkeypatch.setattr(findings.metadata, "requires", lambda package: requires)
-    monkeypatch.setattr(findings, "find_version", {"triton": "3.5.1", "transformers": "5.1.0.dev0"}.get)
-    assert findings.check_package("transformers") == Finding("transformers", "5.1.0.dev0")
-    advice = "S2O is made for triton>=3.6,<3.10: install one of these versions"
-    assert findings.check_package("triton") == Finding("triton", "3.5.1", advice)
-    assert (findings.find_requirement("torch"), findings.find_requirement("numpy")) == (">=2.6", None)
+    monkeypatch.setattr(findings, "find_version", versions.get)
+    advice = {name: findings.check_package(name).advice for name in versions}
+    assert advice.pop("triton") == "S2O is made for triton<3.10,>=3.6: install one of these versions"
+    assert set(advice.values()) == {""}  # builds before a release and torch's own pass for it
 
 
 def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
@@ -187,39 +167,30 @@ def test_a_missing_compiler_is_a_note(monkeypatch, tmp_path):
     assert "CC names mycc" in next(findings.check_compiler()).advice
 
 
-@pytest.mark.parametrize(
-    ("server", "sources"), [*zip(findings.SERVERS, ("vllm", "sglang/srt"), strict=True)], ids=("vllm", "sglang")
-)
-def test_a_server_is_known_by_its_sources_alone(server, sources, tmp_path, monkeypatch):
-    name, interface, versions, *_, variable = server
+@pytest.mark.parametrize("server", findings.SERVERS, ids=lambda server: server[0])
+def test_a_server_is_known_by_its_sources_alone(server, tmp_path, monkeypatch):
+    name, interface, versions, _, folder, group = server
+    sources, variable = tmp_path / name / folder, f"{name.upper()}_PLUGINS"
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert f'[project.entry-points."{group}"]\n{findings.PLUGIN} = ' in pyproject
     real, spec = importlib.util.find_spec, SimpleNamespace(origin=str(tmp_path / name / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: spec if package == name else real(package))
     monkeypatch.setattr(findings, "find_version", {name: "0.33.0"}.get)
     monkeypatch.delenv(variable, raising=False)
     unknown = findings.check_server(*server)
-    assert unknown.name == name
-    assert (
-        f"S2O does not know it (its sources are not as expected: [Errno 2] No such file or directory: '{tmp_path}"
-        in (unknown.advice)
-    )
-    assert str(tmp_path / sources) in unknown.advice
+    assert (unknown.name, str(sources) in unknown.advice) == (name, True)
     assert unknown.advice.endswith(f"use one of {', '.join(versions)}")
 
     inspected, plugins = [], []
     monkeypatch.setattr(findings, "find_interface_obstacle", lambda *arguments: inspected.append(arguments))
-    monkeypatch.setattr(findings.metadata, "entry_points", lambda group: {server[5]: plugins}.get(group, []))
+    monkeypatch.setattr(findings.metadata, "entry_points", lambda group: plugins if group == server[5] else [])
     assert "does not find S2O's plugin" in findings.check_server(*server).advice
     plugins.append(SimpleNamespace(name="s2o"))
     assert findings.check_server(*server) == Finding(name, "0.33.0, its interface is known and S2O is its plugin")
-    assert set(inspected) == {(interface, tmp_path / sources)}
+    assert set(inspected) == {(interface, sources)}
     monkeypatch.setenv(variable, "other")
     assert findings.check_server(*server).advice == f"{variable} is 'other', which leaves S2O out: add s2o"
     assert name not in sys.modules
-
-
-def test_the_plugins_that_servers_look_for_are_s2os():
-    pages = (ROOT / "pyproject.toml").read_text()
-    assert all(f'[project.entry-points."{server[5]}"]\n{findings.PLUGIN} = ' in pages for server in findings.SERVERS)
 
 
 @pytest.mark.parametrize(
@@ -228,13 +199,11 @@ def test_the_plugins_that_servers_look_for_are_s2os():
         ('S2O_SETTINGS={"profile": "p"}', ""),
         (f"S2O_PROFILE={DEMO_PROFILE}", ""),
         ("S2O_BEYOND=warn", ""),
-        ("S2O_EXPLAIN=1", ""),
         ("S2O_BEYOND=maybe", "S2O_BEYOND is 'maybe': expected one of dense, warn, s2o"),
-        ("S2O_DRIFT=maybe", "S2O_DRIFT is 'maybe': expected one of auto, off, warn, dense"),
+        ("S2O_DRIFT=maybe", "S2O_DRIFT is 'maybe': expected one of"),
         ("S2O_PROFILE=none.safetensors", "none.safetensors"),
         ("S2O_PROFILES=none", "S2O_PROFILES names none, which is no folder"),
         ("S2O_SETTINGS={", "S2O_SETTINGS is no JSON"),
-        ('S2O_SETTINGS={"beyond": "maybe"}', "beyond is 'maybe'"),
         ("S2O_PROFLE=p", "nothing reads it: did you mean S2O_PROFILE?"),
         ("S2O_ZZZ=1", "nothing reads it: unset it"),
     ],
@@ -255,71 +224,33 @@ def test_variables_are_shown_and_checked(setting, advice, capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("name", "code", "advice"),
-    [
-        ("cuda:99", NO_RESOURCE, "is not here"),
-        ("tpu", BAD_INPUT, "is not known: use cuda, cuda:N or cpu"),
-        ("meta", BAD_INPUT, "is not supported: use cuda or cpu"),
-    ],
-)
-def test_a_device_that_cannot_be_examined(name, code, advice, capsys):
+@pytest.mark.parametrize(("name", "code"), [("cuda:99", NO_RESOURCE), ("tpu", BAD_INPUT)])
+def test_a_device_that_cannot_be_examined(name, code, capsys):
     ended, sections = doctor(capsys, "--device", name)
-    assert ended == code
-    assert advice in sections["device"]["device"]["advice"]
-    assert list(sections) == ["environment", "device"]
+    assert (ended, list(sections)) == (code, ["environment", "device"])
+    assert name in sections["device"]["device"]["advice"]
 
 
 # the self-test
 
 
-def test_a_wrong_reference_is_noticed(monkeypatch):
-    real = self_test.s2o_attention
+@pytest.mark.parametrize(("factor", "words"), [(1.001, "at most without stopping"), (None, "no C compiler")])
+def test_a_wrong_reference_or_one_that_cannot_run_is_a_problem(factor, words, monkeypatch):
+    def attention(*arguments, real=self_test.s2o_attention, **options):
+        if factor is None:
+            raise RuntimeError("no C compiler\nmore")
+        result = real(*arguments, **options)
+        return result._replace(out=result.out * factor)
 
-    def wrong(q, k, v, config, **options):
-        result = real(q, k, v, config, **options)
-        return result._replace(out=result.out * 1.001)
-
-    monkeypatch.setattr(self_test, "s2o_attention", wrong)
+    monkeypatch.setattr(self_test, "s2o_attention", attention)
     (finding,) = self_test.run_self_test(CPU)
-    assert finding.code == NO_RESOURCE
-    assert "expected an error of 1e-05 at most without stopping" in finding.advice
-
-
-def test_what_keeps_the_self_test_from_running_is_said(monkeypatch):
-    def broken(*arguments, **options):
-        raise RuntimeError("Failed to find C compiler.\nmore")
-
-    monkeypatch.setattr(self_test, "s2o_attention", broken)
-    (finding,) = self_test.run_self_test(CPU)
-    assert (finding.value, finding.code) == ("RuntimeError: Failed to find C compiler.", NO_RESOURCE)
-
-
-def test_naive_attention_is_softmax_row_by_row():
-    q, k, v = self_test.make_inputs(9, 8, torch.float64, CPU)
-    out = self_test.compute_naive_attention(q, k, v)
-    for head, row in [(0, 0), (1, 4), (3, 8)]:
-        weights = torch.softmax(k[0, head // 2, : row + 1] @ q[0, head, row] / 8**0.5, 0)
-        torch.testing.assert_close(out[0, head, row], weights @ v[0, head // 2, : row + 1])
+    assert (finding.code, words in f"{finding.value} {finding.advice}") == (NO_RESOURCE, True)
 
 
 @pytest.mark.slow(reason="runs the kernels in Triton's interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_doctor_gpu.py runs the compiled kernel")
-def test_the_kernel_passes_in_the_interpreter_and_a_wrong_one_does_not(monkeypatch):
-    real, results = self_test.s2o_attention, {}
-    factors = torch.ones(1, 4, 1, 1)  # of the kernel's heads
-
-    def attention(q, k, v, config, backend, **options):
-        if backend not in results:  # the same each time
-            results[backend] = real(q, k, v, config, backend=backend, **options)
-        return results[backend]._replace(out=results[backend].out * (factors if backend == "triton" else 1.0))
-
-    monkeypatch.setattr(self_test, "s2o_attention", attention)
-    for head, factor, advice in ((0, 1.0, ""), (2, 1.01, "expected at most twice SDPA's"), (3, 1.3, "error in head 3")):
-        factors[:] = 1.0
-        factors[:, head] = factor
-        given = self_test.check_kernel(CPU, TileConfig(64, 32, 2, 4, 1), 573, torch.float32)[1]
-        assert advice in given if advice else given == ""
+def test_the_kernel_passes_in_the_interpreter():
+    assert self_test.check_kernel(CPU, TileConfig(64, 32, 2, 4, 1), 573, torch.float32)[1] == ""
 
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="the same on further tiles and seeds, a second each")
@@ -335,10 +266,8 @@ def test_these_are_the_tiles_of_every_gpu(monkeypatch):
     for gpu in [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]:
         monkeypatch.setattr(self_test, "get_capability", lambda device, gpu=gpu: gpu)
         tiles[gpu] = self_test.list_kernel_tiles(CPU)
+        assert {tile.specialized for tile in tiles[gpu]} == ({False, True} if gpu == (9, 0) else {False})
     assert {tile for of_gpu in tiles.values() for tile in of_gpu} == set(GPU_TILES.values())
-    assert {gpu: {tile.specialized for tile in of_gpu} for gpu, of_gpu in tiles.items()} == {
-        gpu: {False, True} if gpu == (9, 0) else {False} for gpu in tiles
-    }
 
 
 by_reference = partial(s2o_attention, backend="reference", return_stats=True)
@@ -354,11 +283,7 @@ def compared(tile, length):
 
 
 OF_TILES = [
-    *(
-        pytest.param(tile, length, 128, id=f"{name}-{length}")
-        for name, tile in GPU_TILES.items()
-        for length in (1021, 2045)
-    ),
+    *(pytest.param(tile, n, 128, id=f"{name}-{n}") for name, tile in GPU_TILES.items() for n in (1021, 2045)),
     pytest.param(self_test.CPU_TILE, 1021, 64, id="cpu"),
 ]
 
@@ -382,9 +307,8 @@ def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, 
     assert not ((ratio > 0.5) & (ratio < 4)).any(), ratio
     assert (ratio <= 0.5).any()
     assert (ratio >= 4).any() == (length > 1024)  # what is looked for is in no prefix before
-    density = result.density.tolist()
-    assert density[0] == density[2] == 1.0
-    assert max(density[1], density[3]) < 0.9
+    assert (result.density[[0, 2]] == 1).all()
+    assert (result.density[[1, 3]] < 0.9).all()
 
 
 NAMED_TILES = [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()]
@@ -392,10 +316,7 @@ NAMED_TILES = [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()]
 
 @pytest.mark.parametrize(("tile", "length"), pairwise(NAMED_TILES, [301, 1021, 2045], mark=EXHAUSTIVE, count=3))
 def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
-    """Scores of queries and keys that are off by roundings to bfloat16, and rankings off by much more, are no problem.
-
-    Values are read as they are: no kernel rounds them.
-    """
+    """Queries and keys that are off by roundings to bfloat16, and rankings off by much more, are no problem."""
     (q, k, v), judged = compared(tile, length)
     real, generator = attention.make_representatives, torch.Generator().manual_seed(length)
 
@@ -408,39 +329,29 @@ def test_the_verdict_does_not_depend_on_rounding(tile, length, monkeypatch):
         return parts * (1 + 0.05 * torch.randn(parts.shape, generator=generator))
 
     monkeypatch.setattr(attention, "make_representatives", part_means)
-    for _ in range(5):
-        off_q, off_k = rounded(q), rounded(k)
-        assert not torch.equal(off_q, q)
-        assert not torch.equal(off_k, k)
-        assert not judged(by_reference(off_q, off_k, v, self_test.make_layer(tile)))
+    for _ in range(2):
+        assert not judged(by_reference(rounded(q), rounded(k), v, self_test.make_layer(tile)))
 
 
-def wrong_kernel(inputs=lambda *qkv: qkv, order=lambda ranked: ranked, output=lambda *tensors: None, **of_heads):
-    """A kernel that reads other inputs, visits the prefix in another order, writes another output, or computes the
-    heads that stop with other settings."""
-
-    def kernel(q, k, v, config):
-        heads = tuple(replace(head, **of_heads) if head.tau else head for head in config.heads)
-        with pytest.MonkeyPatch.context() as patch:
-            real = attention.rank
-            patch.setattr(attention, "rank", lambda *arguments: order(real(*arguments)))
-            result = by_reference(*inputs(q, k, v), replace(config, heads=heads))
-        output(result.out, q, k, v)
-        return result
-
-    return kernel
+def wrong_kernel(
+    tensors, config, *, read=lambda *qkv: qkv, order=lambda ranked: ranked, write=lambda *_: None, **of_heads
+):
+    """Compute what a kernel would that reads other inputs, visits keys in another order, writes another output, or
+    computes the heads that stop with other settings."""
+    heads = tuple(replace(head, **of_heads) if head.tau else head for head in config.heads)
+    with pytest.MonkeyPatch.context() as patch:
+        real = attention.rank
+        patch.setattr(attention, "rank", lambda *arguments: order(real(*arguments)))
+        result = by_reference(*read(*tensors), replace(config, heads=heads))
+    write(result.out, *tensors)
+    return result
 
 
 def one_key_more(out, q, k, v):
     """Rows of the heads that never stop see the key behind them too."""
-    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(2)
+    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril(1)
     for head in (0, 2):
-        scores = q[0, head].float() @ k[0, head // 2].float().T / q.shape[3] ** 0.5
-        out[0, head] = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).to(v.dtype) @ v[0, head // 2]
-
-
-def unwritten_row(out, q, k, v):
-    out[:, 3, -1] = torch.nan
+        out[:, head] = sdpa(q[:, head], k[:, head // 2], v[:, head // 2], seen)
 
 
 WRONG_KERNELS = {
@@ -450,126 +361,109 @@ WRONG_KERNELS = {
     "it estimates no tail": ({"tail": "none"}, "error in head 3"),
     "it estimates a tail unasked": ({"tail": "mean"}, "error in head 1"),
     "it visits in ascending order": ({"order": lambda r: r._replace(order=r.order.sort().values)}, "head 1"),
-    "it visits unimportant keys first": ({"order": lambda r: r._replace(order=r.order.flip(0))}, "head 1"),
     "it visits some keys twice": (
         {"order": lambda r: r._replace(order=torch.cat([r.order[:64], r.order[:-64]]))}, "error in head 0"
     ),
-    "it reads the keys of another head": ({"inputs": lambda q, k, v: (q, k.flip(1), v)}, "error in head 0"),
-    "it reads the next values": ({"inputs": lambda q, k, v: (q, k, v.roll(1, 2))}, "error in head 0"),
-    "it scales scores by a percent more": ({"inputs": lambda q, k, v: (q * 1.01, k, v)}, "error in head 0"),
-    "it sees a key of the future": ({"output": one_key_more}, "error in head 0"),
-    "it leaves a row unwritten": ({"output": unwritten_row}, "error in head 3"),
-    "it scales a head by a percent": ({"output": lambda out, *_: out[:, 2].mul_(1.01)}, "error in head 2"),
+    "it reads the keys of another head": ({"read": lambda q, k, v: (q, k.flip(1), v)}, "error in head 0"),
+    "it reads the next values": ({"read": lambda q, k, v: (q, k, v.roll(1, 2))}, "error in head 0"),
+    "it scales scores by a percent more": ({"read": lambda q, k, v: (q * 1.01, k, v)}, "error in head 0"),
+    "it sees a key of the future": ({"write": one_key_more}, "error in head 0"),
+    "it leaves a row unwritten": ({"write": lambda out, *_: out[:, 3, -1].fill_(torch.nan)}, "error in head 3"),
+    "it scales a head by a percent": ({"write": lambda out, *_: out[:, 2].mul_(1.01)}, "error in head 2"),
 }  # fmt: skip
 
 
+WRONG_CASES = [pytest.param(*case, id=name) for name, case in WRONG_KERNELS.items()]
+
+
 @pytest.mark.parametrize(
-    ("wrong", "expected", "tile"),
-    pairwise(
-        [pytest.param(*case, id=name) for name, case in WRONG_KERNELS.items()],
-        NAMED_TILES,
-        mark=EXHAUSTIVE,
-        count=len(WRONG_KERNELS),
-    ),
+    ("wrong", "expected", "tile"), pairwise(WRONG_CASES, NAMED_TILES, mark=EXHAUSTIVE, count=len(WRONG_CASES))
 )
 def test_a_wrong_kernel_does_not_pass(wrong, expected, tile):
     tensors, judged = compared(tile, 2045)
-    assert expected in judged(wrong_kernel(**wrong)(*tensors, self_test.make_layer(tile)))
+    assert expected in judged(wrong_kernel(tensors, self_test.make_layer(tile), **wrong))
 
 
 # profiles and models
 
 
-def test_what_is_foreseen_is_what_a_patched_model_does(tmp_path):
+def test_what_is_foreseen_is_what_a_patched_model_does():
     """Layer by layer, at lengths that are too short, between buckets, calibrated and too long."""
-    profile = replace(load_profile(DEMO_PROFILE), lengths=(256, 384))
-    profile = replace(profile, layers=(profile.layers[0], profile.layers[2]), record=profile.record)
-    save_profile(profile, tmp_path / "p.safetensors")
+    profile = load_profile(DEMO_PROFILE)
+    profile = replace(profile, lengths=(256, 384), layers=(profile.layers[0], profile.layers[2]))
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     seen = set()
     for length in (200, 256, 300, 384, 577):
-        s2o_runtime.patch(model, tmp_path / "p.safetensors")
-        with torch.no_grad():
+        with s2o_runtime.patched(model, profile), torch.no_grad():
             model(torch.arange(length)[None] + 100, logits_to_keep=1)
-        ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
+            ran = {(row["layer"], row["path"]): row["reason"] for row in s2o_runtime.explain(model)}
         foreseen = profile_check.list_outcomes(RankProfile(profile, Rank(), CPU), length)
-        assert {(layer, path) for layer, path, _ in foreseen} == ran.keys()
-        assert all(ran[layer, path] == reason for layer, path, reason in foreseen if path == "dense")
-        seen |= {path for _, path, _ in foreseen}
-        s2o_runtime.unpatch(model)
+        assert {(row["layer"], row["path"]) for row in foreseen} == ran.keys()
+        assert all(ran[row["layer"], "dense"] == row["reason"] for row in foreseen if row["path"] == "dense")
+        seen |= {row["path"] for row in foreseen}
     assert seen == {"s2o", "dense"}
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_profile_and_its_model(capsys):
-    code, sections = doctor(capsys, "--profile", DEMO_PROFILE, "--model", DEMO)
-    assert code == OK
-    assert sections["profile"]["model"]["value"].endswith("is the profile's: weights compared, config not compared")
-    assert sections["model"]["model"]["value"].endswith("llama, 6 layers, 8 query heads, 2 KV heads, head dim 128")
-    assert sections["profile"]["drift check"]["verdict"] == "ok"
+def run_of_calibrator(arguments):
+    return calibrate(["doctor", *arguments])
 
 
 @pytest.mark.usefixtures("quick", "offline")
-def test_what_does_not_fit_is_bad_input(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("run", "profile", "model", "expected"),
+    [
+        (main, DEMO_PROFILE, DEMO, {
+            "profile model": "note is the profile's: weights compared, config not compared",
+            "model model": "ok llama, 6 layers, 8 query heads, 2 KV heads, head dim 128",
+            "profile drift check": "ok on",
+        }),
+        (main, DEMO_PROFILE, "{folder}", {"profile model": "problem 4 layers where the profile has 6"}),
+        (main, ROOT / "README.md", "no/such", {
+            "profile profile": "problem README.md", "model model": "problem give a local folder or a hub id",
+        }),
+        (main, None, "demo", {"model model": "problem give one, or an alias such as demo to s2o-doctor"}),
+        (main, "{folder}/random.safetensors", None, {"profile weights": "problem calibrated on random weights"}),
+        (run_of_calibrator, DEMO_PROFILE, "demo", {
+            "model attention in them": "ok 100% at 1024, 100% at 1536, 100% at 2048 tokens",
+            "profile model": "note demo is the profile's: weights compared, config not compared",
+        }),
+        (run_of_calibrator, None, "demoo", {"model model": "problem did you mean demo?"}),
+        # the sizes of another alias are known without the Hub, and are not the profile's
+        (of_calibrator, DEMO_PROFILE, "qwen2.5-7b", {"profile model": "problem", "model model": "ok 28 layers"}),
+    ],
+)  # fmt: skip
+def test_a_profile_and_a_model(run, profile, model, expected, capsys, tmp_path):
+    """Whether they fit one another, and what a calibration would find of an alias."""
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    code, sections = doctor(capsys, "--profile", DEMO_PROFILE, "--model", tmp_path)
-    assert code == BAD_INPUT
-    assert "4 layers where the profile has 6" in sections["profile"]["model"]["advice"]
-
-    code, sections = doctor(capsys, "--profile", ROOT / "README.md", "--model", "no/such")
-    assert code == BAD_INPUT
-    assert sections["profile"]["profile"]["verdict"] == sections["model"]["model"]["verdict"] == "problem"
-    assert "give a local folder or a hub id" in sections["model"]["model"]["advice"]
-
-    code, sections = doctor(capsys, "--model", "demo")
-    assert code == BAD_INPUT
-    assert sections["model"]["model"]["advice"].endswith("give one, or an alias such as demo to s2o-doctor")
+    save_profile(replace(load_profile(DEMO_PROFILE), fingerprint="random-1"), tmp_path / "random.safetensors")
+    flags = [f"--{name}={value}" for name, value in (("profile", profile), ("model", model)) if value]
+    code, sections = doctor(capsys, *(flag.format(folder=tmp_path) for flag in flags), run=run)
+    assert code == (BAD_INPUT if "problem" in str(expected) else OK)
+    for place, words in expected.items():
+        section, _, name = place.partition(" ")
+        verdict, _, sentence = words.partition(" ")
+        finding = sections[section][name]
+        assert finding["verdict"] == verdict
+        assert sentence in f"{finding['value']}: {finding['advice']}"
 
 
 @pytest.mark.usefixtures("quick")
-def test_random_weights_and_foreign_devices(capsys, monkeypatch, tmp_path):
-    profile = load_profile(DEMO_PROFILE)
-    save_profile(replace(profile, fingerprint="random-1"), tmp_path / "p.safetensors")
-    code, sections = doctor(capsys, "--profile", tmp_path / "p.safetensors")
-    assert code == BAD_INPUT
-    assert "calibrated on random weights" in sections["profile"]["weights"]["advice"]
-
+def test_a_foreign_device_has_no_kernel(capsys, monkeypatch):
     monkeypatch.setattr(profile_check, "identify", lambda device: DeviceIdentity("rocm", "MI300"))
     code, sections = doctor(capsys, "--profile", DEMO_PROFILE)
     assert code == NO_RESOURCE
     assert sections["profile"]["made on"]["advice"] == "there is no kernel for rocm (MI300): the model stays dense"
 
 
-@pytest.mark.parametrize(
-    ("numbers", "words"), [([], ""), ([3], "3"), ([0, 1, 2, 5], "0 to 2, 5"), ([1, 3, 4], "1, 3 to 4")]
-)
-def test_ranges_in_words(numbers, words):
-    assert profile_check.format_ranges(numbers) == words
-
-
-@pytest.mark.usefixtures("quick", "offline")
-def test_the_calibrators_doctor_knows_aliases_and_what_a_calibration_would_find(capsys):
-    def run(arguments):
-        return calibrate(["doctor", *arguments])
-
-    code, sections = doctor(capsys, "--model", "demo", "--profile", DEMO_PROFILE, run=run)
-    assert code == OK
-    assert sections["model"]["attention in them"]["value"] == "100% at 1024, 100% at 1536, 100% at 2048 tokens"
-    assert sections["profile"]["model"]["value"] == "demo is the profile's: weights compared, config not compared"
-    code, sections = doctor(capsys, "--model", "demoo", run=run)
-    assert code == BAD_INPUT
-    assert "did you mean demo?" in sections["model"]["model"]["advice"]
-    # the sizes of another alias are known without the Hub, and are not the profile's
-    code, sections = doctor(capsys, "--profile", DEMO_PROFILE, "--model", "qwen2.5-7b", run=of_calibrator)
-    assert code == BAD_INPUT
-    assert sections["profile"]["model"]["verdict"] == "problem"
-    assert "28 layers" in sections["model"]["model"]["value"]
+def test_ranges_in_words():
+    words = [profile_check.format_ranges(numbers) for numbers in ([], [3], [0, 1, 2, 5], [1, 3, 4])]
+    assert words == ["", "3", "0 to 2, 5", "1, 3 to 4"]
 
 
 def test_transformers_is_needed_for_a_model_only(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(self_test, "run_self_test", lambda device: [])
-    sections = {section.name: section for section in examine(model="a/b", profile=DEMO_PROFILE, device="cpu")}
-    assert by_name(sections["model"].findings)["model"].code == NO_RESOURCE
-    assert "1024 tokens" in by_name(sections["profile"].findings)
+    *_, model, profile = examine(model="a/b", profile=DEMO_PROFILE, device="cpu")
+    assert [(finding.name, finding.code) for finding in model.findings] == [("model", NO_RESOURCE)]
+    assert "1024 tokens" in {finding.name for finding in profile.findings}

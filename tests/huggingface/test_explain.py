@@ -35,15 +35,17 @@ def model(monkeypatch):
 
 @torch.no_grad()
 def test_rows_say_calls_density_and_time(model):
+    assert str(explain(model)) == "no attention layer was called"
     densities = [[], []]
     batch, mask = padded_batch()
-    calls = ({"input_ids": prompt()}, {"input_ids": batch, "attention_mask": mask}, {"input_ids": prompt(150)})
-    for call in (*calls, None):
-        if call is None:
-            model(prompt(40))
-            model.generate(prompt(), max_new_tokens=3, do_sample=False)
-        else:
-            model(**call)
+    model(prompt(40))
+    for call in (
+        lambda: model(prompt()),
+        lambda: model(batch, attention_mask=mask),
+        lambda: model(prompt(150)),
+        lambda: model.generate(prompt(), max_new_tokens=3, do_sample=False),
+    ):
+        call()
         for layer, state in enumerate(get_layer_states(model)):
             densities[layer].append(float(state.last.density.mean()))
     rows = explain(model)
@@ -58,27 +60,15 @@ def test_rows_say_calls_density_and_time(model):
     assert max(row["density"] for row in rows if row["path"] == "s2o") < 1.0
 
 
-@torch.no_grad()
-def test_it_prints_a_table(model):
-    assert str(explain(model)) == "no attention layer was called"
-    model(prompt())
-    rows = explain(model)
-    lines = str(rows).splitlines()
-    assert lines[0].split() == ["layer", "path", "calls", "density", "ms", "reason"]
-    for line, row in zip(lines[1:], rows, strict=True):
-        cells = line.split(maxsplit=5)
-        assert [*cells[:3], cells[5]] == [str(row["layer"]), "s2o", "1", RUNS]
-        assert [float(cell) for cell in cells[3:5]] == pytest.approx([row["density"], row["ms"]], rel=1e-2)
-    assert repr(rows) == str(rows)
-    assert {line.index(RUNS) for line in lines[1:]} == {lines[0].index("reason")}
-
-
 def test_a_table_has_the_error_where_it_was_checked():
     row = {"layer": 11, "path": "s2o", "reason": "why", "calls": 3, "density": 0.25, "ms": None}
-    assert str(Explanation([row | {"error": 0.5, "last": 1.25, "high": 0.125}])) == (
-        "layer  path  calls  density  ms  error  last   high  reason\n"
-        "   11  s2o       3     0.25   -    0.5  1.25  0.125  why"
-    )
+    table = "layer  path  calls  density  ms  {}reason\n   11  s2o       3     0.25   -  {}why"
+    for errors, *columns in (
+        (dict.fromkeys(("error", "last", "high")), "", ""),
+        ({"error": 0.5, "last": 1.25, "high": 0.125}, "error  last   high  ", "  0.5  1.25  0.125  "),
+    ):
+        rows = Explanation([row | errors])
+        assert repr(rows) == str(rows) == table.format(*columns)
 
 
 @pytest.mark.parametrize("starts", [None, [0, 70]], ids=["", "padded"])
@@ -178,14 +168,12 @@ def test_a_watch_warns_once_by_its_first_calls(keys, unlike):
         for call in calls:
             watch.count(*call)
     verdict = expected_verdict(calls, 20)
-    told = [call.args[1:] for call in warning.call_args_list]
-    if verdict is None:
-        assert told == []
-    elif isinstance(verdict, int):
-        assert told == [(verdict, 20, 100)]
-    else:
+    warned = [call.args[1:] for call in warning.call_args_list]
+    if isinstance(verdict, tuple):
         dense, (reason, count) = verdict
-        assert told == [(dense, 20, 100, count, reason, OTHERWISE)]
+        assert warned == [(dense, 20, 100, count, reason, OTHERWISE)]
+    else:
+        assert warned == ([] if verdict is None else [(verdict, 20, 100)])
 
 
 @torch.no_grad()
@@ -203,14 +191,6 @@ def test_a_model_that_hardly_runs_s2o_is_warned_about_once(model, caplog):
         "S2O hardly runs: 10 of the first 10 calls of attention layers with 100 keys or more were dense, most often "
         f"(10) for this reason: {DenseReason.MASK}; {REMEDIES[DenseReason.MASK]}"
     ]
-
-
-@torch.no_grad()
-def test_prompts_that_are_too_short_are_warned_about_once(model, caplog):
-    for _ in range(20):
-        model(prompt(20))
-    [warning] = warnings(caplog)
-    assert "10 of the first 10 calls of attention layers with more than one query had fewer than 100 keys" in warning
 
 
 @torch.no_grad()
@@ -245,32 +225,39 @@ def test_a_model_that_cannot_run_s2o_at_all_has_said_so_already(model, monkeypat
     assert [state.watch for state in get_layer_states(model)] == [None, None]
 
 
-def test_the_first_long_prompt_with_gradients_is_warned_about_once(model, caplog):
-    model(prompt(99))
+def compute_gradients(model):
     model.train()(prompt(200))  # training is what gradients are for
     model.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "gradients", "words"),
+    [
+        (
+            compute_gradients,
+            True,
+            "gradients are enabled for a prompt of 200 keys: call the model under torch.no_grad()",
+        ),
+        # as by continuous batching, which switches to FlashAttention, or to SDPA so that it takes the model
+        (
+            lambda model: model.set_attn_implementation("sdpa"),
+            False,
+            "the patched model has the attention implementation 'sdpa' for a prompt of 200 keys",
+        ),
+    ],
+    ids=["gradients", "another implementation"],
+)
+def test_the_first_long_prompt_that_cannot_run_s2o_is_warned_about_once(model, caplog, change, gradients, words):
     with torch.no_grad():
         model(prompt(200))
-    assert warnings(caplog) == []
-    for _ in range(2):
-        model(prompt(200))
-    assert warnings(caplog) == [
-        "S2O does not run: gradients are enabled for a prompt of 200 keys: "
-        "call the model under torch.no_grad() or torch.inference_mode()"
-    ]
-
-
-@torch.no_grad()
-def test_the_first_long_prompt_that_another_implementation_computes_is_warned_about_once(model, caplog):
-    """As after a switch to FlashAttention by continuous batching, or to SDPA so that it takes the model."""
-    model(prompt(200))
-    model.set_attn_implementation("sdpa")
-    model(prompt(99))
-    assert warnings(caplog) == []
-    for _ in range(2):
-        model(prompt(200))
+    change(model)
+    with torch.set_grad_enabled(gradients):
+        model(prompt(99))
+        assert warnings(caplog) == []
+        for _ in range(2):
+            model(prompt(200))
     [warning] = warnings(caplog)
-    assert "the patched model has the attention implementation 'sdpa' for a prompt of 200 keys" in warning
+    assert words in warning
 
 
 @pytest.mark.parametrize(("longest", "count"), [({"full_attention": 100}, 1), (100, 1), (99, 0)])

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from s2o_runtime import patch
-from s2o_runtime.config import LayerConfig, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ProfileError
+from s2o_runtime.huggingface import layers
 from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.huggingface.layers import find_local_heads
 from s2o_runtime.profile import save_profile
@@ -30,10 +31,7 @@ def test_two_ranks_give_what_one_process_gives(tmp_path):
     folder = save("llama", tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     heads = model.config.num_attention_heads
-    config = LayerConfig.uniform(heads, tau=100.0, segment=64, tile=TILE)
-    config = replace(
-        config, heads=tuple(replace(head, tau=10.0 ** (number - 2)) for number, head in enumerate(config.heads))
-    )
+    config = LayerConfig(tuple(HeadConfig(10.0 ** (head - 2), 64) for head in range(heads)), TILE)
     made = make_profile(model, 1.0, min_length=10)
     profile = replace(made, layers=((config,) * model.config.num_hidden_layers,) * len(made.lengths))
     save_profile(profile, tmp_path / "p.safetensors")
@@ -43,12 +41,10 @@ def test_two_ranks_give_what_one_process_gives(tmp_path):
         expected = model(ids, use_cache=False).logits
     whole = [state.last.density for state in get_layer_states(model)]
     assert len({round(float(density), 4) for density in whole[0].flatten()}) > 2  # the heads differ
-    out = tmp_path / "out"
+    out, program = tmp_path / "out", ROOT / "tests" / "tensor_parallel.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
-    arguments = [str(ROOT / "tests" / "tensor_parallel.py"), str(folder), str(tmp_path / "p.safetensors")]
-    run = subprocess.run(
-        [*command, *arguments, str(LENGTH), str(out)], capture_output=True, text=True, timeout=300, check=False
-    )
+    command += [program, folder, tmp_path / "p.safetensors", str(LENGTH), out]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     for rank in range(2):
         of_rank = torch.load(f"{out}.{rank}")
@@ -72,22 +68,13 @@ def shard(ranks, rank):
 def test_neighbouring_heads_belong_to_a_rank():
     assert find_local_heads(torch.nn.Linear(2, 2), 8) is None
     assert find_local_heads(shard(1, 0), 8) is None
-    assert [find_local_heads(shard(4, rank), 8) for rank in range(4)] == [
-        range(0, 2),
-        range(2, 4),
-        range(4, 6),
-        range(6, 8),
-    ]
-    with pytest.raises(
-        ProfileError, match="28 query heads cannot be shared by 8 ranks: use a number of ranks that div"
-    ):
+    assert [find_local_heads(shard(4, rank), 8) for rank in range(4)] == [range(n, n + 2) for n in (0, 2, 4, 6)]
+    with pytest.raises(ProfileError, match="28 query heads cannot be shared by 8 ranks"):
         find_local_heads(shard(8, 0), 28)
 
 
 def test_layers_on_unlike_devices_get_tiles_of_their_own(monkeypatch, tmp_path):
     """The fit is made once for every device that a layer is on."""
-    from s2o_runtime.huggingface import layers
-
     model = AutoModelForCausalLM.from_pretrained(save("llama", tmp_path / "model"), dtype=torch.float32)
     profile, asked = make_profile(model, 1.0), []
     other = TileConfig(64, 64, 2, 8, 1)

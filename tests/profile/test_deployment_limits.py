@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import s2o_runtime.huggingface.layers as layers
 from s2o_runtime import explain, load_profile, patch
@@ -16,7 +15,7 @@ from s2o_runtime.identity import ROPE, compose_fingerprint, explain_mismatch, fi
 from s2o_runtime.profile.profile import with_safe_tile
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.tiles import list_candidate_tiles
-from support.models import make_profile, new_model, twin
+from support.models import close, make_profile, new_model, prompt, twin, used_s2o
 
 SHIPPED_H200 = Path(__file__).parents[2] / "profiles/demo/nvidia-h200/rel-mse-0.001.safetensors"
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -67,30 +66,25 @@ def test_a_layer_without_a_tile_that_fits_is_dense_and_one_without_any_tile_is_k
 
 
 @torch.no_grad()
-def test_prompts_far_beyond_the_longest_length_run_dense_unless_asked(eager, caplog):
+def test_prompts_far_beyond_the_longest_length_run_dense_unless_asked(eager, info_log):
     profile = make_profile(twin(eager), 2.0)
     profile = dataclasses.replace(profile, lengths=(100,), layers=profile.layers[:1])
-    ids = torch.randint(3, 128, (1, 200))
-    for beyond, dense_reasons in (
-        ("dense", {"longer than 150 keys, 1.5 times the longest calibrated length"}),
-        ("warn", set()),
-        ("s2o", set()),
+    ids, too_long = prompt(), "longer than 150 keys, 1.5 times the longest calibrated length"
+    for beyond, end in (
+        ("dense", "from 100 to 150 tokens "),
+        ("warn", "from 100 tokens "),
+        ("s2o", "from 100 tokens "),
     ):
+        info_log.clear()
         model = patch(twin(eager), profile, beyond=beyond)
-        caplog.clear()
+        assert len([message for message in info_log.messages if message.startswith(f"S2O runs {end}")]) == 1
         model(ids)
-        assert reasons(model) == dense_reasons
-        assert ("more than 150 keys" in caplog.text) == (beyond == "warn")
+        assert reasons(model) == ({too_long} if beyond == "dense" else set())
+        assert ("more than 150 keys" in info_log.text) == (beyond == "warn")
         model(ids[:, :150])
-        assert any(row["path"] == "s2o" for row in explain(model))
+        assert used_s2o(model)
     with pytest.raises(ConfigError, match="beyond is 'never': expected one of"):
         patch(twin(eager), profile, beyond="never")
-
-
-def test_one_line_of_the_log_says_where_s2o_runs(eager, info_log):
-    patch(twin(eager), make_profile(twin(eager), 0.0))
-    said = [record.message for record in info_log.records if "S2O runs" in record.message]
-    assert said == ["S2O runs from 100 to 12288 tokens (calibrated at 100, 8192), other prompts run dense"]
 
 
 @torch.no_grad()
@@ -100,8 +94,8 @@ def test_another_number_of_heads_than_the_profiles_runs_dense(eager):
     two = [LayerConfig.uniform(2, tau=2.0, segment=128)] * 2
     for state, config in zip(layers.get_layer_states(model), two, strict=True):
         state.config_at = lambda length, config=config: config
-    ids = torch.randint(3, 128, (1, 200))
-    torch.testing.assert_close(model(ids).logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
+    ids = prompt()
+    close(model(ids).logits, eager(ids).logits)
     assert reasons(model) == {"the profile is of 2 query heads, the layer has 4 here"}
 
 
@@ -118,19 +112,14 @@ def test_offloaded_weights_stay_dense_with_a_reason(eager, caplog):
 
 def test_other_rope_parameters_are_another_model(eager, caplog):
     profile = make_profile(twin(eager), 0.0)
-    stretched = AutoModelForCausalLM.from_config(
-        type(eager.config)(**{**eager.config.to_dict(), "rope_parameters": YARN}), attn_implementation="sdpa"
-    )
-    stretched.load_state_dict(eager.state_dict())
+    stretched = twin(eager, config=type(eager.config)(**eager.config.to_dict() | {"rope_parameters": YARN}))
     with pytest.raises(ProfileError, match=r"the RoPE parameters .* are not those of tiny"):
         patch(stretched, profile, strict=True)
     patch(stretched, profile)
     assert "RoPE parameters" in caplog.text
     without = fingerprint(eager).partition(ROPE)[0]  # as of a model without RoPE
     assert "RoPE" in explain_mismatch(fingerprint(eager), without)
-
-
-def test_the_rope_part_of_a_fingerprint_is_the_same_in_every_transformers(eager):
+    # the same in every transformers
     assert split_fingerprint(fingerprint(eager))["fingerprint"].partition(ROPE)[2] == "907973fa8095631b"
 
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +39,7 @@ records = st.fixed_dictionaries(
 ) | st.dictionaries(names, documents)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(document=records)
 def test_any_record_is_read_and_the_runtime_reads_what_its_types_do(document):
     record = Record.from_json(document)
@@ -60,7 +59,7 @@ def test_any_record_is_read_and_the_runtime_reads_what_its_types_do(document):
         assert read_limits(document, layer) == limits
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(document=records)
 def test_a_change_leaves_all_else_as_it_was(document):
     """1 and 1.0 stay apart, null and absent too, and what this version does not understand is kept."""
@@ -74,33 +73,18 @@ def test_every_field_of_a_full_record_is_understood():
     record = Record.from_json(document)
     assert json.dumps(record.to_json(), sort_keys=True) == json.dumps(document, sort_keys=True)
     assert (record.budget.kind, record.held_out[0].needles) == ("rel_mse", (7, 8))
-    assert record.held_out[0].layers[0].tightened == 1
-    assert record.retiled.made_on == "NVIDIA H200 (sm_90, 132 SMs)"
     assert record.retiled.timed[0].layers == ((8192, 0), (8192, 1))
 
 
-@pytest.mark.parametrize(
-    ("document", "field"),
-    [
-        ({"budget": []}, "budget"),
-        ({"objective": 3}, "objective"),
-        ({"problems": ["a", 1]}, "problems"),
-        ({"versions": {"torch": 2}}, "versions"),
-        ({"held_out": [{"length": 512}, 7]}, "held_out"),
-        ({"retiled": None}, "retiled"),
-    ],
-)
-def test_a_value_of_another_type_counts_as_missing(document, field):
-    assert getattr(Record.from_json(document), field) is None
-
-
-def test_inside_a_node_only_what_has_another_type_is_missing():
-    record = Record.from_json(
-        {"budget": {"kind": "love", "value": 1}, "held_out": [{"length": True, "needles": [1], "kl": 2, "new": [3]}]}
-    )
+def test_a_value_of_another_type_counts_as_missing():
+    wrong = {"budget": [], "objective": 3, "problems": ["a", 1], "versions": {"torch": 2}, "retiled": None}
+    wrong |= {"held_out": [{"length": 512}, 7]}
+    record = Record.from_json(wrong)
+    assert [getattr(record, field) for field in wrong] == [None] * len(wrong)
+    length = {"length": True, "needles": [1], "kl": 2, "new": [3]}  # in a node that value alone is missing
+    record = Record.from_json({"budget": {"kind": "love", "value": 1}, "held_out": [length]})
     assert (record.budget.kind, record.budget.value) == (None, 1)
-    (length,) = record.held_out
-    assert (length.length, length.needles, length.kl) == (None, None, 2)
+    assert [(proven.length, proven.needles, proven.kl) for proven in record.held_out] == [(None, None, 2)]
 
 
 def test_densities_are_the_proven_ones_or_else_the_predicted_ones():

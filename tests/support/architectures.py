@@ -30,13 +30,8 @@ KINDS = {SLIDING: "sliding_attention", CHUNKED: "chunked_attention", LINEAR: "li
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and for each of its layers why it runs S2O or why it never does.
-
-    architecture: The model's type. sizes: What its configuration has beside `SIZES`, or instead. reasons: For each
-    layer. vision: Whether it reads images too; then `sizes` are those of its
-    text part. broken: What is left
-    out of the tests because of the version of transformers that they run with.
-    """
+    """A model: its type, what its configuration has beside `SIZES` or instead, for each layer why it runs S2O or never
+    does, if it reads images too (then `sizes` are of its text part), and what this transformers cannot do with it."""
 
     architecture: str
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -47,9 +42,8 @@ class Case:
     @property
     def config(self) -> PreTrainedConfig:
         sizes = {name: value for name, value in (SIZES | self.sizes).items() if value is not ...}
-        if self.vision:
-            return CONFIG_MAPPING[self.architecture](text_config=sizes, vision_config=VISION)
-        return CONFIG_MAPPING[self.architecture](**sizes)
+        make = CONFIG_MAPPING[self.architecture]
+        return make(text_config=sizes, vision_config=VISION) if self.vision else make(**sizes)
 
     @property
     def runs(self) -> bool:

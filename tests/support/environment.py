@@ -17,7 +17,7 @@ def forget():
 
 @contextmanager
 def under_s2o_run():
-    """What s2o-run does to the program that it starts, in this process."""
+    """Replace SDPA as s2o-run does in the program that it starts, in this process."""
     sdpa.replace_sdpa()
     try:
         yield

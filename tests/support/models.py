@@ -29,9 +29,7 @@ SIZES = {
 }
 
 
-class _Fresh(dict):
-    """Configurations by name, a copy each time: to patch a model changes its configuration."""
-
+class _Fresh(dict):  # configurations by name, a copy each time: to patch a model changes its configuration
     def __getitem__(self, name):
         return copy.deepcopy(super().__getitem__(name))
 
