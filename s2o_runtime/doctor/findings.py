@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import os
 import platform
 import re
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
 from s2o_runtime.errors import S2OError, get_first_line
@@ -22,9 +23,6 @@ from s2o_runtime.serving.sources import ServerInterface, find_interface_obstacle
 from s2o_runtime.sglang import compat as sglang_compat
 from s2o_runtime.version import __version__
 from s2o_runtime.vllm import compat as vllm_compat
-
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
 
 WIDTH = 120  # columns of the text
 DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
@@ -42,6 +40,9 @@ SERVERS: tuple[tuple[str, type[ServerInterface], tuple[str, ...], tuple[str, ...
     ("sglang", sglang_compat.SglangInterface, sglang_compat.READ, ("sglang",), "srt", "sglang.srt.plugins"),
 )
 UNCHECKED_VARIABLES = ("S2O_LOG", "S2O_EXPLAIN", "S2O_STARTED", "S2O_VLLM_CPU", "TRITON_INTERPRET")
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -249,21 +250,27 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def find_requirement(package: str) -> SpecifierSet | None:
+def find_requirement(package: str) -> str | None:
     """Return the versions of a package that S2O's metadata asks for, such as ">=5.0"; None where it says nothing."""
-    if find_version("s2o") is None:  # a checkout that was not installed
+    try:
+        requirements = metadata.requires("s2o") or []
+    except metadata.PackageNotFoundError:  # a checkout that was not installed
         return None
-    from packaging.requirements import Requirement
-
-    requirements = map(Requirement, metadata.requires("s2o") or [])
-    return next((wanted.specifier for wanted in requirements if wanted.name == package), None)
+    matches = (re.match(r"([A-Za-z0-9._-]+)\s*([^;]*)", requirement) for requirement in requirements)
+    return next((match[2].strip() or None for match in matches if match and match[1].lower() == package), None)
 
 
-def is_within(version: str, wanted: SpecifierSet) -> bool:
-    """Return whether a version's release is wanted; builds of torch before and after a release pass for it."""
-    from packaging.version import Version
+def is_within(version: str, specifier: str) -> bool:
+    """Compare a version's release numbers with a specifier such as ">=3.6,<3.10"; S2O's metadata has no `~=` or `*`."""
 
-    return wanted.contains(Version(version).base_version)
+    def read_release(text: str) -> list[int]:
+        numbers = [int(number) for number in re.findall(r"\d+", re.match(r"[\d.]*", text.strip())[0])]  # type: ignore[index]
+        while numbers and numbers[-1] == 0:  # 3.10 and 3.10.0 are equal
+            numbers.pop()
+        return numbers
+
+    bounds = re.findall(r"([<>=!]=?)\s*([^\s,]+)", specifier)
+    return all(COMPARISONS[sign](read_release(version), read_release(bound)) for sign, bound in bounds)
 
 
 def describe_error(error: Exception) -> str:
