@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from calibrate.machine import check_files, find_gpu, resolve_recipe, wrap_write_errors
 from calibrate.options import read_options
@@ -23,19 +23,6 @@ if TYPE_CHECKING:
 LARGE = 1e9  # parameters of a model for whose run a CPU is hardly enough
 
 log = logging.getLogger("calibrate")
-
-
-class Plan(NamedTuple):
-    """A run whose options fit the model and the machine, and what is known of it before the model is loaded.
-
-    prompts: of a dry run, the number of prompts beside the number that is needed, in words.
-    """
-
-    recipe: Recipe
-    device: DeviceIdentity
-    preflight: Preflight
-    estimate: Estimate
-    prompts: str = ""
 
 
 def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
@@ -74,8 +61,7 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
         raise ConfigError("calibrate() got a tokenizer and a model by name: give the tokenizer's folder or hub id")
     elif isinstance(model, str):
         options |= {"model": model} | ({"tokenizer": tokenizer} if tokenizer else {})
-        plan = make_plan(read_options(OPTIONS, options, "calibrate()"), progress=progress)
-        recipe, expected = plan.recipe, plan.estimate
+        recipe, _, _, expected, _ = make_plan(read_options(OPTIONS, options, "calibrate()"), progress=progress)
     elif options:
         raise ConfigError(f"calibrate() got a recipe and {', '.join(options)}: give a recipe or a model with options")
     else:
@@ -91,11 +77,9 @@ def _plan_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> tupl
     from calibrate.model.models import from_memory
     from s2o_runtime.layer_kinds import get_max_positions
 
-    known = [name for name in ("device", "random_weights", "trust_remote_code") if name in options]
-    if known:
-        raise ConfigError(
-            f"calibrate() got a model in memory and {known[0]}, which it has already: leave {known[0]} out"
-        )
+    for name in ("device", "random_weights", "trust_remote_code"):
+        if name in options:
+            raise ConfigError(f"calibrate() got a model in memory and {name}, which it has already: leave {name} out")
     loaded = from_memory(model, tokenizer)
     given = {**options, "model": loaded.name, "device": str(loaded.weights.device)}
     recipe, device = resolve_recipe(read_options(OPTIONS, given, "calibrate()"))
@@ -103,17 +87,22 @@ def _plan_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> tupl
     return recipe, loaded, estimate(recipe, ModelSizes.from_model(loaded.model, recipe.device), loaded.geometry, device)
 
 
-def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bool = True) -> Plan:
+def make_plan(
+    options: Mapping[str, Any], *, dry_run: bool = False, progress: bool = True
+) -> tuple[Recipe, DeviceIdentity, Preflight, Estimate, str]:
     """Check options against the machine and the model, cheap checks first, and estimate the run.
 
     Args:
         options: those that were given, in the types of `Recipe`'s fields.
         dry_run: whether nothing is going to run, so that the sizes of an alias suffice, which ship, and a GPU that is
-            named by target_gpu need not be here; prompts are counted then.
+            named by target_gpu need not be here.
         progress: whether to tell on standard error that a scheduler is waited for.
 
-    Raises:
-        ConfigError, InputError, ModelError, ResourceError: as `calibrate` does.
+    Returns:
+        The recipe, its device, what is known of the model before it is loaded, the estimate, and of a dry run the
+        number of prompts beside the number that is needed, in words.
+
+    Raises what `calibrate` does.
     """
     gpu = find_gpu(options["target_gpu"]) if dry_run and options.get("target_gpu") else None
     if gpu is not None and not {"gpus", "scheduler"} & options.keys():  # it is an option of many workers elsewhere
@@ -137,37 +126,32 @@ def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bo
     if recipe.scheduler is not None:
         from calibrate.work.cluster import CONNECT_TIMEOUT_S, connect
 
-        with PhaseClock().time_phase(
-            f"waiting for scheduler {recipe.scheduler}, at most {CONNECT_TIMEOUT_S:g} s", progress
-        ):
+        waiting = f"waiting for scheduler {recipe.scheduler}, at most {CONNECT_TIMEOUT_S:g} s"
+        with PhaseClock().time_phase(waiting, progress):
             connect(recipe.scheduler).close()
-    memory = device.memory_bytes if gpu else 0
     seen = make_preflight(
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights,
-        memory=memory,
+        memory=device.memory_bytes if gpu else 0,
     )  # fmt: skip
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
     warn_without_gpu(recipe.model, seen, expected.total, device)
-    return Plan(recipe, device, seen, expected, _count_prompts(recipe) if dry_run else "")
+    return recipe, device, seen, expected, _count_prompts(recipe) if dry_run else ""
 
 
 def warn_without_gpu(model: str, preflight: Preflight, seconds: float, device: DeviceIdentity) -> None:
     """Warn of a large model without a GPU."""
     if device.kind != "cuda" and preflight.sizes.parameters > LARGE:
         log.warning(
-            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; take fewer and shorter prompts "
-            "(--lengths, --num-certify), or calibrate on a GPU, for which the plan is --dry-run --target-gpu H100",
-            model,
-            preflight.sizes.parameters / 1e9,
-            format_duration(seconds),
+            f"{model} has {preflight.sizes.parameters / 1e9:.1f} billion parameters and this run has no GPU: it takes "
+            f"about {format_duration(seconds)}; take fewer and shorter prompts (--lengths, --num-certify), or "
+            "calibrate on a GPU, for which the plan is --dry-run --target-gpu H100"
         )
 
 
 def _count_prompts(recipe: Recipe) -> str:
     """Return the number of prompts of each length beside the number that is needed, in words.
 
-    Raises:
-        InputError: a prompt file is bad, or they are too few for the run.
+    Raises InputError if a prompt file is bad, or they are too few for the run.
     """
     from calibrate.model.models import find_shipped_config, load_config, load_tokenizer
     from calibrate.pipeline import check_certifiable
@@ -176,10 +160,8 @@ def _count_prompts(recipe: Recipe) -> str:
 
     others = recipe.held_out + recipe.num_certify
     needed = {length: others + recipe.num_prompts * (length in recipe.lengths) for length in recipe.all_lengths}
-    is_alias, is_endless = (
-        find_shipped_config(recipe.model),
-        bool(set(recipe.used_domains) - set(FOUND)),
-    )  # generated text
+    is_alias = find_shipped_config(recipe.model)
+    is_endless = bool(set(recipe.used_domains) - set(FOUND))  # generated text
     try:
         if is_alias and not is_endless:
             load_config(recipe.model, random_weights=recipe.random_weights)  # fails at once without a way to the Hub
@@ -205,16 +187,13 @@ def run(
     loaded: LoadedModel | None = None,
     estimate: Estimate | None = None,
 ) -> Result:
-    """Run a recipe and write the report beside its profile, or where it would be.
-
-    command: the command line for the report, if there was one. estimate: of the run's time, for progress.
-    """
+    """Run a recipe and write the report, with the `command` line if there was one, beside its profile."""
     from calibrate import pipeline
     from calibrate.report.contents import make_report
     from calibrate.report.page import write_report
 
-    expected = estimate.seconds if estimate else {}
     with wrap_write_errors(recipe.out):
+        expected = estimate.seconds if estimate else {}
         result = pipeline.calibrate(recipe, progress=progress, loaded=loaded, expected=expected)
     try:
         result = replace(result, report=make_report(recipe, result, command=command))

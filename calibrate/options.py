@@ -84,8 +84,7 @@ class Option:
     def read(self, value: object, where: str = "") -> Any:
         """Convert a text or a plain value to the option's type, without checking its range.
 
-        Raises:
-            ConfigError: one sentence that begins with `where`, if the value stands for none of this type.
+        Raises ConfigError, a sentence that begins with `where`, if the value stands for none of this type.
         """
         try:
             return self.rule.read(value)
@@ -162,10 +161,9 @@ def collect_options(settings: type, groups: Iterable[str]) -> dict[str, Option]:
 
 def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> dict[str, argparse._ArgumentGroup]:
     """Add a flag for every option, under the headings of their groups; return these by title."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    options = list(options)
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(option.group for option in options)}
     for option in options:
-        if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
         option.add_to(groups[option.group])
     return groups
 
@@ -173,13 +171,7 @@ def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> dic
 def read_options(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Convert values, by the names of their options, to the types of their fields.
 
-    Args:
-        options: by name.
-        values: by name.
-        where: what gives them, for messages, such as "recipe mine.yaml".
-
-    Raises:
-        ConfigError: a name is no option's, or a value is of another type.
+    Raises ConfigError, which says `where` they are given ("recipe mine.yaml"), for an unknown name or another type.
     """
     check_names(options, values, where)
     return {name: options[name].read(value, f"{where}: ") for name, value in values.items()}

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrate.compiling import start_compiling
 from calibrate.curves.curves import Shape
 from calibrate.curves.measure import measure_model, measure_prompt
 from calibrate.journal import Journal
@@ -48,6 +47,7 @@ from calibrate.search.choice import LayerPlan
 from calibrate.search.choose import SearchResult, choose
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, measure_crossovers
+from calibrate.timing import start_compiling
 from calibrate.versions import collect_versions
 from calibrate.work.executor import Executor, StageWork, open_local_executor
 from s2o_runtime.attention.api import s2o_attention
@@ -62,22 +62,16 @@ log = logging.getLogger("calibrate")
 
 @dataclass(frozen=True, kw_only=True)
 class Result(ProofResult):
-    """A finished calibration: the proof with its profile and report.
+    """A finished calibration: the proof with its profile and report."""
 
-    profile: with its record. written: whether the profile was saved. seconds: the time of each phase. journal_reused:
-    The number of measurements of earlier runs. work: the measurements of this run by stage, and their time, of all
-    workers together. report, report_files: the `calibrate.report.contents.Report` and its files; None and none if it
-    failed. report_failure: why it, or its pictures, failed; empty if they did not.
-    """
-
-    profile: Profile
-    written: bool
-    seconds: dict[str, float]
-    journal_reused: int
-    work: Mapping[str, StageWork] = field(default_factory=dict)
-    report: Any = None
+    profile: Profile  # with its record
+    written: bool  # whether the profile was saved
+    seconds: dict[str, float]  # of each phase
+    journal_reused: int  # measurements of earlier runs
+    work: Mapping[str, StageWork] = field(default_factory=dict)  # of this run by stage, of all workers together
+    report: Any = None  # the `calibrate.report.contents.Report`; None if it failed
     report_files: tuple[Path, ...] = ()
-    report_failure: str = ""
+    report_failure: str = ""  # why the report, or its pictures, failed; empty if they did not
 
 
 def calibrate(
@@ -89,10 +83,8 @@ def calibrate(
 ) -> Result:
     """Run a recipe: load, capture and measure curves, allocate and search, prove, certify and write the profile.
 
-    The same recipe continues an interrupted run: its journal keeps every measurement.
-
     Args:
-        recipe: the model, the prompts, the budget and all other options.
+        recipe: the model, the prompts, the budget and all other options. Its journal continues an interrupted run.
         progress: whether to show progress bars.
         loaded: the recipe's model, if it is loaded already; on the recipe's device.
         expected: the seconds that phases are expected to take, for progress.
@@ -127,9 +119,8 @@ def calibrate(
                 wait_for_kernels()
                 run_self_test(loaded)
             executor = stack.enter_context(open_local_executor(loaded))
-        journal = stack.enter_context(
-            Journal.open(recipe.journal_path, make_journal_identity(executor, executor.device))
-        )
+        identity = make_journal_identity(executor, executor.device)
+        journal = stack.enter_context(Journal.open(recipe.journal_path, identity))
         prover, held_out = Prover(executor, journal, recipe.chunk, progress), prompts.held_out
         log.info("calibrating for %s", executor.device)
 
@@ -159,12 +150,9 @@ def calibrate(
         if proven.met:
             # The record is of what is written, so whatever changes after the proof is measured again.
             certified = without_slower_layers(proven)
-            if prompts.certify:
-                with clock.time_phase("certifying"):
-                    certified = certify(prover, prompts.certify, certified)
-                    proven = remeasure(prover, held_out, proven, certified)
-            elif certified.candidate is not proven.candidate:
-                with clock.time_phase("measuring again"):
+            if prompts.certify or certified.candidate is not proven.candidate:
+                with clock.time_phase("certifying" if prompts.certify else "measuring again"):
+                    certified = certify(prover, prompts.certify, certified) if prompts.certify else certified
                     proven = remeasure(prover, held_out, proven, certified)
 
         profile = replace(proven.candidate.build_profile(), record=make_record(recipe, prompts, proven).to_json())
@@ -185,13 +173,9 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
     device = torch.device(recipe.device)
     if device.type != "cuda" or recipe.is_distributed:
         return []
-    if loaded is None:
-        options = {"random_weights": recipe.random_weights, "trust_remote_code": recipe.trust_remote_code}
-        shape = geometry(load_config(recipe.model, **options))
-    else:
-        shape = loaded.geometry
-    tested = choose_test_config(shape, device)
-    if tested is None:
+    options = {"random_weights": recipe.random_weights, "trust_remote_code": recipe.trust_remote_code}
+    shape = loaded.geometry if loaded else geometry(load_config(recipe.model, **options))
+    if (tested := choose_test_config(shape, device)) is None:
         return []
 
     def make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,10 +201,7 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
 
 
 def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], counts: str = "") -> None:
-    """Raise InputError, before the weights are loaded, if prompts are too few for the certificate that is asked for.
-
-    counts: of the prompts, for the message.
-    """
+    """Raise InputError, which may give their `counts`, if prompts are too few for the certificate that is asked for."""
     if recipe.num_certify and not recipe.allow_regression:
         for length in recipe.all_lengths:
             if problem := check_groups(length, certify.get(length, ())):
@@ -232,20 +213,14 @@ def _with_crossovers(
     executor: Executor, chosen: Mapping[int, SearchResult], journal: Journal
 ) -> dict[int, SearchResult]:
     """Return the choices with the lengths below which their tiles are slower than dense attention on the GPU."""
-    layers: dict[Hashable, Layer] = {
-        (length, index): describe_crossing(choice, length)
-        for length, length_chosen in chosen.items()
-        for index, choice in enumerate(length_chosen.choices)
-    }
+    plans = {(length, index): plan for length in chosen for index, plan in enumerate(chosen[length].choices)}
+    layers: dict[Hashable, Layer] = {place: describe_crossing(plan, place[0]) for place, plan in plans.items()}
     tiles = measure_crossovers(executor, layers, journal)
-    choices = {
-        length: [
-            replace(choice, point=choice.point._replace(tile=tiles[length, index]))
-            for index, choice in enumerate(length_chosen.choices)
-        ]
-        for length, length_chosen in chosen.items()
+    plans = {place: replace(plan, point=plan.point._replace(tile=tiles[place])) for place, plan in plans.items()}
+    return {
+        length: replace(result, choices=[plans[length, index] for index in range(len(result.choices))])
+        for length, result in chosen.items()
     }
-    return {length: replace(chosen[length], choices=choices[length]) for length in chosen}
 
 
 def describe_crossing(choice: LayerPlan, length: int) -> Layer:

@@ -49,16 +49,11 @@ class RecordNode:
     @cache  # resolving the types takes long beside reading a node
     def list_fields(cls) -> tuple[FieldSpec, ...]:
         """Return the fields as they stand in the file."""
-        types_of = get_type_hints(cls)
+        accepted = {name: get_args(hint)[0] for name, hint in get_type_hints(cls).items()}  # X of X | None
         return tuple(
-            FieldSpec(
-                item.metadata["key"] or item.name,
-                item.name,
-                get_args(types_of[item.name])[0],  # of X | None
-                item.metadata["unit"],
-                item.metadata["meaning"],
-            )
+            FieldSpec(texts["key"] or item.name, item.name, accepted[item.name], texts["unit"], texts["meaning"])
             for item in fields(cls)
+            for texts in [item.metadata]
         )
 
     @classmethod
@@ -97,11 +92,9 @@ def _read(expected: Any, value: Any) -> Any:
 
 
 def _write(value: Any) -> Any:
-    if isinstance(value, RecordNode):
-        return value.to_json()
     if isinstance(value, tuple):
         return [_write(item) for item in value]
-    return dict(value) if isinstance(value, Mapping) else value
+    return value.to_json() if isinstance(value, RecordNode) else dict(value) if isinstance(value, Mapping) else value
 
 
 def read_record(profile: Profile) -> Record:
@@ -118,16 +111,16 @@ def update_record(profile: Profile, **changes: Any) -> dict[str, Any]:
     return kept | Record(**changes).to_json()
 
 
+# The fields are a table, whose texts FORMAT.md shows.
+# fmt: off
 @dataclass(frozen=True, kw_only=True)
 class RecordedBudget(RecordNode):
     """The error that the calibration was allowed."""
 
     kind: BudgetKind | None = record_field("`mse` or `rel_mse`: the unit of `value` and of every `limit`")
     value: float | None = record_field("the error allowed", "its kind")
-    ceiling_rel_mse: float | None = record_field(
-        "beside an `mse` the largest `rel_mse`: a layer's `limit` is the smaller of `value` and this times the mean "
-        "square of its dense output; absent without a ceiling"
-    )
+    ceiling_rel_mse: float | None = record_field("beside an `mse` the largest `rel_mse`: a layer's `limit` is the "
+        "smaller of `value` and this times the mean square of its dense output; absent without a ceiling")
     scope: BudgetScope | None = record_field("`layer`: of every layer; `model`: of the mean over layers")
 
     @property
@@ -150,9 +143,8 @@ class PromptHashes(RecordNode):
 
     calibration: tuple[PromptHash, ...] | None = record_field("the prompts that were calibrated on")
     held_out: tuple[PromptHash, ...] | None = record_field("the prompts that layers were adjusted on")
-    certify: tuple[PromptHash, ...] | None = record_field(
-        "the prompts of the certificate, none of which was calibrated or adjusted on"
-    )
+    certify: tuple[PromptHash, ...] | None = record_field("the prompts of the certificate, none of which was "
+        "calibrated or adjusted on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +154,8 @@ class PredictedLayer(RecordNode):
     mse: float | None = record_field("mean over heads, of the mean over prompts plus one deviation", "output squared")
     density: float | None = record_field("mean over heads", "share")
     cost: float | None = record_field("density and ranking", "dense attention's time")
-    seconds: float | None = record_field(
-        "attention as timed by the search; on a GPU only, and only where it was not tightened afterwards", "seconds"
-    )
+    seconds: float | None = record_field("attention as timed by the search; on a GPU only, and only where it was not "
+        "tightened afterwards", "seconds")
     dense_seconds: float | None = record_field("dense attention, timed in turns with it", "seconds")
 
 
@@ -185,12 +176,10 @@ class ProvenLayer(RecordNode):
     density: float | None = record_field("mean over heads and held-out prompts", "share")
     worst: float | None = record_field("the 0.99 quantile over row tiles of the largest error of a row over its norm")
     limit: float | None = record_field("the error the layer may have", "the budget's kind")
-    binds: ErrorUnit | None = record_field(
-        "which of its two limits `limit` is; of a budget in `mse` with a ceiling for every layer only"
-    )
-    tightened: int | None = record_field(
-        "how often the layer was tightened at this length because it was over its limit"
-    )
+    binds: ErrorUnit | None = record_field("which of its two limits `limit` is; of a budget in `mse` with a ceiling "
+        "for every layer only")
+    tightened: int | None = record_field("how often the layer was tightened at this length because it was over its "
+        "limit")
     first_error: float | None = record_field("the error before the layer was tightened", "the budget's kind")
 
     def error(self, unit: ErrorUnit) -> float | None:
@@ -206,10 +195,8 @@ class ProvenLength(RecordNode):
     calibrated: bool | None = record_field("false for a length that was only checked")
     kl: float | None = record_field("mean over positions of KL(dense, patched) of the next token", "nats")
     top1: float | None = record_field("of positions where both find the same token most likely", "share")
-    needles: tuple[int, int] | None = record_field(
-        "needles the patched model keeps of those the dense one finds, and how many that are; absent if the prompts "
-        "ask for none"
-    )
+    needles: tuple[int, int] | None = record_field("needles the patched model keeps of those the dense one finds, and "
+        "how many that are; absent if the prompts ask for none")
     prefill_seconds: float | None = record_field("all decoder layers on the first prompt; on a GPU only", "seconds")
     dense_prefill_seconds: float | None = record_field("the dense model's", "seconds")
     layers: tuple[ProvenLayer, ...] | None = record_field("one entry for each layer, in their order")
@@ -220,21 +207,16 @@ class CertifiedLayer(RecordNode):
     """The certificate of one layer; a layer that is dense has no error."""
 
     mean: float | None = record_field("error, mean over the certify prompts", "the budget's kind")
-    bound: float | None = record_field(
-        "upper bound for the mean over prompts of the error over all rows; at most the limit", "the budget's kind"
-    )
-    spent: float | None = record_field(
-        "of what it was adjusted to spend, what the certificate left it; 0: dense; absent if its first bound held",
-        "share",
-    )
+    bound: float | None = record_field("upper bound for the mean over prompts of the error over all rows; at most the "
+        "limit", "the budget's kind")
+    spent: float | None = record_field("of what it was adjusted to spend, what the certificate left it; 0: dense; "
+        "absent if its first bound held", "share")
     density: float | None = record_field("mean over heads and certify prompts", "share")
     limit: float | None = record_field("the error the layer may have", "the budget's kind")
-    rel_mse: float | None = record_field(
-        "the mean error over the mean square of the dense output on the certify prompts; of a budget in `mse` only"
-    )
-    binds: ErrorUnit | None = record_field(
-        "which of its two limits `limit` is; of a budget in `mse` with a ceiling for every layer only"
-    )
+    rel_mse: float | None = record_field("the mean error over the mean square of the dense output on the certify "
+        "prompts; of a budget in `mse` only")
+    binds: ErrorUnit | None = record_field("which of its two limits `limit` is; of a budget in `mse` with a ceiling "
+        "for every layer only")
 
     @property
     def rel_bound(self) -> float | None:
@@ -249,9 +231,8 @@ class CertifiedRetrieval(RecordNode):
     """The needles of the certify prompts."""
 
     found: int | None = record_field("needles that the dense model finds; 0: retrieval is not proven")
-    kept: int | None = record_field(
-        "of these, needles that the patched model finds too or whose log-probability fell by less than 1 nat"
-    )
+    kept: int | None = record_field("of these, needles that the patched model finds too or whose log-probability fell "
+        "by less than 1 nat")
     low: float | None = record_field("lower end of the Clopper-Pearson interval for the share kept", "share")
     high: float | None = record_field("its upper end", "share")
 
@@ -280,17 +261,13 @@ class CertifiedLength(RecordNode):
     tokens: int | None = record_field("of them all", "tokens")
     share: float | None = record_field("of prompts that keep both of the next; absent if all is dense", "share")
     error_over_limit: float | None = record_field("the largest error of a layer on a prompt over its limit")
-    kl: float | None = record_field(
-        "KL(dense, patched) of the next token, mean over a prompt's positions; absent where it is 0", "nats"
-    )
+    kl: float | None = record_field("KL(dense, patched) of the next token, mean over a prompt's positions; absent "
+        "where it is 0", "nats")
     mean_kl: float | None = record_field("the same, mean over the prompts", "nats")
-    noise_floor: float | None = record_field(
-        "mean KL between two dense implementations on the first two prompts; absent where rounding is negligible",
-        "nats",
-    )
-    top1: float | None = record_field(
-        "the least share of a prompt's positions with the same most likely token", "share"
-    )
+    noise_floor: float | None = record_field("mean KL between two dense implementations on the first two prompts; "
+        "absent where rounding is negligible", "nats")
+    top1: float | None = record_field("the least share of a prompt's positions with the same most likely "
+        "token", "share")
     retrieval: CertifiedRetrieval | None = record_field("absent if the prompts ask for no needles")
     domains: tuple[CertifiedDomain, ...] | None = record_field("the same by kind of text")
     layers: tuple[CertifiedLayer, ...] | None = record_field("one entry for each layer, in their order")
@@ -300,10 +277,8 @@ class CertifiedLength(RecordNode):
 class Certificate(RecordNode):
     """The claims about prompts like those that had no part in choosing the settings."""
 
-    confidence: float | None = record_field(
-        "that all means of all lengths are within their limits; of each length's claim about prompts; of each interval",
-        "share",
-    )
+    confidence: float | None = record_field("that all means of all lengths are within their limits; of each length's "
+        "claim about prompts; of each interval", "share")
     method: str | None = record_field("how bounds were made, in words")
     lengths: tuple[CertifiedLength, ...] | None = record_field("calibrated and checked lengths")
 
@@ -324,18 +299,15 @@ class RetiledLayers(RecordNode):
 class Retiling(RecordNode):
     """The change to the tiles of another GPU than the profile was made on."""
 
-    made_on: str | None = record_field(
-        "the device the profile was made on; errors, densities and times elsewhere in the record are of it", key="from"
-    )
+    made_on: str | None = record_field("the device the profile was made on; errors, densities and times elsewhere in "
+        "the record are of it", key="from")
     tuned_for: str | None = record_field("the device its tiles are for", key="to")
     versions: Mapping[str, str] | None = record_field("as `record.versions`, of the tuning")
-    dense_layers: int | None = record_field(
-        "layers of all lengths that became dense, because no tile beats dense attention there"
-    )
+    dense_layers: int | None = record_field("layers of all lengths that became dense, because no tile beats dense "
+        "attention there")
     note: str | None = record_field("this, as a sentence")
-    timed: tuple[RetiledLayers, ...] | None = record_field(
-        "one entry for all layers alike in shape and density", key="kinds"
-    )
+    timed: tuple[RetiledLayers, ...] | None = record_field("one entry for all layers alike in shape and "
+        "density", key="kinds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,20 +319,16 @@ class Record(RecordNode):
 
     budget: RecordedBudget | None = record_field("the error that the calibration was allowed")
     objective: str | None = record_field("`latency` (measured on a GPU) or `predicted latency`")
-    proof: str | None = record_field(
-        "`held out`: within the budget on the held-out prompts, which layers were adjusted on. `failed`: not, written "
-        "all the same (`--allow-regression`). `none`: predicted for another budget. `held out on <device>`: proven "
-        "there, then given the tiles of another GPU"
-    )
+    proof: str | None = record_field("`held out`: within the budget on the held-out prompts, which layers were "
+        "adjusted on. `failed`: not, written all the same (`--allow-regression`). `none`: predicted for another "
+        "budget. `held out on <device>`: proven there, then given the tiles of another GPU")
     problems: tuple[str, ...] | None = record_field("one sentence for each thing that was not proven")
     versions: Mapping[str, str] | None = record_field("the versions of the software that took part, by name")
     data: PromptHashes | None = record_field("the prompts that took part")
     recipe: Mapping[str, Any] | None = record_field("the settings that decided, below")
     predicted: tuple[PredictedLength, ...] | None = record_field("what the curves say, at each calibrated length")
-    held_out: tuple[ProvenLength, ...] | None = record_field(
-        "the proof on the prompts that layers were adjusted on, at each calibrated and checked length; empty for a "
-        "profile that is only predicted"
-    )
+    held_out: tuple[ProvenLength, ...] | None = record_field("the proof on the prompts that layers were adjusted on, "
+        "at each calibrated and checked length; empty for a profile that is only predicted")
     certificate: Certificate | None = record_field("what is certified; absent if nothing is")
     not_proven: tuple[str, ...] | None = record_field("one sentence for each thing that a reader might take for shown")
     retiled: Retiling | None = record_field("only in a profile that was given the tiles of another GPU")
@@ -370,29 +338,20 @@ class Record(RecordNode):
         """The certificate of each length; empty without one."""
         return (self.certificate and self.certificate.lengths) or ()
 
-    def find_predicted(self, length: int) -> PredictedLength | None:
-        """Return what the curves say of a calibrated length; None if nothing is recorded."""
-        return next((entry for entry in self.predicted or () if entry.length == length), None)
-
     def find_proven(self, length: int) -> ProvenLength | None:
         """Return what was proven of a length; None if nothing is recorded."""
         return next((entry for entry in self.held_out or () if entry.length == length), None)
 
     def densities(self, length: int, layers: int) -> tuple[str | None, list[float]]:
-        """Return where the densities at a length are from, and each layer's.
-
-        Args:
-            length: in tokens.
-            layers: how many the model has.
+        """Return the densities at a length in tokens of a model of so many layers, and where they are from.
 
         Returns:
             "held out" or "predicted", and the density (a share) of every layer; None and an empty list where the
             record does not give all of them.
         """
-        sources = (("held out", self.find_proven(length)), ("predicted", self.find_predicted(length)))
-        for source, entry in sources:
-            if entry is not None:
-                densities = [layer.density for layer in entry.layers or () if layer.density is not None]
-                if len(densities) == layers:
-                    return source, densities
+        predicted = next((entry for entry in self.predicted or () if entry.length == length), None)
+        for source, entry in (("held out", self.find_proven(length)), ("predicted", predicted)):
+            densities = [layer.density for layer in (entry and entry.layers) or () if layer.density is not None]
+            if entry and len(densities) == layers:
+                return source, densities
         return None, []

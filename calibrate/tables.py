@@ -53,7 +53,7 @@ class Table:
     @property
     def titles(self) -> list[str]:
         """The columns' names, each in one line."""
-        return [" ".join(name.split("\n")) for name in self.names]
+        return [name.replace("\n", " ") for name in self.names]
 
     def get_alignment(self, column: int) -> str:
         """Return the letter of a column, counted from 0."""
@@ -94,11 +94,9 @@ def format_kept(kept: int, found: int) -> Number:
 
 def format_markdown(table: Table) -> str:
     """Return the table in Markdown, without its title."""
-    head = table.titles
-    rule = [ALIGNMENTS[table.get_alignment(column)][1] for column in range(len(head))]
-    return "\n".join(
-        f"| {' | '.join(line)} |" for line in (head, rule, *(map(escape_markdown, row) for row in table.rows))
-    )
+    rule = [ALIGNMENTS[table.get_alignment(column)][1] for column in range(len(table.names))]
+    lines = (table.titles, rule, *(map(escape_markdown, row) for row in table.rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_bullets(lines: Iterable[str]) -> str:
@@ -133,8 +131,7 @@ def open_console(*, stderr: bool = False) -> Console:
 class _LogLines(TextIOBase):
     """A text file whose lines become lines of the log."""
 
-    def __init__(self) -> None:
-        self._unfinished = ""
+    _unfinished = ""
 
     def write(self, text: str) -> int:
         *lines, self._unfinished = (self._unfinished + text).split("\n")
@@ -152,7 +149,7 @@ def print_table(table: Table, console: Console) -> None:
     if not table.rows:
         return
     title = Text(replace_controls(table.title)) if table.title else None
-    grid = rich_table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    grid = rich_table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column, name in enumerate(table.names):
         cells = [*name.split("\n"), *(replace_controls(row[column]) for row in table.rows)]
         wraps = name == table.wrap

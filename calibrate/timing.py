@@ -1,15 +1,24 @@
-"""Time calls as a server would see them: with a cold L2 cache, and launched while the GPU is still busy."""
+"""Time calls as a server would see them: with a cold L2 cache, and launched while the GPU is still busy.
+
+Before calls are timed one by one, their kernels are compiled on several cores.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from s2o_runtime.attention.warmup import THREADS
+from s2o_runtime.config import LayerConfig, TileConfig
 
 try:
     from triton.errors import TritonError
@@ -111,9 +120,6 @@ def sample_times(
 ) -> dict[str, list[float]]:
     """Return the seconds of each call in each round.
 
-    The calls take turns, so that drift hits all alike, and the order of the turns is reversed with every round, so that
-    what a call leaves behind for the next one does too.
-
     Args:
         calls: by name; each is run once more before, to compile and warm up.
         device: on a GPU caches are flushed before each call; on a CPU they are warm.
@@ -123,8 +129,8 @@ def sample_times(
     times: dict[str, list[float]] = {name: [] for name in calls}
     measure = _time_on_gpu(device, flushes) if device.type == "cuda" else _time_by_clock
     names = list(calls)
-    for turn in range(rounds + 1):
-        for name in names[::-1] if turn % 2 else names:
+    for turn in range(rounds + 1):  # the calls take turns, so that drift hits all alike
+        for name in names[::-1] if turn % 2 else names:  # and so does what a call leaves behind for the next one
             times[name].append(measure(calls[name]))
     return {name: seconds[1:] for name, seconds in times.items()}
 
@@ -138,10 +144,11 @@ def _time_on_gpu(device: torch.device, flushes: int = FLUSHES) -> Callable[[Call
         """Return the seconds of a call, and True if the GPU came to it before all of it was launched."""
         for _ in range(flushes):
             flush.zero_()
-        begin, end = _create_event(), _create_event()
+        event: Any = torch.cuda.Event  # whose methods have no types
+        begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record(torch.cuda.current_stream(device))  # which is not the current device's where a model is on several
         call()
-        too_late = bool(begin.query())  # type: ignore[no-untyped-call]
+        too_late = bool(begin.query())
         end.record(torch.cuda.current_stream(device))
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3, too_late
@@ -159,5 +166,50 @@ def _time_by_clock(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _create_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
+    """Make calls concurrently, so that their kernels are compiled; their results are dropped.
+
+    A call that fails here fails again where it is timed, and is reported there. Calls that need the same kernels would
+    only compile them several times.
+    """
+    with start_compiling(calls) as finish:
+        finish()
+
+
+@contextmanager
+def start_compiling(calls: Iterable[Callable[[], object]]) -> Iterator[Callable[[], None]]:
+    """Make calls as `compile_ahead` does, concurrently with the block.
+
+    Yields:
+        A function that waits for the calls. Those that did not begin before the block ends are not made.
+    """
+    # threads share the work, because Triton leaves Python's lock while it compiles
+    threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+    futures = [threads.submit(call) for call in calls]
+
+    def finish() -> None:
+        for future in futures:
+            with suppress(*FAILURES):
+                future.result()
+
+    try:
+        yield finish
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def with_tiles(config: LayerConfig, tiles: Iterable[TileConfig]) -> list[LayerConfig]:
+    """Return the layer with each tile that has a kernel of its own: the stride of the stop check makes none."""
+    first_of = {without_stride(tile): tile for tile in reversed(list(tiles))}
+    return [config.with_tile(tile) for tile in reversed(first_of.values())]
+
+
+def without_stride(tile: TileConfig) -> TileConfig:
+    """Return the tile without the stride of its stop check."""
+    return replace(tile, chunk=1)
+
+
+def get_kernel_form(config: LayerConfig) -> Hashable:
+    """Return all that decides, beside a layer's tile, about the kernels that it needs."""
+    modes = frozenset(head.mode for head in config.heads)
+    return modes, config.has_tail, config.last_rows > 0, config.scores

@@ -23,20 +23,12 @@ def add_output_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--quiet", action="store_true", help="no plan and no progress")
     parser.add_argument("--verbose", action="store_true", help="log decisions to standard error, print the whole plan")
-    parser.add_argument(
-        "--log-json", action="store_true", help="log, progress and errors as JSON lines, as S2O_LOG=json"
-    )
+    as_json = "log, progress and errors as JSON lines, as S2O_LOG=json"
+    parser.add_argument("--log-json", action="store_true", help=as_json)
 
 
 def run_command(program: str, flags: Flags, command: Callable[[Flags], int], if_interrupted: str = "") -> int:
-    """Run `command(flags)` with logs as the flags say, and return its exit code.
-
-    Args:
-        program: the name that errors begin with.
-        flags: those that were given.
-        command: returns an exit code; an error of this project is printed as one sentence.
-        if_interrupted: the words after "interrupted".
-    """
+    """Run `command(flags)` as `call_command` does, with logs as the flags say, and return its exit code."""
     level = logging.INFO if "verbose" in flags else logging.WARNING
     logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # the path of each layer is of no interest here
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -50,10 +42,8 @@ def run_command(program: str, flags: Flags, command: Callable[[Flags], int], if_
         except OSError as error:
             if error.errno not in CANNOT_WRITE:
                 raise
-            raise ResourceError(
-                f"{error.filename or 'a file'} cannot be written or read ({error.strerror}): check the disk and "
-                "its permissions"
-            ) from error
+            problem = f"{error.filename or 'a file'} cannot be written or read ({error.strerror})"
+            raise ResourceError(f"{problem}: check the disk and its permissions") from error
 
     return call_command(program, report_disk_errors, if_interrupted)
 

@@ -34,17 +34,13 @@ log = logging.getLogger(PROGRAM)
 FIRST = ("--model", "--profile", "--setting", "--lengths", "--tasks", "--prompts", "--out-dir", "--dry-run")
 EXAMPLES = (
     ("compare a profile with dense attention", "--model demo --profile p.safetensors --out-dir results"),
-    (
-        "compare answers only, many of them, at two lengths",
-        "--model demo --profile p.safetensors --tasks needles,alike,variables,counting,questions,greedy "
-        "--lengths 8192,32768 --num-prompts 8 --num-needles 32 --out-dir results",
-    ),
-    (
-        "compare one setting for all heads, without a profile",
-        "--model demo --setting tau=0.3,segment=1024 --out-dir results",
-    ),
+    ("compare answers only, many of them, at two lengths",
+     "--model demo --profile p.safetensors --tasks needles,alike,variables,counting,questions,greedy "
+     "--lengths 8192,32768 --num-prompts 8 --num-needles 32 --out-dir results"),
+    ("compare one setting for all heads, without a profile",
+     "--model demo --setting tau=0.3,segment=1024 --out-dir results"),
     ("score your own questions", "--model demo --profile p.safetensors --prompts questions.jsonl --out-dir results"),
-)
+)  # fmt: skip
 
 
 def build_parser() -> Parser:
@@ -92,12 +88,11 @@ def _run(flags: Flags) -> int:
     check_limit(plan.lengths[-1], limit)
 
     from calibrate.evaluation import report, tasks
-    from calibrate.evaluation.tasks import read_user_prompts
     from calibrate.tables import open_console, print_lines
 
     tokenizer = load_tokenizer(plan.model, **loading)
     tasks.check_lengths(plan, tokenizer)
-    user_prompts = [] if plan.prompts is None else read_user_prompts(plan.prompts, tokenizer, limit)
+    user_prompts = [] if plan.prompts is None else tasks.read_user_prompts(plan.prompts, tokenizer, limit)
     lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.list_cases(plan, user_prompts)))
     console = open_console(stderr="json" in flags)
     if "dry_run" in flags and "json" in flags:

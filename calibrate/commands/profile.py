@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.machine import check_output, format_json_file, resolve_device
-from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, Recipe, make_slug
+from calibrate.recipe import DEFAULT_CEILING, OPTIONS, Budget, Recipe, make_slug
 from s2o_runtime.command_line import NOT_PROVEN, OK, Parser, add_information, describe_exit_codes, report_failure
 from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.files import write_atomically
 from s2o_runtime.logs import emit_line
+from s2o_runtime.profile.record import BUDGET_KINDS
 
 if TYPE_CHECKING:
     from calibrate.model.preflight import Preflight
@@ -41,25 +43,19 @@ REBUDGET = {
 }  # fmt: skip
 RETILE = {"device": "a GPU if there is one", "out": "<profile>-<gpu>.safetensors here"}
 VERIFY = {
-    "model": "",
-    "device": "a GPU if there is one",
-    "prompts": "those of the profile's recipe",
-    "chunk": "that of the profile's recipe",
+    "model": "", "device": "a GPU if there is one",
+    "prompts": "those of the profile's recipe", "chunk": "that of the profile's recipe",
     "tokenizer": "the model's, whatever the profile's recipe says",
     "trust_remote_code": "it does not run, whatever the profile's recipe says",
-}
+}  # fmt: skip
 SEED = ("check the certificate on other prompts, drawn with this seed",
         "prove again on the prompts that layers were adjusted on")  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the commands. Flags that are not given are left out of the namespace."""
-    out = Parser(
-        prog=PROGRAM,
-        description="Look into S2O profiles, change them, prove them again, draw and describe them.",
-        epilog=describe_exit_codes(),
-        examples=EXAMPLES,
-    )
+    description = "Look into S2O profiles, change them, prove them again, draw and describe them."
+    out = Parser(prog=PROGRAM, description=description, epilog=describe_exit_codes(), examples=EXAMPLES)
     add_information(out)
     commands = out.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -72,9 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     show = add_command("show", "What a profile does and what was proven of it.")
-    show.add_argument(
-        "--head", type=_parse_head, metavar="LAYER.HEAD", help="what one head does at every length, and why"
-    )
+    head_help = "what one head does at every length, and why"
+    show.add_argument("--head", type=_parse_head, metavar="LAYER.HEAD", help=head_help)
     show.add_argument("--journal", type=Path, metavar="FILE", help="the measurements (default beside the profile)")
     add_command("rebudget", "Another budget, from what was measured: no model, no GPU.", REBUDGET)
     add_command("retile", "The same thresholds with tiles for the GPU here.", RETILE)
@@ -98,9 +93,8 @@ def _run(flags: Flags) -> int:
     try:
         return int(COMMANDS[flags["command"]](flags))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise InputError(
-            f"{error.filename or 'a file'} cannot be written or read ({error.strerror}): check the path"
-        ) from error
+        problem = f"{error.filename or 'a file'} cannot be written or read ({error.strerror})"
+        raise InputError(f"{problem}: check the path") from error
 
 
 def _find_profile(text: str) -> Path:
@@ -134,24 +128,19 @@ def show(flags: Flags) -> int:
     profile = load_profile(flags["profile"])
     if "head" not in flags:
         return _print_result(flags, summarise_profile(profile), show_summary(profile))
-    layer, head = flags["head"]
-    geometry = profile.geometry
+    (layer, head), geometry = flags["head"], profile.geometry
     table_row = geometry.find_row(layer)
     if table_row is None or head >= geometry.query_heads:
         layers = ", ".join(map(str, geometry.layer_numbers)) or f"0 to {geometry.layers - 1}"
-        raise ConfigError(
-            f"head {layer}.{head} does not exist: layers are {layers}, heads 0 to {geometry.query_heads - 1}"
-        )
+        there = f"layers are {layers}, heads 0 to {geometry.query_heads - 1}"
+        raise ConfigError(f"head {layer}.{head} does not exist: {there}")
     rows = explain_head(profile, flags["profile"], table_row, head, flags.get("journal"))
     return _print_result(flags, {"layer": layer, "head": head, "lengths": rows}, format_head(rows))
 
 
 def rebudget(flags: Flags) -> int:
-    """Allocate another budget from a profile's measurements, without its model.
-
-    flags: "profile" and some of `REBUDGET`.
-    """
-    if not {f"budget_{kind}" for kind in KINDS} & flags.keys():
+    """Allocate another budget from a profile's measurements, without its model."""
+    if not {f"budget_{kind}" for kind in BUDGET_KINDS} & flags.keys():
         raise ConfigError("rebudget needs the new budget: give --budget-mse or --budget-rel-mse")
     budget, worst_rows = Budget.from_options(flags), flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
@@ -165,7 +154,7 @@ def rebudget(flags: Flags) -> int:
 
 
 def retile(flags: Flags) -> int:
-    """Tune a profile's tiles for the device here; its thresholds stay. flags: "profile" and some of `RETILE`."""
+    """Tune a profile's tiles for the device here; its thresholds stay."""
     profile = flags["profile"]
     name, device = resolve_device(flags.get("device"))
     out = _choose_output(flags, f"{profile.stem}-{make_slug(device.name)}.safetensors", is_profile=True)
@@ -252,7 +241,6 @@ def card(flags: Flags) -> int:
         check_output("--out-dir", path, [profile])
 
     from calibrate.report.page import render_card, render_html_card
-    from s2o_runtime.files import write_atomically
     from s2o_runtime.profile import load_profile
 
     loaded = load_profile(profile)
@@ -275,8 +263,6 @@ def _choose_output(flags: Flags, name: str, *, is_profile: bool = False) -> Path
 
 def _write_output(flags: Flags, out: Path, data: bytes | None = None) -> int:
     """Report that a file was written, after writing `data` to it if that is given."""
-    from s2o_runtime.files import write_atomically
-
     if data is not None:
         write_atomically(out, data)
     return _print_result(flags, {"out": str(out)}, [f"wrote {out}"])
@@ -289,11 +275,8 @@ def _print_result(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int
     if "json" in flags:
         return print_json(value)
     console = open_console()
-    for table_or_line in parts:
-        if isinstance(table_or_line, Table):
-            print_table(table_or_line, console)
-        else:
-            print_lines([table_or_line], console)
+    for part in parts:
+        print_table(part, console) if isinstance(part, Table) else print_lines([part], console)
     return OK
 
 

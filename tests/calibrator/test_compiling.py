@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from calibrate.compiling import THREADS, compile_ahead, get_kernel_form, start_compiling, with_tiles, without_stride
+from calibrate.timing import THREADS, compile_ahead, get_kernel_form, start_compiling, with_tiles, without_stride
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.kernels import keys, prefill, splits, tail
