@@ -20,6 +20,7 @@ import torch
 pytest.importorskip("distributed", reason="dask.distributed is not installed ('.[distributed]')")
 
 import dask
+from distributed.utils import get_mp_context
 
 from calibrate.journal import Journal
 from calibrate.pipeline import calibrate
@@ -35,19 +36,19 @@ EXHAUSTIVE = pytest.mark.exhaustive(reason="further ways in which workers come, 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def short_silence():
-    """A worker that stands still is given up after seconds, where Dask's default is minutes."""
-    with dask.config.set({"distributed.scheduler.worker-ttl": "25s"}):
-        yield
-
-
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """In the workers too: with another number of threads torch adds up in another order."""
+def workers_at_once(monkeypatch):
+    """Workers are copies of a process that has imported all they need; one that stands still is given up soon.
+
+    They have one thread: with another number of threads torch adds up in another order.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folders = ROOT, ROOT / "tests", Path(__file__).parent, os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    changes = {"distributed.scheduler.worker-ttl": "25s", "distributed.worker.multiprocessing-method": "forkserver"}
+    with dask.config.set(changes):
+        get_mp_context().set_forkserver_preload(["calibrate.pipeline", "calibrate.work.cluster", "transformers"])
+        yield
 
 
 def cluster_recipe(folder, out, **changes):
@@ -89,7 +90,7 @@ class Act:
 
 
 @pytest.fixture
-def workers(tiny_folder, tmp_path, short_silence):
+def workers(tiny_folder, tmp_path):
     with connect_cluster(cluster_recipe(tiny_folder, tmp_path / "p", gpus=2), []) as executor:
         yield executor
 
@@ -126,8 +127,7 @@ def children():
     """The worker processes of this one, by their numbers."""
     import psutil
 
-    processes = psutil.Process().children(recursive=True)
-    return [process.pid for process in processes if "spawn_main" in " ".join(process.cmdline())]
+    return [process.pid for process in psutil.Process().children(recursive=True) if process.ppid() != os.getpid()]
 
 
 @SLOW
@@ -137,7 +137,7 @@ def children():
     pytest.param(signal.SIGSTOP, "curves", marks=EXHAUSTIVE, id="hung"),
 ])  # fmt: skip
 def test_a_worker_that_is_lost_in_the_middle_changes_nothing(
-    number, stage, tiny_folder, undisturbed, tmp_path, monkeypatch, short_silence
+    number, stage, tiny_folder, undisturbed, tmp_path, monkeypatch
 ):
     """It is lost as soon as something of the stage is in the journal."""
     lost = []
