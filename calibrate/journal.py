@@ -1,13 +1,9 @@
 """The journal of one calibration: an SQLite file that keeps every measurement from the moment it is made.
 
-A calibration is deterministic given its measurements, so a run is resumed by running the same command again: what the
-journal holds is not measured again. Keys do not name the error budget, so another budget uses the same measurements.
-
-Each measurement is one transaction: a kill at any moment loses at most the one being written. The file has SQLite's
-rollback journal and not its write-ahead log, because the latter needs memory that all processes share, which network
-disks do not give. A writer holds SQLite's lock on an empty database beside it (FILE.lock, which only a kill leaves) for
-as long as it lives and has the journal open. The journal itself is locked during a commit only: others can read it
-meanwhile.
+What the journal holds is not measured again. Keys do not name the error budget, so another budget uses the same
+measurements. Each measurement is one transaction: a kill at any moment loses at most the one being written. A writer
+holds SQLite's lock on an empty database beside it (FILE.lock, which only a kill leaves) while it has the journal open.
+The journal itself is locked during a commit only: others can read it meanwhile.
 """
 
 from __future__ import annotations
@@ -168,6 +164,7 @@ class Journal:
 
     def _check(self, identity: Mapping[str, Any] | None) -> None:
         """Read the file's identity, or create its tables; refuse what is not the journal that is meant."""
+        # no write-ahead log, which needs memory that all processes share: network disks do not give it
         self._database.execute("PRAGMA synchronous = EXTRA")  # a commit waits for the disk, and for the folder too
         with self._database:  # one transaction
             self._database.execute("BEGIN")

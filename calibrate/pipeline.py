@@ -1,8 +1,7 @@
 """The stages of a calibration: prompts -> curves -> choices -> proof -> certificate -> profile.
 
-Four passes over the model, each one layer at a time: curves of every layer, times of what the search tries, the proof
-of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own. Where
-the certificate does not hold at once, it looks at a length again with less.
+Each is a pass over the model, one layer at a time. The proof runs the model as it will run, on the prompts that layers
+are adjusted on; where the certificate does not hold at once, it looks at a length again with less.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from calibrate.proof.record import make_record
 from calibrate.proof.state import Candidate
 from calibrate.proof.verify import Prover
 from calibrate.recipe import Recipe
+from calibrate.record import collect_versions
 from calibrate.search.choice import LayerPlan
 from calibrate.search.choose import SearchResult, choose
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, measure_crossovers
 from calibrate.timing import start_compiling
-from calibrate.versions import collect_versions
 from calibrate.work.executor import Executor, StageWork, open_local_executor
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.devices import DeviceIdentity, get_capability

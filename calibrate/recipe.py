@@ -116,10 +116,6 @@ def _format_budget(recipe: Recipe) -> str:
     return f"{budget.kind} {budget.value:g}{ceiling}"
 
 
-def _format_segments(recipe: Recipe) -> str:
-    return "; ".join(f"{format_value(recipe.select_segments(length), ', ')} at {length}" for length in recipe.lengths)
-
-
 @dataclass(frozen=True)
 class Recipe:
     """One calibration run: every field is an option of s2o-calibrate, which its `Option` describes.
@@ -192,7 +188,8 @@ class Recipe:
         default=("input",), metavar="input,int8")
     segments: tuple[int, ...] = option(
         Rule(int, MIN_SEGMENT, MAX_SEGMENT, multiple=SEGMENT_STEP, many=True), "queries that may share a ranking",
-        SPACE, default=SEGMENTS, plan_text=_format_segments)
+        SPACE, default=SEGMENTS, plan_text=lambda recipe: "; ".join(
+            f"{format_value(recipe.select_segments(long), ', ')} at {long}" for long in recipe.lengths))
     tails: tuple[bool, ...] = option(
         Rule(bool, many=True), "whether a head may, must or must not add an estimate of what it skips", SPACE,
         default=(False, True), metavar="on,off")

@@ -1,29 +1,44 @@
 """The record of a profile: how it was made, what was predicted of it and what was proven.
 
 In a `Profile` the record is a JSON object, which the runtime carries unread but for the budget and the limits
-(`s2o_runtime.profile.record`). Here are its types: `read_record` reads them, `update_record` writes some of them. A
-record may come from an older version, from a newer one, or from somebody else, so every field is optional: it is None
-where the file does not have it, or has a value of another type. A list has its type only if all its entries do.
-
-The metadata of the fields (`unit`, `meaning`) is what FORMAT.md in s2o_runtime/profile is generated from.
+(`s2o_runtime.profile.record`). A record may come from an older version, from a newer one, or from somebody else, so
+every field is optional: it is None where the file does not have it, or has a value of another type. A list has its type
+only if all its entries do. FORMAT.md in s2o_runtime/profile is generated from the metadata of the fields.
 """
 
 # ruff: noqa: RUF009 -- what `record_field` returns is a field of dataclasses
 from __future__ import annotations
 
+import platform
 import types
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from datetime import datetime, timezone
 from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import s2o_runtime
 from s2o_runtime.profile.record import BudgetKind, BudgetScope, ErrorUnit
 
 if TYPE_CHECKING:
     from s2o_runtime.profile import Profile  # which needs torch
 
+LIBRARIES = ("torch", "triton", "transformers", "optuna")
 AnyNode = TypeVar("AnyNode", bound="RecordNode")
+
+
+def collect_versions() -> dict[str, str]:
+    """Return the versions of a calibration's software, by name."""
+    return {"s2o": s2o_runtime.__version__, "python": platform.python_version()} | {
+        name: metadata.version(name) for name in LIBRARIES
+    }
+
+
+def format_now() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class FieldSpec(NamedTuple):
@@ -111,7 +126,7 @@ def update_record(profile: Profile, **changes: Any) -> dict[str, Any]:
     return kept | Record(**changes).to_json()
 
 
-# The fields are a table, whose texts FORMAT.md shows.
+# The fields are a table.
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class RecordedBudget(RecordNode):

@@ -120,7 +120,7 @@ def _measure(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: boo
     from calibrate.evaluation.run import Evaluation, evaluate, list_variants
     from calibrate.model.models import load
     from calibrate.progress import PhaseClock
-    from calibrate.versions import format_now
+    from calibrate.record import format_now
 
     with PhaseClock().time_phase("loading the model", progress):
         loaded = load(plan.model, plan.device, seed=plan.seed, resident=True, **plan.loading)

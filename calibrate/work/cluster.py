@@ -1,9 +1,8 @@
 """Items of work on many GPUs, scheduled by dask.distributed.
 
 This process coordinates: it decides, journals and needs no GPU. Each worker process has one GPU, loads the model itself
-and runs one item at a time. Every item is submitted with the workers that may run it; items that continue one another
-have one worker as their home. If all workers of an item are gone, it is submitted again to those that are left, so a
-lost worker costs time and changes no result: an item holds everything that its result depends on.
+and runs one item at a time. Items that continue one another have one worker as their home. If all workers of an item
+are gone, it is submitted again to those that are left: it holds everything that its result depends on.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from calibrate.progress import show_status
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
-from calibrate.versions import collect_versions
+from calibrate.record import collect_versions
 from calibrate.work.executor import Item, ItemChain, Pending, StageWork, WorkerState, WorkItem
 from s2o_runtime.devices import DeviceIdentity, identify, is_same_product
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError, get_first_line
