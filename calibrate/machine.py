@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calibrate.journal import Journal, make_write_error
 from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, list_report_paths, place_profile
 from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, ResourceError
@@ -33,8 +34,7 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 def resolve_recipe(options: Mapping[str, Any], gpu: DeviceIdentity | None = None) -> tuple[Recipe, DeviceIdentity]:
     """Return the recipe with the defaults that depend on the device, here or the `gpu` of a plan, and that device.
 
-    Args:
-        options: those that were given, in the types of their fields.
+    options: those that were given, in the types of their fields.
 
     Raises what `check_files` and `resolve_device` do, and ConfigError for options that are missing or do not fit.
     """
@@ -64,8 +64,6 @@ def check_files(recipe: Recipe) -> Recipe:
 
     Raises what `check_output` does, and InputError if the journal's file is none.
     """
-    from calibrate.journal import Journal
-
     for path in recipe.prompts or ():
         if not path.exists():
             raise ConfigError(f"prompt file {path} does not exist: check the path")
@@ -155,6 +153,4 @@ def wrap_write_errors(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
-        from calibrate.journal import make_write_error
-
         raise make_write_error(error.filename or out, error) from error

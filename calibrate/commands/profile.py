@@ -248,10 +248,9 @@ def card(flags: Flags) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in zip(paths, (render_card(loaded, profile.name), page), strict=True):
         write_atomically(path, text.encode())
-    code = _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
     if failure:
         log.warning("%s", failure)
-    return code
+    return _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
 
 
 def _choose_output(flags: Flags, name: str, *, is_profile: bool = False) -> Path:

@@ -255,18 +255,17 @@ class MeasurementBatch:
                 unwritten.append(number)
                 if time.monotonic() - begun > WRITE_INTERVAL_S:
                     self._write(unwritten)
-                    begun = time.monotonic()
+                    unwritten, begun = [], time.monotonic()
         finally:
             self._write(unwritten)
         return self._results
 
-    def _write(self, numbers: list[int]) -> None:
+    def _write(self, numbers: Sequence[int]) -> None:
         if self._journal is not None and numbers:
             entries = [(self._entries[number][1], self._results[number]) for number in numbers]
             self._journal.put_all(self._entries[0][0], entries)
             for number in numbers:
                 self._results[number] = self._journal.get(*self._entries[number])
-        numbers.clear()
 
 
 def _get_entry(item: WorkItem, executor: Executor) -> tuple[str, dict[str, Any]]:
