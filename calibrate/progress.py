@@ -26,9 +26,7 @@ class PhaseClock:
     """
 
     def __init__(
-        self,
-        expected: Mapping[str, float] = MappingProxyType({}),
-        clock: Callable[[], float] = time.monotonic,
+        self, expected: Mapping[str, float] = MappingProxyType({}), clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seconds: dict[str, float] = {}
         self._expected, self._clock = dict(expected), clock
@@ -87,11 +85,7 @@ def show_status(status: Callable[[], str]) -> Iterator[None]:
 class ProgressLines:
     """Progress as lines of a log: one for each tenth of the steps, and one whenever nothing was said for a while.
 
-    Args:
-        description: what the steps do.
-        total: how many there will be; None if unknown.
-        unit: what one step is.
-        clock: gives the time in seconds.
+    A step is one `unit`; `total` is None if it is unknown how many there will be.
     """
 
     def __init__(

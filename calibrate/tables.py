@@ -1,8 +1,7 @@
 """Tables, lists and lines, on a terminal and as Markdown.
 
-Every text that comes from a file or from a user (a model's name, a profile's record, a compiler's error) passes
-through this module before anybody sees it. `print_table`, `print_lines` and `print_fields` replace control characters;
-`markdown` and `bullets` also escape what Markdown would read as markup.
+Every text that comes from a file or from a user (a model's name, a profile's record, a compiler's error) passes through
+here before anybody sees it: control characters are replaced, and in Markdown what it would read as markup is escaped.
 """
 
 from __future__ import annotations
@@ -119,8 +118,7 @@ def replace_controls(text: str) -> str:
 def open_console(*, stderr: bool = False) -> Console:
     """Return what the commands print to, as wide as the terminal or COLUMNS, `WIDTH` where neither says it.
 
-    Colours are for terminals only, and for none if NO_COLOR is set, as rich has it. On standard error each line is one
-    of JSON if the log is.
+    On standard error each line is one of JSON if the log is.
     """
     stream = sys.stderr if stderr else sys.stdout
     if stderr and should_write_json():

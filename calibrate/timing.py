@@ -37,22 +37,14 @@ FAILURES = (RuntimeError, TritonError)  # of a call that this GPU cannot run; ou
 
 @dataclass(frozen=True)
 class Timing:
-    """A call and dense attention, timed in turns.
+    """A call and dense attention, timed in turns."""
 
-    Attributes:
-        seconds: the call's median.
-        low, high: the interval that holds the median with a confidence of 95%.
-        dense_seconds: dense attention's median.
-        rounds: number of times that both were timed.
-        rejected: the first round was so much slower than the best known call that there was no other.
-    """
-
-    seconds: float
-    low: float
+    seconds: float  # the call's median
+    low: float  # the interval that holds the median with a confidence of 95%
     high: float
-    dense_seconds: float
-    rounds: int
-    rejected: bool = False
+    dense_seconds: float  # dense attention's median
+    rounds: int  # number of times that both were timed
+    rejected: bool = False  # the first round was so much slower than the best known call that there was no other
 
 
 def time_against_dense(
@@ -70,8 +62,7 @@ def time_against_dense(
         best: the seconds of the best call so far.
         dense_seconds: earlier result of dense attention on these inputs; if that is long, it is not timed again.
 
-    Raises:
-        RuntimeError, TritonError: A call failed (`FAILURES`).
+    Raises one of `FAILURES` if a call failed.
     """
     measure = _time_on_gpu(device) if device.type == "cuda" else _time_by_clock
     measure(call)  # compiles
