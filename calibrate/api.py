@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibrate.machine import check_files, find_gpu, resolve_recipe, wrap_write_errors
 from calibrate.options import read_options
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 LARGE = 1e9  # parameters of a model for whose run a CPU is hardly enough
 
 log = logging.getLogger("calibrate")
+
+
+class Plan(NamedTuple):
+    """A run whose options fit the model and the machine, and what is known of it before the model is loaded."""
+
+    recipe: Recipe
+    device: DeviceIdentity
+    preflight: Preflight
+    estimate: Estimate
+    prompts: str = ""  # of a dry run, the number of prompts beside the number that is needed, in words
 
 
 def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
@@ -61,7 +71,8 @@ def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **opt
         raise ConfigError("calibrate() got a tokenizer and a model by name: give the tokenizer's folder or hub id")
     elif isinstance(model, str):
         options |= {"model": model} | ({"tokenizer": tokenizer} if tokenizer else {})
-        recipe, _, _, expected, _ = make_plan(read_options(OPTIONS, options, "calibrate()"), progress=progress)
+        plan = make_plan(read_options(OPTIONS, options, "calibrate()"), progress=progress)
+        recipe, expected = plan.recipe, plan.estimate
     elif options:
         raise ConfigError(f"calibrate() got a recipe and {', '.join(options)}: give a recipe or a model with options")
     else:
@@ -87,9 +98,7 @@ def _plan_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> tupl
     return recipe, loaded, estimate(recipe, ModelSizes.from_model(loaded.model, recipe.device), loaded.geometry, device)
 
 
-def make_plan(
-    options: Mapping[str, Any], *, dry_run: bool = False, progress: bool = True
-) -> tuple[Recipe, DeviceIdentity, Preflight, Estimate, str]:
+def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bool = True) -> Plan:
     """Check options against the machine and the model, cheap checks first, and estimate the run.
 
     Args:
@@ -97,10 +106,6 @@ def make_plan(
         dry_run: whether nothing is going to run, so that the sizes of an alias suffice, which ship, and a GPU that is
             named by target_gpu need not be here.
         progress: whether to tell on standard error that a scheduler is waited for.
-
-    Returns:
-        The recipe, its device, what is known of the model before it is loaded, the estimate, and of a dry run the
-        number of prompts beside the number that is needed, in words.
 
     Raises what `calibrate` does.
     """
@@ -135,16 +140,18 @@ def make_plan(
     )  # fmt: skip
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
     warn_without_gpu(recipe.model, seen, expected.total, device)
-    return recipe, device, seen, expected, _count_prompts(recipe) if dry_run else ""
+    return Plan(recipe, device, seen, expected, _count_prompts(recipe) if dry_run else "")
 
 
 def warn_without_gpu(model: str, preflight: Preflight, seconds: float, device: DeviceIdentity) -> None:
     """Warn of a large model without a GPU."""
     if device.kind != "cuda" and preflight.sizes.parameters > LARGE:
         log.warning(
-            f"{model} has {preflight.sizes.parameters / 1e9:.1f} billion parameters and this run has no GPU: it takes "
-            f"about {format_duration(seconds)}; take fewer and shorter prompts (--lengths, --num-certify), or "
-            "calibrate on a GPU, for which the plan is --dry-run --target-gpu H100"
+            "%s has %.1f billion parameters and this run has no GPU: it takes about %s; take fewer and shorter prompts "
+            "(--lengths, --num-certify), or calibrate on a GPU, for which the plan is --dry-run --target-gpu H100",
+            model,
+            preflight.sizes.parameters / 1e9,
+            format_duration(seconds),
         )
 
 

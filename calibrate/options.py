@@ -161,9 +161,10 @@ def collect_options(settings: type, groups: Iterable[str]) -> dict[str, Option]:
 
 def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> dict[str, argparse._ArgumentGroup]:
     """Add a flag for every option, under the headings of their groups; return these by title."""
-    options = list(options)
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(option.group for option in options)}
+    groups: dict[str, argparse._ArgumentGroup] = {}
     for option in options:
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
         option.add_to(groups[option.group])
     return groups
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calibrate.compiling import start_compiling
 from calibrate.curves.curves import Shape
 from calibrate.curves.measure import measure_model, measure_prompt
 from calibrate.journal import Journal
@@ -42,12 +43,11 @@ from calibrate.proof.record import make_record
 from calibrate.proof.state import Candidate
 from calibrate.proof.verify import Prover
 from calibrate.recipe import Recipe
-from calibrate.record import collect_versions
 from calibrate.search.choice import LayerPlan
 from calibrate.search.choose import SearchResult, choose
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, measure_crossovers
-from calibrate.timing import start_compiling
+from calibrate.versions import collect_versions
 from calibrate.work.executor import Executor, StageWork, open_local_executor
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.devices import DeviceIdentity, get_capability
@@ -118,8 +118,9 @@ def calibrate(
                 wait_for_kernels()
                 run_self_test(loaded)
             executor = stack.enter_context(open_local_executor(loaded))
-        identity = make_journal_identity(executor, executor.device)
-        journal = stack.enter_context(Journal.open(recipe.journal_path, identity))
+        journal = stack.enter_context(
+            Journal.open(recipe.journal_path, make_journal_identity(executor, executor.device))
+        )
         prover, held_out = Prover(executor, journal, recipe.chunk, progress), prompts.held_out
         log.info("calibrating for %s", executor.device)
 
@@ -149,9 +150,12 @@ def calibrate(
         if proven.met:
             # The record is of what is written, so whatever changes after the proof is measured again.
             certified = without_slower_layers(proven)
-            if prompts.certify or certified.candidate is not proven.candidate:
-                with clock.time_phase("certifying" if prompts.certify else "measuring again"):
-                    certified = certify(prover, prompts.certify, certified) if prompts.certify else certified
+            if prompts.certify:
+                with clock.time_phase("certifying"):
+                    certified = certify(prover, prompts.certify, certified)
+                    proven = remeasure(prover, held_out, proven, certified)
+            elif certified.candidate is not proven.candidate:
+                with clock.time_phase("measuring again"):
                     proven = remeasure(prover, held_out, proven, certified)
 
         profile = replace(proven.candidate.build_profile(), record=make_record(recipe, prompts, proven).to_json())
@@ -172,9 +176,13 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
     device = torch.device(recipe.device)
     if device.type != "cuda" or recipe.is_distributed:
         return []
-    options = {"random_weights": recipe.random_weights, "trust_remote_code": recipe.trust_remote_code}
-    shape = loaded.geometry if loaded else geometry(load_config(recipe.model, **options))
-    if (tested := choose_test_config(shape, device)) is None:
+    if loaded is None:
+        options = {"random_weights": recipe.random_weights, "trust_remote_code": recipe.trust_remote_code}
+        shape = geometry(load_config(recipe.model, **options))
+    else:
+        shape = loaded.geometry
+    tested = choose_test_config(shape, device)
+    if tested is None:
         return []
 
     def make_inputs(length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,14 +220,20 @@ def _with_crossovers(
     executor: Executor, chosen: Mapping[int, SearchResult], journal: Journal
 ) -> dict[int, SearchResult]:
     """Return the choices with the lengths below which their tiles are slower than dense attention on the GPU."""
-    plans = {(length, index): plan for length in chosen for index, plan in enumerate(chosen[length].choices)}
-    layers: dict[Hashable, Layer] = {place: describe_crossing(plan, place[0]) for place, plan in plans.items()}
-    tiles = measure_crossovers(executor, layers, journal)
-    plans = {place: replace(plan, point=plan.point._replace(tile=tiles[place])) for place, plan in plans.items()}
-    return {
-        length: replace(result, choices=[plans[length, index] for index in range(len(result.choices))])
-        for length, result in chosen.items()
+    layers: dict[Hashable, Layer] = {
+        (length, index): describe_crossing(choice, length)
+        for length, length_chosen in chosen.items()
+        for index, choice in enumerate(length_chosen.choices)
     }
+    tiles = measure_crossovers(executor, layers, journal)
+    choices = {
+        length: [
+            replace(choice, point=choice.point._replace(tile=tiles[length, index]))
+            for index, choice in enumerate(length_chosen.choices)
+        ]
+        for length, length_chosen in chosen.items()
+    }
+    return {length: replace(chosen[length], choices=choices[length]) for length in chosen}
 
 
 def describe_crossing(choice: LayerPlan, length: int) -> Layer:

@@ -26,7 +26,9 @@ class PhaseClock:
     """
 
     def __init__(
-        self, expected: Mapping[str, float] = MappingProxyType({}), clock: Callable[[], float] = time.monotonic
+        self,
+        expected: Mapping[str, float] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.seconds: dict[str, float] = {}
         self._expected, self._clock = dict(expected), clock

@@ -13,7 +13,14 @@ from typing import Any, get_args
 
 from calibrate.options import Option, check_names, collect_options, either, format_value, option, read_options
 from calibrate.record import RecordedBudget
-from s2o_runtime.config import LAST_ROWS, MAX_SEGMENT, MIN_SEGMENT, SEGMENT_STEP, KvCacheDtype, Scores
+from s2o_runtime.config import (
+    LAST_ROWS,
+    MAX_SEGMENT,
+    MIN_SEGMENT,
+    SEGMENT_STEP,
+    KvCacheDtype,
+    Scores,
+)
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
 from s2o_runtime.lengths import MAX_LENGTH, is_far_apart
@@ -80,8 +87,10 @@ class Budget:
         OPTIONS[f"budget_{self.kind}"].check(self.value)
         OPTIONS["ceiling_rel_mse"].check(self.ceiling)
         if self.ceiling and self.kind != "mse":
-            problem = f"ceiling_rel_mse {self.ceiling:g} goes with budget_mse only, but the budget is"
-            raise ConfigError(f"{problem} {self.kind} {self.value:g}: leave it out, or give a budget_mse")
+            raise ConfigError(
+                f"ceiling_rel_mse {self.ceiling:g} goes with budget_mse only, but the budget is {self.kind} "
+                f"{self.value:g}: leave it out, or give a budget_mse"
+            )
         return self
 
     @property
@@ -354,12 +363,16 @@ class Recipe:
             if length in self.lengths:
                 yield f"check length {length} is calibrated: use one that is not among the lengths"
             if length < self.lengths[0]:
-                shortest = f"{self.lengths[0]}, the shortest that is calibrated, where prompts stay dense"
-                yield f"check length {length} is below {shortest}: use a longer one"
+                yield (
+                    f"check length {length} is below {self.lengths[0]}, the shortest that is calibrated, where "
+                    "prompts stay dense: use a longer one"
+                )
         for shorter, longer in pairwise(sorted(self.lengths + self.checked_lengths)):
             if not is_far_apart(shorter, longer):
-                near = "less than an eighth of an octave apart, which a profile does not tell apart"
-                yield f"lengths {shorter} and {longer} are {near}: leave one out"
+                yield (
+                    f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
+                    "not tell apart: leave one out"
+                )
         domains = format_value(self.domains)
         if self.prompts is not None and self.domains is not None:
             yield f"domains {domains} are of the built-in text, but prompts are given: leave one out"
@@ -417,8 +430,10 @@ OPTIONS = collect_options(Recipe, GROUPS)
 def check_limit(length: int, limit: int) -> None:
     """Raise ConfigError if a prompt's length is beyond the tokens that a model can read."""
     if length > limit:
-        remedy = "use a shorter one, or a folder whose config.json asks for YaRN (docs/models.md#longer-prompts)"
-        raise ConfigError(f"length {length} is beyond the model's limit of {limit}: {remedy}")
+        raise ConfigError(
+            f"length {length} is beyond the model's limit of {limit}: use a shorter one, or a folder whose config.json "
+            "asks for YaRN (docs/models.md#longer-prompts)"
+        )
 
 
 def place_profile(model: str, device_name: str, budget: Budget, root: Path = Path("profiles")) -> Path:

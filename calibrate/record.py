@@ -9,36 +9,19 @@ only if all its entries do. FORMAT.md in s2o_runtime/profile is generated from t
 # ruff: noqa: RUF009 -- what `record_field` returns is a field of dataclasses
 from __future__ import annotations
 
-import platform
 import types
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from datetime import datetime, timezone
 from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import s2o_runtime
 from s2o_runtime.profile.record import BudgetKind, BudgetScope, ErrorUnit
 
 if TYPE_CHECKING:
     from s2o_runtime.profile import Profile  # which needs torch
 
-LIBRARIES = ("torch", "triton", "transformers", "optuna")
 AnyNode = TypeVar("AnyNode", bound="RecordNode")
-
-
-def collect_versions() -> dict[str, str]:
-    """Return the versions of a calibration's software, by name."""
-    return {"s2o": s2o_runtime.__version__, "python": platform.python_version()} | {
-        name: metadata.version(name) for name in LIBRARIES
-    }
-
-
-def format_now() -> str:
-    """Return the time in UTC, to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class FieldSpec(NamedTuple):
@@ -64,11 +47,16 @@ class RecordNode:
     @cache  # resolving the types takes long beside reading a node
     def list_fields(cls) -> tuple[FieldSpec, ...]:
         """Return the fields as they stand in the file."""
-        accepted = {name: get_args(hint)[0] for name, hint in get_type_hints(cls).items()}  # X of X | None
+        types_of = get_type_hints(cls)
         return tuple(
-            FieldSpec(texts["key"] or item.name, item.name, accepted[item.name], texts["unit"], texts["meaning"])
+            FieldSpec(
+                item.metadata["key"] or item.name,
+                item.name,
+                get_args(types_of[item.name])[0],  # of X | None
+                item.metadata["unit"],
+                item.metadata["meaning"],
+            )
             for item in fields(cls)
-            for texts in [item.metadata]
         )
 
     @classmethod
@@ -126,16 +114,16 @@ def update_record(profile: Profile, **changes: Any) -> dict[str, Any]:
     return kept | Record(**changes).to_json()
 
 
-# The fields are a table.
-# fmt: off
 @dataclass(frozen=True, kw_only=True)
 class RecordedBudget(RecordNode):
     """The error that the calibration was allowed."""
 
     kind: BudgetKind | None = record_field("`mse` or `rel_mse`: the unit of `value` and of every `limit`")
     value: float | None = record_field("the error allowed", "its kind")
-    ceiling_rel_mse: float | None = record_field("beside an `mse` the largest `rel_mse`: a layer's `limit` is the "
-        "smaller of `value` and this times the mean square of its dense output; absent without a ceiling")
+    ceiling_rel_mse: float | None = record_field(
+        "beside an `mse` the largest `rel_mse`: a layer's `limit` is the smaller of `value` and this times the mean "
+        "square of its dense output; absent without a ceiling"
+    )
     scope: BudgetScope | None = record_field("`layer`: of every layer; `model`: of the mean over layers")
 
     @property
@@ -158,8 +146,9 @@ class PromptHashes(RecordNode):
 
     calibration: tuple[PromptHash, ...] | None = record_field("the prompts that were calibrated on")
     held_out: tuple[PromptHash, ...] | None = record_field("the prompts that layers were adjusted on")
-    certify: tuple[PromptHash, ...] | None = record_field("the prompts of the certificate, none of which was "
-        "calibrated or adjusted on")
+    certify: tuple[PromptHash, ...] | None = record_field(
+        "the prompts of the certificate, none of which was calibrated or adjusted on"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +158,9 @@ class PredictedLayer(RecordNode):
     mse: float | None = record_field("mean over heads, of the mean over prompts plus one deviation", "output squared")
     density: float | None = record_field("mean over heads", "share")
     cost: float | None = record_field("density and ranking", "dense attention's time")
-    seconds: float | None = record_field("attention as timed by the search; on a GPU only, and only where it was not "
-        "tightened afterwards", "seconds")
+    seconds: float | None = record_field(
+        "attention as timed by the search; on a GPU only, and only where it was not tightened afterwards", "seconds"
+    )
     dense_seconds: float | None = record_field("dense attention, timed in turns with it", "seconds")
 
 
@@ -191,10 +181,12 @@ class ProvenLayer(RecordNode):
     density: float | None = record_field("mean over heads and held-out prompts", "share")
     worst: float | None = record_field("the 0.99 quantile over row tiles of the largest error of a row over its norm")
     limit: float | None = record_field("the error the layer may have", "the budget's kind")
-    binds: ErrorUnit | None = record_field("which of its two limits `limit` is; of a budget in `mse` with a ceiling "
-        "for every layer only")
-    tightened: int | None = record_field("how often the layer was tightened at this length because it was over its "
-        "limit")
+    binds: ErrorUnit | None = record_field(
+        "which of its two limits `limit` is; of a budget in `mse` with a ceiling for every layer only"
+    )
+    tightened: int | None = record_field(
+        "how often the layer was tightened at this length because it was over its limit"
+    )
     first_error: float | None = record_field("the error before the layer was tightened", "the budget's kind")
 
     def error(self, unit: ErrorUnit) -> float | None:
@@ -210,8 +202,10 @@ class ProvenLength(RecordNode):
     calibrated: bool | None = record_field("false for a length that was only checked")
     kl: float | None = record_field("mean over positions of KL(dense, patched) of the next token", "nats")
     top1: float | None = record_field("of positions where both find the same token most likely", "share")
-    needles: tuple[int, int] | None = record_field("needles the patched model keeps of those the dense one finds, and "
-        "how many that are; absent if the prompts ask for none")
+    needles: tuple[int, int] | None = record_field(
+        "needles the patched model keeps of those the dense one finds, and how many that are; absent if the prompts "
+        "ask for none"
+    )
     prefill_seconds: float | None = record_field("all decoder layers on the first prompt; on a GPU only", "seconds")
     dense_prefill_seconds: float | None = record_field("the dense model's", "seconds")
     layers: tuple[ProvenLayer, ...] | None = record_field("one entry for each layer, in their order")
@@ -222,16 +216,21 @@ class CertifiedLayer(RecordNode):
     """The certificate of one layer; a layer that is dense has no error."""
 
     mean: float | None = record_field("error, mean over the certify prompts", "the budget's kind")
-    bound: float | None = record_field("upper bound for the mean over prompts of the error over all rows; at most the "
-        "limit", "the budget's kind")
-    spent: float | None = record_field("of what it was adjusted to spend, what the certificate left it; 0: dense; "
-        "absent if its first bound held", "share")
+    bound: float | None = record_field(
+        "upper bound for the mean over prompts of the error over all rows; at most the limit", "the budget's kind"
+    )
+    spent: float | None = record_field(
+        "of what it was adjusted to spend, what the certificate left it; 0: dense; absent if its first bound held",
+        "share",
+    )
     density: float | None = record_field("mean over heads and certify prompts", "share")
     limit: float | None = record_field("the error the layer may have", "the budget's kind")
-    rel_mse: float | None = record_field("the mean error over the mean square of the dense output on the certify "
-        "prompts; of a budget in `mse` only")
-    binds: ErrorUnit | None = record_field("which of its two limits `limit` is; of a budget in `mse` with a ceiling "
-        "for every layer only")
+    rel_mse: float | None = record_field(
+        "the mean error over the mean square of the dense output on the certify prompts; of a budget in `mse` only"
+    )
+    binds: ErrorUnit | None = record_field(
+        "which of its two limits `limit` is; of a budget in `mse` with a ceiling for every layer only"
+    )
 
     @property
     def rel_bound(self) -> float | None:
@@ -246,8 +245,9 @@ class CertifiedRetrieval(RecordNode):
     """The needles of the certify prompts."""
 
     found: int | None = record_field("needles that the dense model finds; 0: retrieval is not proven")
-    kept: int | None = record_field("of these, needles that the patched model finds too or whose log-probability fell "
-        "by less than 1 nat")
+    kept: int | None = record_field(
+        "of these, needles that the patched model finds too or whose log-probability fell by less than 1 nat"
+    )
     low: float | None = record_field("lower end of the Clopper-Pearson interval for the share kept", "share")
     high: float | None = record_field("its upper end", "share")
 
@@ -276,13 +276,17 @@ class CertifiedLength(RecordNode):
     tokens: int | None = record_field("of them all", "tokens")
     share: float | None = record_field("of prompts that keep both of the next; absent if all is dense", "share")
     error_over_limit: float | None = record_field("the largest error of a layer on a prompt over its limit")
-    kl: float | None = record_field("KL(dense, patched) of the next token, mean over a prompt's positions; absent "
-        "where it is 0", "nats")
+    kl: float | None = record_field(
+        "KL(dense, patched) of the next token, mean over a prompt's positions; absent where it is 0", "nats"
+    )
     mean_kl: float | None = record_field("the same, mean over the prompts", "nats")
-    noise_floor: float | None = record_field("mean KL between two dense implementations on the first two prompts; "
-        "absent where rounding is negligible", "nats")
-    top1: float | None = record_field("the least share of a prompt's positions with the same most likely "
-        "token", "share")
+    noise_floor: float | None = record_field(
+        "mean KL between two dense implementations on the first two prompts; absent where rounding is negligible",
+        "nats",
+    )
+    top1: float | None = record_field(
+        "the least share of a prompt's positions with the same most likely token", "share"
+    )
     retrieval: CertifiedRetrieval | None = record_field("absent if the prompts ask for no needles")
     domains: tuple[CertifiedDomain, ...] | None = record_field("the same by kind of text")
     layers: tuple[CertifiedLayer, ...] | None = record_field("one entry for each layer, in their order")
@@ -292,8 +296,10 @@ class CertifiedLength(RecordNode):
 class Certificate(RecordNode):
     """The claims about prompts like those that had no part in choosing the settings."""
 
-    confidence: float | None = record_field("that all means of all lengths are within their limits; of each length's "
-        "claim about prompts; of each interval", "share")
+    confidence: float | None = record_field(
+        "that all means of all lengths are within their limits; of each length's claim about prompts; of each interval",
+        "share",
+    )
     method: str | None = record_field("how bounds were made, in words")
     lengths: tuple[CertifiedLength, ...] | None = record_field("calibrated and checked lengths")
 
@@ -314,15 +320,18 @@ class RetiledLayers(RecordNode):
 class Retiling(RecordNode):
     """The change to the tiles of another GPU than the profile was made on."""
 
-    made_on: str | None = record_field("the device the profile was made on; errors, densities and times elsewhere in "
-        "the record are of it", key="from")
+    made_on: str | None = record_field(
+        "the device the profile was made on; errors, densities and times elsewhere in the record are of it", key="from"
+    )
     tuned_for: str | None = record_field("the device its tiles are for", key="to")
     versions: Mapping[str, str] | None = record_field("as `record.versions`, of the tuning")
-    dense_layers: int | None = record_field("layers of all lengths that became dense, because no tile beats dense "
-        "attention there")
+    dense_layers: int | None = record_field(
+        "layers of all lengths that became dense, because no tile beats dense attention there"
+    )
     note: str | None = record_field("this, as a sentence")
-    timed: tuple[RetiledLayers, ...] | None = record_field("one entry for all layers alike in shape and "
-        "density", key="kinds")
+    timed: tuple[RetiledLayers, ...] | None = record_field(
+        "one entry for all layers alike in shape and density", key="kinds"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,16 +343,20 @@ class Record(RecordNode):
 
     budget: RecordedBudget | None = record_field("the error that the calibration was allowed")
     objective: str | None = record_field("`latency` (measured on a GPU) or `predicted latency`")
-    proof: str | None = record_field("`held out`: within the budget on the held-out prompts, which layers were "
-        "adjusted on. `failed`: not, written all the same (`--allow-regression`). `none`: predicted for another "
-        "budget. `held out on <device>`: proven there, then given the tiles of another GPU")
+    proof: str | None = record_field(
+        "`held out`: within the budget on the held-out prompts, which layers were adjusted on. `failed`: not, written "
+        "all the same (`--allow-regression`). `none`: predicted for another budget. `held out on <device>`: proven "
+        "there, then given the tiles of another GPU"
+    )
     problems: tuple[str, ...] | None = record_field("one sentence for each thing that was not proven")
     versions: Mapping[str, str] | None = record_field("the versions of the software that took part, by name")
     data: PromptHashes | None = record_field("the prompts that took part")
     recipe: Mapping[str, Any] | None = record_field("the settings that decided, below")
     predicted: tuple[PredictedLength, ...] | None = record_field("what the curves say, at each calibrated length")
-    held_out: tuple[ProvenLength, ...] | None = record_field("the proof on the prompts that layers were adjusted on, "
-        "at each calibrated and checked length; empty for a profile that is only predicted")
+    held_out: tuple[ProvenLength, ...] | None = record_field(
+        "the proof on the prompts that layers were adjusted on, at each calibrated and checked length; empty for a "
+        "profile that is only predicted"
+    )
     certificate: Certificate | None = record_field("what is certified; absent if nothing is")
     not_proven: tuple[str, ...] | None = record_field("one sentence for each thing that a reader might take for shown")
     retiled: Retiling | None = record_field("only in a profile that was given the tiles of another GPU")

@@ -94,8 +94,9 @@ def format_kept(kept: int, found: int) -> Number:
 def format_markdown(table: Table) -> str:
     """Return the table in Markdown, without its title."""
     rule = [ALIGNMENTS[table.get_alignment(column)][1] for column in range(len(table.names))]
-    lines = (table.titles, rule, *(map(escape_markdown, row) for row in table.rows))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(
+        f"| {' | '.join(line)} |" for line in (table.titles, rule, *(map(escape_markdown, row) for row in table.rows))
+    )
 
 
 def format_bullets(lines: Iterable[str]) -> str:

@@ -1,24 +1,15 @@
-"""Time calls as a server would see them: with a cold L2 cache, and launched while the GPU is still busy.
-
-Before calls are timed one by one, their kernels are compiled on several cores.
-"""
+"""Time calls as a server would see them: with a cold L2 cache, and launched while the GPU is still busy."""
 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from s2o_runtime.attention.warmup import THREADS
-from s2o_runtime.config import LayerConfig, TileConfig
 
 try:
     from triton.errors import TritonError
@@ -155,52 +146,3 @@ def _time_by_clock(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
-    """Make calls concurrently, so that their kernels are compiled; their results are dropped.
-
-    A call that fails here fails again where it is timed, and is reported there. Calls that need the same kernels would
-    only compile them several times.
-    """
-    with start_compiling(calls) as finish:
-        finish()
-
-
-@contextmanager
-def start_compiling(calls: Iterable[Callable[[], object]]) -> Iterator[Callable[[], None]]:
-    """Make calls as `compile_ahead` does, concurrently with the block.
-
-    Yields:
-        A function that waits for the calls. Those that did not begin before the block ends are not made.
-    """
-    # threads share the work, because Triton leaves Python's lock while it compiles
-    threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
-    futures = [threads.submit(call) for call in calls]
-
-    def finish() -> None:
-        for future in futures:
-            with suppress(*FAILURES):
-                future.result()
-
-    try:
-        yield finish
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-
-
-def with_tiles(config: LayerConfig, tiles: Iterable[TileConfig]) -> list[LayerConfig]:
-    """Return the layer with each tile that has a kernel of its own: the stride of the stop check makes none."""
-    first_of = {without_stride(tile): tile for tile in reversed(list(tiles))}
-    return [config.with_tile(tile) for tile in reversed(first_of.values())]
-
-
-def without_stride(tile: TileConfig) -> TileConfig:
-    """Return the tile without the stride of its stop check."""
-    return replace(tile, chunk=1)
-
-
-def get_kernel_form(config: LayerConfig) -> Hashable:
-    """Return all that decides, beside a layer's tile, about the kernels that it needs."""
-    modes = frozenset(head.mode for head in config.heads)
-    return modes, config.has_tail, config.last_rows > 0, config.scores

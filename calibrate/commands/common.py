@@ -23,8 +23,9 @@ def add_output_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--quiet", action="store_true", help="no plan and no progress")
     parser.add_argument("--verbose", action="store_true", help="log decisions to standard error, print the whole plan")
-    as_json = "log, progress and errors as JSON lines, as S2O_LOG=json"
-    parser.add_argument("--log-json", action="store_true", help=as_json)
+    parser.add_argument(
+        "--log-json", action="store_true", help="log, progress and errors as JSON lines, as S2O_LOG=json"
+    )
 
 
 def run_command(program: str, flags: Flags, command: Callable[[Flags], int], if_interrupted: str = "") -> int:
@@ -42,8 +43,10 @@ def run_command(program: str, flags: Flags, command: Callable[[Flags], int], if_
         except OSError as error:
             if error.errno not in CANNOT_WRITE:
                 raise
-            problem = f"{error.filename or 'a file'} cannot be written or read ({error.strerror})"
-            raise ResourceError(f"{problem}: check the disk and its permissions") from error
+            raise ResourceError(
+                f"{error.filename or 'a file'} cannot be written or read ({error.strerror}): check the disk and "
+                "its permissions"
+            ) from error
 
     return call_command(program, report_disk_errors, if_interrupted)
 

@@ -34,13 +34,17 @@ log = logging.getLogger(PROGRAM)
 FIRST = ("--model", "--profile", "--setting", "--lengths", "--tasks", "--prompts", "--out-dir", "--dry-run")
 EXAMPLES = (
     ("compare a profile with dense attention", "--model demo --profile p.safetensors --out-dir results"),
-    ("compare answers only, many of them, at two lengths",
-     "--model demo --profile p.safetensors --tasks needles,alike,variables,counting,questions,greedy "
-     "--lengths 8192,32768 --num-prompts 8 --num-needles 32 --out-dir results"),
-    ("compare one setting for all heads, without a profile",
-     "--model demo --setting tau=0.3,segment=1024 --out-dir results"),
+    (
+        "compare answers only, many of them, at two lengths",
+        "--model demo --profile p.safetensors --tasks needles,alike,variables,counting,questions,greedy "
+        "--lengths 8192,32768 --num-prompts 8 --num-needles 32 --out-dir results",
+    ),
+    (
+        "compare one setting for all heads, without a profile",
+        "--model demo --setting tau=0.3,segment=1024 --out-dir results",
+    ),
     ("score your own questions", "--model demo --profile p.safetensors --prompts questions.jsonl --out-dir results"),
-)  # fmt: skip
+)
 
 
 def build_parser() -> Parser:
@@ -129,7 +133,7 @@ def _measure(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: boo
     from calibrate.evaluation.run import Evaluation, evaluate, list_variants
     from calibrate.model.models import load
     from calibrate.progress import PhaseClock
-    from calibrate.record import format_now
+    from calibrate.versions import format_now
 
     with PhaseClock().time_phase("loading the model", progress):
         loaded = load(plan.model, plan.device, seed=plan.seed, resident=True, **plan.loading)

@@ -43,19 +43,25 @@ REBUDGET = {
 }  # fmt: skip
 RETILE = {"device": "a GPU if there is one", "out": "<profile>-<gpu>.safetensors here"}
 VERIFY = {
-    "model": "", "device": "a GPU if there is one",
-    "prompts": "those of the profile's recipe", "chunk": "that of the profile's recipe",
+    "model": "",
+    "device": "a GPU if there is one",
+    "prompts": "those of the profile's recipe",
+    "chunk": "that of the profile's recipe",
     "tokenizer": "the model's, whatever the profile's recipe says",
     "trust_remote_code": "it does not run, whatever the profile's recipe says",
-}  # fmt: skip
+}
 SEED = ("check the certificate on other prompts, drawn with this seed",
         "prove again on the prompts that layers were adjusted on")  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the commands. Flags that are not given are left out of the namespace."""
-    description = "Look into S2O profiles, change them, prove them again, draw and describe them."
-    out = Parser(prog=PROGRAM, description=description, epilog=describe_exit_codes(), examples=EXAMPLES)
+    out = Parser(
+        prog=PROGRAM,
+        description="Look into S2O profiles, change them, prove them again, draw and describe them.",
+        epilog=describe_exit_codes(),
+        examples=EXAMPLES,
+    )
     add_information(out)
     commands = out.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -68,8 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     show = add_command("show", "What a profile does and what was proven of it.")
-    head_help = "what one head does at every length, and why"
-    show.add_argument("--head", type=_parse_head, metavar="LAYER.HEAD", help=head_help)
+    show.add_argument(
+        "--head", type=_parse_head, metavar="LAYER.HEAD", help="what one head does at every length, and why"
+    )
     show.add_argument("--journal", type=Path, metavar="FILE", help="the measurements (default beside the profile)")
     add_command("rebudget", "Another budget, from what was measured: no model, no GPU.", REBUDGET)
     add_command("retile", "The same thresholds with tiles for the GPU here.", RETILE)
@@ -93,8 +100,9 @@ def _run(flags: Flags) -> int:
     try:
         return int(COMMANDS[flags["command"]](flags))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        problem = f"{error.filename or 'a file'} cannot be written or read ({error.strerror})"
-        raise InputError(f"{problem}: check the path") from error
+        raise InputError(
+            f"{error.filename or 'a file'} cannot be written or read ({error.strerror}): check the path"
+        ) from error
 
 
 def _find_profile(text: str) -> Path:
@@ -128,12 +136,14 @@ def show(flags: Flags) -> int:
     profile = load_profile(flags["profile"])
     if "head" not in flags:
         return _print_result(flags, summarise_profile(profile), show_summary(profile))
-    (layer, head), geometry = flags["head"], profile.geometry
+    layer, head = flags["head"]
+    geometry = profile.geometry
     table_row = geometry.find_row(layer)
     if table_row is None or head >= geometry.query_heads:
         layers = ", ".join(map(str, geometry.layer_numbers)) or f"0 to {geometry.layers - 1}"
-        there = f"layers are {layers}, heads 0 to {geometry.query_heads - 1}"
-        raise ConfigError(f"head {layer}.{head} does not exist: {there}")
+        raise ConfigError(
+            f"head {layer}.{head} does not exist: layers are {layers}, heads 0 to {geometry.query_heads - 1}"
+        )
     rows = explain_head(profile, flags["profile"], table_row, head, flags.get("journal"))
     return _print_result(flags, {"layer": layer, "head": head, "lengths": rows}, format_head(rows))
 
@@ -275,7 +285,10 @@ def _print_result(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int
         return print_json(value)
     console = open_console()
     for part in parts:
-        print_table(part, console) if isinstance(part, Table) else print_lines([part], console)
+        if isinstance(part, Table):
+            print_table(part, console)
+        else:
+            print_lines([part], console)
     return OK
 
 

@@ -20,7 +20,7 @@ from calibrate.evaluation.tasks import list_cases
 from calibrate.journal import Journal
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.documents import read_text
-from calibrate.record import collect_versions
+from calibrate.versions import collect_versions
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import split_fingerprint
 

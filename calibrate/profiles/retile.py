@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from calibrate.compiling import compile_ahead, with_tiles
 from calibrate.curves.curves import TAUS, RankingConfig, Shape, estimate_overhead
 from calibrate.curves.measure import measure
 from calibrate.model.layers import Captured
-from calibrate.record import RetiledLayers, Retiling, collect_versions, read_record, update_record
+from calibrate.record import RetiledLayers, Retiling, read_record, update_record
 from calibrate.search.tiles import Layer, with_crossover
-from calibrate.timing import FAILURES, Timing, compile_ahead, describe_failure, time_against_dense, with_tiles
+from calibrate.timing import FAILURES, Timing, describe_failure, time_against_dense
+from calibrate.versions import collect_versions
 from s2o_runtime.config import HeadConfig, LayerConfig, Scores, StopRule, TileConfig
 from s2o_runtime.devices import decide_fit, identify
 from s2o_runtime.errors import InputError

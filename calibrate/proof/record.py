@@ -6,7 +6,8 @@ from calibrate.prompts.prompt import PromptSet
 from calibrate.proof.adjust import ProofResult
 from calibrate.proof.bounds import CONFIDENCE
 from calibrate.recipe import Recipe
-from calibrate.record import Certificate, PredictedLength, ProvenLayer, ProvenLength, Record, collect_versions
+from calibrate.record import Certificate, PredictedLength, ProvenLayer, ProvenLength, Record
+from calibrate.versions import collect_versions
 
 METHOD = (
     "means: Student's bounds over groups of text, kinds in equal parts, all within their limits at once; prompts: "

@@ -17,10 +17,11 @@ from calibrate.curves.curves import dense_power
 from calibrate.pipeline import Result
 from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
-from calibrate.record import Certificate, collect_versions, read_record
+from calibrate.record import Certificate, read_record
 from calibrate.report.plan import list_options
 from calibrate.report.summary import count_heads
 from calibrate.search.choice import LayerPlan, make_constraints
+from calibrate.versions import collect_versions
 from s2o_runtime.config import Tail
 from s2o_runtime.profile.record import BudgetKind, ErrorUnit
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from sklearn.cluster import AgglomerativeClustering
 
+from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles
 from calibrate.curves.curves import Curves, Shape, dense_power, select_rankings
 from calibrate.curves.measure import LayersCurves, get_forward
 from calibrate.journal import Journal, gpu_key
@@ -30,16 +31,7 @@ from calibrate.search.choice import (
     make_constraints,
 )
 from calibrate.search.study import LayerSearch, Studies
-from calibrate.timing import (
-    FAILURES,
-    MAX_SLOWDOWN,
-    Timing,
-    compile_ahead,
-    describe_failure,
-    get_kernel_form,
-    time_against_dense,
-    with_tiles,
-)
+from calibrate.timing import FAILURES, MAX_SLOWDOWN, Timing, describe_failure, time_against_dense
 from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, run_at_once
 from s2o_runtime.config import LayerConfig, TileConfig
 

@@ -11,16 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles, without_stride
 from calibrate.journal import Journal
-from calibrate.timing import (
-    FAILURES,
-    compile_ahead,
-    describe_failure,
-    get_kernel_form,
-    measure_medians,
-    with_tiles,
-    without_stride,
-)
+from calibrate.timing import FAILURES, describe_failure, measure_medians
 from calibrate.work.executor import Executor, WorkerState, WorkItem, find_unmeasured, measure_items
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import KEY_BLOCK, MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig

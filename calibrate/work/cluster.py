@@ -26,7 +26,7 @@ import torch
 from calibrate.progress import show_status
 from calibrate.prompts.prompt import Prompt
 from calibrate.recipe import Recipe
-from calibrate.record import collect_versions
+from calibrate.versions import collect_versions
 from calibrate.work.executor import Item, ItemChain, Pending, StageWork, WorkerState, WorkItem
 from s2o_runtime.devices import DeviceIdentity, identify, is_same_product
 from s2o_runtime.errors import ConfigError, ResourceError, S2OError, get_first_line

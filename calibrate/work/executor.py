@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise, zip_longest
@@ -201,9 +201,14 @@ def open_local_executor(loaded: LoadedModel) -> Iterator[LocalExecutor]:
         yield LocalExecutor(worker)
 
 
-def open_executor(model: LoadedModel | Executor) -> AbstractContextManager[Executor]:
-    """Return a context with the executor itself, or with one of this process for a loaded model."""
-    return open_local_executor(model) if isinstance(model, LoadedModel) else nullcontext(model)
+@contextmanager
+def open_executor(model: LoadedModel | Executor) -> Iterator[Executor]:
+    """Yield the executor itself, or one of this process for a loaded model."""
+    if isinstance(model, LoadedModel):
+        with open_local_executor(model) as executor:
+            yield executor
+    else:
+        yield model
 
 
 def split_among_workers(executor: Executor, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from calibrate.record import format_now
+from calibrate.versions import format_now
 from s2o_runtime.command_line import BAD_INPUT, OK, Parser
 from s2o_runtime.devices import identify
 from s2o_runtime.errors import ConfigError, S2OError

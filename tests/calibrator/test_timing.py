@@ -14,21 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from calibrate import timing
+from calibrate.compiling import THREADS, compile_ahead, get_kernel_form, start_compiling, with_tiles, without_stride
 from calibrate.timing import (
     CERTAIN,
     LONG_CALL_S,
     MAX_SLOWDOWN,
     ROUNDS,
-    THREADS,
-    compile_ahead,
-    get_kernel_form,
     interval,
     measure_medians,
     sample_times,
-    start_compiling,
     time_against_dense,
-    with_tiles,
-    without_stride,
 )
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig

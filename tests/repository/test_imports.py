@@ -18,7 +18,7 @@ RUNTIME = [
     "doctor", "__init__",
 ]  # fmt: skip
 CALIBRATE = [
-    "timing", "tables", "journal", "options", "record", "recipe", "machine", "progress",
+    "versions", "timing", "compiling", "tables", "journal", "options", "record", "recipe", "machine", "progress",
     "model", "prompts", "work", "curves", "search", "profiles", "proof", "pipeline", "report", "api", "evaluation",
     "commands", "__init__",
 ]  # fmt: skip

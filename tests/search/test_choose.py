@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calibrate.compiling import get_kernel_form
 from calibrate.curves.curves import Shape, unpack
 from calibrate.curves.measure import combine_prompts, measure_prompt
 from calibrate.journal import Journal
@@ -27,7 +28,7 @@ from calibrate.search.choose import (
     choose,
     group_layers,
 )
-from calibrate.timing import Timing, get_kernel_form
+from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from calibrate.compiling import get_kernel_form
 from calibrate.journal import Journal
 from calibrate.search import tiles
 from calibrate.search.tiles import CrossoverKey, Layer
-from calibrate.timing import get_kernel_form
 from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.identity import Geometry
 from support.executors import GPU, pretended
