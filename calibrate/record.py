@@ -95,9 +95,11 @@ def _read(expected: Any, value: Any) -> Any:
 
 
 def _write(value: Any) -> Any:
+    if isinstance(value, RecordNode):
+        return value.to_json()
     if isinstance(value, tuple):
         return [_write(item) for item in value]
-    return value.to_json() if isinstance(value, RecordNode) else dict(value) if isinstance(value, Mapping) else value
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def read_record(profile: Profile) -> Record:

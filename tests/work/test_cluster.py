@@ -37,15 +37,16 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def workers_at_once(monkeypatch):
-    """Workers are copies of a process that has imported all they need; one that stands still is given up soon.
+def workers_at_once(monkeypatch, request):
+    """Workers have one thread, because with more torch adds up in another order; one that stands still is given up soon.
 
-    They have one thread: with another number of threads torch adds up in another order.
+    In `make test` they begin as copies of a process that has imported all they need, which saves half of the time.
     """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folders = ROOT, ROOT / "tests", Path(__file__).parent, os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
-    changes = {"distributed.scheduler.worker-ttl": "25s", "distributed.worker.multiprocessing-method": "forkserver"}
+    method = "spawn" if request.node.get_closest_marker("exhaustive") else "forkserver"
+    changes = {"distributed.scheduler.worker-ttl": "25s", "distributed.worker.multiprocessing-method": method}
     with dask.config.set(changes):
         get_mp_context().set_forkserver_preload(["calibrate.pipeline", "calibrate.work.cluster", "transformers"])
         yield
@@ -127,7 +128,10 @@ def children():
     """The worker processes of this one, by their numbers."""
     import psutil
 
-    return [process.pid for process in psutil.Process().children(recursive=True) if process.ppid() != os.getpid()]
+    processes = psutil.Process().children(recursive=True)
+    if dask.config.get("distributed.worker.multiprocessing-method") == "forkserver":  # whose children they are
+        return [process.pid for process in processes if process.ppid() != os.getpid()]
+    return [process.pid for process in processes if "spawn_main" in " ".join(process.cmdline())]
 
 
 @SLOW
