@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def workers_at_once(monkeypatch, request):
-    """Workers have one thread, because with more torch adds up in another order; one that stands still is given up soon.
+    """Workers have one thread, because with more torch adds up in another order; one that is silent is given up soon.
 
     In `make test` they begin as copies of a process that has imported all they need, which saves half of the time.
     """
