@@ -26,16 +26,13 @@ log = logging.getLogger("calibrate")
 
 
 class Plan(NamedTuple):
-    """A run whose options fit the model and the machine, and what is known of it before the model is loaded.
-
-    prompts: of a dry run, the number of prompts beside the number that is needed, in words.
-    """
+    """A run whose options fit the model and the machine, and what is known of it before the model is loaded."""
 
     recipe: Recipe
     device: DeviceIdentity
     preflight: Preflight
     estimate: Estimate
-    prompts: str = ""
+    prompts: str = ""  # of a dry run, the number of prompts beside the number that is needed, in words
 
 
 def calibrate(model: Any, tokenizer: Any = None, *, progress: bool = True, **options: Any) -> Result:
@@ -91,11 +88,9 @@ def _plan_loaded(model: Any, tokenizer: Any, options: Mapping[str, Any]) -> tupl
     from calibrate.model.models import from_memory
     from s2o_runtime.layer_kinds import get_max_positions
 
-    known = [name for name in ("device", "random_weights", "trust_remote_code") if name in options]
-    if known:
-        raise ConfigError(
-            f"calibrate() got a model in memory and {known[0]}, which it has already: leave {known[0]} out"
-        )
+    for name in ("device", "random_weights", "trust_remote_code"):
+        if name in options:
+            raise ConfigError(f"calibrate() got a model in memory and {name}, which it has already: leave {name} out")
     loaded = from_memory(model, tokenizer)
     given = {**options, "model": loaded.name, "device": str(loaded.weights.device)}
     recipe, device = resolve_recipe(read_options(OPTIONS, given, "calibrate()"))
@@ -109,11 +104,10 @@ def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bo
     Args:
         options: those that were given, in the types of `Recipe`'s fields.
         dry_run: whether nothing is going to run, so that the sizes of an alias suffice, which ship, and a GPU that is
-            named by target_gpu need not be here; prompts are counted then.
+            named by target_gpu need not be here.
         progress: whether to tell on standard error that a scheduler is waited for.
 
-    Raises:
-        ConfigError, InputError, ModelError, ResourceError: as `calibrate` does.
+    Raises what `calibrate` does.
     """
     gpu = find_gpu(options["target_gpu"]) if dry_run and options.get("target_gpu") else None
     if gpu is not None and not {"gpus", "scheduler"} & options.keys():  # it is an option of many workers elsewhere
@@ -137,14 +131,12 @@ def make_plan(options: Mapping[str, Any], *, dry_run: bool = False, progress: bo
     if recipe.scheduler is not None:
         from calibrate.work.cluster import CONNECT_TIMEOUT_S, connect
 
-        with PhaseClock().time_phase(
-            f"waiting for scheduler {recipe.scheduler}, at most {CONNECT_TIMEOUT_S:g} s", progress
-        ):
+        waiting = f"waiting for scheduler {recipe.scheduler}, at most {CONNECT_TIMEOUT_S:g} s"
+        with PhaseClock().time_phase(waiting, progress):
             connect(recipe.scheduler).close()
-    memory = device.memory_bytes if gpu else 0
     seen = make_preflight(
         recipe.model, config, device=recipe.device, lengths=recipe.lengths, random_weights=recipe.random_weights,
-        memory=memory,
+        memory=device.memory_bytes if gpu else 0,
     )  # fmt: skip
     expected = estimate(recipe, seen.sizes, seen.geometry, device)
     warn_without_gpu(recipe.model, seen, expected.total, device)
@@ -166,8 +158,7 @@ def warn_without_gpu(model: str, preflight: Preflight, seconds: float, device: D
 def _count_prompts(recipe: Recipe) -> str:
     """Return the number of prompts of each length beside the number that is needed, in words.
 
-    Raises:
-        InputError: a prompt file is bad, or they are too few for the run.
+    Raises InputError if a prompt file is bad, or they are too few for the run.
     """
     from calibrate.model.models import find_shipped_config, load_config, load_tokenizer
     from calibrate.pipeline import check_certifiable
@@ -176,10 +167,8 @@ def _count_prompts(recipe: Recipe) -> str:
 
     others = recipe.held_out + recipe.num_certify
     needed = {length: others + recipe.num_prompts * (length in recipe.lengths) for length in recipe.all_lengths}
-    is_alias, is_endless = (
-        find_shipped_config(recipe.model),
-        bool(set(recipe.used_domains) - set(FOUND)),
-    )  # generated text
+    is_alias = find_shipped_config(recipe.model)
+    is_endless = bool(set(recipe.used_domains) - set(FOUND))  # generated text
     try:
         if is_alias and not is_endless:
             load_config(recipe.model, random_weights=recipe.random_weights)  # fails at once without a way to the Hub
@@ -205,16 +194,13 @@ def run(
     loaded: LoadedModel | None = None,
     estimate: Estimate | None = None,
 ) -> Result:
-    """Run a recipe and write the report beside its profile, or where it would be.
-
-    command: the command line for the report, if there was one. estimate: of the run's time, for progress.
-    """
+    """Run a recipe and write the report, with the `command` line if there was one, beside its profile."""
     from calibrate import pipeline
     from calibrate.report.contents import make_report
     from calibrate.report.page import write_report
 
-    expected = estimate.seconds if estimate else {}
     with wrap_write_errors(recipe.out):
+        expected = estimate.seconds if estimate else {}
         result = pipeline.calibrate(recipe, progress=progress, loaded=loaded, expected=expected)
     try:
         result = replace(result, report=make_report(recipe, result, command=command))

@@ -16,8 +16,8 @@ from s2o_runtime.config import LayerConfig, TileConfig
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
     """Make calls concurrently, so that their kernels are compiled; their results are dropped.
 
-    Triton leaves Python's lock while it compiles, so threads share the work. A call that fails here fails again where
-    it is timed, and is reported there. Calls that need the same kernels would only compile them several times.
+    A call that fails here fails again where it is timed, and is reported there. Calls that need the same kernels would
+    only compile them several times.
     """
     with start_compiling(calls) as finish:
         finish()
@@ -30,6 +30,7 @@ def start_compiling(calls: Iterable[Callable[[], object]]) -> Iterator[Callable[
     Yields:
         A function that waits for the calls. Those that did not begin before the block ends are not made.
     """
+    # threads share the work, because Triton leaves Python's lock while it compiles
     threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     futures = [threads.submit(call) for call in calls]
 

@@ -1,13 +1,9 @@
 """The journal of one calibration: an SQLite file that keeps every measurement from the moment it is made.
 
-A calibration is deterministic given its measurements, so a run is resumed by running the same command again: what the
-journal holds is not measured again. Keys do not name the error budget, so another budget uses the same measurements.
-
-Each measurement is one transaction: a kill at any moment loses at most the one being written. The file has SQLite's
-rollback journal and not its write-ahead log, because the latter needs memory that all processes share, which network
-disks do not give. A writer holds SQLite's lock on an empty database beside it (FILE.lock, which only a kill leaves) for
-as long as it lives and has the journal open. The journal itself is locked during a commit only: others can read it
-meanwhile.
+What the journal holds is not measured again. Keys do not name the error budget, so another budget uses the same
+measurements. Each measurement is one transaction: a kill at any moment loses at most the one being written. A writer
+holds SQLite's lock on an empty database beside it (FILE.lock, which only a kill leaves) while it has the journal open.
+The journal itself is locked during a commit only: others can read it meanwhile.
 """
 
 from __future__ import annotations
@@ -52,11 +48,9 @@ class Journal:
 
     def __init__(self, path: Path, identity: Mapping[str, Any] | None, option: str = "--journal") -> None:
         """Open a journal, with `identity` to write it, without to read only. Use `open` or `read`."""
-        self.path = path
+        self.path, self._writable = path, identity is not None
         self._option = option  # the command's option that names another file, for error messages
-        self._start_over = f"give another {option}, or delete it to start over"
         self.identity: dict[str, Any] = {}
-        self._writable = identity is not None
         self._lock = RLock()  # threads of one process may use it, one at a time
         self._put: set[tuple[str, str]] = set()  # kinds and keys of this run's measurements
         self._reused: set[tuple[str, str]] = set()  # and of those of earlier runs that it used
@@ -84,8 +78,8 @@ class Journal:
         option: the command's option for another file, for messages.
 
         Raises:
-            InputError: The file belongs to another identity, is not a journal of this version of S2O, or is damaged.
-            ResourceError: Another run has it open, or it cannot be written.
+            InputError: the file belongs to another identity, is not a journal of this version of S2O, or is damaged.
+            ResourceError: another run has it open, or it cannot be written.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +89,7 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        """Open a journal to read it, even while another process writes it.
-
-        Raises:
-            InputError: The file cannot be read, is empty, is not a journal of this version of S2O, or is damaged.
-        """
+        """Open a journal to read it, even while another process writes it. Raises InputError if it is none."""
         return cls(path, None)
 
     def __enter__(self) -> Journal:
@@ -120,18 +110,19 @@ class Journal:
     def get(self, kind: str, key: Mapping[str, Any]) -> Any | None:
         """Return the value last put under a kind and key, as JSON gives it back (tuples as lists), or None."""
         name = kind, _encode_key(key)
-        rows = self._select("SELECT value, tensors FROM entries WHERE kind = ? AND key = ?", name)
+        rows = self._select("SELECT value, tensors FROM entries WHERE kind = ? AND key = ?", *name)
         if rows and name not in self._put:
             self._reused.add(name)
         return self._decode(*rows[0]) if rows else None
 
     def keys(self, kind: str) -> list[dict[str, Any]]:
         """Return all keys of a kind, in the order in which they were first put."""
-        rows = self._select("SELECT key FROM entries WHERE kind = ? ORDER BY rowid", (kind,))
-        return [json.loads(key) for (key,) in rows]
+        return [
+            json.loads(key) for (key,) in self._select("SELECT key FROM entries WHERE kind = ? ORDER BY rowid", kind)
+        ]
 
     def put(self, kind: str, key: Mapping[str, Any], value: Any) -> None:
-        """Write a measurement down; once this returns, it is on the disk. Raises as `put_all` does."""
+        """Write a measurement down as `put_all` does."""
         self.put_all(kind, [(key, value)])
 
     def put_all(
@@ -140,13 +131,13 @@ class Journal:
         entries: Sequence[tuple[Mapping[str, Any], Any]],
         instead_of: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> None:
-        """Write measurements down that were made together, keys and values, all of them or none.
+        """Write measurements down, keys and values, all of them or none; once this returns, they are on the disk.
 
         instead_of: kinds and keys of entries that these take the place of.
 
         Raises:
-            ValueError: A value is None, which means not measured, or holds a number that is not finite.
-            ResourceError: The file cannot be written; none of the measurements is in it then.
+            ValueError: a value is None, which means not measured, or holds a number that is not finite.
+            ResourceError: the file cannot be written; none of the measurements is in it then.
         """
         if not self._writable:
             raise ValueError(f"journal {self.path} was opened to be read only")
@@ -162,7 +153,7 @@ class Journal:
 
     def entries(self, kind: str) -> list[tuple[dict[str, Any], Any]]:
         """Return all keys and values of a kind, in the order in which they were first put."""
-        rows = self._select("SELECT key, value, tensors FROM entries WHERE kind = ? ORDER BY rowid", (kind,))
+        rows = self._select("SELECT key, value, tensors FROM entries WHERE kind = ? ORDER BY rowid", kind)
         return [(json.loads(key), self._decode(value, tensors)) for key, value, tensors in rows]
 
     def _connect(self, path: Path, mode: str, timeout: float) -> sqlite3.Connection:
@@ -173,6 +164,7 @@ class Journal:
 
     def _check(self, identity: Mapping[str, Any] | None) -> None:
         """Read the file's identity, or create its tables; refuse what is not the journal that is meant."""
+        # no write-ahead log, which needs memory that all processes share: network disks do not give it
         self._database.execute("PRAGMA synchronous = EXTRA")  # a commit waits for the disk, and for the folder too
         with self._database:  # one transaction
             self._database.execute("BEGIN")
@@ -190,8 +182,7 @@ class Journal:
                 raise self._make_foreign_error("another program's database")
             elif schema != SCHEMA:
                 version = f"{'an older' if schema < SCHEMA else 'a newer'} version of S2O"
-                problem = f"is of {version} (schema {schema}, this one has {SCHEMA})"
-                raise InputError(f"journal {self.path} {problem}: {self._start_over}")
+                raise self._make_error(f"is of {version} (schema {schema}, this one has {SCHEMA})")
             (problem,) = self._select("PRAGMA quick_check(1)")[0]
             if problem != "ok":
                 raise sqlite3.DatabaseError(" ".join(problem.split()))
@@ -200,15 +191,13 @@ class Journal:
             name, *values = change
             texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
             old, new = (text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}.." for text in texts)
-            problem = f"was made with {name} {old}, this run has {new}"
-            raise InputError(f"journal {self.path} {problem}: {self._start_over}")
+            raise self._make_error(f"was made with {name} {old}, this run has {new}")
 
-    def _select(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+    def _select(self, query: str, *values: str) -> list[Any]:
         with self._lock, self._convert_errors():
             return self._database.execute(query, values).fetchall()
 
     def _decode(self, text: str, tensors: bytes | None) -> Any:
-        """Return the value of an entry's two columns."""
         try:
             if tensors is None:
                 return json.loads(text)
@@ -217,11 +206,10 @@ class Journal:
             named = load(tensors)
             return json.loads(text, object_hook=lambda item: named[item[TENSOR]] if TENSOR in item else item)
         except Exception as error:
-            raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
+            raise self._make_error(f"is damaged ({error})") from error
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
-        """Turn what SQLite raises into this package's errors."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -239,9 +227,12 @@ class Journal:
             code = errno.ENOSPC if "full" in str(error) else errno.EIO
             raise make_write_error(self.path, OSError(code, str(error))) from error
         except sqlite3.DatabaseError as error:
-            if "not a database" not in str(error):
-                raise InputError(f"journal {self.path} is damaged ({error}): {self._start_over}") from error
-            raise self._make_foreign_error("no database") from error
+            if "not a database" in str(error):
+                raise self._make_foreign_error("no database") from error
+            raise self._make_error(f"is damaged ({error})") from error
+
+    def _make_error(self, problem: str) -> InputError:
+        return InputError(f"journal {self.path} {problem}: give another {self._option}, or delete it to start over")
 
     def _make_foreign_error(self, content: str) -> InputError:
         return InputError(f"{self.path} is not a journal of S2O (found {content}): give another {self._option}")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calibrate.journal import Journal, make_write_error
 from calibrate.recipe import DEFAULT_LENGTHS, Budget, Recipe, list_report_paths, place_profile
 from s2o_runtime.config import MAX_SEGMENT
 from s2o_runtime.errors import ConfigError, ResourceError
@@ -33,8 +34,7 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 def resolve_recipe(options: Mapping[str, Any], gpu: DeviceIdentity | None = None) -> tuple[Recipe, DeviceIdentity]:
     """Return the recipe with the defaults that depend on the device, here or the `gpu` of a plan, and that device.
 
-    Args:
-        options: those that were given, in the types of their fields.
+    options: those that were given, in the types of their fields.
 
     Raises what `check_files` and `resolve_device` do, and ConfigError for options that are missing or do not fit.
     """
@@ -62,12 +62,8 @@ def resolve_recipe(options: Mapping[str, Any], gpu: DeviceIdentity | None = None
 def check_files(recipe: Recipe) -> Recipe:
     """Return the recipe, once its prompts are there and its profile, report and journal can be written.
 
-    Raises:
-        ConfigError, ResourceError: as `check_output` does.
-        InputError: the journal's file is none.
+    Raises what `check_output` does, and InputError if the journal's file is none.
     """
-    from calibrate.journal import Journal
-
     for path in recipe.prompts or ():
         if not path.exists():
             raise ConfigError(f"prompt file {path} does not exist: check the path")
@@ -81,7 +77,7 @@ def check_files(recipe: Recipe) -> Recipe:
 
 
 def find_gpu(word: str) -> DeviceIdentity:
-    """Return the first of `GPUS` whose name has this word. Raises ConfigError if none has."""
+    """Return the first of `GPUS` whose name has this word, or raise ConfigError."""
     from s2o_runtime.devices import DeviceIdentity
 
     for name, (capability, sm_count, memory) in GPUS.items():
@@ -93,9 +89,7 @@ def find_gpu(word: str) -> DeviceIdentity:
 def resolve_device(name: str | None) -> tuple[str, DeviceIdentity]:
     """Return a device's name, by default a GPU's if there is one, and its identity.
 
-    Raises:
-        ConfigError: it is not known or not supported.
-        ResourceError: it is not here.
+    Raises ConfigError if it is not known or not supported, and ResourceError if it is not here.
     """
     from s2o_runtime import devices
 
@@ -106,12 +100,7 @@ def resolve_device(name: str | None) -> tuple[str, DeviceIdentity]:
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raise, before the work and not after it, if a file cannot be written at a path.
-
-    Raises:
-        ConfigError: the path cannot be a file's (`files.resolve_destination`).
-        ResourceError: the disk does not take it.
-    """
+    """Raise ConfigError for a path that cannot be a file's, or ResourceError if the disk does not take the file."""
     try:
         folder = next(parent for parent in resolve_destination(path).absolute().parents if parent.exists())
         with tempfile.TemporaryFile(dir=folder):
@@ -134,8 +123,7 @@ def check_output(option: str, path: Path, inputs: Iterable[Path] = (), *, is_pro
         inputs: the files that the command reads.
         is_profile: whether the output is a profile, which replaces profiles only.
 
-    Raises:
-        ConfigError, ResourceError: as `check_writable` does.
+    Raises what `check_writable` does.
     """
     check_writable(option, path)
     if not path.exists():
@@ -165,6 +153,4 @@ def wrap_write_errors(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
-        from calibrate.journal import make_write_error
-
         raise make_write_error(error.filename or out, error) from error

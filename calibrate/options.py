@@ -84,8 +84,7 @@ class Option:
     def read(self, value: object, where: str = "") -> Any:
         """Convert a text or a plain value to the option's type, without checking its range.
 
-        Raises:
-            ConfigError: one sentence that begins with `where`, if the value stands for none of this type.
+        Raises ConfigError, a sentence that begins with `where`, if the value stands for none of this type.
         """
         try:
             return self.rule.read(value)
@@ -173,13 +172,7 @@ def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option]) -> dic
 def read_options(options: Mapping[str, Option], values: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Convert values, by the names of their options, to the types of their fields.
 
-    Args:
-        options: by name.
-        values: by name.
-        where: what gives them, for messages, such as "recipe mine.yaml".
-
-    Raises:
-        ConfigError: a name is no option's, or a value is of another type.
+    Raises ConfigError, which says `where` they are given ("recipe mine.yaml"), for an unknown name or another type.
     """
     check_names(options, values, where)
     return {name: options[name].read(value, f"{where}: ") for name, value in values.items()}

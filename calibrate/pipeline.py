@@ -1,8 +1,7 @@
 """The stages of a calibration: prompts -> curves -> choices -> proof -> certificate -> profile.
 
-Four passes over the model, each one layer at a time: curves of every layer, times of what the search tries, the proof
-of the model as it will run on the prompts that layers are adjusted on, and the certificate on prompts of its own. Where
-the certificate does not hold at once, it looks at a length again with less.
+Each is a pass over the model, one layer at a time. The proof runs the model as it will run, on the prompts that layers
+are adjusted on; where the certificate does not hold at once, it looks at a length again with less.
 """
 
 from __future__ import annotations
@@ -62,22 +61,16 @@ log = logging.getLogger("calibrate")
 
 @dataclass(frozen=True, kw_only=True)
 class Result(ProofResult):
-    """A finished calibration: the proof with its profile and report.
+    """A finished calibration: the proof with its profile and report."""
 
-    profile: with its record. written: whether the profile was saved. seconds: the time of each phase. journal_reused:
-    The number of measurements of earlier runs. work: the measurements of this run by stage, and their time, of all
-    workers together. report, report_files: the `calibrate.report.contents.Report` and its files; None and none if it
-    failed. report_failure: why it, or its pictures, failed; empty if they did not.
-    """
-
-    profile: Profile
-    written: bool
-    seconds: dict[str, float]
-    journal_reused: int
-    work: Mapping[str, StageWork] = field(default_factory=dict)
-    report: Any = None
+    profile: Profile  # with its record
+    written: bool  # whether the profile was saved
+    seconds: dict[str, float]  # of each phase
+    journal_reused: int  # measurements of earlier runs
+    work: Mapping[str, StageWork] = field(default_factory=dict)  # of this run by stage, of all workers together
+    report: Any = None  # the `calibrate.report.contents.Report`; None if it failed
     report_files: tuple[Path, ...] = ()
-    report_failure: str = ""
+    report_failure: str = ""  # why the report, or its pictures, failed; empty if they did not
 
 
 def calibrate(
@@ -89,10 +82,8 @@ def calibrate(
 ) -> Result:
     """Run a recipe: load, capture and measure curves, allocate and search, prove, certify and write the profile.
 
-    The same recipe continues an interrupted run: its journal keeps every measurement.
-
     Args:
-        recipe: the model, the prompts, the budget and all other options.
+        recipe: the model, the prompts, the budget and all other options. Its journal continues an interrupted run.
         progress: whether to show progress bars.
         loaded: the recipe's model, if it is loaded already; on the recipe's device.
         expected: the seconds that phases are expected to take, for progress.
@@ -217,10 +208,7 @@ def _list_first_calls(recipe: Recipe, loaded: LoadedModel | None) -> list[Callab
 
 
 def check_certifiable(recipe: Recipe, certify: Mapping[int, Sequence[Prompt]], counts: str = "") -> None:
-    """Raise InputError, before the weights are loaded, if prompts are too few for the certificate that is asked for.
-
-    counts: of the prompts, for the message.
-    """
+    """Raise InputError, which may give their `counts`, if prompts are too few for the certificate that is asked for."""
     if recipe.num_certify and not recipe.allow_regression:
         for length in recipe.all_lengths:
             if problem := check_groups(length, certify.get(length, ())):

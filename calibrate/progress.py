@@ -8,24 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
+from typing import TypeVar
 
 from tqdm import tqdm
 
+from s2o_runtime.fields import pluralize
 from s2o_runtime.logs import emit_line, should_write_json
 
 SILENCE = 30.0  # seconds after which a line of progress is written even if no tenth is reached
-_status: ContextVar[Callable[[], str] | None] = ContextVar("status", default=None)
-_run: ContextVar[PhaseClock | None] = ContextVar("run", default=None)
-
-
-@contextmanager
-def show_status(status: Callable[[], str]) -> Iterator[None]:
-    """Show this text behind every bar inside the block, such as what many workers do."""
-    token = _status.set(status)
-    try:
-        yield
-    finally:
-        _status.reset(token)
+T = TypeVar("T")
 
 
 class PhaseClock:
@@ -49,20 +40,14 @@ class PhaseClock:
         if announced:
             emit_line("calibrate.progress", f"{name} ..", {"phase": name})
         self._phase, self._start = name, self._clock()
-        token = _run.set(self)
-        try:
+        with _set(_run, self):
             yield
-        finally:
-            _run.reset(token)
         self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - self._start
 
     def estimate_left(self, phase_left: float | None) -> float | None:
         """Return the seconds until the run ends; None where nothing was expected of this phase.
 
-        What was slower than expected so far makes later phases slower too; what was quicker may have been in a journal.
-
-        Args:
-            phase_left: what is left of this phase; None if only what was expected says it.
+        phase_left: what is left of this phase; None if only what was expected says it.
         """
         if self._phase not in self._expected:
             return None
@@ -72,19 +57,37 @@ class PhaseClock:
         before = [name for name in names[:number] if name in self.seconds]
         took = sum(self.seconds[name] for name in before) + spent + (phase_left or 0.0)
         planned = sum(self._expected[name] for name in before) + self._expected[self._phase]
+        # what was slower so far makes later phases slower too; what was quicker may have been in a journal
         slower = max(1.0, took / planned) if planned else 1.0
         here = max(0.0, slower * self._expected[self._phase] - spent) if phase_left is None else phase_left
         return here + slower * sum(self._expected[name] for name in names[number + 1 :])
 
 
+_NOTHING_EXPECTED = PhaseClock()
+_run: ContextVar[PhaseClock] = ContextVar("run", default=_NOTHING_EXPECTED)
+_status: ContextVar[Callable[[], str]] = ContextVar("status", default=str)  # by default an empty text
+
+
+@contextmanager
+def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
+def show_status(status: Callable[[], str]) -> Iterator[None]:
+    """Show this text behind every bar inside the block, such as what many workers do."""
+    with _set(_status, status):
+        yield
+
+
 class ProgressLines:
     """Progress as lines of a log: one for each tenth of the steps, and one whenever nothing was said for a while.
 
-    Args:
-        description: what the steps do.
-        total: how many there will be; None if unknown.
-        unit: what one step is.
-        clock: gives the time in seconds.
+    A step is one `unit`; `total` is None if it is unknown how many there will be.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class ProgressLines:
         seconds, left = self._last - self._start, None
         fields: dict[str, object] = {"phase": self._description, "done": self._done, "seconds": round(seconds, 1)}
         if not self._total:
-            line = f"{self._done} {self._unit}{'' if self._done == 1 else 's'}, {format_duration(seconds)} so far"
+            line = f"{pluralize(self._done, self._unit)}, {format_duration(seconds)} so far"
         else:
             share = self._done / self._total
             fields |= {"total": self._total, "percent": round(100 * share)}
@@ -125,18 +128,13 @@ class ProgressLines:
                 left = seconds * (self._total - self._done) / max(1, self._done - self._known)
                 fields["seconds_left"] = round(left, 1)
                 line += f"{format_duration(left)} left"
-        if (run_left := _estimate_run_left(left)) is not None:
+        if (run_left := _run.get().estimate_left(left)) is not None:
             line += f", {format_duration(run_left)} until the end"
             fields["run_seconds_left"] = round(run_left, 1)
-        if (status := _status.get()) is not None and status():
-            line = f"{line}; {status()}"
-            fields["status"] = status()
+        if status := _status.get()():
+            line += f"; {status}"
+            fields["status"] = status
         emit_line("calibrate.progress", f"{self._description}: {line}", fields)
-
-
-def _estimate_run_left(phase_left: float | None) -> float | None:
-    clock = _run.get()
-    return None if clock is None else clock.estimate_left(phase_left)
 
 
 def format_duration(seconds: float) -> str:
@@ -151,12 +149,8 @@ def format_duration(seconds: float) -> str:
 def show_progress(description: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[..., None]]:
     """Show progress inside the block if it is to be `shown`: a bar on a terminal, else `ProgressLines`.
 
-    Args:
-        description, total, unit: as of `ProgressLines`.
-
-    Returns:
-        A function `step(text, steps=1, known=False)` that advances the bar; a text, if it is not empty, is shown behind
-        it. Steps that were done before are `known`, and left out of the rate.
+    Yields:
+        A function like `ProgressLines.step` that advances the bar, behind which the text is shown.
     """
     if not shown:
         yield lambda text="", steps=1, known=False: None
@@ -176,12 +170,10 @@ def show_progress(description: str, total: int | None, unit: str, *, shown: bool
                 bar.n += steps
                 return
             bar.update(steps)
-            seconds = bar.format_dict["elapsed"]
-            left = None if total is None else seconds * (total - bar.n) / max(1, bar.n - bar.initial)
-            status, run_left = _status.get(), _estimate_run_left(left)
-            text = text or ("" if status is None else status())
+            rate = bar.format_dict["elapsed"] / max(1, bar.n - bar.initial)
+            run_left = _run.get().estimate_left(None if total is None else rate * (total - bar.n))
             until_end = "" if run_left is None else f"{format_duration(run_left)} until the end"
-            if text or until_end:
-                bar.set_postfix_str(", ".join(filter(None, (text, until_end))), refresh=False)
+            if postfix := ", ".join(filter(None, (text or _status.get()(), until_end))):
+                bar.set_postfix_str(postfix, refresh=False)
 
         yield step

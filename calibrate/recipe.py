@@ -31,10 +31,8 @@ SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves o
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
 DEFAULT_LAST_ROWS, LAST_PART = 256, 32  # rows that run dense by default, and one in so many of a prompt at most
 CHECK_STEP = 256  # tokens; a default check length is a multiple of it
-KINDS = BUDGET_KINDS
 # of the built-in text, in the order in which prompts take them
 DOMAINS = ("code", "prose", "chinese", "json", "chat", "tables", "logs", "encoded", "questions", "mixed")
-SCOPES = BUDGET_SCOPES
 MAX_YAML_BYTES = 1 << 16
 # Bounds that no use needs: a slip of the keyboard is found before hours of measuring, not after them.
 MAX_COUNT = 1_000_000  # prompts or trials; no run finishes so many
@@ -48,7 +46,7 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "output", "many GPUs",
 )  # fmt: skip
 REPORT = ("report.json", "density.png", "frontier.png", "time.png", "report.md", "report.html")
-REMOVED = ("linear_tails", "representatives", "grains")  # settings of earlier versions, which decide nothing here
+REMOVED = ("linear_tails", "representatives", "grains")  # settings of shipped profiles, which decide nothing here
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
@@ -74,23 +72,18 @@ class Budget:
     def from_options(cls, options: Mapping[str, Any]) -> Budget:
         """Return the budget of budget_mse with ceiling_rel_mse or budget_rel_mse; without any the default.
 
-        Raises:
-            ConfigError: two budgets are given, or a ceiling beside another budget than an mse.
+        Raises ConfigError for two budgets, or a ceiling beside another budget than an mse.
         """
-        kinds = [kind for kind in KINDS if f"budget_{kind}" in options] or [DEFAULT_BUDGET.kind]
+        kinds = [kind for kind in BUDGET_KINDS if f"budget_{kind}" in options] or [DEFAULT_BUDGET.kind]
         if len(kinds) > 1:
             raise ConfigError(f"budget_{kinds[0]} and budget_{kinds[1]} are both given: choose one")
         ceiling = options.get("ceiling_rel_mse", DEFAULT_CEILING if kinds == ["mse"] else None) or None
         return cls(kinds[0], options.get(f"budget_{kinds[0]}", DEFAULT_BUDGET.value), ceiling).validate()
 
     def validate(self) -> Budget:
-        """Return the budget itself.
-
-        Raises:
-            ConfigError: the kind is unknown, a value is out of its range, or a ceiling is not of an mse.
-        """
-        if self.kind not in KINDS:
-            raise ConfigError(f"budget kind is {self.kind!r}: expected {' or '.join(KINDS)}")
+        """Return the budget itself, or raise ConfigError."""
+        if self.kind not in BUDGET_KINDS:
+            raise ConfigError(f"budget kind is {self.kind!r}: expected {' or '.join(BUDGET_KINDS)}")
         OPTIONS[f"budget_{self.kind}"].check(self.value)
         OPTIONS["ceiling_rel_mse"].check(self.ceiling)
         if self.ceiling and self.kind != "mse":
@@ -130,10 +123,6 @@ def _format_budget(recipe: Recipe) -> str:
     budget = recipe.budget
     ceiling = "" if not budget.ceiling else f" and rel_mse {budget.ceiling:g}, whichever allows a layer less"
     return f"{budget.kind} {budget.value:g}{ceiling}"
-
-
-def _format_segments(recipe: Recipe) -> str:
-    return "; ".join(f"{format_value(recipe.select_segments(length), ', ')} at {length}" for length in recipe.lengths)
 
 
 @dataclass(frozen=True)
@@ -208,12 +197,13 @@ class Recipe:
         default=("input",), metavar="input,int8")
     segments: tuple[int, ...] = option(
         Rule(int, MIN_SEGMENT, MAX_SEGMENT, multiple=SEGMENT_STEP, many=True), "queries that may share a ranking",
-        SPACE, default=SEGMENTS, plan_text=_format_segments)
+        SPACE, default=SEGMENTS, plan_text=lambda recipe: "; ".join(
+            f"{format_value(recipe.select_segments(long), ', ')} at {long}" for long in recipe.lengths))
     tails: tuple[bool, ...] = option(
         Rule(bool, many=True), "whether a head may, must or must not add an estimate of what it skips", SPACE,
         default=(False, True), metavar="on,off")
     scope: str = option(
-        Rule(str, allowed=SCOPES),
+        Rule(str, allowed=BUDGET_SCOPES),
         "the budget holds for every layer, or for the mean over the model's layers", PROOF,
         default="layer", name="budget_scope")
     check_lengths: tuple[int, ...] | None = option(
@@ -293,19 +283,14 @@ class Recipe:
     @classmethod
     def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
         """Return the recipe that made this `record`. Raises what a foreign one leads to: KeyError, TypeError, ..."""
-        settings = dict(settings)
-        if (method := settings.pop("method", "s2o")) != "s2o":
-            raise ValueError(f"heads could choose {method}, which only versions before this one let them")
-        settings.setdefault("last_rows", 0)  # of versions before there were any
-        for name in REMOVED:
-            settings.pop(name, None)
+        settings = {"last_rows": 0} | dict(settings)  # of versions before there were any
         if "domains" not in settings:
             raise ValueError("its prompts are built-in text of a version of S2O before 0.2, which this one has not")
         by_field = {entry.field: entry for entry in OPTIONS.values()}
         allowed = settings.pop("budget")
-        ceiling = OPTIONS["ceiling_rel_mse"].read(allowed.get("ceiling_rel_mse"))  # none before there was one
+        ceiling = OPTIONS["ceiling_rel_mse"].read(allowed.get("ceiling_rel_mse"))
         budget = Budget(allowed["kind"], OPTIONS["budget_mse"].read(allowed["value"]), ceiling)
-        others = {name: by_field[name].read(value) for name, value in settings.items()}
+        others = {name: by_field[name].read(value) for name, value in settings.items() if name not in REMOVED}
         return cls(**others | {"budget": budget, "out": out}).validate()
 
     @property
@@ -321,10 +306,7 @@ class Recipe:
 
     @property
     def checked_lengths(self) -> tuple[int, ...]:
-        """The lengths that are proven without being calibrated.
-
-        By default one between any two neighbours, their geometric mean in whole steps of 256.
-        """
+        """The lengths to prove without calibration: by default the geometric mean of any two neighbours, in steps."""
         if self.check_lengths is not None:
             return self.check_lengths
         between = ((a, round(math.sqrt(a * b) / CHECK_STEP) * CHECK_STEP, b) for a, b in pairwise(self.lengths))
@@ -472,8 +454,7 @@ def make_slug(name: str) -> str:
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read the options in a recipe file, in the types of `Recipe`; file names in it are relative to the working folder.
 
-    Raises:
-        ConfigError: one sentence that names the file, the option, what was found and what was expected.
+    Raises ConfigError, which names the file, the option, what was found and what was expected.
     """
     import yaml
 
@@ -485,7 +466,9 @@ def load_yaml(path: Path) -> dict[str, Any]:
     if len(data) > MAX_YAML_BYTES:
         raise ConfigError(f"recipe {path} is larger than {MAX_YAML_BYTES} bytes: it is not a recipe")
     try:
-        document, root = yaml.safe_load(data), yaml.compose(data)  # the second still has keys that are there twice
+        loader = yaml.SafeLoader(data)
+        root = loader.get_single_node()  # which still has keys that are there twice
+        document = root and loader.construct_document(root)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"recipe {path} is not YAML ({' '.join(str(error).split())}): correct it") from error
     if root is None or not isinstance(document, dict):
@@ -502,7 +485,7 @@ def merge_options(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
 
     A budget among the flags replaces one of any kind, and takes a ceiling with it if it is no mse.
     """
-    budgets = {f"budget_{kind}" for kind in KINDS}
+    budgets = {f"budget_{kind}" for kind in BUDGET_KINDS}
     replaced = budgets if budgets & flags.keys() else set()
     if replaced and "budget_mse" not in flags:
         replaced = replaced | {"ceiling_rel_mse"}

@@ -1,11 +1,9 @@
 """The record of a profile: how it was made, what was predicted of it and what was proven.
 
 In a `Profile` the record is a JSON object, which the runtime carries unread but for the budget and the limits
-(`s2o_runtime.profile.record`). Here are its types: `read_record` reads them, `update_record` writes some of them. A
-record may come from an older version, from a newer one, or from somebody else, so every field is optional: it is None
-where the file does not have it, or has a value of another type. A list has its type only if all its entries do.
-
-The metadata of the fields (`unit`, `meaning`) is what FORMAT.md in s2o_runtime/profile is generated from.
+(`s2o_runtime.profile.record`). A record may come from an older version, from a newer one, or from somebody else, so
+every field is optional: it is None where the file does not have it, or has a value of another type. A list has its type
+only if all its entries do. FORMAT.md in s2o_runtime/profile is generated from the metadata of the fields.
 """
 
 # ruff: noqa: RUF009 -- what `record_field` returns is a field of dataclasses
@@ -370,29 +368,20 @@ class Record(RecordNode):
         """The certificate of each length; empty without one."""
         return (self.certificate and self.certificate.lengths) or ()
 
-    def find_predicted(self, length: int) -> PredictedLength | None:
-        """Return what the curves say of a calibrated length; None if nothing is recorded."""
-        return next((entry for entry in self.predicted or () if entry.length == length), None)
-
     def find_proven(self, length: int) -> ProvenLength | None:
         """Return what was proven of a length; None if nothing is recorded."""
         return next((entry for entry in self.held_out or () if entry.length == length), None)
 
     def densities(self, length: int, layers: int) -> tuple[str | None, list[float]]:
-        """Return where the densities at a length are from, and each layer's.
-
-        Args:
-            length: in tokens.
-            layers: how many the model has.
+        """Return the densities at a length in tokens of a model of so many layers, and where they are from.
 
         Returns:
             "held out" or "predicted", and the density (a share) of every layer; None and an empty list where the
             record does not give all of them.
         """
-        sources = (("held out", self.find_proven(length)), ("predicted", self.find_predicted(length)))
-        for source, entry in sources:
-            if entry is not None:
-                densities = [layer.density for layer in entry.layers or () if layer.density is not None]
-                if len(densities) == layers:
-                    return source, densities
+        predicted = next((entry for entry in self.predicted or () if entry.length == length), None)
+        for source, entry in (("held out", self.find_proven(length)), ("predicted", predicted)):
+            densities = [layer.density for layer in (entry and entry.layers) or () if layer.density is not None]
+            if entry and len(densities) == layers:
+                return source, densities
         return None, []

@@ -1,8 +1,7 @@
 """Tables, lists and lines, on a terminal and as Markdown.
 
-Every text that comes from a file or from a user (a model's name, a profile's record, a compiler's error) passes
-through this module before anybody sees it. `print_table`, `print_lines` and `print_fields` replace control characters;
-`markdown` and `bullets` also escape what Markdown would read as markup.
+Every text that comes from a file or from a user (a model's name, a profile's record, a compiler's error) passes through
+here before anybody sees it: control characters are replaced, and in Markdown what it would read as markup is escaped.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Table:
     @property
     def titles(self) -> list[str]:
         """The columns' names, each in one line."""
-        return [" ".join(name.split("\n")) for name in self.names]
+        return [name.replace("\n", " ") for name in self.names]
 
     def get_alignment(self, column: int) -> str:
         """Return the letter of a column, counted from 0."""
@@ -94,10 +93,9 @@ def format_kept(kept: int, found: int) -> Number:
 
 def format_markdown(table: Table) -> str:
     """Return the table in Markdown, without its title."""
-    head = table.titles
-    rule = [ALIGNMENTS[table.get_alignment(column)][1] for column in range(len(head))]
+    rule = [ALIGNMENTS[table.get_alignment(column)][1] for column in range(len(table.names))]
     return "\n".join(
-        f"| {' | '.join(line)} |" for line in (head, rule, *(map(escape_markdown, row) for row in table.rows))
+        f"| {' | '.join(line)} |" for line in (table.titles, rule, *(map(escape_markdown, row) for row in table.rows))
     )
 
 
@@ -121,8 +119,7 @@ def replace_controls(text: str) -> str:
 def open_console(*, stderr: bool = False) -> Console:
     """Return what the commands print to, as wide as the terminal or COLUMNS, `WIDTH` where neither says it.
 
-    Colours are for terminals only, and for none if NO_COLOR is set, as rich has it. On standard error each line is one
-    of JSON if the log is.
+    On standard error each line is one of JSON if the log is.
     """
     stream = sys.stderr if stderr else sys.stdout
     if stderr and should_write_json():
@@ -133,8 +130,7 @@ def open_console(*, stderr: bool = False) -> Console:
 class _LogLines(TextIOBase):
     """A text file whose lines become lines of the log."""
 
-    def __init__(self) -> None:
-        self._unfinished = ""
+    _unfinished = ""
 
     def write(self, text: str) -> int:
         *lines, self._unfinished = (self._unfinished + text).split("\n")
@@ -152,7 +148,7 @@ def print_table(table: Table, console: Console) -> None:
     if not table.rows:
         return
     title = Text(replace_controls(table.title)) if table.title else None
-    grid = rich_table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    grid = rich_table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column, name in enumerate(table.names):
         cells = [*name.split("\n"), *(replace_controls(row[column]) for row in table.rows)]
         wraps = name == table.wrap

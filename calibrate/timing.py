@@ -28,22 +28,14 @@ FAILURES = (RuntimeError, TritonError)  # of a call that this GPU cannot run; ou
 
 @dataclass(frozen=True)
 class Timing:
-    """A call and dense attention, timed in turns.
+    """A call and dense attention, timed in turns."""
 
-    Attributes:
-        seconds: the call's median.
-        low, high: the interval that holds the median with a confidence of 95%.
-        dense_seconds: dense attention's median.
-        rounds: number of times that both were timed.
-        rejected: the first round was so much slower than the best known call that there was no other.
-    """
-
-    seconds: float
-    low: float
+    seconds: float  # the call's median
+    low: float  # the interval that holds the median with a confidence of 95%
     high: float
-    dense_seconds: float
-    rounds: int
-    rejected: bool = False
+    dense_seconds: float  # dense attention's median
+    rounds: int  # number of times that both were timed
+    rejected: bool = False  # the first round was so much slower than the best known call that there was no other
 
 
 def time_against_dense(
@@ -61,8 +53,7 @@ def time_against_dense(
         best: the seconds of the best call so far.
         dense_seconds: earlier result of dense attention on these inputs; if that is long, it is not timed again.
 
-    Raises:
-        RuntimeError, TritonError: A call failed (`FAILURES`).
+    Raises one of `FAILURES` if a call failed.
     """
     measure = _time_on_gpu(device) if device.type == "cuda" else _time_by_clock
     measure(call)  # compiles
@@ -111,9 +102,6 @@ def sample_times(
 ) -> dict[str, list[float]]:
     """Return the seconds of each call in each round.
 
-    The calls take turns, so that drift hits all alike, and the order of the turns is reversed with every round, so that
-    what a call leaves behind for the next one does too.
-
     Args:
         calls: by name; each is run once more before, to compile and warm up.
         device: on a GPU caches are flushed before each call; on a CPU they are warm.
@@ -123,8 +111,8 @@ def sample_times(
     times: dict[str, list[float]] = {name: [] for name in calls}
     measure = _time_on_gpu(device, flushes) if device.type == "cuda" else _time_by_clock
     names = list(calls)
-    for turn in range(rounds + 1):
-        for name in names[::-1] if turn % 2 else names:
+    for turn in range(rounds + 1):  # the calls take turns, so that drift hits all alike
+        for name in names[::-1] if turn % 2 else names:  # and so does what a call leaves behind for the next one
             times[name].append(measure(calls[name]))
     return {name: seconds[1:] for name, seconds in times.items()}
 
@@ -138,10 +126,11 @@ def _time_on_gpu(device: torch.device, flushes: int = FLUSHES) -> Callable[[Call
         """Return the seconds of a call, and True if the GPU came to it before all of it was launched."""
         for _ in range(flushes):
             flush.zero_()
-        begin, end = _create_event(), _create_event()
+        event: Any = torch.cuda.Event  # whose methods have no types
+        begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record(torch.cuda.current_stream(device))  # which is not the current device's where a model is on several
         call()
-        too_late = bool(begin.query())  # type: ignore[no-untyped-call]
+        too_late = bool(begin.query())
         end.record(torch.cuda.current_stream(device))
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3, too_late
@@ -157,7 +146,3 @@ def _time_by_clock(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
-
-
-def _create_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

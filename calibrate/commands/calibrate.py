@@ -143,15 +143,11 @@ def _run(flags: Flags) -> int:
 
 
 def give_advice(problems: Sequence[Problem]) -> str:
-    """Return the remedy for each kind of problem of a failed proof, once.
-
-    Where layers are over their limit and needles are lost too, only the advice about needles is given: less error is no
-    help for the limit, and more error would lose more needles.
-    """
+    """Return the remedy for each kind of problem of a failed proof, once."""
     from calibrate.proof.state import ProblemKind
 
     kinds = {problem.kind for problem in problems}
-    if ProblemKind.LOST_NEEDLES in kinds:
+    if ProblemKind.LOST_NEEDLES in kinds:  # the advice for the limit is more error, which would lose more needles
         kinds.discard(ProblemKind.OVER_LIMIT)
     return "; ".join(kind.value for kind in ProblemKind if kind in kinds)
 

@@ -29,14 +29,7 @@ def add_output_flags(parser: argparse._ActionsContainer) -> None:
 
 
 def run_command(program: str, flags: Flags, command: Callable[[Flags], int], if_interrupted: str = "") -> int:
-    """Run `command(flags)` with logs as the flags say, and return its exit code.
-
-    Args:
-        program: the name that errors begin with.
-        flags: those that were given.
-        command: returns an exit code; an error of this project is printed as one sentence.
-        if_interrupted: the words after "interrupted".
-    """
+    """Run `command(flags)` as `call_command` does, with logs as the flags say, and return its exit code."""
     level = logging.INFO if "verbose" in flags else logging.WARNING
     logging.getLogger("s2o_runtime").setLevel(logging.WARNING)  # the path of each layer is of no interest here
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

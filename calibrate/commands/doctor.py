@@ -23,13 +23,9 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
 def describe_model(name: str, profile: Path | None) -> ModelView:
     """Return a model by its alias, folder, GGUF file or hub id, with the facts that a calibration would start from.
 
-    Args:
-        name: as the user gave it.
-        profile: for its lengths; None for the default lengths.
+    profile: for its lengths; None for the default lengths.
 
-    Raises:
-        ModelError: its configuration cannot be loaded, or S2O can serve none of its layers.
-        ProfileError: the profile cannot be read.
+    Raises ModelError if its config cannot be loaded or S2O can serve no layer, and ProfileError for a bad profile.
     """
     if find_spec("transformers") is None:
         from s2o_runtime.doctor import profile_check

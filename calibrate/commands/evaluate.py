@@ -72,7 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(flags: Flags) -> int:
-    draft = _validate_without_torch(flags)
+    if "model" not in flags:
+        raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
+    if "out_dir" not in flags:
+        raise ConfigError("--out-dir is missing: give a folder for results, report and pictures")
+    if flags["out_dir"].exists() and not flags["out_dir"].is_dir():
+        raise ConfigError(f"--out-dir {flags['out_dir']} is a file: give a folder")
+    for name in FILES:
+        check_output("--out-dir", flags["out_dir"] / name, flags.get("prompts") or ())
+    # until torch is imported, which takes seconds, placeholders stand for what depends on the device
+    draft = _make_plan(flags, lengths=flags.get("lengths", DEFAULT_LENGTHS["cuda"]))
 
     from calibrate.model.models import load_config, load_tokenizer
     from calibrate.profiles.stored import check_sizes
@@ -92,12 +101,11 @@ def _run(flags: Flags) -> int:
     check_limit(plan.lengths[-1], limit)
 
     from calibrate.evaluation import report, tasks
-    from calibrate.evaluation.tasks import read_user_prompts
     from calibrate.tables import open_console, print_lines
 
     tokenizer = load_tokenizer(plan.model, **loading)
     tasks.check_lengths(plan, tokenizer)
-    user_prompts = [] if plan.prompts is None else read_user_prompts(plan.prompts, tokenizer, limit)
+    user_prompts = [] if plan.prompts is None else tasks.read_user_prompts(plan.prompts, tokenizer, limit)
     lines = report.plan_lines(plan, str(geometry(config)), str(identity), len(tasks.list_cases(plan, user_prompts)))
     console = open_console(stderr="json" in flags)
     if "dry_run" in flags and "json" in flags:
@@ -135,19 +143,6 @@ def _measure(plan: EvaluationPlan, user_prompts: Sequence[Prompt], progress: boo
         evaluate(evaluation, progress=progress)
         outcome = summarise(evaluation)
     return outcome | {"date": format_now(), "command": shlex.join([PROGRAM, *sys.argv[1:]])}
-
-
-def _validate_without_torch(flags: Flags) -> EvaluationPlan:
-    """Return the validated plan with placeholders for the lengths and device that were not given; check its files."""
-    if "model" not in flags:
-        raise ConfigError("--model is missing: give an alias such as demo, a local folder, or a hub id")
-    if "out_dir" not in flags:
-        raise ConfigError("--out-dir is missing: give a folder for results, report and pictures")
-    if flags["out_dir"].exists() and not flags["out_dir"].is_dir():
-        raise ConfigError(f"--out-dir {flags['out_dir']} is a file: give a folder")
-    for name in FILES:
-        check_output("--out-dir", flags["out_dir"] / name, flags.get("prompts") or ())
-    return _make_plan(flags, lengths=flags.get("lengths", DEFAULT_LENGTHS["cuda"]))
 
 
 def _make_plan(flags: Flags, **known: Any) -> EvaluationPlan:

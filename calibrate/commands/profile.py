@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
 from calibrate.machine import check_output, format_json_file, resolve_device
-from calibrate.recipe import DEFAULT_CEILING, KINDS, OPTIONS, Budget, Recipe, make_slug
+from calibrate.recipe import DEFAULT_CEILING, OPTIONS, Budget, Recipe, make_slug
 from s2o_runtime.command_line import NOT_PROVEN, OK, Parser, add_information, describe_exit_codes, report_failure
 from s2o_runtime.errors import ConfigError, InputError
+from s2o_runtime.files import write_atomically
 from s2o_runtime.logs import emit_line
+from s2o_runtime.profile.record import BUDGET_KINDS
 
 if TYPE_CHECKING:
     from calibrate.model.preflight import Preflight
@@ -147,11 +149,8 @@ def show(flags: Flags) -> int:
 
 
 def rebudget(flags: Flags) -> int:
-    """Allocate another budget from a profile's measurements, without its model.
-
-    flags: "profile" and some of `REBUDGET`.
-    """
-    if not {f"budget_{kind}" for kind in KINDS} & flags.keys():
+    """Allocate another budget from a profile's measurements, without its model."""
+    if not {f"budget_{kind}" for kind in BUDGET_KINDS} & flags.keys():
         raise ConfigError("rebudget needs the new budget: give --budget-mse or --budget-rel-mse")
     budget, worst_rows = Budget.from_options(flags), flags.get("worst_rows")
     guard = "" if worst_rows is None else f"-rows-{worst_rows:g}"
@@ -165,7 +164,7 @@ def rebudget(flags: Flags) -> int:
 
 
 def retile(flags: Flags) -> int:
-    """Tune a profile's tiles for the device here; its thresholds stay. flags: "profile" and some of `RETILE`."""
+    """Tune a profile's tiles for the device here; its thresholds stay."""
     profile = flags["profile"]
     name, device = resolve_device(flags.get("device"))
     out = _choose_output(flags, f"{profile.stem}-{make_slug(device.name)}.safetensors", is_profile=True)
@@ -252,7 +251,6 @@ def card(flags: Flags) -> int:
         check_output("--out-dir", path, [profile])
 
     from calibrate.report.page import render_card, render_html_card
-    from s2o_runtime.files import write_atomically
     from s2o_runtime.profile import load_profile
 
     loaded = load_profile(profile)
@@ -260,10 +258,9 @@ def card(flags: Flags) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in zip(paths, (render_card(loaded, profile.name), page), strict=True):
         write_atomically(path, text.encode())
-    code = _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
     if failure:
         log.warning("%s", failure)
-    return code
+    return _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
 
 
 def _choose_output(flags: Flags, name: str, *, is_profile: bool = False) -> Path:
@@ -275,8 +272,6 @@ def _choose_output(flags: Flags, name: str, *, is_profile: bool = False) -> Path
 
 def _write_output(flags: Flags, out: Path, data: bytes | None = None) -> int:
     """Report that a file was written, after writing `data` to it if that is given."""
-    from s2o_runtime.files import write_atomically
-
     if data is not None:
         write_atomically(out, data)
     return _print_result(flags, {"out": str(out)}, [f"wrote {out}"])
@@ -289,11 +284,11 @@ def _print_result(flags: Flags, value: Any, parts: Iterable[Table | str]) -> int
     if "json" in flags:
         return print_json(value)
     console = open_console()
-    for table_or_line in parts:
-        if isinstance(table_or_line, Table):
-            print_table(table_or_line, console)
+    for part in parts:
+        if isinstance(part, Table):
+            print_table(part, console)
         else:
-            print_lines([table_or_line], console)
+            print_lines([part], console)
     return OK
 
 

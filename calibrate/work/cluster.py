@@ -1,9 +1,8 @@
 """Items of work on many GPUs, scheduled by dask.distributed.
 
 This process coordinates: it decides, journals and needs no GPU. Each worker process has one GPU, loads the model itself
-and runs one item at a time. Every item is submitted with the workers that may run it; items that continue one another
-have one worker as their home. If all workers of an item are gone, it is submitted again to those that are left, so a
-lost worker costs time and changes no result: an item holds everything that its result depends on.
+and runs one item at a time. Items that continue one another have one worker as their home. If all workers of an item
+are gone, it is submitted again to those that are left: it holds everything that its result depends on.
 """
 
 from __future__ import annotations
@@ -140,8 +139,7 @@ class _Submitted:
     def submit_again_if_lost(self) -> None:
         """Submit the item again if all workers that were to run it are gone, and its result with them.
 
-        Raises:
-            ResourceError: This happened too often, or there is no worker that may run it.
+        Raises ResourceError if this happened too often, or there is no worker that may run it.
         """
         if self.future.status == "error" or self._executor.workers.ready.keys() & set(self._addresses):
             return
@@ -173,30 +171,20 @@ class _Submitted:
 
 
 class _Workers:
-    """The workers of a Dask scheduler that have loaded the run's model.
-
-    Attributes:
-        ready: by address; all have the same model and versions, and the run's GPU product once that is chosen.
-        lost_count: number of those that are gone.
-    """
+    """The workers of a Dask scheduler that have loaded the run's model."""
 
     def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         self._client, self._plugin = client, f"s2o-{uuid.uuid4().hex[:12]}"
         client.register_plugin(S2OWorker(self._plugin, recipe, prompts))
-        self.ready: dict[str, WorkerInfo] = {}
+        self.ready: dict[str, WorkerInfo] = {}  # by address; all have the same model and versions, and the product
         self._product: DeviceIdentity | None = None  # of the run's GPUs, once it is chosen
         self._asked: dict[str, Any] = {}  # by address, the future of a worker's info; None once that is judged
-        self.lost_count = 0
+        self.lost_count = 0  # workers that are gone
         self._lock = threading.Lock()
         self._refreshed = 0.0
 
     def wait_until_loaded(self, workers_wanted: int | None) -> None:
-        """Wait until this many workers have loaded the model; with None, until all that there are have.
-
-        Raises:
-            ModelError: The model cannot be loaded or is not supported.
-            ResourceError: No worker came in time.
-        """
+        """Wait until this many workers have loaded the model; with None, until all that there are have."""
         begun = time.monotonic()
         while True:
             self.refresh(at_once=True)
@@ -210,12 +198,9 @@ class _Workers:
             time.sleep(POLL_INTERVAL_S / 5)
 
     def choose_device(self, target: str | None) -> DeviceIdentity:
-        """Choose the run's GPU product by its name; by default this machine's, or the only one.
+        """Choose the run's GPU product by its name, by default this machine's or the only one, and its workers.
 
-        Workers that have another one are not used from now on.
-
-        Raises:
-            ConfigError: No worker has a GPU of that name, or it must name one of several.
+        Raises ConfigError if no worker has a GPU of that name, or it must name one of several.
         """
         devices = sorted((info.device for info in self.ready.values()), key=lambda item: (str(item), item.memory_bytes))
         names = ", ".join(dict.fromkeys(map(str, devices)))
@@ -284,7 +269,7 @@ class _Workers:
             log.info("worker %s: %s, model loaded in %.0f s", address, info.device, seconds)
 
     def submit(self, addresses: Sequence[str], method: str, *arguments: Any, **options: int) -> Any:
-        """Call a method of `S2OWorker` in one of some workers, with options of Dask's. Returns Dask's future."""
+        """Call a method of `S2OWorker` in one of some workers, with options of Dask's, and return Dask's future."""
         return self._client.submit(
             _call_in_worker, self._plugin, method, *arguments, workers=list(addresses), pure=False, **options
         )
@@ -301,18 +286,7 @@ class _Workers:
 
 
 class ClusterExecutor:
-    """Executor on those workers of a Dask scheduler that have the run's GPU product.
-
-    Args:
-        client: connected to the scheduler.
-        recipe: the run.
-        prompts: all that items are going to name.
-
-    Raises:
-        ConfigError: No worker has a GPU that the recipe names, or it must name one of several.
-        ModelError: The model cannot be loaded or is not supported.
-        ResourceError: No worker came in time.
-    """
+    """Executor on those workers of a Dask scheduler that have the run's GPU product; see `connect_cluster`."""
 
     def __init__(self, client: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         self.workers = _Workers(client, recipe, prompts)
@@ -367,11 +341,17 @@ class ClusterExecutor:
     def list_addresses(self, item: WorkItem) -> list[str]:
         """Return the workers that may run an item: the home of its affinity, or all.
 
-        Raises:
-            ResourceError: No worker is there, and none came in time.
+        Raises ResourceError if no worker is there, and none came in time.
         """
         with self._lock:
-            able = self._wait_for_workers()
+            begun = time.monotonic()
+            while not (able := list(self.workers.ready)):
+                if time.monotonic() - begun > WORKER_TIMEOUT_S:
+                    problem = f"no worker with {self.device} is there since {WORKER_TIMEOUT_S:.0f} s"
+                    remedy = "start one and run the same command again, what was measured so far is kept"
+                    raise ResourceError(f"{problem}: {remedy}")
+                time.sleep(POLL_INTERVAL_S)
+                self.workers.refresh()
             if item.affinity is None:
                 return able
             if item.stage != self._stage:
@@ -382,20 +362,8 @@ class ClusterExecutor:
                 home = self._homes[item.affinity] = min(able, key=lambda address: count[address])
             return [home]
 
-    def _wait_for_workers(self) -> list[str]:
-        begun = time.monotonic()
-        while not (able := list(self.workers.ready)):
-            if time.monotonic() - begun > WORKER_TIMEOUT_S:
-                problem = f"no worker with {self.device} is there since {WORKER_TIMEOUT_S:.0f} s"
-                remedy = "start one and run the same command again, what was measured so far is kept"
-                raise ResourceError(f"{problem}: {remedy}")
-            time.sleep(POLL_INTERVAL_S)
-            self.workers.refresh()
-        return able
-
-    @property
-    def status(self) -> str:
-        """The workers in one line."""
+    def describe(self) -> str:
+        """Return the workers in one line."""
         text = f"{self.size} workers"
         return f"{text}, {self.workers.lost_count} workers lost" if self.workers.lost_count else text
 
@@ -414,24 +382,21 @@ def connect_cluster(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[Clust
         prompts: all that items are going to name.
 
     Raises:
-        ConfigError: The recipe does not fit the machine.
-        ResourceError: The scheduler or its workers cannot be reached.
+        ConfigError: no worker has a GPU that the recipe names, it must name one of several, or too few are here.
+        ModelError: the model cannot be loaded or is not supported.
+        ResourceError: the scheduler cannot be reached, or no worker came in time.
     """
     with ExitStack() as stack:
         address = recipe.scheduler or stack.enter_context(_start_cluster(recipe, recipe.gpus or 1))
         client = stack.enter_context(connect(address))
         executor = ClusterExecutor(client, recipe, prompts)
         stack.callback(executor.close)
-        stack.enter_context(show_status(lambda: executor.status))
+        stack.enter_context(show_status(executor.describe))
         yield executor
 
 
 def connect(scheduler: Any) -> Any:
-    """Return a client of a scheduler, by its address or of a cluster here, to be closed by a `with` statement.
-
-    Raises:
-        ResourceError: The scheduler does not answer.
-    """
+    """Return a client, to be closed, of a scheduler by its address or of a cluster here, or raise ResourceError."""
     try:
         return Client(scheduler, set_as_default=False, timeout=CONNECT_TIMEOUT_S)
     except OSError as error:

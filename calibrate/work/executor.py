@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise, zip_longest
+from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from calibrate.journal import Journal, gpu_key
@@ -24,17 +25,11 @@ T = TypeVar("T")
 
 
 class WorkItem:
-    """One measurement; subclasses are frozen dataclasses.
+    """One measurement; subclasses are frozen dataclasses."""
 
-    Attributes:
-        stage: the part of the calibration; a worker forgets what it cached for another stage.
-        kind: of its entry in a journal.
-        timed: its result is a time, which holds for one kind of GPU.
-    """
-
-    stage: str
-    kind: ClassVar[str] = ""
-    timed: ClassVar[bool] = False
+    stage: str  # the part of the calibration; a worker forgets what it cached for another stage
+    kind: ClassVar[str] = ""  # of its entry in a journal
+    timed: ClassVar[bool] = False  # its result is a time, which holds for one kind of GPU
 
     @property
     def affinity(self) -> Hashable:
@@ -53,17 +48,11 @@ class WorkItem:
 
 @dataclass
 class WorkerState:
-    """The model and the caches of one process that runs items.
-
-    Attributes:
-        loaded: the model.
-        prompts: those that items may name, by their hash.
-        kept: cache of the present stage.
-    """
+    """The model and the caches of one process that runs items."""
 
     loaded: LoadedModel
-    prompts: dict[str, Prompt] = field(default_factory=dict)
-    kept: dict[Hashable, Any] = field(default_factory=dict)
+    prompts: dict[str, Prompt] = field(default_factory=dict)  # those that items may name, by their hash
+    kept: dict[Hashable, Any] = field(default_factory=dict)  # cache of the present stage
     _stage: str = ""
     _attention: Implementations | None = None  # the model's own implementations, while another is used
 
@@ -85,28 +74,28 @@ class WorkerState:
         return cast(T, self.kept[key])
 
     def attend_with(self, name: str) -> None:
-        """Let the model compute attention by the function that transformers knows by this name, until `close`."""
+        """Let the model compute attention by the function that transformers knows by this name, while it is open."""
         if self._attention is None:
             self._attention = get_implementations(self.loaded.model)
         use_attention(self.loaded.model, name)
 
-    def close(self) -> None:
-        """Empty the cache and leave the model as it was."""
-        self.kept.clear()
-        self.loaded.weights.release()
-        if self._attention is not None:
-            set_implementations(self._attention)
-            self._attention = None
-
     @contextmanager
     def open(self) -> Iterator[WorkerState]:
-        """Run items inside the block: the weights that were used last stay on the device until it ends."""
-        self.loaded.weights.keeps_last = True
+        """Run items inside the block: the weights that were used last stay on the device until it ends.
+
+        Then the cache is empty, and the model is as it was.
+        """
+        weights = self.loaded.weights
+        weights.keeps_last = True
         try:
             yield self
         finally:
-            self.loaded.weights.keeps_last = False
-            self.close()
+            weights.keeps_last = False
+            self.kept.clear()
+            weights.release()
+            if self._attention is not None:
+                set_implementations(self._attention)
+                self._attention = None
 
     def register_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Let items name these prompts from now on."""
@@ -139,23 +128,17 @@ class Pending(Protocol[T_co]):
 
 
 class Executor(Protocol):
-    """Runs items of work.
-
-    Attributes:
-        name, geometry, fingerprint: of the model.
-        device: of the times and of the profile.
-        size: number of items that run at a time.
-        work: items that were run, by stage.
-    """
+    """Runs items of work on a model of this name, geometry and fingerprint."""
 
     name: str
     geometry: Geometry
     fingerprint: str
-    device: DeviceIdentity
-    work: dict[str, StageWork]
+    device: DeviceIdentity  # of the times and of the profile
+    work: dict[str, StageWork]  # items that were run, by stage
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of items that run at a time."""
 
     def register_prompts(self, prompts: Iterable[Prompt]) -> None:
         """Let items name these prompts, by their hash, from now on."""
@@ -180,13 +163,6 @@ def run_at_once(call: Callable[[], T]) -> Pending[T]:
     return finished
 
 
-class _LazyResult:
-    """The result of an item that runs in this process the first time that it is asked for."""
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self.result = cache(run)
-
-
 class LocalExecutor:
     """Runs items in this process, on one device."""
 
@@ -202,7 +178,7 @@ class LocalExecutor:
         self._worker.register_prompts(prompts)
 
     def submit(self, item: WorkItem) -> Pending[Any]:
-        return _LazyResult(partial(self._run, item))
+        return SimpleNamespace(result=cache(partial(self._run, item)))  # it runs the first time that it is asked for
 
     def spread(self, tracks: Sequence[ItemChain[Item]]) -> Iterator[tuple[Item, Any]]:
         for row in zip_longest(*tracks):  # a layer's weights are on the device for all lengths
@@ -246,16 +222,13 @@ WRITE_INTERVAL_S = 1.0  # of measuring: a commit waits for the disk
 
 
 def measure_items(items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> list[Any]:
-    """Return the results of items, in their order: from the journal, or measured and put into it.
+    """Return the results of items of one kind, in their order: from the journal, or measured and put into it.
 
-    Args:
-        items: of one kind.
-        executor: runs those that are not in the journal.
-        journal: keeps the results; None to measure all and keep none.
+    Without a journal all are measured and none is kept.
 
     Raises:
         ModelError: inf or NaN came up.
-        ResourceError: The GPU's memory ran out, or the journal cannot be written.
+        ResourceError: the GPU's memory ran out, or the journal cannot be written.
     """
     return MeasurementBatch(items, executor, journal).results()
 
@@ -266,10 +239,7 @@ def find_unmeasured(items: Sequence[Item], executor: Executor, journal: Journal)
 
 
 class MeasurementBatch:
-    """Items that are in the journal, or submitted: they may run before the results are asked for.
-
-    The arguments are those of `measured`.
-    """
+    """Items that are in the journal, or submitted: they may run before the results are asked for."""
 
     def __init__(self, items: Sequence[WorkItem], executor: Executor, journal: Journal | None) -> None:
         self._journal = journal
@@ -290,18 +260,17 @@ class MeasurementBatch:
                 unwritten.append(number)
                 if time.monotonic() - begun > WRITE_INTERVAL_S:
                     self._write(unwritten)
-                    begun = time.monotonic()
+                    unwritten, begun = [], time.monotonic()
         finally:
             self._write(unwritten)
         return self._results
 
-    def _write(self, numbers: list[int]) -> None:
+    def _write(self, numbers: Sequence[int]) -> None:
         if self._journal is not None and numbers:
             entries = [(self._entries[number][1], self._results[number]) for number in numbers]
             self._journal.put_all(self._entries[0][0], entries)
             for number in numbers:
                 self._results[number] = self._journal.get(*self._entries[number])
-        numbers.clear()
 
 
 def _get_entry(item: WorkItem, executor: Executor) -> tuple[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -25,10 +26,10 @@ from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import InputError
 from s2o_runtime.huggingface.hf import get_layer_states
+from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import exact_attention
+from support.executors import CPU
 from support.tiny import recipe
-
-SLOW = pytest.mark.slow(reason="calibrates a tiny model, seconds each")
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +41,16 @@ def journal(tmp_path_factory):
 @pytest.fixture
 def run(tiny_folder, journal, tmp_path):
     def run(name="p.safetensors", **changes):
-        recipe = of(tiny_folder, tmp_path / name, **{"journal": journal} | changes)
-        return recipe, calibrate(recipe, progress=False)
+        made = recipe(tiny_folder, tmp_path / name, **{"trials": 2, "journal": journal} | changes)
+        return made, calibrate(made, progress=False)
 
     return run
 
 
-def of(folder, out, **changes):
-    return recipe(folder, out, **{"trials": 2} | changes)
-
-
-def close(config, other):
-    """Equal up to the float32 of a saved threshold."""
-    taus = [head.tau for head in config.heads], [head.tau for head in other.heads]
-    assert taus[0] == pytest.approx(taus[1], rel=1e-6)
-    return replace(config, heads=other.heads) == other and all(
-        replace(mine, tau=theirs.tau) == theirs for mine, theirs in zip(config.heads, other.heads, strict=True)
-    )
+def split_taus(config):
+    """A layer's thresholds, which a file has in float32, and all else of it."""
+    taus = [head.tau for head in config.heads]
+    return pytest.approx(taus, rel=1e-6), replace(config, heads=tuple(replace(head, tau=1.0) for head in config.heads))
 
 
 def assert_what_was_proven_is_written(recipe, result):
@@ -68,7 +62,9 @@ def assert_what_was_proven_is_written(recipe, result):
     assert set(result.proofs) == lengths
     assert set(result.configs) == set(result.limits) == {(length, layer) for length in lengths for layer in range(2)}
     for (length, layer), config in result.configs.items():
-        assert close(profile.layer_config(layer, length), config)
+        taus, others = split_taus(config)
+        written = profile.layer_config(layer, length)
+        assert ([head.tau for head in written.heads], split_taus(written)[1]) == (taus, others)
         proof = result.proofs[length].layers[layer]
         assert config.is_dense or proof.error(recipe.budget) <= result.limits[length, layer]
     return profile
@@ -98,12 +94,10 @@ def seen_from_outside(folder, recipe, profile):
     return seen
 
 
-@SLOW
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"budget_scope": "model"}, {"tails": (False,), "worst_rows": 0.22, "scores": ("int8",)}],
-    ids=["defaults", "model", "rows-int8"],
-)
+@pytest.mark.slow(reason="calibrates a tiny model, seconds each")
+@pytest.mark.parametrize("changes", [
+    {}, {"budget_scope": "model"}, {"tails": (False,), "worst_rows": 0.22, "scores": ("int8",)}
+], ids=["defaults", "model", "rows-int8"])  # fmt: skip
 def test_the_profile_does_what_it_says(changes, tiny_folder, run):
     """Measured from outside, at the calibrated lengths and at the one that was only checked."""
     recipe, result = run(**changes)
@@ -144,8 +138,9 @@ CERTIFIED = {"num_certify": 3, "lengths": (512,), "budget_rel_mse": 2e-2}
 @pytest.fixture(scope="module")
 def certified(tiny_folder, journal, tmp_path_factory):
     """The recipe of a calibration with a certificate, and its result."""
-    recipe = of(tiny_folder, tmp_path_factory.mktemp("certified") / "first", journal=journal, **CERTIFIED)
-    return recipe, calibrate(recipe, progress=False)
+    out = tmp_path_factory.mktemp("certified") / "first"
+    made = recipe(tiny_folder, out, **{"trials": 2, "journal": journal} | CERTIFIED)
+    return made, calibrate(made, progress=False)
 
 
 def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
@@ -177,95 +172,73 @@ def test_what_is_written_is_certified_on_prompts_of_its_own(certified, run):
 
 
 def test_too_little_text_to_certify_on_is_refused_before_anything_is_measured(tiny_folder, tmp_path):
-    recipe = of(tiny_folder, tmp_path / "p", **CERTIFIED | {"num_certify": 2})
+    made = recipe(tiny_folder, tmp_path / "p", **CERTIFIED | {"num_certify": 2})
     with pytest.raises(InputError, match="2 groups of text to certify on allow no statement, 3 are the fewest"):
-        calibrate(recipe, progress=False)
-    assert not recipe.journal_path.exists()
+        calibrate(made, progress=False)
+    assert not made.journal_path.exists()
 
 
-@pytest.mark.parametrize("lengths", [(512,), pytest.param((512, 1024), marks=SLOW)], ids=str)
-def test_no_budget_at_all_gives_a_dense_profile(lengths, run):
-    _, result = run(budget_mse=1e-30, lengths=lengths)
+def test_no_budget_at_all_gives_a_dense_profile(run):
+    _, result = run(budget_mse=1e-30, lengths=(512,))
     assert result.met
     assert all(config.is_dense for config in result.configs.values())
     assert not result.tightened
     assert {layer.density for proof in result.proofs.values() for layer in proof.layers} == {1.0}
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"fingerprint": "f" * 64}, r"model\.fingerprint"),
-        ({"geometry": None}, r"model\.layers 2, this run has 3"),
-    ],
-    ids=["weights", "layers"],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"weights": {"fingerprint": "f" * 64}}, r"model\.fingerprint"),
+    ({"weights": {"geometry": Geometry("llama", 3, 4, 2, 32)}}, r"model\.layers 2, this run has 3"),
+    ({"versions": {"transformers": "5.0.0"}}, r"versions\.transformers 5.*, this run has 5\.0\.0"),
+    ({"device": DeviceIdentity("cuda", "H200")}, r"device\.kind cpu, this run has cuda"),
+    ({"config": {"rms_norm_eps": 0.125}}, r"model\.config\.rms_norm_eps 1e-06, this run has 0\.125: give"),
+    ({"config": {"use_cache": False}}, None),  # which decides nothing
+], ids=["weights", "layers", "versions", "device", "config", "same"])  # fmt: skip
 def test_what_changed_is_named(change, said, tiny_folder, tmp_path):
-    loaded = load(str(tiny_folder), "cpu")
-    device = DeviceIdentity("cpu", "cpu")
-    Journal.open(tmp_path / "j", make_journal_identity(loaded, device)).close()
-    if "geometry" in change:
-        change = {"geometry": replace(loaded.geometry, layers=3)}
-    with pytest.raises(InputError, match=said):
-        Journal.open(tmp_path / "j", make_journal_identity(replace(loaded, **change), device))
-    identity = make_journal_identity(loaded, device)
-    identity["versions"] |= {"transformers": "5.0.0"}
-    with pytest.raises(InputError, match=r"versions\.transformers 5.*, this run has 5\.0\.0"):
-        Journal.open(tmp_path / "j", identity)
-    with pytest.raises(InputError, match=r"device\.kind cpu, this run has cuda"):
-        Journal.open(tmp_path / "j", make_journal_identity(loaded, DeviceIdentity("cuda", "H200")))
-    Journal.open(tmp_path / "j", make_journal_identity(loaded, device)).close()
-
-
-def test_a_run_after_an_edit_of_config_json_does_not_continue_the_one_before(tiny_folder, tmp_path):
-    """Else it would prove the function of before; the journal is left as it is."""
-    folder, device = tmp_path / "tiny", DeviceIdentity("cpu", "cpu")
+    """Else a run would continue with measurements of another function; the journal is left as it is."""
+    folder = tmp_path / "tiny"
     shutil.copytree(tiny_folder, folder)
 
-    def opened():
-        return Journal.open(tmp_path / "j", make_journal_identity(load(str(folder), "cpu"), device))
+    def opened(weights=MappingProxyType({}), versions=MappingProxyType({}), device=CPU):
+        identity = make_journal_identity(replace(load(str(folder), "cpu"), **weights), device)
+        identity["versions"] |= versions
+        return Journal.open(tmp_path / "j", identity)
 
     with opened() as journal:
         journal.put("curve", {"layer": 0}, [1.0])
-    before, written = (folder / "config.json").read_text(), (tmp_path / "j").read_bytes()
-    (folder / "config.json").write_text(json.dumps(json.loads(before) | {"rms_norm_eps": 0.125}))
-    with pytest.raises(InputError, match=r"was made with model\.config\.rms_norm_eps 1e-06, this run has 0\.125: give"):
-        opened()
-    assert (tmp_path / "j").read_bytes() == written
-    (folder / "config.json").write_text(json.dumps(json.loads(before) | {"use_cache": False}))
-    with opened() as journal:
-        assert journal.get("curve", {"layer": 0}) == [1.0]
+    before, path = (tmp_path / "j").read_bytes(), folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change.pop("config", {})))
+    if said:
+        with pytest.raises(InputError, match=said):
+            opened(**change)
+    else:
+        with opened(**change) as journal:
+            assert journal.get("curve", {"layer": 0}) == [1.0]
+    assert (tmp_path / "j").read_bytes() == before
 
 
-def choice(timing, mode="s2o", below=0):
-    config = LayerConfig.uniform(2, tau=1.0, segment=512, mode=mode, tile=TileConfig(dense_below=below))
+def choice(timing, mode="s2o"):
+    config = LayerConfig.uniform(2, tau=1.0, segment=512, mode=mode, tile=TileConfig())
     allocation = Allocation(tuple(Point(0.0, 0.5, 0.5, 0.0, head) for head in config.heads))
     return LayerPlan(SearchPoint(512, config.tile), {}, 0.0, allocation, timing)
 
 
-def test_what_was_faster_than_dense_at_a_length_runs_there():
-    timed, dense = (pipeline.describe_crossing(choice(None, mode), 1024) for mode in ("s2o", "dense"))
-    assert (timed.faster_at, dense.faster_at) == (1024, None)
-    assert (timed.density, dense.density) == (0.5, 0.5)  # of its points
-
-
-def test_a_layers_time_is_predicted_as_a_share_of_dense_attentions():
+def test_times_are_shares_of_dense_attentions_and_what_was_faster_at_a_length_runs_there():
     """The second layer was timed while the GPU was half as fast."""
+    timed, dense = (pipeline.describe_crossing(choice(None, mode), 1024) for mode in ("s2o", "dense"))
+    assert (timed.faster_at, dense.faster_at, timed.density) == (1024, None, 0.5)
     timings = [Timing(seconds, 0, 1, dense, 7) for seconds, dense in ((0.01, 0.04), (0.04, 0.08), (0.05, 0.04))]
     choices = [choice(timings[0]), choice(timings[1]), choice(timings[2], "dense"), choice(None)]
     assert [contents._predict_seconds(each, choices) for each in choices] == [0.01, 0.02, 0.04, None]
 
 
-@pytest.mark.parametrize(
-    ("needles", "lost"),
-    [((19, 20), False), ((18, 20), True), ((5, 6), False), ((4, 6), True), ((0, 0), False), (None, False)],
-)
-def test_how_many_needles_may_be_lost(needles, lost, tiny_folder, tmp_path):
-    recipe = of(tiny_folder, tmp_path / "p")  # 95% are to be kept
+@pytest.mark.parametrize("needles", [(19, 20), (18, 20), (5, 6), (4, 6), (0, 0), None])
+def test_how_many_needles_may_be_lost(needles, tmp_path):
+    made = recipe("demo", tmp_path / "p")  # 95% are to be kept
     proofs = {512: LengthProof((), 0.0, 1.0, needles, 0.1, 0.1)}
-    assert bool(adjust.find_lost_needles(proofs, recipe)) is lost
-    all_of_them = replace(recipe, needles=1.0)
-    assert bool(adjust.find_lost_needles(proofs, all_of_them)) is (needles is not None and needles[0] < needles[1])
+    assert bool(adjust.find_lost_needles(proofs, made)) == (needles in [(18, 20), (4, 6)])
+    all_of_them = replace(made, needles=1.0)
+    assert bool(adjust.find_lost_needles(proofs, all_of_them)) == (needles not in [(0, 0), None])
 
 
 def test_the_report_says_what_the_result_is(certified):

@@ -27,22 +27,15 @@ def printed(show, *arguments, width=120):
 
 def test_a_table_in_markdown():
     table = Table(("name", "error /\nlimit", "tile"), [("q", "9%", "64x64"), ("k", "10%", "8")], "not shown", "lrc")
-    assert format_markdown(table).splitlines() == [
-        "| name | error / limit | tile |",
-        "| :-- | --: | :-: |",
-        "| q | 9% | 64x64 |",
-        "| k | 10% | 8 |",
-    ]
+    rows = ["| name | error / limit | tile |", "| :-- | --: | :-: |", "| q | 9% | 64x64 |", "| k | 10% | 8 |"]
+    assert format_markdown(table).splitlines() == rows
 
 
-def test_foreign_text_is_neither_markup_nor_another_cell():
+def test_foreign_text_is_neither_markup_nor_another_cell_and_moves_no_terminal():
     assert escape_markdown(FOREIGN) == "a\\|b # c  \\[31m\\[bold\\]\\`x\\`\\</td\\>"
     assert format_markdown(Table(("a",), [(FOREIGN,)])).count("\n") == 2
     assert format_bullets(["one", "  two | three"]) == "- one\n  - two \\| three"
     assert format_markdown(Table(("a",), [(Markup("[a](b)"),)])).endswith("| [a](b) |")
-
-
-def test_foreign_text_cannot_colour_or_move_a_terminal():
     shown = "a|b # c  [31m[bold]`x`</td>"
     assert printed(print_lines, [FOREIGN]) == f"{shown}\n"
     assert printed(print_fields, {"x": FOREIGN, "long": 1}) == f"x     {shown}\nlong  1\n"
@@ -60,7 +53,4 @@ def test_nothing_of_a_table_is_cut_off(width):
     assert text.count("some") == text.count("words") == 10
     narrow = printed(print_table, Table(("a", "b"), [("x", "some words " * 20)], wrap="b"), width=width)
     assert max(map(len, narrow.splitlines())) <= 120
-
-
-def test_a_table_without_rows_is_not_printed():
     assert printed(print_table, Table(("a",), [], "title")) == ""

@@ -53,6 +53,8 @@ def test_what_the_journal_has_is_not_measured_again(journal):
     assert measure_items([Square(3), Square(2)], executor, journal) == expected
     assert RAN == [3, 2]
     assert find_unmeasured([Square(3), Square(5)], executor, journal) == [Square(5)]
+    assert measure_items([Square(3)], executor, None) == [{"pair": (3, 9)}]
+    assert RAN == [3, 2, 3]
 
 
 def test_a_time_is_of_one_gpu(journal):
@@ -69,7 +71,3 @@ def test_a_failure_loses_nothing_that_was_measured_before(seconds, journal, monk
     with pytest.raises(ModelError, match="no root"):
         measure_items([Square(1), Square(2), Square(-1), Square(4)], pretended(GEOMETRY, GPU), journal)
     assert [key["number"] for key in journal.keys("square")] == [1, 2]
-
-
-def test_without_a_journal_everything_is_measured():
-    assert measure_items([Square(3)], pretended(GEOMETRY, GPU), None) == [{"pair": (3, 9)}]
