@@ -47,8 +47,7 @@ def prove_and_adjust(
     """Prove what the search chose, changing it until the proof holds or the attempts are used up.
 
     Args:
-        prover: measures it.
-        prompts: the adjust prompts, by length in tokens.
+        prover, prompts: measures the adjust prompts, by length in tokens.
         candidate: the search's choices.
         texts: how many groups of text will certify each length; by default as many as the recipe has prompts.
 
@@ -78,11 +77,7 @@ def prove_and_adjust(
 def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
     """Give one layer at one length less if its error is over its limit; the last time it becomes dense.
 
-    Args:
-        candidate: the configurations that were measured.
-        length: the prompts' length in tokens.
-        layer: the layer's row in the profile.
-        proof: the layer's measurements.
+    layer: its row in the profile. proof: its measurements.
 
     Returns:
         The candidate to prove instead, or None if this one is accepted.
@@ -106,9 +101,7 @@ def adjust_layer(
 ) -> Candidate | None:
     """Move a layer at a calibrated length to the error that it may have, or tighten it if it is over its limit.
 
-    Args:
-        candidate, length, layer, proof: as `tighten_layer` takes them.
-        texts: as `prove_and_adjust` takes them.
+    texts: as `prove_and_adjust` takes them.
 
     Returns:
         The candidate to prove instead; None if the layer spends about as much as it may, or nothing is to be
@@ -260,10 +253,8 @@ def make_slower_dense(candidate: Candidate, *, layers: bool = True, lengths: boo
 
     Every other layer keeps its configuration. The measurements stay those of before.
 
-    Args:
-        candidate: with measurements.
-        layers: whether layers become dense whose own attention is slower.
-        lengths: whether all layers of a length become dense whose prefill is slower and that has no such layer.
+    layers: whether layers become dense whose own attention is slower. lengths: whether all layers of a length become
+    dense whose prefill is slower and that has no such layer.
     """
     slower_layers = find_slower_layers(candidate) if layers else frozenset()
     slower_lengths = select_lengths(find_slower_lengths(candidate), ProblemKind.SLOWER) if lengths else frozenset()
@@ -289,10 +280,7 @@ def remeasure(prover: Prover, prompts: Prompts, proven: Candidate, changed: Cand
     of a layer holds all the more if it becomes dense. Needles that are lost now, although layers became more careful,
     are problems: `s2o-profile verify` would find them.
 
-    Args:
-        prover: measures them.
-        prompts: the adjust prompts, by length in tokens.
-        proven, changed: as the proof left it, and as it is since.
+    prompts: the adjust prompts, by length in tokens. proven, changed: as the proof left it, and as it is since.
     """
     is_first, candidate = True, changed
     while lengths := {

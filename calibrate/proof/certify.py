@@ -31,7 +31,6 @@ from calibrate.proof.bounds import (
     bound_mean,
     bound_share,
     compute_attempt_confidence,
-    compute_mean_of_kinds,
     compute_share_interval,
     count_allowed_above,
     count_texts_for,
@@ -119,16 +118,6 @@ class PromptScorer:
         errors = [max(prompt_shares, default=0.0) for prompt_shares in zip(*layer_shares, strict=True)]
         kls = [math.inf if math.isnan(kl) else kl / self.kl_unit for kl in proof.kls]
         return [max(pair) for pair in zip(errors, kls, strict=True)]
-
-    def layer_means(self, proof: LengthProof) -> list[float]:
-        """Return each layer's mean error over its limit, kinds of text in equal parts; 0 of layers that are dense."""
-        groups = TextGroups.from_prompts(proof.prompts)
-        return [
-            compute_mean_of_kinds(groups.mean_per_group(layer.errors(self.recipe.budget)), groups.kinds) / limit
-            if limit
-            else 0.0
-            for layer, limit in zip(proof.layers, self.limits, strict=True)
-        ]
 
     def groups_over(self, proof: LengthProof, threshold: float = 1.0) -> int:
         """Count the groups of text that have a prompt with a score above a threshold."""

@@ -48,10 +48,7 @@ class Studies:
     Without `recipe.storage` they are kept in memory. With it they are kept in that Optuna storage under the name
     "MODEL, DEVICE, BUDGET, LENGTH tokens, layer LAYER (DIGEST)", where DIGEST stands for all settings of the recipe. A
     run of the same recipe replaces its studies. So does one that continues an interrupted run: its trials are run again
-    in the same order, and take their times from the journal.
-
-    Raises:
-        ResourceError: the storage cannot be opened.
+    in the same order, and take their times from the journal. Raises ResourceError if the storage cannot be opened.
     """
 
     def __init__(self, recipe: Recipe, model: str, device: str) -> None:
@@ -97,9 +94,7 @@ def check_storage(url: str) -> None:
 def open_storage(url: str | None) -> optuna.storages.BaseStorage | None:
     """Return the Optuna storage behind a URL such as sqlite:///studies.db; None for None.
 
-    Raises:
-        ConfigError: it is no such URL.
-        ResourceError: it cannot be opened. No text repeats the URL, which may hold a password.
+    Raises ConfigError or ResourceError; no text repeats the URL, which may hold a password.
     """
     if url is None:
         return None
@@ -130,7 +125,7 @@ class LayerSearch:
     @property
     def trials(self) -> int:
         """Number of points that were tried, with those that failed."""
-        return len(self.tried) + sum(self.failures.values())
+        return len(self.tried) + self.failures.total()
 
     @property
     def default(self) -> SearchPoint:
@@ -157,10 +152,8 @@ class LayerSearch:
     ) -> LayerPlan:
         """Return the choice at the cheapest point; dense if nothing beats dense attention, or everything failed.
 
-        on_trial is called after each trial, and then out_of_time, which makes it the last if it returns True.
-
-        Raises:
-            ResourceError: the Optuna storage failed.
+        on_trial is called after each trial, and then out_of_time, which makes it the last if it returns True. Raises
+        ResourceError if the Optuna storage failed.
         """
         tiles = {str(tile): tile for tile in self.tiles}
         segments, scores = self.recipe.select_segments(self.length), self.recipe.scores
@@ -202,12 +195,12 @@ class LayerSearch:
     def _try_point(self, point: SearchPoint, trial: optuna.Trial) -> float:
         """Return the cost of a point; its heads' settings go into the trial's attributes, one value for each head."""
         choice = self.build_plan(point)
-        points = choice.allocation.points
+        heads = choice.allocation.points
         attributes = {
-            "mode": [point.head.mode for point in points],
-            "tau": [point.head.tau if point.head.mode == "s2o" else None for point in points],
-            "density": [point.density for point in points],
-            "error": [point.mse for point in points],
+            "mode": [chosen.head.mode for chosen in heads],
+            "tau": [chosen.head.tau if chosen.head.mode == "s2o" else None for chosen in heads],
+            "density": [chosen.density for chosen in heads],
+            "error": [chosen.mse for chosen in heads],
             "predicted_cost": choice.allocation.cost,
             "layer": self.layer,
             "length": self.length,
