@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from s2o_runtime.identity import Geometry
 LENGTHS, CHECKS = (512, 1024, 2048), (768, 1536)
 RECIPE = Recipe("m", Budget("mse", 1e-4), LENGTHS, Path("p"), segments=(256,), check_lengths=CHECKS).validate()
 LIMITS = {length: [1e-4 * (index + 1), 2e-4 * (index + 1)] for index, length in enumerate(LENGTHS)}
+PROMPTS = dict.fromkeys(sorted((*LENGTHS, *CHECKS)), ())
 
 
 def choice(budget):
@@ -36,14 +38,7 @@ def candidate(kind="cpu"):
         for length, limits in LIMITS.items()
     }
     geometry = Geometry("llama", layers=2, query_heads=2, kv_heads=1, head_dim=64)
-    return Candidate(
-        recipe=RECIPE,
-        model_name="m",
-        geometry=geometry,
-        fingerprint="0" * 64,
-        device=DeviceIdentity(kind, "pretended"),
-        chosen=chosen,
-    )
+    return Candidate(RECIPE, "m", geometry, "0" * 64, DeviceIdentity(kind, "pretended"), chosen)
 
 
 def proof_of(error, factors=(0.95, 1.0, 1.05, 1.0), worst=0.0, last=1.0, kinds=None):
@@ -52,14 +47,25 @@ def proof_of(error, factors=(0.95, 1.0, 1.05, 1.0), worst=0.0, last=1.0, kinds=N
     return LayerProof(error, 1.0, 0.5, worst, of_prompts=of_prompts, kinds=kinds or ("text",) * len(factors))
 
 
-def proofs_of(begun, needles=None, seconds=0.1):
-    """Every layer within its limit."""
-    return {
-        length: LengthProof(
-            tuple(proof_of(begun.limits[length, layer]) for layer in range(2)), 0.0, 1.0, needles, seconds, 0.1
+def with_proofs(begun, changes=None, seconds=(None, None), slower=()):
+    """Every layer within its limit.
+
+    changes: of the proofs, by length. seconds: of every layer and dense; slower: those of some, by length and layer.
+    """
+    proofs = {}
+    for length in begun.lengths:
+        layers = [
+            replace(
+                proof_of(begun.limits[length, layer]),
+                seconds=dict(slower).get((length, layer), seconds[0]),
+                dense_seconds=seconds[1],
+            )
+            for layer in range(2)
+        ]
+        proofs[length] = replace(
+            LengthProof(tuple(layers), 0.0, 1.0, None, 0.1, 0.1), **dict(changes or {}).get(length, {})
         )
-        for length in begun.lengths
-    }
+    return replace(begun, proofs=proofs)
 
 
 def error_of(config):
@@ -71,23 +77,16 @@ def error_of(config):
 class PretendedProver:
     """Proves as `verify.Prover` does, without a model: layers have the errors that curves predict, or other ones.
 
-    Args:
-        error: Of a layer, from (candidate, length, layer).
-        needles: Kept and found, from (candidate, length); None where no prompt asks for one.
-        seconds: Of the prefill, from (candidate, length); the dense one takes 0.1.
-
-    Attributes:
-        attempts: (lengths, candidate) that each proof began with.
+    error: of a layer, from (candidate, length, layer). needles: kept and found, from (candidate, length). seconds: of
+    the prefill and of layer 1's attention, from (candidate, length); the dense ones take 0.1.
+    attempts: (lengths, candidate) that each proof began with.
     """
 
-    def __init__(
-        self,
-        error=lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)),
-        needles=lambda candidate, length: None,
-        seconds=lambda candidate, length: 0.1,
-    ):
-        self._error, self._needles, self._seconds = error, needles, seconds
-        self.attempts = []
+    executor = journal = None
+
+    def __init__(self, error=None, needles=lambda *_: None, seconds=lambda *_: (0.1, None)):
+        self._error = error or (lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)))
+        self._needles, self._seconds, self.attempts = needles, seconds, []
 
     @contextmanager
     def show_progress(self, title, lengths):
@@ -100,15 +99,13 @@ class PretendedProver:
             for length, proofs in layers.items():
                 revised = candidate
                 while revised is not None:
-                    candidate, proof = revised, self._layer(revised, length, layer)
+                    candidate, proof = revised, proof_of(self._error(revised, length, layer), (0.95, 1.05))
                     revised = revise and revise(candidate, length, layer, proof)
-                proofs.append(proof)
+                attention = self._seconds(candidate, length)[1] if layer else None
+                proofs.append(replace(proof, seconds=attention, dense_seconds=attention and 0.1))
         return candidate, {
             length: LengthProof(
-                tuple(proofs), 0.0, 1.0, self._needles(candidate, length), self._seconds(candidate, length), 0.1
+                tuple(proofs), 0.0, 1.0, self._needles(candidate, length), self._seconds(candidate, length)[0], 0.1
             )
             for length, proofs in layers.items()
         }
-
-    def _layer(self, candidate, length, layer):
-        return proof_of(self._error(candidate, length, layer), (0.95, 1.05))
