@@ -128,8 +128,7 @@ def compute_allowed_growth(proof: LayerProof, limit: float, recipe: Recipe, laye
     """Compute the factor by which a layer's measured error may grow.
 
     Args:
-        proof: the layer's measurements on the adjust prompts.
-        limit: the error it may have, in the budget's unit.
+        proof, limit: measurements on the adjust prompts, and the error that the layer may have, in the budget's unit.
         recipe: its margin.
         layers: of the model, all of which are to be within their limits together.
         texts: the number of texts to certify on, by which a bound is further from the mean or nearer to it.
@@ -228,7 +227,7 @@ def find_slower_lengths(candidate: Candidate) -> tuple[Problem, ...]:
         for length, proof in candidate.proofs.items()
         if candidate.device.kind == "cuda"
         and proof.prefill_seconds > TIMING_TOLERANCE * proof.dense_prefill_seconds
-        and not candidate.is_dense(length)
+        and not all(candidate.layer_config(layer, length).is_dense for layer in range(len(proof.layers)))
     )
 
 

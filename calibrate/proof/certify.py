@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -73,7 +73,7 @@ class TextGroups:
         return len(self.members)
 
     def mean_per_group(self, values: Sequence[float]) -> list[float]:
-        """Return the mean of each group, from a value of each prompt."""
+        """Return the mean value of each group's prompts."""
         return [statistics.fmean(values[number] for number in numbers) for numbers in self.members]
 
     def max_per_group(self, values: Sequence[float]) -> list[float]:
@@ -115,9 +115,8 @@ class PromptScorer:
             [prompt.max_error(self.recipe.budget) / limit if limit else 0.0 for prompt in layer.of_prompts]
             for layer, limit in zip(proof.layers, self.limits, strict=True)
         ]
-        errors = [max(prompt_shares, default=0.0) for prompt_shares in zip(*layer_shares, strict=True)]
         kls = [math.inf if math.isnan(kl) else kl / self.kl_unit for kl in proof.kls]
-        return [max(pair) for pair in zip(errors, kls, strict=True)]
+        return [max(shares) for shares in zip(*layer_shares, kls, strict=True)]
 
     def groups_over(self, proof: LengthProof, threshold: float = 1.0) -> int:
         """Count the groups of text that have a prompt with a score above a threshold."""
@@ -129,17 +128,12 @@ def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
     """Certify what was proven, with less of what layers spend where it does not hold as it is.
 
     Args:
-        prover: measures it.
-        prompts: the certify prompts, by length in tokens.
+        prover, prompts: measures the certify prompts, by length in tokens.
         proven: a proof that holds.
 
     Returns:
         The candidate with its certificate, as reduced for it, and a problem for each length where nothing can be
         stated, retrieval does not hold, or a budget is shown to be broken.
-
-    Raises:
-        ModelError: inf or NaN came up in the model.
-        ResourceError: The GPU's memory ran out.
     """
     candidate, certificates = proven, dict[int, CertifiedLength]()
     recipe, problems = proven.recipe, list[Problem | None](proven.problems)
@@ -236,9 +230,8 @@ class MeanCertifier:
                 lower = self._reduce(self.candidate, layer, SPEND_FRACTIONS[step])
                 is_hopeless = SPEND_FRACTIONS[step] * self._first_bound > HOPELESS * limit
                 # the last fraction is always tried: bounds need not shrink in proportion
-                if lower.layer_config(layer, length) != config and (
-                    not is_hopeless or step == len(SPEND_FRACTIONS) - 1
-                ):
+                is_tried = not is_hopeless or step == len(SPEND_FRACTIONS) - 1
+                if is_tried and lower.layer_config(layer, length) != config:
                     self._fraction = step
                     return lower
         if holds:
@@ -284,12 +277,8 @@ def build_certificate(
 ) -> CertifiedLength:
     """Build the certificate of one length.
 
-    Args:
-        length: in tokens.
-        proof: the certify prompts' measurements of layers as they were adjusted.
-        means: the certified spending of each layer.
-        scorer: of the length.
-        noise_floor: the mean KL between two dense implementations, in nats; None where there is one only.
+    proof: the certify prompts' measurements of layers as they were adjusted. noise_floor: the mean KL between two dense
+    implementations, in nats; None where there is one only.
     """
     recipe, groups = scorer.recipe, TextGroups.from_prompts(proof.prompts)
     above = scorer.groups_over(proof) if recipe.per_prompt else count_allowed_above(len(groups), 1 - CONFIDENCE)
@@ -406,8 +395,6 @@ def measure_noise(loaded: LoadedModel, prompt: Prompt, backend: SDPBackend) -> f
         with use_sdpa_backend(backend):
             return layer.dense(stream)
 
-    def variant(layer: DecoderLayer) -> Callable[[DecoderLayer, Stream], Stream] | None:
-        return None if layer.attention is None else run_through_backend
-
-    ((agreement,),) = compare_variants(loaded, [prompt], [variant])
+    variants = [lambda layer: None if layer.attention is None else run_through_backend]
+    ((agreement,),) = compare_variants(loaded, [prompt], variants)
     return agreement.kl

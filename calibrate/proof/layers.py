@@ -95,9 +95,8 @@ class LayerConfigAt:
     def from_source(cls, source: ConfigSource, chunk: int | None, layer: int, length: int) -> LayerConfigAt:
         """Return a layer's configuration, and of a prompt that is fed in chunks that of each chunk.
 
-        A server feeds prompts in chunks, each a call behind those before it. Every chunk follows the configuration of
-        the keys that there are by then, as the runtime would choose it, and is dense while these are fewer than the
-        shortest calibrated length. Only those of the last chunk can be last rows.
+        Every chunk follows the configuration of the keys that there are by then, as the runtime would choose it, and is
+        dense while these are fewer than the shortest calibrated length. Only those of the last chunk can be last rows.
         """
         config, cache = source.layer_config(layer, length), source.kv_cache_dtype
         if chunk is None or length <= chunk:
@@ -237,11 +236,9 @@ def compare_variants(
     variants: Sequence[Callable[[DecoderLayer], Through | None]],
     guard: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext(),
 ) -> list[list[PromptAgreement]]:
-    """Move prompts through the dense model and variants of it in lockstep, and compare their predictions.
+    """Move prompts of one length through the dense model and variants of it in lockstep, and compare predictions.
 
     Args:
-        loaded: the model.
-        prompts: of one length.
         variants: how each runs a layer, given the layer; None where it is as the model has it.
         guard: a context for each layer, given the layer's number in words.
 

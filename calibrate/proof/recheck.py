@@ -19,7 +19,6 @@ import torch
 from calibrate.model.models import LoadedModel, load, load_config
 from calibrate.model.preflight import Preflight, make_preflight
 from calibrate.profiles.stored import check_sizes, read_recipe
-from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import describe_over_limit, find_lost_needles
 from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_probability, compute_mean_of_kinds
@@ -71,9 +70,7 @@ def open_profile(
     """Load a profile and the model that it was calibrated for.
 
     Args:
-        model: alias, local folder or hub id.
-        path: the profile's file.
-        device: Torch's name of the device to measure on.
+        model, path, device: an alias, local folder or hub id, the profile's file, and torch's name of the device.
         prompts: files and folders to draw prompts from instead of the recipe's text; None for the recipe's.
         chunk: tokens that layers are fed at once; None for the recipe's number.
         needs_certificate: whether a profile without one is refused, before anything is loaded.
@@ -204,14 +201,22 @@ class CertificateCheck:
 
 
 def verify_certificate(opened: LoadedProfile, seed: int, *, progress: bool = False) -> CertificateCheck:
-    """Check each claim of a profile's certificate on prompts drawn with another seed, or from other files.
+    """Check each claim of a profile's certificate on new prompts, with another seed or from other files.
 
     A claim is broken if fresh prompts contradict it beyond chance, at 5%: for the layers' means that is at all of them
     together. Raises InputError if there are too few fresh prompts.
     """
     profile, recipe = opened.profile, opened.recipe
     certified = select_certified_lengths(profile)
-    fresh = draw_fresh_prompts(opened, replace(recipe, seed=seed))
+    drawn, recorded = replace_prompts(replace(recipe, seed=seed), opened.prompts), read_record(profile).data
+    if opened.prompts is not None:  # of the user's text as much as possible is for the certificate
+        drawn = replace(drawn, num_prompts=1, held_out=1)
+    parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()
+    used = {prompt.sha256 for part in parts for prompt in part or ()}
+    fresh = {
+        length: [prompt for prompt in length_prompts if prompt.sha256 not in used]
+        for length, length_prompts in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
+    }
     for length in certified:
         if len(groups := TextGroups.from_prompts(fresh.get(length, ()))) < MIN_GROUPS:
             raise InputError(
@@ -269,17 +274,3 @@ def _compare_length(
     return LengthCheck(
         length, len(proof.prompts), len(groups), means, broken, above, chance, proof.kl, now, tuple(problems)
     )
-
-
-def draw_fresh_prompts(opened: LoadedProfile, recipe: Recipe) -> dict[int, list[Prompt]]:
-    """Draw the certify prompts of a recipe, by length in tokens, without those that took part in the profile."""
-    drawn = replace_prompts(recipe, opened.prompts)
-    if opened.prompts is not None:  # of the user's text as much as possible is for the certificate
-        drawn = replace(drawn, num_prompts=1, held_out=1)
-    recorded = read_record(opened.profile).data
-    parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()
-    used = {prompt.sha256 for part in parts for prompt in part or ()}
-    return {
-        length: [prompt for prompt in length_prompts if prompt.sha256 not in used]
-        for length, length_prompts in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
-    }

@@ -142,10 +142,6 @@ class Candidate:
         config = self._buckets.layer_config(layer, length)
         return config.as_dense() if length in self.dense_lengths else config
 
-    def is_dense(self, length: int) -> bool:
-        """Return True if every layer is dense at a length that is proven."""
-        return all(self.configs[length, layer].is_dense for layer in range(self.geometry.layers))
-
     def with_share(
         self, layer: int, length: int, share: float, why_dense: CalibrationDense = CalibrationDense.OVER_LIMIT
     ) -> Candidate:

@@ -319,9 +319,8 @@ def _time_calls(calls: Mapping[str, Callable[[], Any]], device: torch.device) ->
     """Time decoder layers, in seconds: medians on a GPU, of one run if they are long; one run by the clock on a CPU."""
     if device.type == "cuda":
         once = measure_medians(calls, device, 1, LAYER_FLUSHES)
-        if min(once.values()) > LONG_SECONDS:
-            return once
-        return measure_medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
+        is_long = min(once.values()) > LONG_SECONDS
+        return once if is_long else measure_medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
     seconds = {}
     for name, call in calls.items():
         start = time.perf_counter()
