@@ -1,6 +1,5 @@
 """The streamed proof against what one sees by patching the whole model and watching it."""
 
-import math
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from calibrate.curves.curves import compute_row_errors, select_worst, tile_worst
+from calibrate.curves.curves import compute_row_errors
 from calibrate.model.logits import count_rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
-from calibrate.proof.layers import LayerHistory, count_answer_rows, measure_row_errors
+from calibrate.proof.layers import LayerHistory, count_answer_rows
 from calibrate.proof.verify import LengthProof, Prover
 from calibrate.work.executor import measure_items, open_executor
 from s2o_runtime import patch, unpatch
@@ -235,33 +234,6 @@ def test_row_errors_are_relative_to_the_row_or_to_its_head():
     torch.testing.assert_close(compute_row_errors(out, truth), expected)
     torch.testing.assert_close(compute_row_errors(out.bfloat16(), truth), expected)
     assert compute_row_errors(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)).tolist() == [[[0.0, 0.0]]]
-
-
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
-def test_tiles_hold_their_largest_row(length):
-    errors = torch.rand(2, 3, length)
-    expected = torch.stack([errors[..., first : first + 64].amax(-1) for first in range(0, length, 64)], -1)
-    assert torch.equal(tile_worst(errors), expected)
-
-
-@pytest.mark.parametrize("count", [1, 2, 51, 100, 101, 1000])
-def test_the_worst_are_one_of_the_errors_at_the_nearest_rank(count):
-    """Counted from a sorted list: between two of them there would be no error, and no root of squares be the same."""
-    errors = torch.rand(2, count, 3, generator=torch.Generator().manual_seed(count))
-    expected = errors.sort(1).values[:, math.floor(0.99 * (count - 1) + 0.5)]
-    assert torch.equal(select_worst(errors, 1), expected.double())
-    assert torch.equal(select_worst(errors[0].T), expected[0].double())
-    torch.testing.assert_close(select_worst(errors.square(), 1).sqrt(), expected.double(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_errors_of_rows_are_those_of_the_tensors(dtype):
-    dense, noise = torch.randn(2, 1, 6, 48, 16, generator=torch.Generator().manual_seed(3))
-    out, dense = (dense + 0.1 * noise).to(dtype), dense.to(dtype)
-    squares, relative = measure_row_errors(out, dense)
-    mse, power = (tensor.square().mean((0, 1, 3)) for tensor in (out.float() - dense.float(), dense.float()))
-    torch.testing.assert_close(squares, torch.stack((mse, power)).double(), rtol=1e-4, atol=0)
-    torch.testing.assert_close(relative, compute_row_errors(out, dense)[0])
 
 
 @pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])
