@@ -12,8 +12,8 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product, starmap
 from operator import attrgetter
@@ -67,18 +67,6 @@ class Studies:
         return optuna.create_study(storage=self._storage, study_name=name, sampler=sampler)
 
 
-@contextmanager
-def _convert_storage_errors() -> Iterator[None]:
-    """Turn errors of a storage in use into this package's error."""
-    try:
-        yield
-    except optuna.exceptions.StorageInternalError as error:
-        raise ResourceError(
-            f"the Optuna storage failed ({describe_failure(error)}): run the same command again, or leave --storage "
-            "out; what was measured so far is kept"
-        ) from error
-
-
 def check_storage(url: str) -> None:
     """Raise ConfigError if this is no URL of a database that Optuna can use; nothing is opened or made."""
     from sqlalchemy import make_url
@@ -87,8 +75,8 @@ def check_storage(url: str) -> None:
     try:
         make_url(url).get_dialect()
     except ArgumentError as error:  # also for a kind of database that SQLAlchemy does not know
-        problem = "--storage is no URL of a database that is known here"
-        raise ConfigError(f"{problem}: give one such as sqlite:///studies.db") from error
+        problem = "--storage is no URL of a database that is known here: give one such as sqlite:///studies.db"
+        raise ConfigError(problem) from error
 
 
 def open_storage(url: str | None) -> optuna.storages.BaseStorage | None:
@@ -143,7 +131,6 @@ class LayerSearch:
         by_cost = sorted((point for point, cost in costs.items() if cost <= limit), key=costs.__getitem__)
         return list(dict.fromkeys((self.default, *by_cost)))[: recipe.trials]
 
-    @_convert_storage_errors()
     def run(
         self,
         studies: Studies,
@@ -158,18 +145,24 @@ class LayerSearch:
         tiles = {str(tile): tile for tile in self.tiles}
         segments, scores = self.recipe.select_segments(self.length), self.recipe.scores
         parameters: dict[str, tuple[Any, ...]] = {"segment": segments, "tile": tuple(tiles), "scores": scores}
-        study = studies.create(self.length, self.layer)
 
         def evaluate_trial(trial: optuna.Trial) -> float:
             params = {name: trial.suggest_categorical(name, values) for name, values in parameters.items()}
             return self._try_point(SearchPoint(**params | {"tile": tiles[params["tile"]]}), trial)
 
-        for point in self.list_candidates():
-            study.enqueue_trial(point._asdict() | {"tile": str(point.tile)})
-            study.optimize(evaluate_trial, 1, catch=(TrialFailedError,))
-            on_trial()
-            if out_of_time():
-                break
+        try:
+            study = studies.create(self.length, self.layer)
+            for point in self.list_candidates():
+                study.enqueue_trial(point._asdict() | {"tile": str(point.tile)})
+                study.optimize(evaluate_trial, 1, catch=(TrialFailedError,))
+                on_trial()
+                if out_of_time():
+                    break
+        except optuna.exceptions.StorageInternalError as error:
+            raise ResourceError(
+                f"the Optuna storage failed ({describe_failure(error)}): run the same command again, or leave "
+                "--storage out; what was measured so far is kept"
+            ) from error
         if not self.tried:
             return self.build_plan(self.default).as_dense(CalibrationDense.NO_TRIAL)
         return min(self.tried.values(), key=attrgetter("cost")).dense_if_no_gain()  # of equal ones the first

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles, without_stride
+from calibrate.compiling import compile_ahead, get_kernel_form, without_stride
 from calibrate.journal import Journal
 from calibrate.timing import FAILURES, describe_failure, measure_medians
 from calibrate.work.executor import Executor, WorkerState, WorkItem, find_unmeasured, measure_items
@@ -72,9 +72,8 @@ def choose_tiles(
     items = [TileTime(tile, min(length, LONGEST), max(segments)) for tile in legal if tile in first_of.values()]
     unknown = find_unmeasured(items, executor, journal)
     if len(unknown) > 1:
-        config = _make_exact_layer(unknown[0].tile, executor.geometry, max(segments))
-        untimed = with_tiles(config, [item.tile for item in unknown])
-        executor.submit(Compilation(tuple(untimed), items[0].length)).result()
+        configs = tuple(item.make_config(executor.geometry) for item in unknown)
+        executor.submit(Compilation(configs, items[0].length)).result()
     for item, (tile_seconds, failed) in zip(items, measure_items(items, executor, journal), strict=True):
         tile = without_stride(item.tile)
         if failed:
@@ -111,10 +110,14 @@ class TileTime(WorkItem):
     def __str__(self) -> str:
         return f"tile {self.tile} at {self.length} tokens"
 
+    def make_config(self, geometry: Geometry) -> LayerConfig:
+        """Return the layer that is timed."""
+        return LayerConfig.uniform(geometry.query_heads, segment=self.segment, tile=self.tile)
+
     def run(self, worker: WorkerState) -> tuple[float, str]:
         geometry, device = worker.loaded.geometry, worker.loaded.weights.device
         q, k, v = draw_inputs(geometry, self.length, self.length, torch.bfloat16, device)
-        call = partial(s2o_attention, q, k, v, _make_exact_layer(self.tile, geometry, self.segment))
+        call = partial(s2o_attention, q, k, v, self.make_config(geometry))
         try:
             return measure_medians({"tile": call}, device, ROUNDS)["tile"], ""
         except FAILURES as failure:
@@ -147,10 +150,6 @@ def draw_inputs(
         for length, heads in ((queries, geometry.query_heads), (keys, geometry.kv_heads), (keys, geometry.kv_heads))
     )
     return q, k, v
-
-
-def _make_exact_layer(tile: TileConfig, geometry: Geometry, segment: int) -> LayerConfig:
-    return LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile)
 
 
 @dataclass(frozen=True)
