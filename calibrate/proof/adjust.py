@@ -23,7 +23,13 @@ from functools import partial
 from types import MappingProxyType
 
 from calibrate.proof.bounds import SPEND_FRACTIONS, compute_attempt_confidence, estimate_mean_bound
-from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, select_lengths
+from calibrate.proof.state import (
+    Candidate,
+    LengthAndLayer,
+    Problem,
+    ProblemKind,
+    select_lengths,
+)
 from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import CalibrationDense, make_constraints

@@ -15,7 +15,13 @@ from typing import NamedTuple
 from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_power, select_rankings
 from calibrate.recipe import Recipe
 from calibrate.record import PredictedLayer
-from calibrate.search.allocate import Allocation, ErrorWeights, SearchConstraints, allocate, allocate_together
+from calibrate.search.allocate import (
+    Allocation,
+    ErrorWeights,
+    SearchConstraints,
+    allocate,
+    allocate_together,
+)
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, Tail, TileConfig
 

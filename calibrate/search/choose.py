@@ -23,7 +23,13 @@ from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import allocate
-from calibrate.search.choice import LayerPlan, allocate_model_budget, budget_mse, compute_weights, make_constraints
+from calibrate.search.choice import (
+    LayerPlan,
+    allocate_model_budget,
+    budget_mse,
+    compute_weights,
+    make_constraints,
+)
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import FAILURES, MAX_SLOWDOWN, Timing, describe_failure, time_against_dense
 from calibrate.work.executor import Executor, Pending, WorkerState, WorkItem, run_at_once

@@ -23,7 +23,12 @@ import optuna
 
 from calibrate.curves.curves import Curves, Shape
 from calibrate.recipe import Recipe
-from calibrate.search.choice import CalibrationDense, LayerPlan, SearchPoint, build_plan
+from calibrate.search.choice import (
+    CalibrationDense,
+    LayerPlan,
+    SearchPoint,
+    build_plan,
+)
 from calibrate.timing import FAILURES, Timing, describe_failure
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ResourceError

@@ -13,10 +13,21 @@ from torch import Tensor
 
 from calibrate.compiling import compile_ahead, get_kernel_form, without_stride
 from calibrate.journal import Journal
-from calibrate.timing import FAILURES, describe_failure, measure_medians
+from calibrate.timing import (
+    FAILURES,
+    describe_failure,
+    measure_medians,
+)
 from calibrate.work.executor import Executor, WorkerState, WorkItem, find_unmeasured, measure_items
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import KEY_BLOCK, MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
+from s2o_runtime.config import (
+    KEY_BLOCK,
+    MAX_TAU,
+    HeadConfig,
+    LayerConfig,
+    Scores,
+    TileConfig,
+)
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
@@ -316,6 +327,9 @@ def time_calls(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = key.make_config(geometry)
     q, k, v = draw_inputs(geometry, queries, keys, dtype, device)
-    calls = {"dense": partial(dense_attention, q, k, v), "s2o": partial(s2o_attention, q, k, v, config)}
+    calls = {
+        "dense": partial(dense_attention, q, k, v),
+        "s2o": partial(s2o_attention, q, k, v, config),
+    }
     times = measure_medians(calls, device, ROUNDS)
     return times["s2o"], times["dense"]

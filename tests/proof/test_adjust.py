@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, repeat
 
@@ -30,13 +31,13 @@ from calibrate.proof.adjust import (
 )
 from calibrate.proof.bounds import SPEND_FRACTIONS, bound_mean, compute_attempt_confidence, estimate_mean_bound
 from calibrate.proof.state import Problem, ProblemKind
+from calibrate.proof.verify import LengthProof
 from calibrate.search.choice import CalibrationDense
 from support.candidates import (
     CHECKS,
     LENGTHS,
     LIMITS,
     PROMPTS,
-    PretendedProver,
     candidate,
     error_of,
     proof_of,
@@ -208,6 +209,40 @@ def test_the_expected_bound_is_that_of_many_prompts_like_the_few():
     assert estimate_mean_bound(few, kinds, 3, 0.975) == estimate_mean_bound(few, one_kind, 3, 0.975)
 
 
+class PretendedProver:
+    """Proves as `verify.Prover` does, without a model: layers have the errors that curves predict, or other ones.
+
+    error: of a layer, from (candidate, length, layer). needles: kept and found, from (candidate, length). seconds: of
+    the prefill and of layer 1's attention, from (candidate, length); the dense ones take 0.1.
+    attempts: (lengths, candidate) that each proof began with.
+    """
+
+    def __init__(self, error=None, needles=lambda *_: None, seconds=lambda *_: (0.1, None)):
+        self._error = error or (lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)))
+        self._needles, self._seconds, self.attempts = needles, seconds, []
+
+    def show_progress(self, title, lengths):
+        return nullcontext(self)
+
+    def prove(self, candidate, prompts, revise=None):
+        self.attempts.append((sorted(prompts), candidate))
+        layers = {length: [] for length in prompts}
+        for layer in range(candidate.geometry.layers):
+            for length, proofs in layers.items():
+                revised = candidate
+                while revised is not None:
+                    candidate, proof = revised, proof_of(self._error(revised, length, layer), (0.95, 1.05))
+                    revised = revise and revise(candidate, length, layer, proof)
+                attention = self._seconds(candidate, length)[1] if layer else None
+                proofs.append(replace(proof, seconds=attention, dense_seconds=attention and 0.1))
+        return candidate, {
+            length: LengthProof(
+                tuple(proofs), 0.0, 1.0, self._needles(candidate, length), self._seconds(candidate, length)[0], 0.1
+            )
+            for length, proofs in layers.items()
+        }
+
+
 def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
     prover = PretendedProver(needles=lambda candidate, length: (3, 20) if length == 1024 else None)
     result = prove_and_adjust(prover, PROMPTS, BEGUN)
@@ -258,9 +293,24 @@ def test_errors_several_times_as_large_as_predicted_leave_so_much_less_of_the_bu
             assert tightened.allocation.mse <= BEGUN.chosen[length].choices[layer].allocation.mse * 0.9 / over
 
 
+def timed(begun, slower=()):
+    """Layers' attention takes 1 ms, dense 2 ms; `slower` has the seconds of others by their length and number."""
+
+    def time_layers(length, layers):
+        seconds = (dict(slower).get((length, number), 1e-3) for number in range(2))
+        return tuple(
+            replace(layer, seconds=s2o, dense_seconds=2e-3) for layer, s2o in zip(layers, seconds, strict=True)
+        )
+
+    proofs = {
+        length: replace(proof, layers=time_layers(length, proof.layers)) for length, proof in begun.proofs.items()
+    }
+    return replace(begun, proofs=proofs)
+
+
 def test_layers_that_adjusting_left_slower_than_dense_become_dense():
     slower = {(1024, 1): 2.1e-3, (512, 0): 2.02e-3}  # the latter is a tie
-    begun = with_proofs(candidate("cuda"), seconds=(1e-3, 2e-3), slower=slower)
+    begun = timed(with_proofs(candidate("cuda")), slower)
     left = make_slower_dense(begun, lengths=False)
     for place, config in begun.configs.items():
         assert left.configs[place] == (config.as_dense() if place == (1024, 1) else config)
@@ -274,7 +324,7 @@ def test_layers_that_adjusting_left_slower_than_dense_become_dense():
 def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
     """After the last attempt, when nothing else would make it dense; what is over its limit stays a problem."""
     slower = {(1024, number): 3e-3 if number in slow_layers else 2e-3 for number in range(2)}
-    begun = with_proofs(candidate("cuda"), {1024: {"prefill_seconds": 3.0}}, (1e-3, 2e-3), slower)
+    begun = timed(with_proofs(candidate("cuda"), {1024: {"prefill_seconds": 3.0}}), slower)
     begun, prover = replace(begun, problems=judge(begun)), PretendedProver()
     left = without_slower_lengths(prover, PROMPTS, begun)
     assert (begun.met, left.met) == (False, True)
@@ -288,7 +338,7 @@ def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
 @pytest.mark.parametrize(("needles", "problems"), [(None, 0), ((2, 2), 0), ((1, 2), 0), ((0, 2), 1)])
 def test_what_the_certificate_left_slower_becomes_dense_and_needles_it_lost_are_a_problem(needles, problems):
     """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
-    begun = with_proofs(candidate("cuda"), seconds=(1e-3, 2e-3))
+    begun = timed(with_proofs(candidate("cuda")))
     prover = PretendedProver(needles=lambda *_: needles, seconds=lambda *_: (0.1, 0.2))
     left = remeasure(prover, PROMPTS, begun, begun.with_share(0, 512, 0.0))
     assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]

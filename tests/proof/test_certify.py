@@ -1,6 +1,7 @@
 """The certificate without a model: certified shares, what prompts certify, and what fresh ones refute."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ from calibrate.recipe import Budget
 from calibrate.record import Certificate, CertifiedLength
 from calibrate.report.sections import describe_certificate, list_claims, make_certificate_tables
 from calibrate.search.choice import CalibrationDense
-from support.candidates import LENGTHS, RECIPE, PretendedProver, candidate, proof_of, with_proofs
+from support.candidates import LENGTHS, RECIPE, candidate, proof_of, with_proofs
 
 FACTORS = (0.8, 1.0, 1.25, 0.9, 1.1)  # of the mean error, by prompt
 DOMAINS = ("code", "prose", "code", "prose", "code")
@@ -93,12 +94,16 @@ def test_a_layer_keeps_the_largest_fraction_whose_bound_holds(length, layer, tim
         assert result.build_profile().lengths == tuple(sorted(BEGUN.lengths))
 
 
-class Certifying(PretendedProver):
-    """Its proofs are these, in this order."""
+class Certifying:
+    """A prover whose proofs are these, in this order; `attempts` are the candidates that they began with."""
+
+    executor = journal = None
 
     def __init__(self, *proofs):
-        super().__init__()
-        self._proofs = iter(proofs)
+        self._proofs, self.attempts = iter(proofs), []
+
+    def show_progress(self, title, lengths):
+        return nullcontext(self)
 
     def prove(self, candidate, prompts, revise, timed=False, stage="certifying"):
         self.attempts.append(candidate)

@@ -1,7 +1,6 @@
 """Candidates for a proof, made without a model."""
 
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,11 +33,24 @@ def choice(budget):
 
 def candidate(kind="cpu"):
     chosen = {
-        length: SearchResult([choice(0.8 * limit) for limit in limits], limits, [[0, 1]], Counter(), (1,))
+        length: SearchResult(
+            [choice(0.8 * limit) for limit in limits],
+            limits,
+            groups=[[0, 1]],
+            failures=Counter(),
+            tried=(1,),
+        )
         for length, limits in LIMITS.items()
     }
     geometry = Geometry("llama", layers=2, query_heads=2, kv_heads=1, head_dim=64)
-    return Candidate(RECIPE, "m", geometry, "0" * 64, DeviceIdentity(kind, "pretended"), chosen)
+    return Candidate(
+        recipe=RECIPE,
+        model_name="m",
+        geometry=geometry,
+        fingerprint="0" * 64,
+        device=DeviceIdentity(kind, "pretended"),
+        chosen=chosen,
+    )
 
 
 def proof_of(error, factors=(0.95, 1.0, 1.05, 1.0), worst=0.0, last=1.0, kinds=None):
@@ -47,65 +59,20 @@ def proof_of(error, factors=(0.95, 1.0, 1.05, 1.0), worst=0.0, last=1.0, kinds=N
     return LayerProof(error, 1.0, 0.5, worst, of_prompts=of_prompts, kinds=kinds or ("text",) * len(factors))
 
 
-def with_proofs(begun, changes=None, seconds=(None, None), slower=()):
-    """Every layer within its limit.
-
-    changes: of the proofs, by length. seconds: of every layer and dense; slower: those of some, by length and layer.
-    """
+def with_proofs(begun, changes=None):
+    """The candidate with every layer within its limit, and changes of the proofs by length."""
     proofs = {}
     for length in begun.lengths:
-        layers = [
-            replace(
-                proof_of(begun.limits[length, layer]),
-                seconds=dict(slower).get((length, layer), seconds[0]),
-                dense_seconds=seconds[1],
-            )
-            for layer in range(2)
-        ]
-        proofs[length] = replace(
-            LengthProof(tuple(layers), 0.0, 1.0, None, 0.1, 0.1), **dict(changes or {}).get(length, {})
-        )
+        layers = tuple(proof_of(begun.limits[length, layer]) for layer in range(2))
+        proof = LengthProof(layers, 0.0, 1.0, None, 0.1, 0.1)
+        proofs[length] = replace(proof, **changes[length]) if changes and length in changes else proof
     return replace(begun, proofs=proofs)
 
 
 def error_of(config):
     """The mean squared error that the curves of `choice` predict of a layer."""
-    slopes = zip((1e-7, 3e-7), config.heads, strict=True)
-    return sum(slope * head.tau * (2 if head.tail == "mean" else 1) for slope, head in slopes if head.mode == "s2o") / 2
-
-
-class PretendedProver:
-    """Proves as `verify.Prover` does, without a model: layers have the errors that curves predict, or other ones.
-
-    error: of a layer, from (candidate, length, layer). needles: kept and found, from (candidate, length). seconds: of
-    the prefill and of layer 1's attention, from (candidate, length); the dense ones take 0.1.
-    attempts: (lengths, candidate) that each proof began with.
-    """
-
-    executor = journal = None
-
-    def __init__(self, error=None, needles=lambda *_: None, seconds=lambda *_: (0.1, None)):
-        self._error = error or (lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)))
-        self._needles, self._seconds, self.attempts = needles, seconds, []
-
-    @contextmanager
-    def show_progress(self, title, lengths):
-        yield self
-
-    def prove(self, candidate, prompts, revise=None):
-        self.attempts.append((sorted(prompts), candidate))
-        layers = {length: [] for length in prompts}
-        for layer in range(candidate.geometry.layers):
-            for length, proofs in layers.items():
-                revised = candidate
-                while revised is not None:
-                    candidate, proof = revised, proof_of(self._error(revised, length, layer), (0.95, 1.05))
-                    revised = revise and revise(candidate, length, layer, proof)
-                attention = self._seconds(candidate, length)[1] if layer else None
-                proofs.append(replace(proof, seconds=attention, dense_seconds=attention and 0.1))
-        return candidate, {
-            length: LengthProof(
-                tuple(proofs), 0.0, 1.0, self._needles(candidate, length), self._seconds(candidate, length)[0], 0.1
-            )
-            for length, proofs in layers.items()
-        }
+    error = 0.0
+    for slope, head in zip((1e-7, 3e-7), config.heads, strict=True):
+        if head.mode == "s2o":
+            error += slope * head.tau * (2 if head.tail == "mean" else 1)
+    return error / 2
