@@ -63,6 +63,7 @@ def spent(candidate, length, layer):
 @example(1024, 0, [(1.01, 0.0)])
 @example(768, 1, [(1.01, 0.0)])
 @example(512, 1, [(1e-4, 0.0)])
+@example(512, 1, [(2.0, 0.0), (1e-4, 0.0)])
 @example(512, 1, [(1e-4, 0.0), (0.5, 0.8), (1e-4, 0.0), (2.0, 0.0), (1e-4, 0.0)])
 def test_any_sequence_of_errors_ends_within_its_tries(length, layer, measured):
     """A layer over its limit spends less, and no more from then on; the last time it is dense, which is final."""
