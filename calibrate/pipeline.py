@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -30,17 +30,9 @@ from calibrate.model.self_test import SEGMENTS, choose_test_config, run_self_tes
 from calibrate.progress import PhaseClock, show_progress
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
-from calibrate.proof.adjust import ProofResult, prove_and_adjust
-from calibrate.proof.certify import (
-    TextGroups,
-    certify,
-    check_groups,
-    remeasure,
-    without_slower_layers,
-    without_slower_lengths,
-)
-from calibrate.proof.record import make_record
-from calibrate.proof.state import Candidate
+from calibrate.proof.adjust import make_slower_dense, prove_and_adjust, remeasure, without_slower_lengths
+from calibrate.proof.certify import TextGroups, certify, check_groups
+from calibrate.proof.state import Candidate, make_record
 from calibrate.proof.verify import Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import LayerPlan
@@ -60,7 +52,7 @@ log = logging.getLogger("calibrate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result(ProofResult):
+class Result(Candidate):
     """A finished calibration: the proof with its profile and report."""
 
     profile: Profile  # with its record
@@ -149,22 +141,22 @@ def calibrate(
             proven = without_slower_lengths(prover, held_out, proven)
         if proven.met:
             # The record is of what is written, so whatever changes after the proof is measured again.
-            certified = without_slower_layers(proven)
+            certified = make_slower_dense(proven, lengths=False)
             if prompts.certify:
                 with clock.time_phase("certifying"):
                     certified = certify(prover, prompts.certify, certified)
                     proven = remeasure(prover, held_out, proven, certified)
-            elif certified.candidate is not proven.candidate:
+            elif certified is not proven:
                 with clock.time_phase("measuring again"):
                     proven = remeasure(prover, held_out, proven, certified)
 
-        profile = replace(proven.candidate.build_profile(), record=make_record(recipe, prompts, proven).to_json())
+        profile = replace(proven.build_profile(), record=make_record(prompts, proven).to_json())
         written = proven.met or recipe.allow_regression  # the record says that the proof failed
         if written:
             save_profile(profile, recipe.out)
         return Result(
-            **vars(proven), profile=profile, written=written, seconds=clock.seconds, journal_reused=journal.reused,
-            work=executor.work,
+            **{part.name: getattr(proven, part.name) for part in fields(proven)}, profile=profile, written=written,
+            seconds=clock.seconds, journal_reused=journal.reused, work=executor.work,
         )  # fmt: skip
 
 

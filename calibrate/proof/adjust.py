@@ -1,7 +1,7 @@
 """The proof as a loop: prove a candidate, judge it, change it, and prove again what changed.
 
 A candidate is changed in two places, and both return a new candidate. While the adjust prompts move through the model,
-each layer is moved along one scale, its share of the error that it spends (`Adjuster`), and is run again before the
+each layer is moved along one scale, its share of the error that it spends (`adjust_layer`), and is run again before the
 next layer sees it. After all layers, a length that lost needles gets half its budget, and a length whose prefill was
 slower than the dense one becomes dense (`tighten`).
 
@@ -18,17 +18,21 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 
-from calibrate.proof.bounds import CONFIDENCE, SPEND_FRACTIONS, compute_attempt_confidence, estimate_mean_bound
-from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, select_lengths
+from calibrate.proof.bounds import SPEND_FRACTIONS, compute_attempt_confidence, estimate_mean_bound
+from calibrate.proof.state import (
+    Candidate,
+    LengthAndLayer,
+    Problem,
+    ProblemKind,
+    select_lengths,
+)
 from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
-from calibrate.record import CertifiedLength, CertifiedRetrieval
 from calibrate.search.choice import CalibrationDense, make_constraints
-from calibrate.search.choose import SearchResult
-from s2o_runtime.config import LayerConfig
-from s2o_runtime.devices import DeviceIdentity
 
 RETRIES = 2  # attempts after the first one, when every layer kept its limit but a whole length did not hold
 TIGHTENINGS = 4  # of one layer at one length over its limit; the last one makes the layer dense
@@ -43,107 +47,49 @@ TIMING_TOLERANCE = 1.02  # up to 2% slower than dense counts as equal
 log = logging.getLogger("calibrate")
 
 
-@dataclass(frozen=True)
-class ProofResult:
-    """A candidate after its last attempt at the proof.
-
-    Attributes:
-        candidate: the configurations that were proven.
-        proofs: the measurements, by length in tokens.
-        problems: why the proof failed; none if it holds.
-        certificates: by length in tokens; empty without a certificate.
-    """
-
-    candidate: Candidate
-    proofs: dict[int, LengthProof]
-    problems: tuple[Problem, ...]
-    certificates: Mapping[int, CertifiedLength] = field(default_factory=dict)
-
-    @property
-    def met(self) -> bool:
-        """True if the proof holds."""
-        return not self.problems
-
-    @property
-    def chosen(self) -> Mapping[int, SearchResult]:
-        """The search's result at every calibrated length, as changed since."""
-        return self.candidate.chosen
-
-    @property
-    def configs(self) -> dict[LengthAndLayer, LayerConfig]:
-        """(length, layer) -> the configuration that was proven."""
-        return self.candidate.configs
-
-    @property
-    def limits(self) -> dict[LengthAndLayer, float]:
-        """(length, layer) -> the error the layer may have, in the budget's unit."""
-        return self.candidate.limits
-
-    @property
-    def tightened(self) -> Counter[LengthAndLayer]:
-        """(length, layer) -> how often the layer was tightened in the last attempt that proved this length."""
-        return Counter(self.candidate.tightened)
-
-    @property
-    def first_errors(self) -> Mapping[LengthAndLayer, float]:
-        """(length, layer) -> the error in the budget's unit before the layer was tightened; of those that were."""
-        return self.candidate.first_errors
-
-    @property
-    def device(self) -> DeviceIdentity:
-        """The device that the candidate was proven on."""
-        return self.candidate.device
-
-
 def prove_and_adjust(
     prover: Prover, prompts: Prompts, candidate: Candidate, texts: Mapping[int, int] | None = None
-) -> ProofResult:
+) -> Candidate:
     """Prove what the search chose, changing it until the proof holds or the attempts are used up.
 
     Args:
-        prover: measures it.
-        prompts: the adjust prompts, by length in tokens.
+        prover, prompts: measures the adjust prompts, by length in tokens.
         candidate: the search's choices.
         texts: how many groups of text will certify each length; by default as many as the recipe has prompts.
 
     Returns:
-        The candidate as adjusted, its measurements, and its problems.
+        The candidate as adjusted, with its measurements and its problems.
 
     Raises:
         ModelError: inf or NaN came up in the model.
         ResourceError: The GPU's memory ran out.
     """
-    proofs: dict[int, LengthProof] = {}
-    lengths, adjuster = frozenset(prompts), Adjuster(texts or {})
+    lengths, adjust = frozenset(prompts), partial(adjust_layer, texts=texts or {})
     for attempt in range(RETRIES + 1):
         with prover.show_progress("proving on held-out prompts", len(lengths)) as shown:
             attempted = {length: prompts[length] for length in prompts if length in lengths}
-            candidate, measured = shown.prove(candidate, attempted, tighten_layer if attempt else adjuster.revise)
-        proofs |= measured
-        problems = judge(candidate, proofs)
+            candidate, measured = shown.prove(candidate, attempted, tighten_layer if attempt else adjust)
+        candidate = replace(candidate, proofs={**candidate.proofs, **measured})
+        candidate = replace(candidate, problems=judge(candidate))
         # single layers were tightened in the attempt itself
-        repairable = [problem for problem in problems if problem.kind != ProblemKind.OVER_LIMIT]
+        repairable = [problem for problem in candidate.problems if problem.kind != ProblemKind.OVER_LIMIT]
         if not repairable or attempt == RETRIES:
             break
-        candidate, lengths = tighten(candidate, repairable)
+        candidate, lengths = tighten(candidate)
         log.info("%s: proving %s tokens again", "; ".join(map(str, repairable)), sorted(lengths))
-    return ProofResult(candidate, proofs, problems)
+    return candidate
 
 
 def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
     """Give one layer at one length less if its error is over its limit; the last time it becomes dense.
 
-    Args:
-        candidate: the configurations that were measured.
-        length: the prompts' length in tokens.
-        layer: the layer's row in the profile.
-        proof: the layer's measurements.
+    layer: its row in the profile. proof: its measurements.
 
     Returns:
         The candidate to prove instead, or None if this one is accepted.
     """
     key, error = (length, layer), proof.limited_error(candidate.recipe)
-    limit, times = candidate.limits[key], candidate.tightened.get(key, 0)
+    limit, times = candidate.limits[key], candidate.tightened[key]
     if error <= limit or candidate.layer_config(layer, length).is_dense:
         return None
     log.info("%s: tightened", describe_over_limit(length, layer, error, limit))
@@ -151,55 +97,44 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     share = 0.0 if is_last or not math.isfinite(error) else candidate.recipe.margin * limit / error
     return replace(
         candidate.with_share(layer, length, share),
-        tightened={**candidate.tightened, key: times + 1},
+        tightened=candidate.tightened + Counter([key]),
         first_errors={key: error, **candidate.first_errors},
     )
 
 
-@dataclass
-class Adjuster:
-    """The rule by which the first proof moves each layer at each calibrated length to the error that it may have.
+def adjust_layer(
+    candidate: Candidate, length: int, layer: int, proof: LayerProof, texts: Mapping[int, int] = MappingProxyType({})
+) -> Candidate | None:
+    """Move a layer at a calibrated length to the error that it may have, or tighten it if it is over its limit.
 
-    Attributes:
-        texts: as `prove_and_adjust` takes them.
-        adjustments: how often the spending of a layer at a length was changed within its limit.
+    texts: as `prove_and_adjust` takes them.
+
+    Returns:
+        The candidate to prove instead; None if the layer spends about as much as it may, or nothing is to be
+        changed: it is dense, was over its limit before, or is at a length without curves.
     """
-
-    texts: Mapping[int, int] = field(default_factory=dict)
-    adjustments: Counter[LengthAndLayer] = field(default_factory=Counter)
-
-    def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
-        """Return the candidate in which a layer spends as much as it may.
-
-        Args:
-            candidate, length, layer, proof: as `tighten_layer` takes them.
-
-        Returns:
-            The candidate to prove instead; None if the layer spends about as much as it may, or nothing is to be
-            changed: it is dense, was over its limit before, or is at a length without curves.
-        """
-        if tightened := tighten_layer(candidate, length, layer, proof):
-            return tightened
-        key, config = (length, layer), candidate.layer_config(layer, length)
-        if length not in candidate.chosen or config.is_dense or key in candidate.tightened:
-            return None
-        texts = self.texts.get(length, candidate.recipe.num_certify)
-        times = compute_allowed_growth(proof, candidate.limits[key], candidate.recipe, candidate.geometry.layers, texts)
-        if proof.worst > (candidate.recipe.worst_rows or math.inf):  # more was given to rows than they bear
-            times = min(times, 1 / NO_CHANGE_WITHIN**2 if self.adjustments[key] else 1.0)
-        if 1 / NO_CHANGE_WITHIN <= times <= NO_CHANGE_WITHIN or self.adjustments[key] == MAX_ADJUSTMENTS:
-            return None
-        self.adjustments[key] += 1
-        moved = candidate.with_share(layer, length, min(times, MAX_STEP))
-        return None if moved.layer_config(layer, length) == config else moved
+    if tightened := tighten_layer(candidate, length, layer, proof):
+        return tightened
+    key, recipe, config = (length, layer), candidate.recipe, candidate.layer_config(layer, length)
+    if length not in candidate.chosen or config.is_dense or key in candidate.tightened:
+        return None
+    groups = texts.get(length, recipe.num_certify)
+    times = compute_allowed_growth(proof, candidate.limits[key], recipe, candidate.geometry.layers, groups)
+    if proof.worst > (recipe.worst_rows or math.inf):  # more was given to rows than they bear
+        times = min(times, 1 / NO_CHANGE_WITHIN**2 if candidate.adjusted[key] else 1.0)
+    if 1 / NO_CHANGE_WITHIN <= times <= NO_CHANGE_WITHIN or candidate.adjusted[key] == MAX_ADJUSTMENTS:
+        return None
+    moved = candidate.with_share(layer, length, min(times, MAX_STEP))
+    if moved.layer_config(layer, length) == config:
+        return None
+    return replace(moved, adjusted=candidate.adjusted + Counter([key]))
 
 
 def compute_allowed_growth(proof: LayerProof, limit: float, recipe: Recipe, layers: int, texts: int) -> float:
     """Compute the factor by which a layer's measured error may grow.
 
     Args:
-        proof: the layer's measurements on the adjust prompts.
-        limit: the error it may have, in the budget's unit.
+        proof, limit: measurements on the adjust prompts, and the error that the layer may have, in the budget's unit.
         recipe: its margin.
         layers: of the model, all of which are to be within their limits together.
         texts: the number of texts to certify on, by which a bound is further from the mean or nearer to it.
@@ -214,30 +149,31 @@ def compute_allowed_growth(proof: LayerProof, limit: float, recipe: Recipe, laye
     return times
 
 
-def tighten(candidate: Candidate, problems: Sequence[Problem]) -> tuple[Candidate, frozenset[int]]:
+def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
     """Change the lengths at which a proof failed as a whole.
 
     A length whose prefill was slower than the dense one becomes dense. Any other length that lost needles gets half
     its budget; if it is only checked, the buckets around it do. Layers of checked lengths beside them start again from
     what is interpolated.
 
-    Args:
-        candidate: the configurations that were proven.
-        problems: what is wrong with them.
-
     Returns:
         The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
     """
-    chosen, buckets = dict(candidate.chosen), candidate.recipe.lengths
-    slower = select_lengths(problems, ProblemKind.SLOWER)
-    lost = select_lengths(problems, ProblemKind.LOST_NEEDLES) - slower
+    chosen, buckets, constraints = dict(candidate.chosen), candidate.recipe.lengths, make_constraints(candidate.recipe)
+    slower = select_lengths(candidate.problems, ProblemKind.SLOWER)
+    lost = select_lengths(candidate.problems, ProblemKind.LOST_NEEDLES) - slower
     halved = {
         bucket for length in lost for bucket in ([length] if length in chosen else find_neighbours(length, buckets))
     }
-    for length in halved:
-        chosen[length] = chosen[length].spending(0.5, make_constraints(candidate.recipe))
-    for length in slower & set(chosen):
-        choices = [choice.as_dense(CalibrationDense.SLOWER_PREFILL) for choice in chosen[length].choices]
+    for length in chosen.keys() & (halved | slower):
+        choices = [
+            choice.as_dense(CalibrationDense.SLOWER_PREFILL)
+            if length in slower
+            else choice
+            if choice.why_dense
+            else choice.spending(0.5 * choice.budget_mse, constraints)
+            for choice in chosen[length].choices
+        ]
         chosen[length] = replace(chosen[length], choices=choices)
     changed = halved | slower
     changed |= {
@@ -248,7 +184,7 @@ def tighten(candidate: Candidate, problems: Sequence[Problem]) -> tuple[Candidat
         chosen=chosen,
         overrides={key: config for key, config in candidate.overrides.items() if key[0] not in changed},
         dense_lengths=candidate.dense_lengths | (slower - set(chosen)),
-        tightened={key: times for key, times in candidate.tightened.items() if key[0] not in changed},
+        tightened=Counter({key: times for key, times in candidate.tightened.items() if key[0] not in changed}),
         first_errors={key: error for key, error in candidate.first_errors.items() if key[0] not in changed},
     )
     return changed_candidate, frozenset(changed)
@@ -261,49 +197,32 @@ def find_neighbours(length: int, buckets: Sequence[int]) -> list[int]:
     return below[-1:] + above[:1]
 
 
-def judge(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Problem, ...]:
-    """Judge a candidate by its measurements.
-
-    Args:
-        candidate: the configurations that were proven.
-        proofs: the measurements, by length in tokens.
-
-    Returns:
-        Why the proof failed: layers over their limit, then lengths that lost needles or are slower than dense, each in
-        the order of `proofs`. A proof without problems holds.
-    """
+def judge(candidate: Candidate) -> tuple[Problem, ...]:
+    """Return why a candidate's proof failed: layers over their limit, then lengths that lost needles or are slower."""
     return (
-        *find_layers_over_limit(candidate, proofs),
-        *find_lost_needles(proofs, candidate.recipe),
-        *find_slower_lengths(candidate, proofs),
+        *find_layers_over_limit(candidate),
+        *find_lost_needles(candidate.proofs, candidate.recipe),
+        *find_slower_lengths(candidate),
     )
 
 
-def find_layers_over_limit(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Problem, ...]:
+def find_layers_over_limit(candidate: Candidate) -> tuple[Problem, ...]:
     """Find the layers that are not dense and whose error is over their limit."""
-    recipe = candidate.recipe
     return tuple(
-        describe_over_limit(
-            length,
-            candidate.geometry.get_layer_number(layer),
-            proof.limited_error(recipe),
-            candidate.limits[length, layer],
-        )
-        for length, length_proof in proofs.items()
+        describe_over_limit(length, candidate.geometry.get_layer_number(layer), error, limit)
+        for length, length_proof in candidate.proofs.items()
         for layer, proof in enumerate(length_proof.layers)
-        if not proof.limited_error(recipe) <= candidate.limits[length, layer]  # also where it is no number
-        and not candidate.layer_config(layer, length).is_dense
+        for error, limit in ((proof.limited_error(candidate.recipe), candidate.limits[length, layer]),)
+        if not error <= limit and not candidate.layer_config(layer, length).is_dense  # also where it is no number
     )
 
 
-def find_slower_lengths(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> tuple[Problem, ...]:
+def find_slower_lengths(candidate: Candidate) -> tuple[Problem, ...]:
     """Find the lengths whose prefill takes longer than the dense one.
 
     A CPU has none, because times are not the objective there. A length whose layers are all dense is not one either:
     it runs the same as dense, whatever its times are.
     """
-    if candidate.device.kind != "cuda":
-        return ()
     return tuple(
         Problem(
             ProblemKind.SLOWER,
@@ -311,26 +230,86 @@ def find_slower_lengths(candidate: Candidate, proofs: Mapping[int, LengthProof])
             f"the prefill of {length} tokens takes {proof.prefill_seconds * 1e3:.1f} ms, dense "
             f"{proof.dense_prefill_seconds * 1e3:.1f} ms",
         )
-        for length, proof in proofs.items()
-        if proof.prefill_seconds > TIMING_TOLERANCE * proof.dense_prefill_seconds
+        for length, proof in candidate.proofs.items()
+        if candidate.device.kind == "cuda"
+        and proof.prefill_seconds > TIMING_TOLERANCE * proof.dense_prefill_seconds
         and not all(candidate.layer_config(layer, length).is_dense for layer in range(len(proof.layers)))
     )
 
 
-def find_slower_layers(candidate: Candidate, proofs: Mapping[int, LengthProof]) -> frozenset[LengthAndLayer]:
+def find_slower_layers(candidate: Candidate) -> frozenset[LengthAndLayer]:
     """Find the layers whose attention was measured slower than dense attention at a length, if it was timed.
 
     A layer that was adjusted may have lost what made it fast.
     """
     return frozenset(
         (length, layer)
-        for length, length_proof in proofs.items()
+        for length, length_proof in candidate.proofs.items()
         for layer, proof in enumerate(length_proof.layers)
         if proof.seconds is not None
         and proof.dense_seconds is not None
         and proof.seconds > TIMING_TOLERANCE * proof.dense_seconds
         and not candidate.layer_config(layer, length).is_dense
     )
+
+
+def make_slower_dense(candidate: Candidate, *, layers: bool = True, lengths: bool = True) -> Candidate:
+    """Make dense what was measured slower than dense attention; the candidate itself if there is nothing.
+
+    Every other layer keeps its configuration. The measurements stay those of before.
+
+    layers: whether layers become dense whose own attention is slower. lengths: whether all layers of a length become
+    dense whose prefill is slower and that has no such layer.
+    """
+    slower_layers = find_slower_layers(candidate) if layers else frozenset()
+    slower_lengths = select_lengths(find_slower_lengths(candidate), ProblemKind.SLOWER) if lengths else frozenset()
+    slower_lengths -= {length for length, _ in slower_layers}
+    dense = [key for key in sorted(candidate.configs) if key in slower_layers or key[0] in slower_lengths]
+    if dense:
+        # Checked lengths are fixed first, or what is interpolated there would follow the buckets that become dense.
+        fixed = {key: config for key, config in candidate.configs.items() if key[0] not in candidate.chosen}
+        candidate = replace(candidate, overrides={**candidate.overrides, **fixed})
+    for length, layer in dense:
+        reason = CalibrationDense.SLOWER_PREFILL
+        if (length, layer) in slower_layers:
+            log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
+            reason = CalibrationDense.SLOWER_ATTENTION
+        candidate = candidate.with_share(layer, length, 0.0, reason)
+    return candidate
+
+
+def remeasure(prover: Prover, prompts: Prompts, proven: Candidate, changed: Candidate) -> Candidate:
+    """Measure the lengths again that changed since the proof; layers, then lengths, that are slower become dense.
+
+    No layer is tightened: densities, times and predictions in the record are to be of what is written. The certificate
+    of a layer holds all the more if it becomes dense. Needles that are lost now, although layers became more careful,
+    are problems: `s2o-profile verify` would find them.
+
+    prompts: the adjust prompts, by length in tokens. proven, changed: as the proof left it, and as it is since.
+    """
+    is_first, candidate = True, changed
+    while lengths := {
+        length for (length, layer), config in candidate.configs.items() if config != proven.configs[length, layer]
+    }:
+        with prover.show_progress("measuring what changed since", len(lengths)) as shown:
+            again = {length: prompts[length] for length in prompts if length in lengths}
+            _, measured = shown.prove(candidate, again)
+        proven = replace(candidate, proofs={**candidate.proofs, **measured})
+        candidate = make_slower_dense(proven, layers=is_first)  # layers once: times that tie vary
+        is_first = False
+    problems = find_lost_needles(candidate.proofs, candidate.recipe)
+    return replace(candidate, problems=(*candidate.problems, *problems))
+
+
+def without_slower_lengths(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
+    """Return the proof with lengths dense that its last attempt left slower than dense: time is no reason to fail.
+
+    Of a length whose prefill is slower those layers become dense whose attention is; all, if no layer alone is slower.
+    """
+    if not find_slower_lengths(proven):
+        return proven
+    changed = replace(make_slower_dense(proven), problems=find_layers_over_limit(proven))
+    return remeasure(prover, prompts, proven, changed)
 
 
 def describe_over_limit(length: int, layer: int, error: float, limit: float) -> Problem:
@@ -355,16 +334,4 @@ def find_lost_needles(proofs: Mapping[int, LengthProof], recipe: Recipe) -> tupl
         if proof.needles is not None
         for patched, dense in (proof.needles,)
         if patched < min(recipe.needles * dense, dense - (recipe.needles < 1))
-    )
-
-
-def find_lost_retrieval(length: int, retrieval: CertifiedRetrieval | None, recipe: Recipe) -> Problem | None:
-    """Return the problem of a length whose certificate rules out that enough needles are kept; None otherwise."""
-    if retrieval is None or not retrieval.found or retrieval.high is None or retrieval.high >= recipe.needles:
-        return None
-    return Problem(
-        ProblemKind.LOST_NEEDLES,
-        length,
-        f"at {length} tokens the patched model keeps {retrieval.kept} of the {retrieval.found} needles that dense finds"
-        f", so with {CONFIDENCE:.0%} confidence no more than {retrieval.high:.0%}; {recipe.needles:.0%} are asked for",
     )

@@ -27,15 +27,12 @@ OWN_VARIANCE = 8  # texts of a kind: with fewer of any, all kinds count with one
 
 
 def compute_attempt_confidence(fraction: float, recipe: Recipe, layers: int) -> float:
-    """Return the confidence of a bound at one attempt at a layer and length.
+    """Return the confidence of a bound at one attempt, with one of `SPEND_FRACTIONS`, at a layer and length.
 
-    Half of the risk is the first attempt's, because most layers need no other; the others share the other half.
-
-    Args:
-        fraction: of `SPEND_FRACTIONS`.
-        recipe: says how many lengths are certified, and whether each is tried at all of `BUDGET_SEQUENCE`.
-        layers: of the model, with full attention.
+    recipe: says how many lengths are certified, and whether each is tried at all of `BUDGET_SEQUENCE`.
+    layers: of the model, with full attention.
     """
+    # half of the risk is the first attempt's, because most layers need no other
     part = 0.5 if fraction == SPEND_FRACTIONS[0] else 0.5 / (len(SPEND_FRACTIONS) - 1)
     passes = len(BUDGET_SEQUENCE) if recipe.per_prompt else 1
     return 1 - part * (1 - CONFIDENCE) / (layers * len(recipe.all_lengths) * passes)
@@ -84,11 +81,8 @@ def estimate_mean_bound(values: Sequence[float], kinds: Sequence[str], count: in
     The variance of a few values tells little about that of many. So their variance, relative to the mean of their kind,
     counts beside a usual one, which is that of `USUAL_WEIGHT` values.
 
-    Args:
-        values: at least one, all at least 0.
-        kinds: as for `bound_mean`.
-        count: at least 2; the kinds are in equal parts, and of one kind if there are not two for each.
-        confidence: of the bound.
+    values: at least one, all at least 0. kinds: as for `bound_mean`; of so many values they are in equal parts, and one
+    if there are not two for each. count: at least 2.
     """
     groups = _group_values(values, kinds if count >= 2 * len(set(kinds)) else [""] * len(values), least=1)
     means = [statistics.fmean(group) for group in groups]
@@ -133,12 +127,7 @@ def bound_share(count: int, above: int, risk: float) -> float:
     """Bound from below the share of texts that keep within a limit, if `above` of `count` do not.
 
     It is the same where the limit is the (above + 1)-th largest of their values, whatever these are drawn from (S. S.
-    Wilks, "Determination of sample sizes for setting tolerance limits", 1941).
-
-    Args:
-        count: at least 1.
-        above: from 0 to `count`.
-        risk: the probability that the true share is smaller.
+    Wilks, "Determination of sample sizes for setting tolerance limits", 1941). risk: that the true share is smaller.
     """
     from scipy.special import betaincinv
 

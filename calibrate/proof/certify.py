@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,14 +23,6 @@ from torch.nn.attention import SDPBackend
 from calibrate.model.layers import DecoderLayer, Stream
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
-from calibrate.proof.adjust import (
-    ProofResult,
-    find_layers_over_limit,
-    find_lost_needles,
-    find_lost_retrieval,
-    find_slower_layers,
-    find_slower_lengths,
-)
 from calibrate.proof.bounds import (
     BUDGET_SEQUENCE,
     CONFIDENCE,
@@ -39,13 +31,12 @@ from calibrate.proof.bounds import (
     bound_mean,
     bound_share,
     compute_attempt_confidence,
-    compute_mean_of_kinds,
     compute_share_interval,
     count_allowed_above,
     count_texts_for,
 )
 from calibrate.proof.layers import ProofItem, compare_variants
-from calibrate.proof.state import Candidate, LengthAndLayer, Problem, ProblemKind, select_lengths
+from calibrate.proof.state import Candidate, Problem, ProblemKind
 from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
@@ -64,13 +55,10 @@ log = logging.getLogger("calibrate")
 
 @dataclass(frozen=True)
 class TextGroups:
-    """Prompts grouped by the text that most of them is: prompts of one novel are no more independent than its chapters.
+    """Prompts grouped by the text that most of them is: those of one novel are as dependent as its chapters."""
 
-    members: of each group the numbers of its prompts. kinds: the kind of text of each group.
-    """
-
-    members: tuple[tuple[int, ...], ...]
-    kinds: tuple[str, ...]
+    members: tuple[tuple[int, ...], ...]  # of each group the numbers of its prompts
+    kinds: tuple[str, ...]  # the kind of text of each group
 
     @classmethod
     def from_prompts(cls, prompts: Sequence[Prompt]) -> TextGroups:
@@ -85,7 +73,7 @@ class TextGroups:
         return len(self.members)
 
     def mean_per_group(self, values: Sequence[float]) -> list[float]:
-        """Return the mean of each group, from a value of each prompt."""
+        """Return the mean value of each group's prompts."""
         return [statistics.fmean(values[number] for number in numbers) for numbers in self.members]
 
     def max_per_group(self, values: Sequence[float]) -> list[float]:
@@ -95,23 +83,20 @@ class TextGroups:
 
 @dataclass(frozen=True)
 class PromptScorer:
-    """The rule that makes one number of a prompt's errors and its KL.
+    """The rule that makes one number of a prompt's errors and its KL."""
 
-    recipe: has the unit of errors, and what is held to limits. limits: the error each layer may have; None of layers
-    that are dense. kl_unit: the KL in nats that counts as much as an error of its limit.
-    """
-
-    recipe: Recipe
-    limits: tuple[float | None, ...]
-    kl_unit: float
+    recipe: Recipe  # has the unit of errors, and what is held to limits
+    limits: tuple[float | None, ...]  # the error each layer may have; None of layers that are dense
+    kl_unit: float  # the KL in nats that counts as much as an error of its limit
 
     @classmethod
-    def from_proof(cls, candidate: Candidate, length: int, proof: LengthProof) -> PromptScorer:
+    def from_proof(cls, candidate: Candidate, length: int) -> PromptScorer:
         """Return the scorer of a length from what the adjust prompts showed.
 
         Its KL is the largest KL over the largest error on these, so that neither of the two decides alone. With single
         prompts held to limits it has room (`KL_ROOM`).
         """
+        proof = candidate.proofs[length]
         limits = tuple(
             None if candidate.layer_config(layer, length).is_dense else candidate.limits[length, layer]
             for layer in range(len(proof.layers))
@@ -130,19 +115,8 @@ class PromptScorer:
             [prompt.max_error(self.recipe.budget) / limit if limit else 0.0 for prompt in layer.of_prompts]
             for layer, limit in zip(proof.layers, self.limits, strict=True)
         ]
-        errors = [max(prompt_shares, default=0.0) for prompt_shares in zip(*layer_shares, strict=True)]
         kls = [math.inf if math.isnan(kl) else kl / self.kl_unit for kl in proof.kls]
-        return [max(pair) for pair in zip(errors, kls, strict=True)]
-
-    def layer_means(self, proof: LengthProof) -> list[float]:
-        """Return each layer's mean error over its limit, kinds of text in equal parts; 0 of layers that are dense."""
-        groups = TextGroups.from_prompts(proof.prompts)
-        return [
-            compute_mean_of_kinds(groups.mean_per_group(layer.errors(self.recipe.budget)), groups.kinds) / limit
-            if limit
-            else 0.0
-            for layer, limit in zip(proof.layers, self.limits, strict=True)
-        ]
+        return [max(shares) for shares in zip(*layer_shares, kls, strict=True)]
 
     def groups_over(self, proof: LengthProof, threshold: float = 1.0) -> int:
         """Count the groups of text that have a prompt with a score above a threshold."""
@@ -150,36 +124,27 @@ class PromptScorer:
         return sum(score > threshold for score in groups.max_per_group(self.scores(proof)))
 
 
-def certify(prover: Prover, prompts: Prompts, proven: ProofResult) -> ProofResult:
+def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
     """Certify what was proven, with less of what layers spend where it does not hold as it is.
 
     Args:
-        prover: measures it.
-        prompts: the certify prompts, by length in tokens.
+        prover, prompts: measures the certify prompts, by length in tokens.
         proven: a proof that holds.
 
     Returns:
-        The proof with its certificate, the candidate as reduced for it, and a problem for each length where nothing can
-        be stated, retrieval does not hold, or a budget is shown to be broken.
-
-    Raises:
-        ModelError: inf or NaN came up in the model.
-        ResourceError: The GPU's memory ran out.
+        The candidate with its certificate, as reduced for it, and a problem for each length where nothing can be
+        stated, retrieval does not hold, or a budget is shown to be broken.
     """
-    candidate, certificates = proven.candidate, dict[int, CertifiedLength]()
-    recipe, problems = candidate.recipe, list[Problem | None](proven.problems)
+    candidate, certificates = proven, dict[int, CertifiedLength]()
+    recipe, problems = proven.recipe, list[Problem | None](proven.problems)
     with prover.show_progress("certifying", len(candidate.lengths)) as shown:
         for length in candidate.lengths:  # one after another: the hidden states of all prompts are in memory
             length_prompts = prompts.get(length, ())
             if problem := check_groups(length, length_prompts):
                 problems.append(problem)
                 continue
-            scorer = PromptScorer.from_proof(candidate, length, proven.proofs[length])
-            means, proof = (
-                run_fixed_sequence_test(shown, candidate, length, length_prompts, scorer)
-                if recipe.per_prompt
-                else _certify_means(shown, candidate, length, length_prompts)
-            )
+            scorer = PromptScorer.from_proof(candidate, length)
+            means, proof = certify_length(shown, candidate, length, length_prompts, scorer)
             items = [NoiseFloor(length, prompt.sha256) for prompt in length_prompts[:NOISE_PROMPTS]]
             kls = [result["kl"] for result in measure_items(items, prover.executor, prover.journal)]
             noise_floor = None if None in kls else max(0.0, statistics.fmean(kls))
@@ -194,77 +159,54 @@ def certify(prover: Prover, prompts: Prompts, proven: ProofResult) -> ProofResul
                 problems.append(Problem(ProblemKind.NOT_SHOWN, length, text))
             problems.append(find_lost_retrieval(length, certificates[length].retrieval, recipe))
     return replace(
-        proven,
-        candidate=candidate,
+        candidate,
         certificates=dict(sorted(certificates.items())),
         problems=tuple(problem for problem in problems if problem),
     )
 
 
-def _certify_means(
-    prover: Prover, candidate: Candidate, length: int, prompts: Sequence[Prompt]
-) -> tuple[MeanCertifier, LengthProof]:
-    """Return the certified spending of each layer, and the measurements of layers as they are in a candidate."""
-    means = MeanCertifier(candidate, length, TextGroups.from_prompts(prompts))
-    _, proofs = prover.prove(candidate, {length: prompts}, means.revise, timed=False, stage="certifying")
-    return means, proofs[length]
-
-
-def run_fixed_sequence_test(
+def certify_length(
     prover: Prover, candidate: Candidate, length: int, prompts: Sequence[Prompt], scorer: PromptScorer
 ) -> tuple[MeanCertifier, LengthProof]:
-    """Spend more and more at a length, from the safest on, as long as enough groups of text are within all limits.
+    """Certify the means of one length, on its certify prompts.
 
-    Args:
-        prover: measures it.
-        candidate: the configurations that were proven.
-        length: in tokens.
-        prompts: the certify prompts of this length.
-        scorer: of the length.
+    Where single prompts have limits too, more and more is spent, from the safest on, as long as enough groups of text
+    are within all of them.
 
     Returns:
-        The measurements of the last of `BUDGET_SEQUENCE` before one failed, or of the safest if that one failed.
+        The certified spending of each layer, and the measurements of layers as they were adjusted: of the last of
+        `BUDGET_SEQUENCE` before one failed, or of the safest if that one failed.
     """
-    accepted = None
-    for share in BUDGET_SEQUENCE:
+    accepted, groups = None, TextGroups.from_prompts(prompts)
+    for share in BUDGET_SEQUENCE if candidate.recipe.per_prompt else (1.0,):
         reduced = candidate
-        for layer in range(candidate.geometry.layers):
-            if share < 1 and not candidate.layer_config(layer, length).is_dense:
-                reduced = reduced.with_share(layer, length, share)
-        means, proof = _certify_means(prover, reduced, length, prompts)
-        above, groups = scorer.groups_over(proof), len(TextGroups.from_prompts(prompts))
-        log.info("%d tokens at %.0f%% of what layers spend: %d of %d over", length, 100 * share, above, groups)
-        if above > count_allowed_above(groups, 1 - CONFIDENCE):
+        for layer in range(candidate.geometry.layers if share < 1 else 0):
+            reduced = reduced.with_share(layer, length, share)
+        means = MeanCertifier(reduced, length, groups)
+        _, proofs = prover.prove(reduced, {length: prompts}, means.revise, timed=False, stage="certifying")
+        proof = proofs[length]
+        above = scorer.groups_over(proof)
+        log.info("%d tokens at %.0f%% of what layers spend: %d of %d over", length, 100 * share, above, len(groups))
+        if above > count_allowed_above(len(groups), 1 - CONFIDENCE):
             return accepted or (means, proof)
         accepted = means, proof
     assert accepted is not None
     return accepted
 
 
-@dataclass(frozen=True)
-class CertifiedSpending:
-    """The share of its spending that a layer keeps, 0 if it becomes dense, and the measurements with that share.
-
-    bound: of its mean error, in the budget's unit.
-    """
-
-    share: float
-    bound: float = 0.0
-    proof: LayerProof | None = None
-
-
 class MeanCertifier:
     """Finds for each layer at a length how much it may spend so that its mean error is shown to be within its limit.
 
-    Args:
+    Attributes:
         candidate: as it was adjusted.
-        length: in tokens.
-        groups: of the certify prompts.
+        layers: the certificate of each layer, by its row in the profile.
+        proofs: the measurements of layers with their certified share; none of those that became dense.
     """
 
     def __init__(self, candidate: Candidate, length: int, groups: TextGroups) -> None:
         self.candidate, self._length, self._groups = candidate, length, groups
-        self.layers: dict[int, CertifiedSpending] = {}
+        self.layers: dict[int, CertifiedLayer] = {}
+        self.proofs: dict[int, LayerProof] = {}
         self._fraction, self._first_bound = 0, 0.0  # of the layer that is being tried
 
     def revise(self, candidate: Candidate, length: int, layer: int, proof: LayerProof) -> Candidate | None:
@@ -277,31 +219,41 @@ class MeanCertifier:
         recipe, limit = candidate.recipe, candidate.limits[length, layer]
         config, fraction = candidate.layer_config(layer, length), SPEND_FRACTIONS[self._fraction]
         confidence = compute_attempt_confidence(fraction, recipe, candidate.geometry.layers)
-        bound = bound_mean(self._groups.mean_per_group(proof.errors(recipe.budget)), self._groups.kinds, confidence)
+        errors = proof.errors(recipe.budget)
+        bound = bound_mean(self._groups.mean_per_group(errors), self._groups.kinds, confidence)
         is_first = candidate is self.candidate
         self._first_bound = bound if is_first else self._first_bound
-        spending = CertifiedSpending(fraction, bound, proof)
-        if not (bound <= limit or config.is_dense):
+        holds = bound <= limit or config.is_dense
+        if not holds:
             log.info("layer %d at %d tokens: the bound of its error is %.2e, limit %.2e", layer, length, bound, limit)
             for step in range(self._fraction + 1, len(SPEND_FRACTIONS)):
                 lower = self._reduce(self.candidate, layer, SPEND_FRACTIONS[step])
                 is_hopeless = SPEND_FRACTIONS[step] * self._first_bound > HOPELESS * limit
                 # the last fraction is always tried: bounds need not shrink in proportion
-                if lower.layer_config(layer, length) != config and (
-                    not is_hopeless or step == len(SPEND_FRACTIONS) - 1
-                ):
+                is_tried = not is_hopeless or step == len(SPEND_FRACTIONS) - 1
+                if is_tried and lower.layer_config(layer, length) != config:
                     self._fraction = step
                     return lower
-            spending = CertifiedSpending(0.0)
-        self.layers[layer], self._fraction = spending, 0
+        if holds:
+            self.proofs[layer] = proof
+        self.layers[layer] = CertifiedLayer(
+            mean=statistics.fmean(errors) if holds else 0.0,
+            bound=_keep_finite(bound) if holds else 0.0,
+            spent=(None if fraction == 1 else fraction) if holds else 0.0,
+            density=proof.density if holds else 1.0,
+            limit=limit,
+            rel_mse=proof.rel_mse if holds and recipe.budget.kind == "mse" else None,
+            binds=recipe.binds(limit),
+        )
+        self._fraction = 0
         return None if is_first else self.candidate  # later layers see this one as adjusted
 
     def result(self) -> Candidate:
         """Return the candidate whose layers at this length spend what is certified."""
         candidate = self.candidate
-        for layer, spending in self.layers.items():
-            if spending.share < 1:
-                candidate = self._reduce(candidate, layer, spending.share)
+        for layer, certified in self.layers.items():
+            if certified.spent is not None:
+                candidate = self._reduce(candidate, layer, certified.spent)
         return candidate
 
     def _reduce(self, candidate: Candidate, layer: int, share: float) -> Candidate:
@@ -320,87 +272,13 @@ def check_groups(length: int, prompts: Sequence[Prompt]) -> Problem | None:
     return Problem(ProblemKind.TOO_FEW, length, text)
 
 
-def remeasure(prover: Prover, prompts: Prompts, proven: ProofResult, certified: ProofResult) -> ProofResult:
-    """Measure the lengths again that changed since the proof; layers, then lengths, that are slower become dense.
-
-    No layer is tightened: densities, times and predictions in the record are to be of what is written. The certificate
-    of a layer holds all the more if it becomes dense. Needles that are lost now, although layers became more careful,
-    are problems: `s2o-profile verify` would find them.
-
-    Args:
-        prover: measures them.
-        prompts: the adjust prompts, by length in tokens.
-        proven, certified: as the proof left it, and as it is after the certificate and `without_slower_layers`.
-    """
-    lengths = frozenset(
-        length for (length, layer), config in certified.configs.items() if config != proven.configs[length, layer]
-    )
-    candidate, proofs = certified.candidate, dict(certified.proofs)
-    is_first = True
-    while lengths:
-        with prover.show_progress("measuring what changed since", len(lengths)) as shown:
-            changed = {length: prompts[length] for length in prompts if length in lengths}
-            _, measurements = shown.prove(candidate, changed)
-        proofs |= measurements
-        layers = find_slower_layers(candidate, measurements) if is_first else frozenset()  # once: times that tie vary
-        is_first = False
-        slower = select_lengths(find_slower_lengths(candidate, measurements))
-        candidate, lengths = make_slower_dense(candidate, layers, slower)
-    problems = find_lost_needles(proofs, candidate.recipe)
-    return replace(certified, candidate=candidate, proofs=proofs, problems=(*certified.problems, *problems))
-
-
-def without_slower_lengths(prover: Prover, prompts: Prompts, proven: ProofResult) -> ProofResult:
-    """Return the proof with lengths dense that its last attempt left slower than dense: time is no reason to fail.
-
-    Of a length whose prefill is slower those layers become dense whose attention is; all, if no layer alone is slower.
-    """
-    slower = select_lengths(find_slower_lengths(proven.candidate, proven.proofs))
-    if not slower:
-        return proven
-    candidate, _ = make_slower_dense(proven.candidate, find_slower_layers(proven.candidate, proven.proofs), slower)
-    changed = replace(proven, candidate=candidate, problems=find_layers_over_limit(proven.candidate, proven.proofs))
-    return remeasure(prover, prompts, proven, changed)
-
-
-def without_slower_layers(proven: ProofResult) -> ProofResult:
-    """Return the proof with layers dense whose attention was measured slower; the measurements stay those of before."""
-    candidate, _ = make_slower_dense(proven.candidate, find_slower_layers(proven.candidate, proven.proofs), frozenset())
-    return replace(proven, candidate=candidate)
-
-
-def make_slower_dense(
-    candidate: Candidate, layers: Collection[LengthAndLayer], lengths: frozenset[int]
-) -> tuple[Candidate, frozenset[int]]:
-    """Make slower layers dense, and all layers of slower lengths that have none; return also the changed lengths.
-
-    Every other layer keeps its configuration. Checked lengths are fixed first, or what is interpolated there would
-    follow the buckets that become dense.
-    """
-    lengths_of_layers = frozenset(length for length, _ in layers)
-    dense = {key for key in candidate.configs if key in layers or key[0] in lengths - lengths_of_layers}
-    if dense:
-        fixed = {key: config for key, config in candidate.configs.items() if key[0] not in candidate.chosen}
-        candidate = replace(candidate, overrides={**candidate.overrides, **fixed})
-    for length, layer in sorted(dense):
-        if (length, layer) in layers:
-            log.info("layer %d at %d tokens is slower than dense: it becomes dense", layer, length)
-        reason = CalibrationDense.SLOWER_ATTENTION if (length, layer) in layers else CalibrationDense.SLOWER_PREFILL
-        candidate = candidate.with_share(layer, length, 0.0, reason)
-    return candidate, lengths_of_layers | lengths
-
-
 def build_certificate(
     length: int, proof: LengthProof, means: MeanCertifier, scorer: PromptScorer, noise_floor: float | None
 ) -> CertifiedLength:
     """Build the certificate of one length.
 
-    Args:
-        length: in tokens.
-        proof: the certify prompts' measurements of layers as they were adjusted.
-        means: the certified spending of each layer.
-        scorer: of the length.
-        noise_floor: the mean KL between two dense implementations, in nats; None where there is one only.
+    proof: the certify prompts' measurements of layers as they were adjusted. noise_floor: the mean KL between two dense
+    implementations, in nats; None where there is one only.
     """
     recipe, groups = scorer.recipe, TextGroups.from_prompts(proof.prompts)
     above = scorer.groups_over(proof) if recipe.per_prompt else count_allowed_above(len(groups), 1 - CONFIDENCE)
@@ -419,23 +297,7 @@ def build_certificate(
         retrieval=count_retrieval(proof),
         noise_floor=noise_floor,
         domains=_summarise_domains(proof, means, scorer),
-        layers=tuple(
-            _build_layer(means.layers[layer], recipe, means.candidate.limits[length, layer])
-            for layer in range(len(proof.layers))
-        ),
-    )
-
-
-def _build_layer(spending: CertifiedSpending, recipe: Recipe, limit: float) -> CertifiedLayer:
-    proof = spending.proof
-    return CertifiedLayer(
-        mean=statistics.fmean(proof.errors(recipe.budget)) if proof else 0.0,
-        bound=_keep_finite(spending.bound),
-        spent=spending.share if spending.share < 1 else None,
-        density=proof.density if proof else 1.0,
-        limit=limit,
-        rel_mse=proof.rel_mse if proof and recipe.budget.kind == "mse" else None,
-        binds=recipe.binds(limit),
+        layers=tuple(means.layers[layer] for layer in range(len(proof.layers))),
     )
 
 
@@ -448,17 +310,16 @@ def _summarise_domains(proof: LengthProof, means: MeanCertifier, scorer: PromptS
     by_domain: dict[str, list[int]] = {}
     for number, prompt in enumerate(proof.prompts):
         by_domain.setdefault(prompt.domain, []).append(number)
-    layers = [
-        (spending.proof.of_prompts, limit)
-        for layer, spending in means.layers.items()
-        if spending.proof and (limit := scorer.limits[layer])
-    ]
 
     def find_largest(numbers: Sequence[int], rows: str) -> float:
         """Return the largest mean error of a layer over its limit."""
         error = scorer.recipe.budget.error
         return max(
-            (statistics.fmean(error(*getattr(errors[n], rows)) for n in numbers) / limit for errors, limit in layers),
+            (
+                statistics.fmean(error(*getattr(layer_proof.of_prompts[n], rows)) for n in numbers) / limit
+                for layer, layer_proof in means.proofs.items()
+                if (limit := scorer.limits[layer])
+            ),
             default=0.0,
         )
 
@@ -482,6 +343,18 @@ def count_retrieval(proof: LengthProof) -> CertifiedRetrieval | None:
     found, kept = (sum(getattr(agreement, name) for agreement in proof.agreements) for name in ("found", "kept"))
     low, high = compute_share_interval(kept, found, CONFIDENCE)
     return CertifiedRetrieval(found=found, kept=kept, low=low, high=high)
+
+
+def find_lost_retrieval(length: int, retrieval: CertifiedRetrieval | None, recipe: Recipe) -> Problem | None:
+    """Return the problem of a length whose certificate rules out that enough needles are kept; None otherwise."""
+    if retrieval is None or not retrieval.found or retrieval.high is None or retrieval.high >= recipe.needles:
+        return None
+    return Problem(
+        ProblemKind.LOST_NEEDLES,
+        length,
+        f"at {length} tokens the patched model keeps {retrieval.kept} of the {retrieval.found} needles that dense finds"
+        f", so with {CONFIDENCE:.0%} confidence no more than {retrieval.high:.0%}; {recipe.needles:.0%} are asked for",
+    )
 
 
 @dataclass(frozen=True)
@@ -522,8 +395,6 @@ def measure_noise(loaded: LoadedModel, prompt: Prompt, backend: SDPBackend) -> f
         with use_sdpa_backend(backend):
             return layer.dense(stream)
 
-    def variant(layer: DecoderLayer) -> Callable[[DecoderLayer, Stream], Stream] | None:
-        return None if layer.attention is None else run_through_backend
-
-    ((agreement,),) = compare_variants(loaded, [prompt], [variant])
+    variants = [lambda layer: None if layer.attention is None else run_through_backend]
+    ((agreement,),) = compare_variants(loaded, [prompt], variants)
     return agreement.kl

@@ -24,7 +24,15 @@ from torch import Tensor
 
 from calibrate.curves.curves import compute_relative_errors, tile_worst
 from calibrate.model.estimate import has_plenty_of_memory, wrap_out_of_memory
-from calibrate.model.layers import Calls, DecoderLayer, LayerwiseForward, Stream, Through, begin, put_layer_on_device
+from calibrate.model.layers import (
+    Calls,
+    DecoderLayer,
+    LayerwiseForward,
+    Stream,
+    Through,
+    begin,
+    put_layer_on_device,
+)
 from calibrate.model.logits import compare_log_probs, count_rows_at_once, put_logits_on_device
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
@@ -61,14 +69,14 @@ def count_answer_rows(length: int) -> int:
 
 
 def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the errors of all rows of an attention output.
+    """Compute the errors of all rows of an attention output against dense attention's.
 
     Args:
-        out, dense: [1, Hq, Lq, Dv] of one prompt, any floating type: an attention output, and dense attention's.
+        out, dense: [1, Hq, Lq, Dv] of one prompt, any floating type.
 
     Returns:
         The squared error and the dense output's square of each row, means over heads and Dv, float64 [2, Lq]; and each
-        row's relative error (`curves.row_errors`), float32 [Hq, Lq].
+        row's relative error (`curves.compute_relative_errors`), float32 [Hq, Lq].
     """
     heads, rows, value_dim = out.shape[1:]
     squares = torch.zeros(2, rows, dtype=torch.float64, device=out.device)
@@ -84,27 +92,19 @@ def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class LayerConfigAt:
-    """The configuration of one layer for prompts of one length.
+    """The configuration of one layer for prompts of one length."""
 
-    Attributes:
-        config: of a call with the whole prompt.
-        chunk: tokens that the layer is fed at once; None for whole prompts.
-        by_keys: the number of keys behind each chunk, and the configuration there; empty for whole prompts.
-        kv_cache_dtype: "fp8" if S2O reads keys and values as such a cache has them.
-    """
-
-    config: LayerConfig
-    chunk: int | None = None
-    by_keys: tuple[tuple[int, LayerConfig], ...] = ()
-    kv_cache_dtype: KvCacheDtype = "auto"
+    config: LayerConfig  # of a call with the whole prompt
+    chunk: int | None = None  # tokens that the layer is fed at once; None for whole prompts
+    by_keys: tuple[tuple[int, LayerConfig], ...] = ()  # in chunks: the keys there are after each, and its configuration
+    kv_cache_dtype: KvCacheDtype = "auto"  # "fp8" if S2O reads keys and values as such a cache has them
 
     @classmethod
     def from_source(cls, source: ConfigSource, chunk: int | None, layer: int, length: int) -> LayerConfigAt:
         """Return a layer's configuration, and of a prompt that is fed in chunks that of each chunk.
 
-        A server feeds prompts in chunks, each a call behind those before it. Every chunk follows the configuration of
-        the keys that there are by then, as the runtime would choose it, and is dense while these are fewer than the
-        shortest calibrated length. Only those of the last chunk can be last rows.
+        Every chunk follows the configuration of the keys that there are by then, as the runtime would choose it, and is
+        dense while these are fewer than the shortest calibrated length. Only those of the last chunk can be last rows.
         """
         config, cache = source.layer_config(layer, length), source.kv_cache_dtype
         if chunk is None or length <= chunk:
@@ -151,11 +151,7 @@ def make_layer_state(
 ) -> hf.LayerState:
     """Make the state that patches a layer of full attention.
 
-    Args:
-        layer: the layer.
-        config: its configuration.
-        observer: sees its attention's inputs and output.
-        chunks: whether it is fed in the chunks that `config` has; else whole.
+    observer: sees its attention's inputs and output. chunks: whether it is fed in the chunks that `config` has.
     """
     assert layer.row is not None
     chunk = config.chunk if chunks else None
@@ -172,13 +168,9 @@ def make_layer_state(
 
 
 class PromptForward:
-    """One prompt in the patched model, before some decoder layer, and beside it in the dense model if that is asked.
+    """One prompt, by its hash, in the patched model before some decoder layer, and beside it in the dense model.
 
-    Args:
-        worker: the process's model, prompts and cache.
-        prompt: the prompt's hash.
-        index: the prompt's number among those of its length.
-        with_dense: whether the dense model moves along.
+    index: the prompt's number among those of its length. with_dense: whether the dense model moves along.
     """
 
     def __init__(self, worker: WorkerState, prompt: str, index: int = 0, with_dense: bool = True) -> None:
@@ -197,11 +189,9 @@ class PromptForward:
         self._dense: Tensor | None = None
 
     def move_to(self, number: int, history: LayerHistory) -> None:
-        """Move to before a decoder layer, or the end: on from here, or from the model's beginning.
+        """Move to before decoder layer `number`, or the end: on from here, or from the model's beginning.
 
-        Args:
-            number: the layer's number in the decoder.
-            history: the configurations of at least the layers of full attention before it.
+        history: the configurations of at least the layers of full attention before it.
         """
         if self._forward.number > number or history.configs[: len(self._configs)] != self._configs:
             self._start_over()
@@ -227,25 +217,15 @@ class PromptForward:
             yield layer, self._forward.streams[0]
 
     def measure(self, config: LayerConfigAt, observer: hf.Observer) -> float:
-        """Run the next layer on the patched prompt, without moving on, and return the density.
-
-        Args:
-            config: the layer's configuration.
-            observer: sees its attention's inputs and output.
-        """
+        """Run the next layer on the patched prompt, without moving on, and return the density."""
         with self.enter_next_layer() as (layer, stream):
             state = make_layer_state(layer, config, observer)
             self.tried = config, layer.patched(stream, state)
         return state.density
 
     def compute_dense(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the next layer's dense attention, [1, Hq, L, Dv], computed at most once while memory is plenty.
-
-        It is the same whatever configuration the layer is tried with.
-        """
-        if self._dense is not None:
-            return self._dense
-        out = compute()
+        """Return the next layer's dense attention, [1, Hq, L, Dv], computed at most once while memory is plenty."""
+        out = compute() if self._dense is None else self._dense  # the same whatever the layer is tried with
         self._dense = out if has_plenty_of_memory(out.device) else None
         return out
 
@@ -264,11 +244,9 @@ def compare_variants(
     variants: Sequence[Callable[[DecoderLayer], Through | None]],
     guard: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext(),
 ) -> list[list[PromptAgreement]]:
-    """Move prompts through the dense model and variants of it in lockstep, and compare their predictions.
+    """Move prompts of one length through the dense model and variants of it in lockstep, and compare predictions.
 
     Args:
-        loaded: the model.
-        prompts: of one length.
         variants: how each runs a layer, given the layer; None where it is as the model has it.
         guard: a context for each layer, given the layer's number in words.
 
@@ -323,18 +301,11 @@ class LayerProofItem(ProofItem):
     Its result has the mean squared error and the mean square of the dense output over all rows as `all_rows`, the same
     over the rows that answer as `last_rows`, the largest relative error of a row in each tile of rows as `tiles`,
     float32 [tiles], and the mean density over heads as `density`.
-
-    Attributes:
-        prompt: the prompt's hash.
-        index: the prompt's number among those of its length.
-        layer: the layer's row in the profile.
-        before: the configurations of the layers before it.
-        config: its own.
     """
 
-    prompt: str
-    index: int
-    layer: int
+    prompt: str  # its hash
+    index: int  # the prompt's number among those of its length
+    layer: int  # its row in the profile
     before: LayerHistory
     config: LayerConfigAt
 
@@ -409,43 +380,30 @@ class PromptAgreement:
     model finds it too, or if its log-probability fell by less than `KEPT_WITHIN`: where a model is undecided, any
     change of rounding flips what it finds, which says nothing about what it can see.
 
-    Attributes:
-        kl: the mean over positions of KL(dense || patched) of the next token, in nats; rounding can leave it a little
-            below 0.
-        top1: the share of positions where both find the same token most likely.
-        found: how many of the prompt's answers the dense model finds.
-        kept: how many of these the patched model keeps.
     """
 
-    kl: float
-    top1: float
-    found: int
-    kept: int
+    kl: float  # mean over positions of KL(dense || patched) of the next token, in nats; rounding may make it negative
+    top1: float  # the share of positions where both find the same token most likely
+    found: int  # of the prompt's answers, by the dense model
+    kept: int  # of these, by the patched model
 
 
 def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Tensor], Tensor]) -> PromptAgreement:
     """Compare the two models' predictions of a prompt.
 
-    Args:
-        prompt: the prompt.
-        dense, patched: hidden states [1, L, H] after the last layer.
-        logits: [1, R, H] -> [1, R, V].
+    dense, patched: hidden states [1, L, H] after the last layer. logits: [1, R, H] -> [1, R, V].
     """
     following = torch.roll(prompt.ids, -1).to(dense.device)
     rows = count_rows_at_once(logits(dense[:, :1]).shape[-1])
-    kls: list[Tensor] = []
-    tokens: list[list[Tensor]] = [[], []]
-    log_probabilities: list[list[Tensor]] = [[], []]
+    pieces = []
     for first in range(0, len(following), rows):
         piece = slice(first, first + rows)
         both = [logits(hidden[:, piece])[0].float().log_softmax(-1) for hidden in (dense, patched)]
-        piece_agreement = compare_log_probs(*both)
-        kls.append(piece_agreement.kl)
-        for model, most_likely in enumerate((piece_agreement.dense_tokens, piece_agreement.tokens)):
-            tokens[model].append(most_likely)
-            log_probabilities[model].append(both[model].gather(1, following[piece, None])[:, 0].double())
-    by_dense, by_patched = (torch.cat(model_tokens).cpu() for model_tokens in tokens)
-    log_dense, log_patched = (torch.cat(values).cpu() for values in log_probabilities)  # of the token that follows
+        agreement = compare_log_probs(*both)
+        log_probabilities = (model.gather(1, following[piece, None])[:, 0].double() for model in both)
+        pieces.append((agreement.kl, agreement.dense_tokens, agreement.tokens, *log_probabilities))
+    kls, *others = map(torch.cat, zip(*pieces, strict=True))
+    by_dense, by_patched, log_dense, log_patched = (values.cpu() for values in others)
     finds_dense, finds_patched = by_dense.eq(following.cpu()), by_patched.eq(following.cpu())
     # position i predicts token i + 1
     answers = [slice(first - 1, end - 1) for first, end in prompt.answers if finds_dense[first - 1 : end - 1].all()]
@@ -454,7 +412,7 @@ def compare(prompt: Prompt, dense: Tensor, patched: Tensor, logits: Callable[[Te
         for span in answers
     ]
     return PromptAgreement(
-        kl=float(torch.cat(kls).mean()),
+        kl=float(kls.mean()),
         top1=float((by_dense == by_patched).double().mean()),
         found=len(answers),
         kept=sum(kept),

@@ -19,13 +19,12 @@ import torch
 from calibrate.model.models import LoadedModel, load, load_config
 from calibrate.model.preflight import Preflight, make_preflight
 from calibrate.profiles.stored import check_sizes, read_recipe
-from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import describe_over_limit, find_lost_needles
-from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_probability
+from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_probability, compute_mean_of_kinds
 from calibrate.proof.certify import MIN_GROUPS, PromptScorer, TextGroups, count_retrieval
 from calibrate.proof.layers import ConfigSource
-from calibrate.proof.verify import LayerProof, LengthProof, Prover
+from calibrate.proof.verify import LengthProof, Prover
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.record import CertifiedLength, CertifiedRetrieval, read_record
 from calibrate.work.executor import open_executor
@@ -39,15 +38,21 @@ from s2o_runtime.profile.record import get_list, read_limits
 
 @dataclass(frozen=True)
 class LoadedProfile:
-    """A profile that can be measured here, the recipe that made it, and its model.
-
-    prompts: files and folders to draw prompts from instead of the recipe's text; None for the recipe's.
-    """
+    """A profile that can be measured here, the recipe that made it, and its model."""
 
     profile: Profile
     recipe: Recipe
     loaded: LoadedModel
-    prompts: tuple[Path, ...] | None
+    prompts: tuple[Path, ...] | None  # files and folders to draw from instead of the recipe's text; None for that
+
+    @contextmanager
+    def start_prover(self, title: str, lengths: int, progress: bool) -> Iterator[Prover]:
+        """Yield a prover of the model with the recipe's chunk, and a progress bar over so many lengths."""
+        with (
+            open_executor(self.loaded) as executor,
+            Prover(executor, chunk=self.recipe.chunk, progress=progress).show_progress(title, lengths) as shown,
+        ):
+            yield shown
 
 
 def open_profile(
@@ -65,9 +70,7 @@ def open_profile(
     """Load a profile and the model that it was calibrated for.
 
     Args:
-        model: alias, local folder or hub id.
-        path: the profile's file.
-        device: Torch's name of the device to measure on.
+        model, path, device: an alias, local folder or hub id, the profile's file, and torch's name of the device.
         prompts: files and folders to draw prompts from instead of the recipe's text; None for the recipe's.
         chunk: tokens that layers are fed at once; None for the recipe's number.
         needs_certificate: whether a profile without one is refused, before anything is loaded.
@@ -116,20 +119,18 @@ class ProofCheck:
 
     lengths: for each length the model's `kl`, `top1` and `needles` and, under "layers", each layer's error and its
     limit in the budget's unit, its rel_mse, which limit binds (`Recipe.binds`), its density, and whether it is dense.
-    problems: one sentence each, none if the proof holds. same_prompts: whether the prompts are those in the profile's
-    record.
     """
 
     lengths: list[dict[str, Any]]
-    problems: list[str]
-    same_prompts: bool
+    problems: list[str]  # one sentence each, none if the proof holds
+    same_prompts: bool  # whether the prompts are those in the profile's record
 
 
 def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck:
     """Make the proof of a profile again, on the prompts that its recipe adjusted layers on, or on other text."""
     profile, recipe = opened.profile, replace_prompts(opened.recipe, opened.prompts)
     data = load_prompts(recipe, opened.loaded.tokenizer)
-    with _start_prover(opened, recipe, "proving", len(data.held_out), progress) as prover:
+    with opened.start_prover("proving", len(data.held_out), progress) as prover:
         _, proofs = prover.prove(profile, data.held_out, timed=False)
     lengths = [_compare_with_limits(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
     problems = [
@@ -144,28 +145,17 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
     return ProofCheck(lengths, list(map(str, problems)), same_prompts)
 
 
-@contextmanager
-def _start_prover(opened: LoadedProfile, recipe: Recipe, title: str, lengths: int, progress: bool) -> Iterator[Prover]:
-    with open_executor(opened.loaded) as executor:
-        prover = Prover(executor, chunk=recipe.chunk, progress=progress)
-        with prover.show_progress(title, lengths) as shown:
-            yield shown
-
-
 def replace_prompts(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:
     """Return the recipe with other files and folders as its prompts; None leaves it as it is."""
     return recipe if prompts is None else replace(recipe, prompts=prompts, domains=None)
 
 
 def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: LengthProof) -> dict[str, Any]:
-    """Return one length's new proof beside the limits in the record.
-
-    A layer without one there has the limit that the budget allows it.
-    """
-
-    def limit(index: int, layer: LayerProof) -> float:
-        return read_limits(profile.record, index).get(length, recipe.budget.limit(layer.dense_power))
-
+    """Return one length's new proof beside the record's limits; a layer without one has what the budget allows it."""
+    limits = [
+        read_limits(profile.record, index).get(length, recipe.budget.limit(layer.dense_power))
+        for index, layer in enumerate(proof.layers)
+    ]
     return {
         "length": length,
         "kl": proof.kl,
@@ -175,64 +165,58 @@ def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: L
             {
                 "layer": profile.geometry.get_layer_number(index),
                 "error": layer.limited_error(recipe),
-                "limit": limit(index, layer),
+                "limit": limit,
                 "rel_mse": layer.rel_mse,
-                "binds": recipe.binds(limit(index, layer)),
+                "binds": recipe.binds(limit),
                 "density": layer.density,
                 "dense": profile.layer_config(index, length).is_dense,
             }
-            for index, layer in enumerate(proof.layers)
+            for index, (layer, limit) in enumerate(zip(proof.layers, limits, strict=True))
         ],
     }
 
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """The certificate of one length beside the measurements of fresh prompts.
-
-    means: the largest mean error of a layer over its limit. broken: how many layers' means are over it by more than
-    chance explains. groups: of text, which are the unit of counting. above: how many groups have a prompt outside the
-    joint limit. chance: the probability of so many or more if the certificate is right. retrieval: None if the prompts
-    ask for no needles. problems: one sentence each.
-    """
+    """The certificate of one length beside the measurements of fresh prompts."""
 
     length: int
     prompts: int
-    groups: int
-    means: float
-    broken: int
-    above: int
-    chance: float
+    groups: int  # of text, which are the unit of counting
+    means: float  # the largest mean error of a layer over its limit
+    broken: int  # layers whose means are over it by more than chance explains
+    above: int  # groups that have a prompt outside the joint limit
+    chance: float  # the probability of so many or more if the certificate is right
     mean_kl: float
-    retrieval: CertifiedRetrieval | None
-    problems: tuple[str, ...]
+    retrieval: CertifiedRetrieval | None  # None if the prompts ask for no needles
+    problems: tuple[str, ...]  # one sentence each
 
 
 @dataclass(frozen=True)
 class CertificateCheck:
-    """A certificate that was checked on fresh prompts. problems: one sentence each; none if it holds."""
+    """A certificate that was checked on fresh prompts."""
 
     lengths: tuple[LengthCheck, ...]
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # one sentence each; none if it holds
 
 
 def verify_certificate(opened: LoadedProfile, seed: int, *, progress: bool = False) -> CertificateCheck:
-    """Check each claim of a profile's certificate on prompts drawn with another seed, or from other files.
+    """Check each claim of a profile's certificate on new prompts, with another seed or from other files.
 
     A claim is broken if fresh prompts contradict it beyond chance, at 5%: for the layers' means that is at all of them
-    together.
-
-    Args:
-        opened: a profile with a certificate.
-        seed: of the draw of prompts.
-        progress: whether to show a progress bar.
-
-    Raises:
-        InputError: There are too few fresh prompts.
+    together. Raises InputError if there are too few fresh prompts.
     """
     profile, recipe = opened.profile, opened.recipe
     certified = select_certified_lengths(profile)
-    fresh = draw_fresh_prompts(opened, replace(recipe, seed=seed))
+    drawn, recorded = replace_prompts(replace(recipe, seed=seed), opened.prompts), read_record(profile).data
+    if opened.prompts is not None:  # of the user's text as much as possible is for the certificate
+        drawn = replace(drawn, num_prompts=1, held_out=1)
+    parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()
+    used = {prompt.sha256 for part in parts for prompt in part or ()}
+    fresh = {
+        length: [prompt for prompt in length_prompts if prompt.sha256 not in used]
+        for length, length_prompts in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
+    }
     for length in certified:
         if len(groups := TextGroups.from_prompts(fresh.get(length, ()))) < MIN_GROUPS:
             raise InputError(
@@ -240,7 +224,7 @@ def verify_certificate(opened: LoadedProfile, seed: int, *, progress: bool = Fal
                 f"least {MIN_GROUPS}: give another --seed, or --prompts with more text"
             )
     proofs: dict[int, LengthProof] = {}
-    with _start_prover(opened, recipe, "certifying", len(certified), progress) as prover:
+    with opened.start_prover("certifying", len(certified), progress) as prover:
         for length in certified:  # one after another: the hidden states of all prompts are in memory
             proofs |= prover.prove(profile, {length: fresh[length]}, timed=False, stage="certifying")[1]
     return compare_certificate(profile, recipe, certified, proofs)
@@ -249,13 +233,7 @@ def verify_certificate(opened: LoadedProfile, seed: int, *, progress: bool = Fal
 def compare_certificate(
     profile: ConfigSource, recipe: Recipe, certified: Mapping[int, CertifiedLength], proofs: Mapping[int, LengthProof]
 ) -> CertificateCheck:
-    """Compare a certificate with the measurements of fresh prompts.
-
-    Args:
-        profile: its dense layers are not compared.
-        recipe: has the unit of errors.
-        certified, proofs: the certificate and the measurements, by length in tokens.
-    """
+    """Compare a certificate, by length in tokens, with the measurements of fresh prompts; dense layers are left out."""
     risk = (1 - CONFIDENCE) / max(1, sum(len(proof.layers) for proof in proofs.values()))  # of one layer (Bonferroni)
     lengths = tuple(_compare_length(profile, recipe, certified[length], proofs[length], risk) for length in certified)
     return CertificateCheck(lengths, tuple(problem for length in lengths for problem in length.problems))
@@ -271,10 +249,10 @@ def _compare_length(
         for layer, entry in enumerate(certified.layers or ())
     )
     kl_unit = certified.kl / (certified.error_over_limit or 1.0) if certified.kl else math.inf
-    scorer = PromptScorer(recipe, limits, kl_unit)
-    problems = []
+    scorer, problems, means = PromptScorer(recipe, limits, kl_unit), [], 0.0
     for layer, (layer_proof, limit) in enumerate(zip(proof.layers, limits, strict=True)):
         errors = groups.mean_per_group(layer_proof.errors(recipe.budget))
+        means = max(means, compute_mean_of_kinds(errors, groups.kinds) / limit if limit else 0.0)
         if limit and bound_mean_below(errors, groups.kinds, 1 - risk) > limit:
             mean = statistics.fmean(errors)
             problems.append(f"layer {layer} at {length} tokens: its mean error is {mean:.2e}, its limit {limit:.2e}")
@@ -293,26 +271,6 @@ def _compare_length(
         problems.append(
             f"at {length} tokens {now.kept} of {now.found} needles are kept, at least {before.low:.0%} is certified"
         )
-    means = max(scorer.layer_means(proof), default=0.0)
     return LengthCheck(
         length, len(proof.prompts), len(groups), means, broken, above, chance, proof.kl, now, tuple(problems)
     )
-
-
-def draw_fresh_prompts(opened: LoadedProfile, recipe: Recipe) -> dict[int, list[Prompt]]:
-    """Draw the certify prompts of a recipe, by length in tokens, without those that took part in the profile.
-
-    Args:
-        opened: the profile, whose record names what took part, its model, and where prompts are drawn from.
-        recipe: the lengths, how many prompts, the seed, and the kinds of text.
-    """
-    drawn = replace_prompts(recipe, opened.prompts)
-    if opened.prompts is not None:  # of the user's text as much as possible is for the certificate
-        drawn = replace(drawn, num_prompts=1, held_out=1)
-    recorded = read_record(opened.profile).data
-    parts = (recorded.calibration, recorded.held_out, recorded.certify) if recorded else ()
-    used = {prompt.sha256 for part in parts for prompt in part or ()}
-    return {
-        length: [prompt for prompt in length_prompts if prompt.sha256 not in used]
-        for length, length_prompts in load_prompts(drawn, opened.loaded.tokenizer).certify.items()
-    }

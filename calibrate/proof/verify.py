@@ -48,10 +48,9 @@ LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is sm
 
 @dataclass(frozen=True)
 class PromptErrors:
-    """The errors of one layer on one prompt.
+    """Mean squared error and mean square of the dense output of one layer on one prompt.
 
-    all_rows, last_rows: mean squared error and mean square of the dense output, over all rows and over the last ones,
-    those that answer (`layers.count_answer_rows`).
+    They are over all rows, and over the last ones, those that answer (`layers.count_answer_rows`).
     """
 
     all_rows: tuple[float, float]
@@ -69,24 +68,16 @@ class PromptErrors:
 
 @dataclass(frozen=True)
 class LayerProof:
-    """One layer's attention at one length against dense attention on the same q, k, v.
+    """One layer's attention at one length against dense attention on the same q, k, v."""
 
-    Attributes:
-        mse, dense_power, density: means over the prompts; dense_power is the mean square of the dense output.
-        worst: `curves.worst_of`, over tiles of 64 rows of all heads and prompts, of a row's largest relative error.
-        seconds, dense_seconds: attention alone, on the first prompt; None on a CPU.
-        of_prompts: the errors of each prompt.
-        kinds: the kind of text of each prompt.
-    """
-
-    mse: float
-    dense_power: float
+    mse: float  # these three are means over the prompts
+    dense_power: float  # the mean square of the dense output
     density: float
-    worst: float
-    seconds: float | None = None
+    worst: float  # `curves.select_worst`, over tiles of 64 rows of all heads and prompts, of a row's largest error
+    seconds: float | None = None  # attention alone, on the first prompt; None on a CPU
     dense_seconds: float | None = None
-    of_prompts: tuple[PromptErrors, ...] = ()
-    kinds: tuple[str, ...] = ()
+    of_prompts: tuple[PromptErrors, ...] = ()  # of each prompt
+    kinds: tuple[str, ...] = ()  # of text, of each prompt
 
     @classmethod
     def from_results(cls, prompts: Sequence[Prompt], results: Sequence[Mapping[str, Any]]) -> LayerProof:
@@ -122,32 +113,23 @@ class LayerProof:
 
 @dataclass(frozen=True)
 class LengthProof:
-    """The whole model at one length, patched against dense.
+    """The whole model at one length, patched against dense."""
 
-    Attributes:
-        layers: of every layer of full attention.
-        kl: the mean over all positions of KL(dense || patched) of the next token, in nats.
-        top1: the share of positions where both find the same token most likely.
-        needles: of the codes that the prompts ask for, how many the patched model keeps of those the dense one finds
-            (`PromptAgreement`), and how many the dense one finds; None if they ask for none.
-        prefill_seconds, dense_prefill_seconds: all decoder layers on the first prompt, without embedding and head.
-        prompts, agreements: the prompts, and the agreement of both models on each.
-    """
-
-    layers: tuple[LayerProof, ...]
-    kl: float
-    top1: float
-    needles: tuple[int, int] | None
-    prefill_seconds: float = 0.0
+    layers: tuple[LayerProof, ...]  # of every layer of full attention
+    kl: float  # the mean over all positions of KL(dense || patched) of the next token, in nats
+    top1: float  # the share of positions where both find the same token most likely
+    needles: tuple[int, int] | None  # kept of those the dense model finds, and found; None if the prompts ask for none
+    prefill_seconds: float = 0.0  # all decoder layers on the first prompt, without embedding and head
     dense_prefill_seconds: float = 0.0
     prompts: tuple[Prompt, ...] = ()
-    agreements: tuple[PromptAgreement, ...] = ()
+    agreements: tuple[PromptAgreement, ...] = ()  # of both models on each prompt
 
     @classmethod
-    def from_agreements(
-        cls, layers: Sequence[LayerProof], agreements: Sequence[PromptAgreement], prompts: Sequence[Prompt]
+    def from_results(
+        cls, layers: Sequence[LayerProof], results: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt]
     ) -> LengthProof:
-        """Summarise the layers and the predictions of all prompts, without times."""
+        """Summarise the layers and the results of all prompts' `AgreementItem`, without times."""
+        agreements = tuple(PromptAgreement(**result) for result in results)
         needles = sum(prompt.kept for prompt in agreements), sum(prompt.found for prompt in agreements)
         return cls(
             layers=tuple(layers),
@@ -155,7 +137,7 @@ class LengthProof:
             top1=statistics.fmean(prompt.top1 for prompt in agreements),
             needles=needles if any(prompt.answers for prompt in prompts) else None,
             prompts=tuple(prompts),
-            agreements=tuple(agreements),
+            agreements=agreements,
         )
 
     @property
@@ -171,21 +153,13 @@ Prompts = Mapping[int, Sequence[Prompt]]  # by length in tokens
 
 @dataclass(frozen=True)
 class Prover:
-    """Proofs of candidates and profiles, run by an executor.
-
-    Attributes:
-        executor: runs the items of work.
-        journal: keeps results, and has those of earlier runs; None to keep none.
-        chunk: tokens that a layer is fed at once, as a server does; None for whole prompts.
-        progress: whether to show progress bars.
-        on_step: called after each length of each layer.
-    """
+    """Proofs of candidates and profiles, run by an executor."""
 
     executor: Executor
-    journal: Journal | None = None
-    chunk: int | None = None
-    progress: bool = False
-    on_step: Callable[[], object] = lambda: None
+    journal: Journal | None = None  # keeps results, and has those of earlier runs; None to keep none
+    chunk: int | None = None  # tokens that a layer is fed at once, as a server does; None for whole prompts
+    progress: bool = False  # whether to show progress bars
+    on_step: Callable[[], object] = lambda: None  # called after each length of each layer
 
     @contextmanager
     def show_progress(self, title: str, lengths: int) -> Iterator[Prover]:
@@ -223,109 +197,70 @@ class Prover:
             ModelError: inf or NaN came up.
             ResourceError: The GPU's memory ran out.
         """
-        runs = {
-            length: _LengthRun(self.executor, self.journal, stage, length, length_prompts)
-            for length, length_prompts in prompts.items()
-        }
+        histories = dict.fromkeys(prompts, LayerHistory())
         layers: dict[int, list[LayerProof]] = {length: [] for length in prompts}
+        for length_prompts in prompts.values():
+            self.executor.register_prompts(length_prompts)
+
+        def start(item_type: type[LayerProofItem], length: int, layer: int, config: LayerConfigAt) -> MeasurementBatch:
+            items = [
+                item_type(length, prompt.sha256, index, layer, histories[length], config, stage=stage)
+                for index, prompt in enumerate(prompts[length])
+            ]
+            return MeasurementBatch(items, self.executor, self.journal)
+
         for layer in range(self.executor.geometry.layers):
-            for length, run in runs.items():  # all begin before one is waited for: workers run them side by side
-                run.begin(LayerConfigAt.from_source(source, self.chunk, layer, length))
-            for length, run in runs.items():
+            configs = {length: LayerConfigAt.from_source(source, self.chunk, layer, length) for length in prompts}
+            # all begin before one is waited for: workers run them side by side
+            begun = {length: start(LayerProofItem, length, layer, config) for length, config in configs.items()}
+            for length, length_prompts in prompts.items():
                 while True:
                     config = LayerConfigAt.from_source(source, self.chunk, layer, length)
-                    proof = LayerProof.from_results(prompts[length], run.measure(config))
+                    if config != configs[length]:
+                        configs[length], begun[length] = config, start(LayerProofItem, length, layer, config)
+                    proof = LayerProof.from_results(length_prompts, begun[length].results())
                     revised = revise(source, length, layer, proof) if revise else None
                     if revised is None:
                         break
                     source = revised
                 layers[length].append(proof)
-                run.accept(config)
+                histories[length] = histories[length].append(config)
                 self.on_step()
-        proofs = {
-            length: LengthProof.from_agreements(layers[length], run.compare(), prompts[length])
-            for length, run in runs.items()
-        }
-        if timed:
-            first = {length: length_prompts[0] for length, length_prompts in prompts.items()}
-            histories = {length: run.history for length, run in runs.items()}
-            proofs = _add_times(self.executor, first, histories, proofs, self.journal)
-        return source, proofs
+        proofs = {}
+        for length, history in histories.items():
+            results = start(AgreementItem, length, len(history.configs) - 1, history.configs[-1]).results()
+            proofs[length] = LengthProof.from_results(layers[length], results, prompts[length])
+        return source, self._add_times(proofs, histories) if timed else proofs
 
-
-class _LengthRun:
-    """All prompts of one length on their way through the layers."""
-
-    def __init__(
-        self, executor: Executor, journal: Journal | None, stage: str, length: int, prompts: Sequence[Prompt]
-    ) -> None:
-        self.history = LayerHistory()
-        self._executor, self._journal, self._stage, self._length = executor, journal, stage, length
-        self._prompts = [(prompt.sha256, index) for index, prompt in enumerate(prompts)]
-        self._begun: tuple[LayerConfigAt, MeasurementBatch] | None = None
-        executor.register_prompts(prompts)
-
-    def begin(self, config: LayerConfigAt) -> None:
-        """Start the next layer with this configuration on all prompts; `measure` waits for the results."""
-        self._begun = config, self._start(LayerProofItem, len(self.history.configs), config)
-
-    def measure(self, config: LayerConfigAt) -> list[Any]:
-        """Return every prompt's result of the next layer; another configuration that was begun is not waited for."""
-        if self._begun is None or self._begun[0] != config:
-            self.begin(config)
-        assert self._begun is not None
-        return self._begun[1].results()
-
-    def accept(self, config: LayerConfigAt) -> None:
-        """Move on to the next layer."""
-        self.history, self._begun = self.history.append(config), None
-
-    def compare(self) -> tuple[PromptAgreement, ...]:
-        """Compare what both models predict of each prompt, after all layers."""
-        last = self._start(AgreementItem, len(self.history.configs) - 1, self.history.configs[-1])
-        return tuple(PromptAgreement(**result) for result in last.results())
-
-    def _start(self, item_type: type[LayerProofItem], layer: int, config: LayerConfigAt) -> MeasurementBatch:
+    def _add_times(
+        self, proofs: Mapping[int, LengthProof], histories: Mapping[int, LayerHistory]
+    ) -> dict[int, LengthProof]:
+        """Return the proofs with the times of every decoder layer on the first prompt of each length."""
+        executor, geometry = self.executor, self.executor.geometry
+        numbers = range(geometry.decoder_layers)
         items = [
-            item_type(self._length, sha256, index, layer, self.history, config, stage=self._stage)
-            for sha256, index in self._prompts
+            LayerTime(
+                length, proof.prompts[0].sha256, number, histories[length], number * executor.size // len(numbers)
+            )
+            for number in numbers  # a layer's weights are on the device for all lengths
+            for length, proof in proofs.items()
         ]
-        return MeasurementBatch(items, self._executor, self._journal)
-
-
-def _add_times(
-    executor: Executor,
-    prompts: Mapping[int, Prompt],
-    histories: Mapping[int, LayerHistory],
-    proofs: Mapping[int, LengthProof],
-    journal: Journal | None,
-) -> dict[int, LengthProof]:
-    """Return the proofs with the times of every decoder layer on one prompt of each length."""
-    geometry = executor.geometry
-    if executor.device.kind != "cuda":  # there they are no objective, and no run takes them from another
-        journal = None
-    numbers = range(geometry.decoder_layers)
-    items = {
-        (length, number): LayerTime(
-            length, prompt.sha256, number, histories[length], number * executor.size // len(numbers)
-        )
-        for number in numbers  # a layer's weights are on the device for all lengths
-        for length, prompt in prompts.items()
-    }
-    seconds = dict(zip(items, measure_items(list(items.values()), executor, journal), strict=True))
-    timed = {}
-    for length, proof in proofs.items():
-        layers = []
-        for row, layer in enumerate(proof.layers):
-            s2o, dense = seconds[length, geometry.get_layer_number(row)].get("attention") or (None, None)
-            layers.append(replace(layer, seconds=s2o, dense_seconds=dense))
-        timed[length] = replace(
-            proof,
-            layers=tuple(layers),
-            prefill_seconds=sum(seconds[length, number]["patched"] for number in numbers),
-            dense_prefill_seconds=sum(seconds[length, number]["dense"] for number in numbers),
-        )
-    return timed
+        # on a CPU times are no objective, and no run takes them from another
+        results = measure_items(items, executor, self.journal if executor.device.kind == "cuda" else None)
+        seconds = {(item.length, item.number): result for item, result in zip(items, results, strict=True)}
+        timed = {}
+        for length, proof in proofs.items():
+            layers = []
+            for row, layer in enumerate(proof.layers):
+                s2o, dense = seconds[length, geometry.get_layer_number(row)].get("attention") or (None, None)
+                layers.append(replace(layer, seconds=s2o, dense_seconds=dense))
+            timed[length] = replace(
+                proof,
+                layers=tuple(layers),
+                prefill_seconds=sum(seconds[length, number]["patched"] for number in numbers),
+                dense_prefill_seconds=sum(seconds[length, number]["dense"] for number in numbers),
+            )
+        return timed
 
 
 @dataclass(frozen=True)
@@ -334,18 +269,12 @@ class LayerTime(ProofItem):
 
     Its result has the seconds of the whole layer as `patched` and `dense`, and on a GPU, for a layer of full attention,
     those of attention alone, S2O and dense, as `attention`.
-
-    Attributes:
-        prompt: the prompt's hash.
-        number: the layer's number in the decoder.
-        history: the configurations of all layers of full attention.
-        part: the part of the model, one for each worker, that the layer is in; parts are timed side by side.
     """
 
-    prompt: str
-    number: int
-    history: LayerHistory
-    part: int
+    prompt: str  # its hash
+    number: int  # in the decoder
+    history: LayerHistory  # all layers of full attention
+    part: int  # of the model, one for each worker, that the layer is in; parts are timed side by side
     stage: str = field(default="timing", kw_only=True)
     kind: ClassVar[str] = "prefill"
     timed: ClassVar[bool] = True
@@ -390,9 +319,8 @@ def _time_calls(calls: Mapping[str, Callable[[], Any]], device: torch.device) ->
     """Time decoder layers, in seconds: medians on a GPU, of one run if they are long; one run by the clock on a CPU."""
     if device.type == "cuda":
         once = measure_medians(calls, device, 1, LAYER_FLUSHES)
-        if min(once.values()) > LONG_SECONDS:
-            return once
-        return measure_medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
+        is_long = min(once.values()) > LONG_SECONDS
+        return once if is_long else measure_medians(calls, device, GPU_ROUNDS, LAYER_FLUSHES)
     seconds = {}
     for name, call in calls.items():
         start = time.perf_counter()

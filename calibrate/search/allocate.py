@@ -21,7 +21,7 @@ from s2o_runtime.config import HeadConfig, Tail
 class Point(NamedTuple):
     """A setting of a head with its predictions."""
 
-    mse: float  # mean squared error
+    mse: float
     cost: float  # its time over the dense head's
     density: float  # computed query-key pairs over causal pairs
     worst: float  # the error of its worst rows, as `Curve.worst`
@@ -80,20 +80,16 @@ class ErrorWeights:
 
     def mean(self, allocation: Allocation) -> float:
         """Return the weighted mean over the heads of their mean squared errors."""
-        if self.heads is None:
-            return allocation.mse
         points = allocation.points
-        return sum(weight * point.mse for weight, point in zip(self.heads, points, strict=True)) / len(points)
-
-
-UNWEIGHTED = ErrorWeights()
+        heads = self.heads or (1.0,) * len(points)
+        return sum(weight * point.mse for weight, point in zip(heads, points, strict=True)) / len(points)
 
 
 def allocate(
     curves: Mapping[RankingConfig, Curve],
     budget_mse: float,
     constraints: SearchConstraints = SearchConstraints(),
-    weights: ErrorWeights = UNWEIGHTED,
+    weights: ErrorWeights = ErrorWeights(),
 ) -> Allocation:
     """Return the settings of a layer's heads with the least mean cost whose mean error is at most `budget_mse`.
 
@@ -109,7 +105,7 @@ def allocate_together(
     constraints: SearchConstraints = SearchConstraints(),
 ) -> list[Allocation]:
     """Allocate one budget to several layers: it is the limit of the mean over them of weight times error."""
-    counts = [_count_heads(curves) for curves in layers]
+    counts = [len(next(iter(curves.values())).mse) for curves in layers]  # of heads
     options = [
         list_points(curves, head, constraints)
         for curves, count in zip(layers, counts, strict=True)
@@ -165,10 +161,6 @@ def _find_rounding_error(curves: Mapping[RankingConfig, Curve], head: int) -> tu
         min(float(errors[head].amin()) for curve in int8 for errors in (curve.mse, curve.tail_mse)),
         min(float(errors[head].amin()) for curve in int8 for errors in (curve.worst, curve.tail_worst)),
     )
-
-
-def _count_heads(curves: Mapping[RankingConfig, Curve]) -> int:
-    return len(next(iter(curves.values())).mse)
 
 
 def _choose_points(

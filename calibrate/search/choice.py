@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ from calibrate.curves.curves import Curve, Curves, RankingConfig, Shape, dense_p
 from calibrate.recipe import Recipe
 from calibrate.record import PredictedLayer
 from calibrate.search.allocate import (
-    UNWEIGHTED,
     Allocation,
     ErrorWeights,
     SearchConstraints,
@@ -66,7 +65,7 @@ class LayerPlan:
     timing: Timing | None = None  # of the layer's attention; None on a CPU, and after the allocation changed
     why_dense: CalibrationDense | None = None  # None if the layer was not made dense as a whole
     measured: str = ""  # on the measurement that made it dense, in place of the reason's own sentence
-    weights: ErrorWeights = UNWEIGHTED
+    weights: ErrorWeights = field(default_factory=ErrorWeights)
     last_rows: int = 0  # dense ones at a prompt's end, as the curves were measured
 
     @property
@@ -77,10 +76,8 @@ class LayerPlan:
     @property
     def config(self) -> LayerConfig:
         """Layer as the runtime takes it."""
-        _, tile, scores = self.point
-        heads = self.allocation.heads
-        last_rows = self.last_rows if any(head.mode == "s2o" for head in heads) else 0
-        return LayerConfig(heads, tile, scores=scores, last_rows=last_rows).validate()
+        config = LayerConfig(self.allocation.heads, self.point.tile, scores=self.point.scores)
+        return replace(config, last_rows=0 if config.is_dense else self.last_rows).validate()
 
     @property
     def cost(self) -> float:

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from calibrate.model.estimate import measure_free_memory
 from calibrate.model.layers import Captured
 from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
-from calibrate.search.allocate import SearchConstraints, allocate
+from calibrate.search.allocate import allocate
 from calibrate.search.choice import (
     LayerPlan,
     allocate_model_budget,
@@ -55,14 +55,6 @@ class SearchResult:
         """Number of trials of all groups together."""
         return sum(self.tried)
 
-    def spending(self, share: float, constraints: SearchConstraints) -> SearchResult:
-        """Return the same choices with this share of their budget; dense layers stay as they are."""
-        choices = [
-            choice if choice.why_dense else choice.spending(choice.budget_mse * share, constraints)
-            for choice in self.choices
-        ]
-        return replace(self, choices=choices)
-
 
 def choose(
     executor: Executor,
@@ -83,9 +75,7 @@ def choose(
         executor: times calls; its device is the one that is chosen for.
         curves: of every layer at every length.
         tiles: those that get trials, by length, the safe default first.
-        prompts: the first calibration prompt of each length is used.
-        recipe: says the budget and how many trials there are.
-        journal: keeps the times.
+        prompts, recipe, journal: the first calibration prompt of each length is used; the journal keeps the times.
         on_trial: called after each trial with a text for a progress bar.
 
     Returns:
@@ -100,8 +90,9 @@ def choose(
 
     def time_config(length: int, layer: int, config: LayerConfig, best: float) -> Timing:
         prompt = prompts.calibration[length][0].sha256
-        item = CallTime(layer, length, prompt, config, best, tuple(tiles[length]), likely)
-        return _time_call(item, executor, journal)
+        return _time_call(
+            CallTime(layer, length, prompt, config, best, tuple(tiles[length]), likely), executor, journal
+        )
 
     def search_group(search: LayerSearch) -> LayerPlan:
         def report_trial() -> None:
@@ -111,7 +102,7 @@ def choose(
 
         return search.run(studies, report_trial, lambda: time.monotonic() > deadline)
 
-    def apply_best(search: LayerSearch, leader: Pending[LayerPlan]) -> LayerPlan:
+    def follow_best(search: LayerSearch, leader: Pending[LayerPlan]) -> LayerPlan:
         return search.apply_point(leader.result().point)
 
     searches: dict[tuple[int, int], LayerSearch] = {}
@@ -124,9 +115,7 @@ def choose(
             searches[length, layer] = LayerSearch(layer, length, layer_curves, recipe, tiles[length], timer)
     leaders = {length: [searches[length, group[0]] for group in groups[length]] for length in groups}
     first_trials = [search.build_plan(search.default).config for length in groups for search in leaders[length]]
-    likely = tuple(
-        {get_kernel_form(config): config for config in first_trials}.values()
-    )  # one for each kernel they need
+    likely = tuple({get_kernel_form(config): config for config in first_trials}.values())  # one for each kernel
 
     run = executor.run_async if on_gpu else run_at_once
     pending: dict[tuple[int, int], Pending[LayerPlan]] = {}
@@ -134,14 +123,11 @@ def choose(
         for length in groups:
             search = searches[length, layer]
             leader = next(group[0] for group in groups[length] if layer in group)
-            if layer == leader:
-                pending[length, layer] = run(partial(search_group, search))
-            else:
-                pending[length, layer] = run(partial(apply_best, search, pending[length, leader]))
-    results = {name: choice.result() for name, choice in pending.items()}
+            best = pending.get((length, leader))  # not there yet if this layer leads
+            pending[length, layer] = run(partial(follow_best, search, best) if best else partial(search_group, search))
     chosen = {}
     for length in groups:
-        choices = [results[length, layer] for layer in range(len(curves[length]))]
+        choices = [pending[length, layer].result() for layer in range(len(curves[length]))]
         limits = [recipe.budget.limit(dense_power(layer_curves)) for layer_curves in curves[length]]
         if recipe.scope == "model":
             choices, limits = allocate_model_budget(choices, recipe)
@@ -167,20 +153,17 @@ def _predict_costs(curves: Sequence[Curves], length: int, shape: Shape, recipe: 
 def group_layers(costs: Sequence[Sequence[float]]) -> list[list[int]]:
     """Group layers by complete linkage: no costs of two layers of a group are `MAX_GROUP_WIDTH` apart.
 
-    costs: of each layer, at the same segments and shares of the layer's own budget.
-
-    Returns:
-        Layer numbers, group by group, each ascending, the groups by their first layer.
+    costs: of each layer, at the same segments and shares of the layer's own budget. Groups and their layers ascend.
     """
     if len(costs) < 2:
         return [[layer] for layer in range(len(costs))]
     clustering = AgglomerativeClustering(
         n_clusters=None, metric="chebyshev", linkage="complete", distance_threshold=MAX_GROUP_WIDTH
     )
-    labels = clustering.fit_predict(costs).tolist()
-    return [
-        [layer for layer, layer_label in enumerate(labels) if layer_label == label] for label in dict.fromkeys(labels)
-    ]
+    groups: dict[int, list[int]] = {}
+    for layer, label in enumerate(clustering.fit_predict(costs).tolist()):
+        groups.setdefault(label, []).append(layer)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -239,48 +222,39 @@ class CallTime(WorkItem):
     def _capture(self, worker: WorkerState) -> Captured:
         """Return the layer's inputs, and keep those of the layers before it for later items."""
         kept = worker.cached("captured", CapturedLayers)
-        captured = kept.get(self.affinity)
-        if captured is None:
-            forward = get_forward(worker, (self.prompt,))
-            for captured in forward.inputs_up_to(self.layer):
+        if (captured := kept.find(self.affinity)) is None:
+            for captured in get_forward(worker, (self.prompt,)).inputs_up_to(self.layer):
                 kept.add((self.length, captured.layer), captured)
         assert captured is not None
         return captured
 
 
-class CapturedLayers:
+class CapturedLayers(OrderedDict[Hashable, Captured]):
     """Cache of layers' inputs on a worker: those used last, as many as memory has room for.
 
     Searches of several groups take turns on a worker, which would have to move through the model for each turn.
     """
 
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, Captured] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def get(self, name: Hashable) -> Captured | None:
-        """Return a layer's inputs; None if they are not kept."""
-        if name in self._kept:
-            self._kept.move_to_end(name)
-        return self._kept.get(name)
+    def find(self, name: Hashable) -> Captured | None:
+        """Return a layer's inputs, and keep them longer; None if they are not kept."""
+        if name in self:
+            self.move_to_end(name)
+        return self.get(name)
 
     def add(self, name: Hashable, captured: Captured) -> None:
         """Keep a layer's inputs, and forget others while all take more than `MEMORY_SHARE`."""
-        self._kept[name] = captured
-        self._kept.move_to_end(name)
-        taken = sum(map(_count_bytes, self._kept.values()))
+        self[name] = captured
+        self.move_to_end(name)
+        taken = sum(map(_count_bytes, self.values()))
         room = MEMORY_SHARE * (measure_free_memory(captured.q.device) + taken)
-        while len(self._kept) > 1 and taken > room:
-            _, forgotten = self._kept.popitem(last=False)
-            taken -= _count_bytes(forgotten)
+        while len(self) > 1 and taken > room:
+            taken -= _count_bytes(self.popitem(last=False)[1])
 
     def keep_only(self, name: Hashable) -> bool:
         """Forget all other layers' inputs; return True if there were any."""
-        others = self._kept.keys() - {name}
+        others = self.keys() - {name}
         for other in others:
-            del self._kept[other]
+            del self[other]
         return bool(others)
 
 

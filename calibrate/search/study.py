@@ -12,8 +12,8 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product, starmap
 from operator import attrgetter
@@ -23,7 +23,12 @@ import optuna
 
 from calibrate.curves.curves import Curves, Shape
 from calibrate.recipe import Recipe
-from calibrate.search.choice import CalibrationDense, LayerPlan, SearchPoint, build_plan
+from calibrate.search.choice import (
+    CalibrationDense,
+    LayerPlan,
+    SearchPoint,
+    build_plan,
+)
 from calibrate.timing import FAILURES, Timing, describe_failure
 from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, ResourceError
@@ -48,10 +53,7 @@ class Studies:
     Without `recipe.storage` they are kept in memory. With it they are kept in that Optuna storage under the name
     "MODEL, DEVICE, BUDGET, LENGTH tokens, layer LAYER (DIGEST)", where DIGEST stands for all settings of the recipe. A
     run of the same recipe replaces its studies. So does one that continues an interrupted run: its trials are run again
-    in the same order, and take their times from the journal.
-
-    Raises:
-        ResourceError: the storage cannot be opened.
+    in the same order, and take their times from the journal. Raises ResourceError if the storage cannot be opened.
     """
 
     def __init__(self, recipe: Recipe, model: str, device: str) -> None:
@@ -70,18 +72,6 @@ class Studies:
         return optuna.create_study(storage=self._storage, study_name=name, sampler=sampler)
 
 
-@contextmanager
-def _convert_storage_errors() -> Iterator[None]:
-    """Turn errors of a storage in use into this package's error."""
-    try:
-        yield
-    except optuna.exceptions.StorageInternalError as error:
-        raise ResourceError(
-            f"the Optuna storage failed ({describe_failure(error)}): run the same command again, or leave --storage "
-            "out; what was measured so far is kept"
-        ) from error
-
-
 def check_storage(url: str) -> None:
     """Raise ConfigError if this is no URL of a database that Optuna can use; nothing is opened or made."""
     from sqlalchemy import make_url
@@ -90,16 +80,14 @@ def check_storage(url: str) -> None:
     try:
         make_url(url).get_dialect()
     except ArgumentError as error:  # also for a kind of database that SQLAlchemy does not know
-        problem = "--storage is no URL of a database that is known here"
-        raise ConfigError(f"{problem}: give one such as sqlite:///studies.db") from error
+        problem = "--storage is no URL of a database that is known here: give one such as sqlite:///studies.db"
+        raise ConfigError(problem) from error
 
 
 def open_storage(url: str | None) -> optuna.storages.BaseStorage | None:
     """Return the Optuna storage behind a URL such as sqlite:///studies.db; None for None.
 
-    Raises:
-        ConfigError: it is no such URL.
-        ResourceError: it cannot be opened. No text repeats the URL, which may hold a password.
+    Raises ConfigError or ResourceError; no text repeats the URL, which may hold a password.
     """
     if url is None:
         return None
@@ -130,7 +118,7 @@ class LayerSearch:
     @property
     def trials(self) -> int:
         """Number of points that were tried, with those that failed."""
-        return len(self.tried) + sum(self.failures.values())
+        return len(self.tried) + self.failures.total()
 
     @property
     def default(self) -> SearchPoint:
@@ -148,7 +136,6 @@ class LayerSearch:
         by_cost = sorted((point for point, cost in costs.items() if cost <= limit), key=costs.__getitem__)
         return list(dict.fromkeys((self.default, *by_cost)))[: recipe.trials]
 
-    @_convert_storage_errors()
     def run(
         self,
         studies: Studies,
@@ -157,26 +144,30 @@ class LayerSearch:
     ) -> LayerPlan:
         """Return the choice at the cheapest point; dense if nothing beats dense attention, or everything failed.
 
-        on_trial is called after each trial, and then out_of_time, which makes it the last if it returns True.
-
-        Raises:
-            ResourceError: the Optuna storage failed.
+        on_trial is called after each trial, and then out_of_time, which makes it the last if it returns True. Raises
+        ResourceError if the Optuna storage failed.
         """
         tiles = {str(tile): tile for tile in self.tiles}
         segments, scores = self.recipe.select_segments(self.length), self.recipe.scores
         parameters: dict[str, tuple[Any, ...]] = {"segment": segments, "tile": tuple(tiles), "scores": scores}
-        study = studies.create(self.length, self.layer)
 
         def evaluate_trial(trial: optuna.Trial) -> float:
             params = {name: trial.suggest_categorical(name, values) for name, values in parameters.items()}
             return self._try_point(SearchPoint(**params | {"tile": tiles[params["tile"]]}), trial)
 
-        for point in self.list_candidates():
-            study.enqueue_trial(point._asdict() | {"tile": str(point.tile)})
-            study.optimize(evaluate_trial, 1, catch=(TrialFailedError,))
-            on_trial()
-            if out_of_time():
-                break
+        try:
+            study = studies.create(self.length, self.layer)
+            for point in self.list_candidates():
+                study.enqueue_trial(point._asdict() | {"tile": str(point.tile)})
+                study.optimize(evaluate_trial, 1, catch=(TrialFailedError,))
+                on_trial()
+                if out_of_time():
+                    break
+        except optuna.exceptions.StorageInternalError as error:
+            raise ResourceError(
+                f"the Optuna storage failed ({describe_failure(error)}): run the same command again, or leave "
+                "--storage out; what was measured so far is kept"
+            ) from error
         if not self.tried:
             return self.build_plan(self.default).as_dense(CalibrationDense.NO_TRIAL)
         return min(self.tried.values(), key=attrgetter("cost")).dense_if_no_gain()  # of equal ones the first
@@ -202,12 +193,12 @@ class LayerSearch:
     def _try_point(self, point: SearchPoint, trial: optuna.Trial) -> float:
         """Return the cost of a point; its heads' settings go into the trial's attributes, one value for each head."""
         choice = self.build_plan(point)
-        points = choice.allocation.points
+        heads = choice.allocation.points
         attributes = {
-            "mode": [point.head.mode for point in points],
-            "tau": [point.head.tau if point.head.mode == "s2o" else None for point in points],
-            "density": [point.density for point in points],
-            "error": [point.mse for point in points],
+            "mode": [chosen.head.mode for chosen in heads],
+            "tau": [chosen.head.tau if chosen.head.mode == "s2o" else None for chosen in heads],
+            "density": [chosen.density for chosen in heads],
+            "error": [chosen.mse for chosen in heads],
             "predicted_cost": choice.allocation.cost,
             "layer": self.layer,
             "length": self.length,

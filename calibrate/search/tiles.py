@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -11,12 +11,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles, without_stride
+from calibrate.compiling import compile_ahead, get_kernel_form, without_stride
 from calibrate.journal import Journal
-from calibrate.timing import FAILURES, describe_failure, measure_medians
+from calibrate.timing import (
+    FAILURES,
+    describe_failure,
+    measure_medians,
+)
 from calibrate.work.executor import Executor, WorkerState, WorkItem, find_unmeasured, measure_items
 from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.config import KEY_BLOCK, MAX_TAU, HeadConfig, LayerConfig, Scores, TileConfig
+from s2o_runtime.config import (
+    KEY_BLOCK,
+    MAX_TAU,
+    HeadConfig,
+    LayerConfig,
+    Scores,
+    TileConfig,
+)
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.identity import Geometry
 from s2o_runtime.reference.dense import dense_attention
@@ -47,8 +58,6 @@ def choose_tiles(
     A tile is legal if its rows divide every segment that is tried. Tiles that differ only in the stride of their stop
     check are not told apart: which is best depends on where heads stop.
 
-    length is of the prompts, in tokens; segments are those that are tried.
-
     Returns:
         Those that get trials, the safe default first. The log says why the others do not.
 
@@ -70,7 +79,14 @@ def choose_tiles(
     if not on_gpu:
         return legal
     seconds: dict[TileConfig, float] = {}
-    for tile, (tile_seconds, failed) in _time_tiles(legal, executor, min(length, LONGEST), max(segments), journal):
+    first_of = {without_stride(tile): tile for tile in reversed(legal)}
+    items = [TileTime(tile, min(length, LONGEST), max(segments)) for tile in legal if tile in first_of.values()]
+    unknown = find_unmeasured(items, executor, journal)
+    if len(unknown) > 1:
+        configs = tuple(item.make_config(executor.geometry) for item in unknown)
+        executor.submit(Compilation(configs, items[0].length)).result()
+    for item, (tile_seconds, failed) in zip(items, measure_items(items, executor, journal), strict=True):
+        tile = without_stride(item.tile)
         if failed:
             excluded[tile] = failed
         else:
@@ -85,20 +101,6 @@ def choose_tiles(
     for tile, cause in excluded.items():
         log.info("tile %s gets no trial: %s", str(tile), cause)
     return tuple(tile for tile in legal if without_stride(tile) not in excluded)
-
-
-def _time_tiles(
-    legal: Sequence[TileConfig], executor: Executor, length: int, segment: int, journal: Journal
-) -> Iterator[tuple[TileConfig, tuple[float, str]]]:
-    """Yield each tile without its stride, its seconds, and why it failed, empty if it did not."""
-    first_of = {without_stride(tile): tile for tile in reversed(legal)}
-    tiles = list(dict.fromkeys(map(without_stride, legal)))
-    items = [TileTime(first_of[tile], length, segment) for tile in tiles]
-    unknown = find_unmeasured(items, executor, journal)
-    if len(unknown) > 1:
-        config = _make_exact_layer(unknown[0].tile, executor.geometry, segment)
-        executor.submit(Compilation(tuple(with_tiles(config, [item.tile for item in unknown])), length)).result()
-    return zip(tiles, measure_items(items, executor, journal), strict=True)
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,14 @@ class TileTime(WorkItem):
     def __str__(self) -> str:
         return f"tile {self.tile} at {self.length} tokens"
 
+    def make_config(self, geometry: Geometry) -> LayerConfig:
+        """Return the layer that is timed."""
+        return LayerConfig.uniform(geometry.query_heads, segment=self.segment, tile=self.tile)
+
     def run(self, worker: WorkerState) -> tuple[float, str]:
         geometry, device = worker.loaded.geometry, worker.loaded.weights.device
         q, k, v = draw_inputs(geometry, self.length, self.length, torch.bfloat16, device)
-        call = partial(s2o_attention, q, k, v, _make_exact_layer(self.tile, geometry, self.segment))
+        call = partial(s2o_attention, q, k, v, self.make_config(geometry))
         try:
             return measure_medians({"tile": call}, device, ROUNDS)["tile"], ""
         except FAILURES as failure:
@@ -155,10 +161,6 @@ def draw_inputs(
         for length, heads in ((queries, geometry.query_heads), (keys, geometry.kv_heads), (keys, geometry.kv_heads))
     )
     return q, k, v
-
-
-def _make_exact_layer(tile: TileConfig, geometry: Geometry, segment: int) -> LayerConfig:
-    return LayerConfig.uniform(geometry.query_heads, segment=segment, tile=tile)
 
 
 @dataclass(frozen=True)
@@ -202,20 +204,17 @@ class Layer:
 
 def with_crossover(layer: Layer, geometry: Geometry, device: torch.device) -> TileConfig:
     """Measure a layer's crossovers on a GPU, and return its tile with `dense_below`, in keys, and `min_queries`."""
-    return _set_crossover(
-        layer.config.tile, *_measure_crossover(CrossoverKey.from_layer(layer.config), geometry, device, layer.case)
-    )
+    key = CrossoverKey.from_layer(layer.config)
+    return _set_crossover(layer.config.tile, *_measure_crossover(key, geometry, device, layer.case))
 
 
 def _measure_crossover(key: CrossoverKey, geometry: Geometry, device: torch.device, case: Case) -> tuple[int, int]:
     """Measure `dense_below` and `min_queries` of layers of one key and density."""
     density, faster_at = case
     below = find_dense_below(key, geometry, device, density)
-    if faster_at is not None:
-        below = min(below, faster_at)
-    return below, find_min_queries(
-        replace(key, tile=_set_crossover(key.tile, below, DECODE)), geometry, device, density
-    )
+    below = below if faster_at is None else min(below, faster_at)
+    crossed = replace(key, tile=_set_crossover(key.tile, below, DECODE))
+    return below, find_min_queries(crossed, geometry, device, density)
 
 
 def _set_crossover(tile: TileConfig, below: int, fewest: int) -> TileConfig:
@@ -254,9 +253,10 @@ def measure_crossovers(
 
     Layers that differ in their density only are one item of work.
     """
+    keys = {name: CrossoverKey.from_layer(layer.config) for name, layer in layers.items()}
     cases: dict[CrossoverKey, dict[Case, None]] = {}
-    for layer in layers.values():
-        cases.setdefault(CrossoverKey.from_layer(layer.config), {})[layer.case] = None
+    for name, layer in layers.items():
+        cases.setdefault(keys[name], {})[layer.case] = None
     items = [Crossovers(key, tuple(key_cases)) for key, key_cases in cases.items()]
     configs = [item.of.make_config(executor.geometry) for item in find_unmeasured(items, executor, journal)]
     if len(kernels := {(without_stride(config.tile), get_kernel_form(config)): config for config in configs}) > 1:
@@ -267,21 +267,15 @@ def measure_crossovers(
         for item, item_crossovers in zip(items, measure_items(items, executor, journal), strict=True)
         for case, crossover in zip(item.cases, item_crossovers, strict=True)
     }
-    return {
-        name: _set_crossover(layer.config.tile, *by_case[CrossoverKey.from_layer(layer.config), layer.case])
-        for name, layer in layers.items()
-    }
+    return {name: _set_crossover(layer.config.tile, *by_case[keys[name], layer.case]) for name, layer in layers.items()}
 
 
 @lru_cache(maxsize=256)
 def find_dense_below(key: CrossoverKey, geometry: Geometry, device: torch.device, density: float) -> int:
-    """Find the shortest of `LENGTHS` at which a whole prompt beats dense attention.
+    """Find the shortest of `LENGTHS` at which a whole prompt beats dense attention; twice the longest if none does.
 
     Shorter prompts compute a larger share of their pairs than the layer's density, not a smaller one. A prompt of one
     segment runs dense anyway, so there is nothing to compare. density: as `_is_faster` takes it.
-
-    Returns:
-        Tokens; twice the longest of `LENGTHS` if dense attention is faster at all of them.
     """
     for length in (length for length in LENGTHS if length > key.head.segment):
         if _is_faster(*time_calls(key, geometry, device, length, length), density, MAX_SHARE):
@@ -297,9 +291,7 @@ def find_min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device
 
     The key's tile has `dense_below` and `tail_keys`: calls that run dense anyway, because their prefix is not longer
     than their queries and their work is less than such a prompt's, are not compared. density: as `_is_faster` takes it.
-
-    Returns:
-        Queries, at least 2; twice the longest tail if dense attention is faster even there.
+    It is at least 2, and twice the longest tail if dense attention is faster even there.
     """
     fewest = DECODE
     for keys in TAIL_KEYS:
@@ -322,8 +314,7 @@ def find_min_queries(key: CrossoverKey, geometry: Geometry, device: torch.device
 def _is_faster(s2o: float, dense: float, density: float, share: float) -> bool:
     """Return True if a layer's call takes less than a share of dense attention's seconds.
 
-    It is taken to need the seconds of a call that stops as early as it can, and `density`, the pairs that the layer
-    computes over causal pairs, of dense attention's.
+    It takes the seconds of a call that stops as early as it can, and `density`, its pairs over causal ones, of dense's.
     """
     return s2o + density * dense < share * dense
 
@@ -332,14 +323,13 @@ def _is_faster(s2o: float, dense: float, density: float, share: float) -> bool:
 def time_calls(
     key: CrossoverKey, geometry: Geometry, device: torch.device, queries: int, keys: int
 ) -> tuple[float, float]:
-    """Measure the median times of S2O, wherever its tile would go dense, and of dense attention for one call.
-
-    queries: the last positions. keys: all of them, those before the queries included.
-    """
+    """Measure median times of S2O, wherever its tile would go dense, and of dense attention, for the last queries."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = key.make_config(geometry)
     q, k, v = draw_inputs(geometry, queries, keys, dtype, device)
-    times = measure_medians(
-        {"dense": partial(dense_attention, q, k, v), "s2o": partial(s2o_attention, q, k, v, config)}, device, ROUNDS
-    )
+    calls = {
+        "dense": partial(dense_attention, q, k, v),
+        "s2o": partial(s2o_attention, q, k, v, config),
+    }
+    times = measure_medians(calls, device, ROUNDS)
     return times["s2o"], times["dense"]

@@ -34,17 +34,12 @@ def test_how_often_both_claims_hold_at_all_layers_and_lengths_at_once(shape):
     assert share >= 0.84
 
 
-def test_how_often_the_means_of_a_default_calibration_hold():
-    """With two texts of each of ten kinds seldom where few of them err much; the share of texts holds all the same."""
+def test_how_often_claims_hold_where_few_texts_err_much_and_where_prompts_of_one_novel_count_once():
+    """With two texts of each of ten kinds the means seldom do; the share of texts holds all the same."""
     means, share = covered(SHAPES["1 of 100 a hundred times as large"], 20, 30, kinds=10, layers=28)
-    assert means < 0.5
-    assert share >= 0.84
-
-
-def test_prompts_of_one_novel_count_once():
+    assert means < 0.5 < 0.84 <= share
     by_prompt, by_group = grouped(300)
-    assert by_prompt < 0.93
-    assert by_group > 0.95
+    assert by_prompt < 0.93 < 0.95 < by_group
 
 
 def test_the_bound_is_students():
@@ -68,12 +63,13 @@ def test_kinds_count_alike_and_what_differs_between_them_is_no_doubt():
     assert bound_mean([1.0, 1.0, 5.0, 5.0], ["code", "code", "chat", "chat"], 0.975) == 3.0
 
 
-def test_one_value_bounds_nothing():
+def test_one_value_bounds_nothing_and_what_is_no_number_is_over_every_limit():
     assert bound_mean([0.0], ["code"], 0.95) == bound_mean([], [], 0.95) == bound_mean([0.0] * 3, [*"aab"], 0.95) == 0.0
     assert bound_mean([3.0], ["code"], 0.95) == math.inf
     assert 0.0 < bound_mean([1e-300, 2e-300, 3e-300], ["code"] * 3, 0.95) < 1e-299  # the squares are 0
     assert bound_mean_below([3.0], ["code"], 0.95) == bound_mean_below([], [], 0.95) == 0.0
     assert bound_mean_below([0.0, 0.0, 9.0], ["code"] * 3, 0.95) == 0.0  # no mean error is negative
+    assert bound_mean([1.0, 1.0, math.nan], [*"aaa"], 0.95) == bound_mean([math.inf] * 3, [*"aaa"], 0.95) == math.inf
 
 
 def test_kinds_of_few_texts_share_their_relative_variance():
@@ -85,11 +81,6 @@ def test_kinds_of_few_texts_share_their_relative_variance():
     shared = 0.4**2 / 2 / 2.2**2 / 2  # of two kinds, of which one does not vary
     expected = 1.6 + stats.t.ppf(0.975, 2) * math.sqrt((shared + 0.4**2 / 2) / (4 * 2))
     assert bound_mean([1.0, 1.0, 2.0, 2.4], [*"aabb"], 0.975) == pytest.approx(expected)
-
-
-def test_what_is_no_number_is_over_every_limit():
-    for value in (math.nan, math.inf):
-        assert bound_mean([1.0, 1.0, value], [*"aaa"], 0.95) == math.inf
 
 
 def test_the_looks_at_all_layers_and_lengths_share_the_error_probability():
@@ -106,14 +97,9 @@ def test_how_many_texts_may_be_outside(count, above):
     assert stats.binom.cdf(above, count, 1 - SHARE) <= 0.05 < stats.binom.cdf(above + 1, count, 1 - SHARE)
     assert bound_share(count, above, 0.05) >= SHARE
     assert stats.binom.cdf(above, count, 1 - bound_share(count, above, 0.05)) == pytest.approx(0.05)
-
-
-def test_fewer_texts_show_less_and_chance_explains_some_excess():
-    assert count_allowed_above(12, 0.05) == 0
-    assert bound_share(12, 0, 0.05) == pytest.approx(0.05 ** (1 / 12))
-    assert bound_share(3, 3, 0.05) == 0.0
+    assert (count_allowed_above(12, 0.05), bound_share(3, 3, 0.05)) == (0, 0.0)  # fewer texts show less
     assert count_texts_for(SHARE, 0.05) == 29
-    assert compute_excess_probability(3, 8, 0.9) == pytest.approx(stats.binom.sf(2, 8, 0.1))
+    assert compute_excess_probability(above, count, 0.9) == pytest.approx(stats.binom.sf(above - 1, count, 0.1))
 
 
 @pytest.mark.parametrize(("kept", "found"), [(0, 4), (4, 4), (7, 8), (60, 64)])

@@ -8,18 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from calibrate.curves.curves import compute_row_errors, tile_worst
+from calibrate.curves.curves import compute_row_errors
 from calibrate.model.logits import count_rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
 from calibrate.proof.layers import LayerHistory, count_answer_rows
-from calibrate.proof.verify import LayerProof, LengthProof
+from calibrate.proof.verify import LengthProof, Prover
 from calibrate.work.executor import measure_items, open_executor
 from s2o_runtime import patch, unpatch
 from s2o_runtime.attention.dense import fastest_dense_attention
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.reference.dense import exact_attention
+from scripts.bench import inputs
 from support.executors import CPU
 from support.models import make_profile, save, stream
 from support.streamed import Layers, prove, random_prompts, uniform
@@ -35,16 +36,11 @@ def prove_all(loaded, config, prompts=None):
 def test_a_configuration_that_never_stops_changes_nothing(tiny_folder):
     for proof in prove_all(stream(tiny_folder, False), EXACT).values():
         assert proof.kl < 1e-7  # float32 rounding
-        assert proof.top1 == 1.0
-        assert proof.needles is None
-        assert proof.prefill_seconds > 0
-        assert proof.dense_prefill_seconds > 0
+        assert (proof.top1, proof.needles) == (1.0, None)
+        assert min(proof.prefill_seconds, proof.dense_prefill_seconds) > 0
         for layer in proof.layers:
-            assert layer.rel_mse < 1e-10  # float32 against float32, summed in another order
-            assert layer.worst < 1e-6
-            assert layer.density == 1.0
-            assert layer.dense_power > 0
-            assert (layer.seconds, layer.dense_seconds) == (None, None)
+            assert max(layer.rel_mse, layer.worst**2) < 1e-10  # float32 against float32, summed in another order
+            assert (layer.density, layer.seconds, layer.dense_seconds) == (1.0, None, None)
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "streamed"])
@@ -56,18 +52,16 @@ def test_the_proof_is_what_the_patched_model_shows(tiny_folder, resident):
         shown = [shown_by_patching(model, SPARSE, prompt.ids) for prompt in prompts[length]]
         proof = proofs[length]
         assert proof.kl == pytest.approx(sum(kl for kl, _, _ in shown) / 2, rel=1e-3)
-        assert proof.kl > 1e-4
         assert proof.top1 == pytest.approx(sum(top1 for _, top1, _ in shown) / 2)
-        assert proof.top1 < 1
+        assert proof.kl > 1e-4 < proof.top1 < 1
         for index, layer in enumerate(proof.layers):
             mse, power, density = (sum(layers[index][part] for _, _, layers in shown) / 2 for part in range(3))
             assert layer.mse == pytest.approx(mse, rel=1e-3)
             assert layer.dense_power == pytest.approx(power, rel=1e-4)
             assert layer.density == pytest.approx(density)
-            assert 0.2 < layer.density < 0.95
+            assert 0.2 < density < 0.95
             rows = torch.cat([layers[index][3] for _, _, layers in shown])
             assert layer.worst == pytest.approx(float(rows.quantile(0.99, interpolation="nearest")), rel=1e-3)
-            assert layer.worst > layer.rel_mse
 
 
 def test_predictions_are_compared_alike_in_pieces_of_any_size(monkeypatch):
@@ -80,17 +74,13 @@ def test_predictions_are_compared_alike_in_pieces_of_any_size(monkeypatch):
         monkeypatch.setattr(layers, "count_rows_at_once", lambda vocabulary: rows if vocabulary == 40 else None)
         return layers.compare(prompt, dense, dense + patched / 9, lambda hidden: hidden @ head)
 
+    assert [count_rows_at_once(vocabulary) for vocabulary in (151936, 65536, 4096)] == [512, 512, 8192]
     whole, pieces = compared(90), compared(7)
     assert pieces == replace(whole, kl=pieces.kl)
     assert pieces.kl == pytest.approx(whole.kl, rel=1e-12)
     ours, theirs = ((hidden[0] @ head).float().log_softmax(-1) for hidden in (dense, dense + patched / 9))
     assert whole.kl == pytest.approx(float(F.kl_div(theirs, ours, log_target=True, reduction="batchmean")), rel=1e-5)
     assert whole.top1 == pytest.approx(float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()))
-
-
-def test_a_small_vocabulary_is_compared_at_more_positions_at_once():
-    assert count_rows_at_once(151936) == count_rows_at_once(65536) == 512
-    assert count_rows_at_once(4096) == 8192
 
 
 def test_a_layer_that_is_dense_is_compared_with_itself(tiny_folder, monkeypatch):
@@ -149,23 +139,17 @@ def test_what_was_revised_is_what_is_proven(tiny_folder, plenty, monkeypatch):
     loaded = stream(tiny_folder, False)
     begun, revised = Layers((SPARSE, SPARSE)), Layers((EXACT, SPARSE))
     proven, proofs = prove(loaded, random_prompts(*LENGTHS), begun, revise, on_step=lambda: steps.append(1))
-    assert proven == revised
-    assert [(length, layer, configs) for length, layer, configs, _ in asked] == [
-        (130, 0, begun.configs), (130, 0, revised.configs), (200, 0, revised.configs),
-        (130, 1, revised.configs), (200, 1, revised.configs),
-    ]  # fmt: skip
-    assert len(steps) == 4
+    assert (proven, len(steps)) == (revised, 4)
+    assert [asked_of[:2] for asked_of in asked] == [(130, 0), (130, 0), (200, 0), (130, 1), (200, 1)]
+    assert [configs for _, _, configs, _ in asked] == [begun.configs] + 4 * [revised.configs]
     of_layers = {130: 2 if plenty else 3, 200: 2}  # only the revised one is tried twice
     assert Counter(computed) == {length: 2 * tries for length, tries in of_layers.items()}  # of two prompts
     assert asked[0][3].mse > 1e-6
     same, expected = prove(loaded, random_prompts(*LENGTHS), revised)
     assert same is revised
-    for length in LENGTHS:
-        assert proofs[length].layers == expected[length].layers
-        assert (proofs[length].kl, proofs[length].top1) == (expected[length].kl, expected[length].top1)
-        assert proofs[length].layers[0].density == 1.0
-        assert proofs[length].layers[1].density < 0.95
-        assert isinstance(proofs[length].layers[0], LayerProof)
+    for length, proof in proofs.items():
+        assert (proof.layers, proof.agreements) == (expected[length].layers, expected[length].agreements)
+        assert proof.layers[1].density < 0.95 < proof.layers[0].density == 1.0
 
 
 @torch.no_grad()
@@ -183,20 +167,16 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folde
 
     model = stream(tiny_folder, True).model
     patch(model, replace(make_profile(model, 0.0, min_length=10), layers=((SPARSE,) * 2,) * 2), strict=True)
-    patched = model(ids[None], use_cache=False).logits[0]
-    dense = loaded.model(ids[None], use_cache=False).logits[0]
-
-    def log_probability(logits, begin, end):
-        return float(logits.log_softmax(-1)[range(begin - 1, end - 1), ids[begin:end]].sum())
-
-    exact = [torch.equal(patched.argmax(-1)[begin - 1 : end - 1], ids[begin:end]) for begin, end in spans[:3]]
-    fell = [log_probability(dense, *span) - log_probability(patched, *span) for span in spans[:3]]
-    kept = sum(finds or nats < 1 for finds, nats in zip(exact, fell, strict=True))
-    assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
-    monkeypatch.setattr(layers, "KEPT_WITHIN", 0.01)  # the model is undecided nearly everywhere
-    kept = sum(finds or nats < 0.01 for finds, nats in zip(exact, fell, strict=True))
+    patched, dense = (one(ids[None], use_cache=False).logits[0].log_softmax(-1) for one in (model, loaded.model))
+    exact, fell = [], []
+    for begin, end in spans[:3]:
+        exact.append(torch.equal(patched.argmax(-1)[begin - 1 : end - 1], ids[begin:end]))
+        fell.append(float((dense - patched)[range(begin - 1, end - 1), ids[begin:end]].sum()))
     assert not all(exact)
-    assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
+    for nats in (1, 0.01):  # the model is undecided nearly everywhere
+        monkeypatch.setattr(layers, "KEPT_WITHIN", nats)
+        kept = sum(finds or lost < nats for finds, lost in zip(exact, fell, strict=True))
+        assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
 
 
 def test_the_rows_that_answer_are_the_last_ones(tiny_folder, monkeypatch):
@@ -256,26 +236,26 @@ def test_row_errors_are_relative_to_the_row_or_to_its_head():
     assert compute_row_errors(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)).tolist() == [[[0.0, 0.0]]]
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
-def test_tiles_hold_their_largest_row(length):
-    errors = torch.rand(2, 3, length)
-    expected = torch.stack([errors[..., first : first + 64].amax(-1) for first in range(0, length, 64)], -1)
-    assert torch.equal(tile_worst(errors), expected)
+@pytest.mark.parametrize("q_len", [48, 7], ids=["whole prompt", "continued"])
+def test_rows_are_exact_however_few_are_computed_together(q_len, monkeypatch):
+    generator, rows = torch.Generator().manual_seed(3), torch.tensor([0, 3, 4, 6])
+    q, k, v = (
+        torch.randn(2, heads, length, 16, generator=generator) for heads, length in ((6, q_len), (2, 48), (2, 48))
+    )
+    monkeypatch.setattr(inputs, "SCORES", 3 * 48)  # one row of the three heads of a group
+    torch.testing.assert_close(inputs.exact_rows(q, k, v, rows), exact_attention(q, k, v)[:, :, rows])
 
 
 def test_layers_are_timed_in_as_many_parts_as_there_are_workers(monkeypatch):
     """Each part is the affinity of its items, so that parts are timed beside one another."""
     timed = []
-
-    def measured(items, executor, journal):
-        timed.extend(items)
-        return [{"patched": 1.0, "dense": 2.0}] * len(items)
-
-    monkeypatch.setattr(verify, "measure_items", measured)
-    geometry = SimpleNamespace(decoder_layers=5, layers=0)
-    executor = SimpleNamespace(size=2, device=CPU, geometry=geometry)
-    proof = LengthProof((), 0.0, 1.0, None)
-    prompts, ran = {512: SimpleNamespace(sha256="a")}, {512: LayerHistory()}
-    times = verify._add_times(executor, prompts, ran, {512: proof}, None)[512]
+    monkeypatch.setattr(
+        verify,
+        "measure_items",
+        lambda items, executor, journal: timed.extend(items) or [{"patched": 1.0, "dense": 2.0}] * len(items),
+    )
+    executor = SimpleNamespace(size=2, device=CPU, geometry=SimpleNamespace(decoder_layers=5, layers=0))
+    proof = LengthProof((), 0.0, 1.0, None, prompts=(SimpleNamespace(sha256="a"),))
+    times = Prover(executor)._add_times({512: proof}, {512: LayerHistory()})[512]
     assert (times.prefill_seconds, times.dense_prefill_seconds) == (5.0, 10.0)
     assert [item.affinity for item in timed] == [(512, 0), (512, 0), (512, 0), (512, 1), (512, 1)]

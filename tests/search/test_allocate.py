@@ -93,12 +93,12 @@ def test_an_allocation_is_within_its_limits_monotone_and_nearly_the_best(instanc
         for combination in itertools.product(*options)
         if sum(error for error, _ in combination) / len(heads) <= budget
     )
-    # the convex relaxation misses at most the worth of one head's last step
-    assert allocation.cost <= best + 1.0 / len(heads)
-    if len(heads) == 1:  # nothing competes: the best of all, so more budget never costs more
-        assert spend_on(more * budget).cost <= allocation.cost + 1e-12
+    # the convex relaxation misses at most the worth of one head's last step; where nothing competes, nothing
+    assert allocation.cost <= best + (1.0 / len(heads) if len(heads) > 1 else 1e-12)
     if len(heads) == 1:
-        assert allocation.cost <= best + 1e-12
+        assert spend_on(more * budget).cost <= allocation.cost + 1e-12
+    cheapest = sum(min(cost for _, cost in points) for points in options) / len(heads)
+    assert head_cap < 1e9 or spend_on(1e3).cost == pytest.approx(cheapest)  # all that can be saved
 
 
 def test_more_budget_is_never_slower():
@@ -108,7 +108,6 @@ def test_more_budget_is_never_slower():
     curves = {RANKING: Curve(mse, mse + 1, 0 * mse, 0 * mse, density, 1.0)}
     costs = [allocate(curves, budget).cost for budget in (0.0, 0.1, 0.3, 1.0, 3.0, 100.0)]
     assert costs == sorted(costs, reverse=True)
-    assert costs[-1] == pytest.approx(float(density.min(1).values.mean()) + EXTRA)
 
 
 def test_constraints_leave_points_out():
@@ -118,9 +117,8 @@ def test_constraints_leave_points_out():
     limits = (None, 0.5, 0.375, 0.3)
     chosen = {limit: allocate({RANKING: spared}, 1.0, SearchConstraints(worst_rows=limit)).density for limit in limits}
     assert chosen == {None: 0.3, 0.5: 0.5, 0.375: 0.5, 0.3: 1.0}  # a head may be exactly at the limit
-    assert not any(
-        head.tail == "mean" for head in allocate({RANKING: spared}, 1e10, SearchConstraints(("none",))).heads
-    )
+    without_tails = allocate({RANKING: spared}, 1e10, SearchConstraints(("none",)))
+    assert all(head.tail == "none" for head in without_tails.heads)
     # of four equal parts of the budget a head takes at most `head_cap`, the best point that still fits
     heads = [[(0.5, 0.8), (2.0, 0.2)], [(4.0, 0.3)], [(4.0, 0.3)], [(4.0, 0.3)]]
     densities = {cap: spend(heads, 0.5, head_cap=cap).density for cap in (math.inf, 4.0, 2.0, 1.0)}

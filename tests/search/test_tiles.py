@@ -1,12 +1,15 @@
-"""Which tiles get trials on a GPU that is pretended: times are made up, everything else is real."""
+"""Which tiles get trials, and where dense attention stops being faster, on a GPU whose times are made up."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
+from calibrate.compiling import get_kernel_form
 from calibrate.journal import Journal
 from calibrate.search import tiles
-from calibrate.search.tiles import CPU_TILES, MAX_SLOWDOWN, choose_tiles
+from calibrate.search.tiles import CPU_TILES, MAX_SLOWDOWN, CrossoverKey, Layer, choose_tiles
+from s2o_runtime.config import MAX_TAU, HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.identity import Geometry
@@ -17,6 +20,8 @@ GEOMETRY = Geometry("llama", 2, 4, 2, 64)
 CANDIDATES = list_candidate_tiles(64, GPU.capability)
 SHAPES = list(dict.fromkeys((tile.rows, tile.block_n, tile.num_stages) for tile in CANDIDATES))
 LENGTH = 512
+CPU, CPU_DEVICE = torch.device("cpu"), DeviceIdentity("cpu", "cpu")
+KEY = CrossoverKey(TileConfig(), HeadConfig(MAX_TAU, 1024))
 
 
 def shape_of(tile):
@@ -30,26 +35,29 @@ def journal(tmp_path):
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def compiled(monkeypatch):
+    """Configurations that each call compiled."""
+    calls_compiled = []
+    monkeypatch.setattr(tiles, "compile_ahead", lambda calls: calls_compiled.append([call.args[3] for call in calls]))
+    return calls_compiled
+
+
+@pytest.fixture
+def timed(monkeypatch, compiled):
     """Tiles in the order in which they were timed; `seconds` says how long each takes, or what it raises."""
-    seen = []
 
     def medians(calls, device, rounds):
         (call,) = calls.values()
-        config = call.args[3]
-        q, k, v = call.args[:3]
+        q, k, v, config = call.args
         assert (q.shape[1], k.shape[1], v.shape[1], q.shape[3]) == (4, 2, 2, 64)
         assert {head.tau for head in config.heads} == {0.0}  # the whole prefix, never stopping
-        seen.append((config.tile, q.shape[2], config.heads[0].segment))
-        found = medians.seconds[SHAPES.index(shape_of(config.tile))]
-        if isinstance(found, Exception):
-            raise found
-        return dict.fromkeys(calls, found)
+        medians.seen.append((config.tile, q.shape[2], config.heads[0].segment))
+        result = medians.seconds[SHAPES.index(shape_of(config.tile))]
+        if isinstance(result, Exception):
+            raise result
+        return dict.fromkeys(calls, result)
 
-    medians.seconds = [1.0] * len(SHAPES)
-    medians.seen = seen
-    medians.compiled = []
-    monkeypatch.setattr(tiles, "compile_ahead", lambda calls: medians.compiled.append([each.args[3] for each in calls]))
+    medians.seconds, medians.seen = [1.0] * len(SHAPES), []
     monkeypatch.setattr(tiles, "measure_medians", medians)
     return medians
 
@@ -66,34 +74,34 @@ def get_excluded(caplog):
 
 def test_slow_tiles_and_failing_ones_are_left_out_with_the_reason(timed, journal, caplog):
     caplog.set_level("INFO", "calibrate")
-    assert len(SHAPES) == 4
     timed.seconds = [2.0, 2.0 * MAX_SLOWDOWN - 0.01, 3.0, RuntimeError("out of shared memory\nmore")]
+    assert len(SHAPES) == len(timed.seconds)
     assert find(journal) == tuple(tile for tile in CANDIDATES if shape_of(tile) in SHAPES[:2])
-    assert get_excluded(caplog) == {
-        SHAPES[2]: "1.50 times as slow as the fastest",
-        SHAPES[3]: "out of shared memory",
-    }
-    assert [(shape_of(tile), length, segment) for tile, length, segment in timed.seen] == [
-        (shape, LENGTH, 512) for shape in SHAPES
-    ]  # once, however many spacings of the stop check there are
-
-
-def test_another_length_or_segment_is_timed_again(timed, journal):
-    for arguments in ({}, {"length": 640}, {"segments": (256,)}, {}):
+    reasons = {SHAPES[2]: "1.50 times as slow as the fastest", SHAPES[3]: "out of shared memory"}
+    assert get_excluded(caplog) == reasons
+    seen = [(shape_of(tile), length, segment) for tile, length, segment in timed.seen]
+    assert seen == [(shape, LENGTH, 512) for shape in SHAPES]  # once, whatever spacings of the stop check there are
+    for arguments in ({"length": 640}, {"segments": (256,)}, {}):  # another length or segment is timed again
         find(journal, **arguments)
-    assert [(length, segment) for _, length, segment in timed.seen[:: len(SHAPES)]] == [
-        (LENGTH, 512), (640, 512), (LENGTH, 256),
-    ]  # fmt: skip
+    times = [(length, segment) for _, length, segment in timed.seen[:: len(SHAPES)]]
+    assert times == [(LENGTH, 512), (640, 512), (LENGTH, 256)]
 
 
-def test_illegal_tiles_never_reach_timing(timed, journal, caplog):
+def test_illegal_tiles_never_reach_timing(timed, journal, caplog, monkeypatch):
     """Rows that do not divide every segment: a tile may not cross a segment's end."""
     caplog.set_level("INFO", "calibrate")
-    tiles = find(journal, segments=(64, 256))
+    assert find(journal, segments=(64, 256)) == tuple(tile for tile in CANDIDATES if tile.rows == 64)
     legal = [shape for shape in SHAPES if shape[0] == 64]
     assert [shape_of(tile) for tile, _, _ in timed.seen] == legal != SHAPES
-    assert tiles == tuple(tile for tile in CANDIDATES if tile.rows == 64)
     assert get_excluded(caplog) == dict.fromkeys(set(SHAPES) - set(legal), "its 128 rows do not divide segments of 64")
+    timed.seen.clear()
+    assert find(journal, device=CPU_DEVICE) == CPU_TILES  # without a GPU nothing is timed
+    low = tuple(tile for tile in CPU_TILES if tile.block_m == 64)
+    assert find(journal, device=CPU_DEVICE, segments=(64, 128)) == low
+    assert not timed.seen
+    monkeypatch.setattr(tiles, "CPU_TILES", tuple(tile for tile in CPU_TILES if tile.block_m == 128))
+    with pytest.raises(ConfigError, match=r"segments \(64, 128\) fit no tile of this device: use multiples of 128"):
+        find(journal, segments=(64, 128), device=CPU_DEVICE)
 
 
 def test_if_no_tile_runs_that_is_an_error_with_the_first_reason(timed, journal):
@@ -107,23 +115,114 @@ def test_if_no_tile_runs_that_is_an_error_with_the_first_reason(timed, journal):
 
 def test_it_times_real_calls(journal):
     """On a CPU each of them runs the reference."""
-    tiles = find(journal, segments=(64,), length=128)
-    assert {tile.rows for tile in tiles} == {64}
+    assert {tile.rows for tile in find(journal, segments=(64,), length=128)} == {64}
     ((key, (seconds, failed)),) = journal.entries("tile")
     assert 0 < seconds < 10
-    assert failed == ""
-    assert (key["length"], key["segment"], key["tile"]["block_m"]) == (128, 64, 64)
+    assert (failed, key["length"], key["segment"], key["tile"]["block_m"]) == ("", 128, 64, 64)
 
 
-def test_without_a_gpu_nothing_is_timed(timed, journal):
-    cpu = DeviceIdentity("cpu", "cpu")
-    assert find(journal, device=cpu) == CPU_TILES
-    legal = find(journal, device=cpu, segments=(64, 128))
-    assert legal == tuple(tile for tile in CPU_TILES if tile.block_m == 64)
-    assert not timed.seen
+@pytest.mark.parametrize(
+    ("faster_from", "density", "expected"),
+    [(512, 0.0, 512), (3000, 0.0, 4096), (3000, 0.44, 4096), (3000, 0.46, 1 << 18), (1 << 30, 0.0, 1 << 18)],
+)
+@pytest.mark.parametrize("segment", [256, 1024])
+def test_the_first_length_that_wins(monkeypatch, faster_from, density, expected, segment):
+    """A prompt of one segment runs dense on both sides, and either could win: it is not compared."""
+    lengths, seen = [length for length in tiles.LENGTHS if length > segment], []
+
+    def medians(calls, device, rounds):
+        assert set(calls) == {"dense", "s2o"}
+        seen.append(lengths[len(seen)])
+        return {"dense": 1.0, "s2o": 0.5 if seen[-1] >= faster_from else 1.5}
+
+    monkeypatch.setattr(tiles, "measure_medians", medians)
+    monkeypatch.setattr(torch, "randn", lambda *size, **_: torch.empty(1, 1, 1, 1))
+    for cached in (tiles.find_dense_below, tiles.time_calls):
+        cached.cache_clear()
+    config = LayerConfig((HeadConfig(0.1, segment), HeadConfig(0.5, segment, representatives=16, tail="mean")))
+    expected = max(expected, lengths[0])
+    assert tiles.find_dense_below(CrossoverKey.from_layer(config), GEOMETRY, CPU, density) == expected
+    assert seen[-1] == min(expected, tiles.LENGTHS[-1])
 
 
-def test_segments_that_fit_no_tile_are_refused(journal, monkeypatch):
-    monkeypatch.setattr(tiles, "CPU_TILES", tuple(tile for tile in CPU_TILES if tile.block_m == 128))
-    with pytest.raises(ConfigError, match=r"segments \(64, 128\) fit no tile of this device: use multiples of 128"):
-        find(journal, segments=(64, 128), device=DeviceIdentity("cpu", "cpu"))
+@pytest.mark.parametrize(("faster_at", "kept"), [(None, 8192), (8192, 8192), (4096, 4096)])
+def test_a_layer_is_timed_with_its_dearest_ranking_and_not_dense_where_it_was_faster(monkeypatch, faster_at, kept):
+    """Even if all is dense. Shorter calls than those need not pay behind a prefix either."""
+    calls = []
+    monkeypatch.setattr(tiles, "find_dense_below", lambda kind, *_: calls.append(kind) or 8192)
+    monkeypatch.setattr(tiles, "find_min_queries", lambda kind, *_: calls.append(kind) or 9)
+    cheap, dear = HeadConfig(0.1, 256), HeadConfig(0.5, 256, representatives=16, tail="mean")
+    dense = HeadConfig(segment=512, mode="dense", representatives=16)
+    for heads, slowest in (((cheap, dear, dense), dear), ((dense,), HeadConfig(segment=512))):
+        config = LayerConfig(heads, TileConfig(dense_below=3, min_queries=4))
+        tile = tiles.with_crossover(Layer(config, 0.5, faster_at), GEOMETRY, CPU)
+        assert tile == TileConfig(dense_below=kept, min_queries=9, tail_keys=8192)
+        behind = TileConfig(dense_below=kept, min_queries=2, tail_keys=8192)
+        assert calls == [CrossoverKey(timed, replace(slowest, tau=MAX_TAU)) for timed in (TileConfig(), behind)]
+        calls.clear()
+
+
+@pytest.mark.parametrize(
+    ("ranking", "density", "expected"),
+    [
+        (0.5, 0.0, 2),  # even 16 queries are worth a ranking
+        (100.0, 0.0, 128),
+        (100.0, 0.5, 512),  # half of what is saved pays for the keys that are visited
+        (100.0, 1.0, 16384),  # nothing is saved
+        (500.0, 0.0, 2048),  # 1024 would do, but one query more ranks the prefix once more
+    ],
+)
+def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, density, expected):
+    """Where dense attention takes 1 for each pair, and S2O `ranking` for each key and segment."""
+
+    def seconds(kind, geometry, device, queries, keys):
+        return ranking * keys * -(-queries // kind.head.segment), queries * keys - queries * (queries - 1) / 2
+
+    monkeypatch.setattr(tiles, "time_calls", seconds)
+    assert tiles.find_min_queries(KEY, GEOMETRY, CPU, density) == expected
+
+
+@pytest.mark.parametrize(("most", "below", "expected"), [(1 << 17, 0, 4097), (1 << 15, 0, 4097), (1 << 17, 8192, 1024)])
+def test_tails_of_little_work_and_keys_that_do_not_fit_the_memory_are_not_compared(monkeypatch, most, below, expected):
+    """Behind 8192 keys S2O loses up to 4096 queries; calls of less work than a prompt of 8192 never get there."""
+
+    def seconds(kind, geometry, device, queries, keys):
+        if keys > most:
+            raise torch.OutOfMemoryError
+        return (1.0 if queries <= (4096 if keys == 8192 else 512) else 0.0), 0.5
+
+    monkeypatch.setattr(tiles, "time_calls", seconds)
+    key = replace(KEY, tile=TileConfig(dense_below=below))
+    assert tiles.find_min_queries(key, GEOMETRY, CPU, 0.0) == expected
+
+
+def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, journal):
+    """Layers that differ in their density alone are one item, and the journal answers the second time."""
+    monkeypatch.setattr(tiles, "find_dense_below", lambda kind, *_: 1000 + kind.head.segment)
+    monkeypatch.setattr(tiles, "find_min_queries", lambda kind, *rest: kind.tile.dense_below + round(100 * rest[-1]))
+    cases = {"a": (256, 0.101, None), "b": (256, 0.2, 2048), "c": (512, 0.1, None), "d": (256, 0.099, None)}
+    layers = {
+        name: Layer(LayerConfig.uniform(4, tau=0.5, segment=segment), density, faster_at)
+        for name, (segment, density, faster_at) in cases.items()
+    }
+    executor = pretended(GEOMETRY, GPU)
+    for _ in range(2):
+        crossed = tiles.measure_crossovers(executor, layers, journal)
+        assert crossed == {name: tiles.with_crossover(layer, GEOMETRY, CPU) for name, layer in layers.items()}
+        assert executor.work["crossovers"].items == 2
+
+
+def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, journal, compiled):
+    """One call for each kernel: strides and representatives make none. The second time the journal answers."""
+    monkeypatch.setattr(tiles, "_measure_crossover", lambda *_: (512, 16))
+    kinds = [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"tail": "mean"}), (2, {"scores": "int8"})]
+    layers = {
+        number: Layer(LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, chunk), **kind))
+        for number, (chunk, kind) in enumerate(kinds)
+    }
+    for _ in range(2):
+        tiles.measure_crossovers(pretended(GEOMETRY, GPU), layers, journal)
+    (configs,) = compiled
+    assert {*map(get_kernel_form, configs)} == {get_kernel_form(layer.config) for layer in layers.values()}
+    assert len(configs) == 3
+    assert {head.tau for config in configs for head in config.heads} == {MAX_TAU}

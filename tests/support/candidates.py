@@ -1,7 +1,7 @@
 """Candidates for a proof, made without a model."""
 
 from collections import Counter
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from s2o_runtime.identity import Geometry
 LENGTHS, CHECKS = (512, 1024, 2048), (768, 1536)
 RECIPE = Recipe("m", Budget("mse", 1e-4), LENGTHS, Path("p"), segments=(256,), check_lengths=CHECKS).validate()
 LIMITS = {length: [1e-4 * (index + 1), 2e-4 * (index + 1)] for index, length in enumerate(LENGTHS)}
+PROMPTS = dict.fromkeys(sorted((*LENGTHS, *CHECKS)), ())
 
 
 def choice(budget):
@@ -32,7 +33,13 @@ def choice(budget):
 
 def candidate(kind="cpu"):
     chosen = {
-        length: SearchResult([choice(0.8 * limit) for limit in limits], limits, [[0, 1]], Counter(), (1,))
+        length: SearchResult(
+            [choice(0.8 * limit) for limit in limits],
+            limits,
+            groups=[[0, 1]],
+            failures=Counter(),
+            tried=(1,),
+        )
         for length, limits in LIMITS.items()
     }
     geometry = Geometry("llama", layers=2, query_heads=2, kv_heads=1, head_dim=64)
@@ -52,63 +59,20 @@ def proof_of(error, factors=(0.95, 1.0, 1.05, 1.0), worst=0.0, last=1.0, kinds=N
     return LayerProof(error, 1.0, 0.5, worst, of_prompts=of_prompts, kinds=kinds or ("text",) * len(factors))
 
 
-def proofs_of(begun, needles=None, seconds=0.1):
-    """Every layer within its limit."""
-    return {
-        length: LengthProof(
-            tuple(proof_of(begun.limits[length, layer]) for layer in range(2)), 0.0, 1.0, needles, seconds, 0.1
-        )
-        for length in begun.lengths
-    }
+def with_proofs(begun, changes=None):
+    """The candidate with every layer within its limit, and changes of the proofs by length."""
+    proofs = {}
+    for length in begun.lengths:
+        layers = tuple(proof_of(begun.limits[length, layer]) for layer in range(2))
+        proof = LengthProof(layers, 0.0, 1.0, None, 0.1, 0.1)
+        proofs[length] = replace(proof, **changes[length]) if changes and length in changes else proof
+    return replace(begun, proofs=proofs)
 
 
 def error_of(config):
     """The mean squared error that the curves of `choice` predict of a layer."""
-    slopes = zip((1e-7, 3e-7), config.heads, strict=True)
-    return sum(slope * head.tau * (2 if head.tail == "mean" else 1) for slope, head in slopes if head.mode == "s2o") / 2
-
-
-class PretendedProver:
-    """Proves as `verify.Prover` does, without a model: layers have the errors that curves predict, or other ones.
-
-    Args:
-        error: Of a layer, from (candidate, length, layer).
-        needles: Kept and found, from (candidate, length); None where no prompt asks for one.
-        seconds: Of the prefill, from (candidate, length); the dense one takes 0.1.
-
-    Attributes:
-        attempts: (lengths, candidate) that each proof began with.
-    """
-
-    def __init__(
-        self,
-        error=lambda candidate, length, layer: error_of(candidate.layer_config(layer, length)),
-        needles=lambda candidate, length: None,
-        seconds=lambda candidate, length: 0.1,
-    ):
-        self._error, self._needles, self._seconds = error, needles, seconds
-        self.attempts = []
-
-    @contextmanager
-    def show_progress(self, title, lengths):
-        yield self
-
-    def prove(self, candidate, prompts, revise=None):
-        self.attempts.append((sorted(prompts), candidate))
-        layers = {length: [] for length in prompts}
-        for layer in range(candidate.geometry.layers):
-            for length, proofs in layers.items():
-                revised = candidate
-                while revised is not None:
-                    candidate, proof = revised, self._layer(revised, length, layer)
-                    revised = revise and revise(candidate, length, layer, proof)
-                proofs.append(proof)
-        return candidate, {
-            length: LengthProof(
-                tuple(proofs), 0.0, 1.0, self._needles(candidate, length), self._seconds(candidate, length), 0.1
-            )
-            for length, proofs in layers.items()
-        }
-
-    def _layer(self, candidate, length, layer):
-        return proof_of(self._error(candidate, length, layer), (0.95, 1.05))
+    error = 0.0
+    for slope, head in zip((1e-7, 3e-7), config.heads, strict=True):
+        if head.mode == "s2o":
+            error += slope * head.tau * (2 if head.tail == "mean" else 1)
+    return error / 2
