@@ -40,16 +40,12 @@ LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
 
 @torch.no_grad()
 def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0) -> Curves:
-    """Measure one prompt's curves at one layer.
+    """Measure one prompt's curve at one layer for every ranking and shape.
 
     Args:
-        prompt: q [1, Hq, L, D], k [1, Hkv, L, D] and v [1, Hkv, L, Dv] of the layer.
         rankings: all of one segment length.
         shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights.
         last_rows: so many rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
-
-    Returns:
-        A curve for every ranking and shape.
     """
     length, head_dim = prompt.v.shape[2:]
     size = rankings[0].segment
@@ -132,11 +128,8 @@ def _attend_segment(
 ) -> _Segment:  # fmt: skip
     """Compute a segment's window and the weights of its prefix.
 
-    Args:
-        q: [H, S, D], scaled, the segment's queries; the first is at position `begin`.
-        k, v: [H, L, D] and [H, L, Dv].
-        softcap: bounds the scores; None for no bound.
-        sinks: [H, 1]; they are part of the window's denominator. None for none.
+    q: [H, S, D], scaled; the first query is at position `begin`. k, v: [H, L, D] and [H, L, Dv]. sinks: [H, 1], part of
+    the window's denominator.
     """
     prefix = begin // STEP * STEP  # the keys cut off here join the window, as in the kernel
     end = begin + q.shape[1]
@@ -222,8 +215,6 @@ def _find_stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> tupl
     """Find where each threshold stops a segment, and what follows from it.
 
     Args:
-        trace: of the segment.
-        shape: of the tile.
         norms: [H], a row's error is taken relative to its own norm or to this, if larger.
         sparse: the rows from this one on are dense, so they have no error and no prefix.
 

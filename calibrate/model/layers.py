@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,33 +50,20 @@ def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
         yield
     finally:
         for module, forward in before.items():
-            if forward is None:
-                del module.__dict__["forward"]
-            else:
+            del module.__dict__["forward"]
+            if forward is not None:
                 module.__dict__["forward"] = forward
 
 
-class AttentionCall(NamedTuple):
-    """One call of transformers' attention function: q [B, Hq, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv]."""
+def read_layer_scoring(layer: Any, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Scoring:
+    """Read the scoring of a call of transformers' attention function by decoder layer number `layer`.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scoring: Scoring
-
-    @classmethod
-    def from_transformers(cls, layer: Any, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any]) -> AttentionCall:
-        """Read the arguments of decoder layer number `layer`. Raises ModelError if S2O cannot do its attention."""
-        if (obstacle := find_layer_obstacle(q, k, v, named)) is not None:
-            raise ModelError(f"layer {layer} cannot run S2O ({obstacle}): the model is not supported")
-        scale = named.get("scaling")
-        return cls(q, k, v, read_scoring(q.shape[3] ** -0.5 if scale is None else scale, named))
-
-
-def register() -> None:
-    """Make transformers know the attention implementation `NAME`, which `override_attention` works with."""
-    AttentionInterface.register(NAME, _compute_attention)
-    AttentionMaskInterface.register(NAME, s2o_mask)
+    Raises ModelError if S2O cannot do its attention. The other arguments are those of `find_layer_obstacle`.
+    """
+    if (obstacle := find_layer_obstacle(q, k, v, options)) is not None:
+        raise ModelError(f"layer {layer} cannot run S2O ({obstacle}): the model is not supported")
+    scale = options.get("scaling")
+    return read_scoring(q.shape[3] ** -0.5 if scale is None else scale, options)
 
 
 @contextmanager
@@ -96,8 +83,12 @@ def _compute_attention(
     function: Attention | None = module.__dict__.get(NAME)
     if function is None:
         return s2o_attention_forward(module, query, key, value, attention_mask, **options)
-    call = AttentionCall.from_transformers(getattr(module, "layer_idx", "?"), query, key, value, options)
-    return function(*call).transpose(1, 2).contiguous(), None
+    scoring = read_layer_scoring(getattr(module, "layer_idx", "?"), query, key, value, options)
+    return function(query, key, value, scoring).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _compute_attention)
+AttentionMaskInterface.register(NAME, s2o_mask)
 
 
 @dataclass(frozen=True)
@@ -151,13 +142,10 @@ class DecoderLayer:
 
 def list_decoder_layers(model: Any) -> list[DecoderLayer]:
     """List all layers of a model's decoder. Raises ModelError if one of full attention has no attention module."""
-    served = {number: (row, attention) for row, (number, attention) in enumerate(number_modules(model))}
+    attention = dict(number_modules(model))
+    rows = {number: row for row, number in enumerate(attention)}
     modules = enumerate(find_layer_list(model))
-    return [
-        DecoderLayer(number, row, module, attention)
-        for number, module in modules
-        for row, attention in [served.get(number, (None, None))]
-    ]
+    return [DecoderLayer(number, rows.get(number), module, attention.get(number)) for number, module in modules]
 
 
 def get_decoder(model: Any) -> Any:
@@ -378,9 +366,7 @@ class Captured:
 
 
 def capture_layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
-    """Run prompts, int64 [L] each, through the model and capture what reaches attention.
-
-    The inputs of one prompt exist at a time. The hidden states of all prompts stay on the device.
+    """Run prompts, int64 [L] each, through the model and capture what reaches attention, of one prompt at a time.
 
     Yields:
         For each layer of full attention in turn, an iterator over the attention inputs of every prompt.
@@ -388,7 +374,6 @@ def capture_layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Itera
     Raises:
         ModelError: inf or NaN came up, or S2O cannot do the attention of a layer; it names the layer.
     """
-    register()
     with with_attention(loaded.model, NAME):
         forward = DenseForward(loaded, prompts)
         for row in range(loaded.geometry.layers):
@@ -408,9 +393,7 @@ class DenseForward:
         calls: as `begin` takes them.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> None:
         self._loaded, self._prompts, self._calls = loaded, prompts, calls
         self._forward: LayerwiseForward | None = None
         self._open: Iterator[Captured] = iter(())  # inputs of which some may not have been asked for
@@ -439,8 +422,7 @@ class DenseForward:
 
 def _capture_next(forward: LayerwiseForward) -> Iterator[Captured]:
     """Move through the next layer; yield what reaches its attention, if that is full attention."""
-    layer = forward.next_layer
-    attention, row = layer.attention, layer.row
+    attention, row = forward.next_layer.attention, forward.next_layer.row
     if attention is None or row is None:
         forward.move()
         return

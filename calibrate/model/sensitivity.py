@@ -33,7 +33,6 @@ from calibrate.model.layers import (
     check_finite,
     override_attention,
     put_layer_on_device,
-    register,
     with_attention,
 )
 from calibrate.model.logits import ROWS, put_logits_on_device
@@ -60,7 +59,6 @@ def measure_sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: in
         ModelError: inf or NaN came up; it names layer and prompt.
         ResourceError: The GPU's memory ran out.
     """
-    register()
     longest = max(len(ids) for ids in prompts)
     device, held = loaded.weights.device, loaded.weights.held
     costs: list[tuple[float, ...]] = []

@@ -59,7 +59,6 @@ def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(fo
 def test_any_layer_gives_the_same_inputs_after_any_other(folder):
     loaded = stream(folder, False)
     whole = [list(captured) for captured in layers.capture_layers(loaded, PROMPTS)]
-    layers.register()
     with layers.with_attention(loaded.model, layers.NAME):
         forward = layers.DenseForward(loaded, PROMPTS)
         # on from there; again; back; all of a layer after one prompt of the layer before it
