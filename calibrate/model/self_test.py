@@ -174,11 +174,13 @@ class _Comparison:
         A model that is spread over GPUs hands its layers copies of the mask, and of S2O's if that is what it made: then
         this is a copy too, on the same device, which has lost what S2O attached to its mask.
         """
+        if mask is None:
+            return None
         for eager, ours in self.masks:
             if eager is mask:
                 return ours
         for eager, ours in self.masks:
-            if mask is not None and ours is not None and eager.dtype == mask.dtype and torch.equal(eager.to(mask.device), mask):
+            if ours is not None and eager.dtype == mask.dtype and torch.equal(eager.to(mask.device), mask):
                 return ours.to(mask.device, copy=True)
         return None
 
