@@ -40,12 +40,10 @@ LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
 
 @torch.no_grad()
 def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0) -> Curves:
-    """Measure one prompt's curve at one layer for every ranking and shape.
+    """Measure one prompt's curve at one layer for every ranking, all of one segment length, and every shape.
 
-    Args:
-        rankings: all of one segment length.
-        shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights.
-        last_rows: so many rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
+    shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights. last_rows: so many
+    rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
     """
     length, head_dim = prompt.v.shape[2:]
     size = rankings[0].segment
@@ -214,13 +212,10 @@ def _sum_suffixes(terms: Tensor) -> Tensor:
 def _find_stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> tuple[Tensor, Tensor]:
     """Find where each threshold stops a segment, and what follows from it.
 
-    Args:
-        norms: [H], a row's error is taken relative to its own norm or to this, if larger.
-        sparse: the rows from this one on are dense, so they have no error and no prefix.
-
-    Returns:
-        The squared error without a tail, the one with a tail, and the visited pairs, float64 [3, H, len(TAUS)]; and the
-        largest squared error of a row over its squared norm, without and with a tail, [2, H, row tiles, len(TAUS)].
+    norms: [H], a row's error is taken relative to its own norm or to this, if larger. sparse: rows from this one on are
+    dense, without error and prefix. Returns the squared error without a tail, with one, and the visited pairs, float64
+    [3, H, len(TAUS)]; and the largest squared error of a row over its squared norm, without and with a tail,
+    [2, H, row tiles, len(TAUS)].
     """
     heads, steps, rows = trace.xx.shape
     device = trace.l.device

@@ -173,12 +173,9 @@ def list_other_parts(model: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> list[Stream]:
-    """Embed prompts, with the masks of the model's attention implementation.
+    """Embed prompts, int64 [L] each, with the masks of the model's attention implementation.
 
-    Args:
-        loaded: the model.
-        prompts: token ids, int64 [L] each. Those of one length share positions and masks.
-        calls: the layers' calls by length, of other prompts under the same implementation; new ones are added.
+    calls: the layers' calls by length, which all prompts of it share; those of new lengths are added.
     """
     device, layers = loaded.weights.device, find_layer_list(loaded.model)
     calls = {} if calls is None else calls
@@ -268,10 +265,7 @@ Through = Callable[[DecoderLayer, Stream], Stream]  # runs a layer in another wa
 class LayerwiseForward:
     """Prompts on their way through a model: `streams`, before layer `number` of `layers`.
 
-    Args:
-        loaded: the model.
-        streams: the prompts before the first layer, as `begin` gives them. Those that are one object are moved once
-            where a layer runs as the model has it.
+    Streams that are one object are moved once where a layer runs as the model has it.
     """
 
     def __init__(self, loaded: LoadedModel, streams: Sequence[Stream]) -> None:
@@ -285,13 +279,9 @@ class LayerwiseForward:
 
     @torch.no_grad()
     def move_each(self, through: Through | Sequence[Through | None] | None = None) -> Iterator[int]:
-        """Move the streams through the next layer, one after another, its parameters on the device meanwhile.
+        """Move the streams through the next layer, its parameters on the device, and yield the index of each after it.
 
-        Args:
-            through: runs the layer, for all streams or for each; None where it runs as the model has it.
-
-        Yields:
-            The index of each stream after it moved.
+        through: runs the layer, for all streams or for each; None where it runs as the model has it.
         """
         layer = self.next_layer
         self.number += 1
@@ -368,11 +358,8 @@ class Captured:
 def capture_layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
     """Run prompts, int64 [L] each, through the model and capture what reaches attention, of one prompt at a time.
 
-    Yields:
-        For each layer of full attention in turn, an iterator over the attention inputs of every prompt.
-
-    Raises:
-        ModelError: inf or NaN came up, or S2O cannot do the attention of a layer; it names the layer.
+    Yields for each layer of full attention an iterator over the attention inputs of every prompt. Raises ModelError
+    with the layer if inf or NaN came up, or S2O cannot do its attention.
     """
     with with_attention(loaded.model, NAME):
         forward = DenseForward(loaded, prompts)
@@ -385,12 +372,7 @@ class DenseForward:
     """Prompts on their way through the dense model, whose attention implementation is `NAME` meanwhile.
 
     A prompt moves through a layer when its inputs there are asked for; those that were not asked for move before any
-    others are.
-
-    Args:
-        loaded: the model.
-        prompts: token ids, int64 [L] each.
-        calls: as `begin` takes them.
+    others are. Prompts and calls are as `begin` takes them.
     """
 
     def __init__(self, loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> None:

@@ -154,7 +154,7 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     with _wrap_errors(name, source):
         _ask_hub(source, options.get("gguf_file", "config.json"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-    geometry(config)
+    geometry(config)  # raises ModelError without full attention
     if not random_weights:
         check_quantisation(config, name)
     return config
@@ -260,11 +260,9 @@ def load(
     """Load a model: in bfloat16 on a GPU, in float32 on a CPU; quantised weights as they are.
 
     A checkpoint in safetensors files that hold the model's own parameters may go through the device one layer at a
-    time. All others are loaded as a whole, by transformers.
+    time. All others are loaded as a whole, by transformers. `load_config` and `load_tokenizer` explain the arguments.
 
     Args:
-        name, trust_remote_code, tokenizer: as `load_config` and `load_tokenizer` take them.
-        device: a torch device, such as "cuda:0" or "cpu".
         random_weights: take only the architecture, and draw weights from a `seed`.
         resident: whether all weights stay on the device, so that `model` can be called; None keeps them if they take
             a quarter of the memory or less, or cannot go layer by layer.

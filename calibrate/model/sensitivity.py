@@ -46,14 +46,8 @@ Sensitivity = tuple[tuple[float, ...], ...]  # of each layer and head: nats per 
 def measure_sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Sensitivity:
     """Measure the cost in KL of each head's mean squared error, the mean over prompts.
 
-    Args:
-        loaded: the model.
-        prompts: token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant.
-        seed: of the tokens that are drawn; the same seed gives the same result.
-
-    Returns:
-        For each layer of full attention and each of its query heads, nats per token for each unit of its attention
-        output's mean squared error.
+    prompts: token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant. seed: of
+    the tokens that are drawn; the same seed gives the same result.
 
     Raises:
         ModelError: inf or NaN came up; it names layer and prompt.

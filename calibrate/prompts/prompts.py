@@ -62,12 +62,8 @@ def split(
     The longest length is served first, and a group stays where it was put, so it has one purpose at all lengths. At
     each length one prompt to calibrate and one to adjust on come first, then the others of these two, then those to
     certify on, each of another group if there are enough, because a certificate counts groups. Groups with a document
-    as long as the prompt go before those that must be joined.
-
-    Args:
-        documents: in any order; `rng` draws that of the groups.
-        size: returns a document's tokens.
-        wanted: for each length in tokens, the number of prompts of each purpose.
+    as long as the prompt go before those that must be joined. size: returns a document's tokens. wanted: for each
+    length in tokens, the number of prompts of each purpose. rng: draws the order of the groups.
     """
     groups: dict[str, list[Document]] = defaultdict(list)
     for document in documents:
