@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import lzma
 import os
@@ -12,7 +11,7 @@ import sysconfig
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -67,10 +66,13 @@ class TooShortError(InputError):
 
 @dataclass(frozen=True)
 class Document:
-    """A text or a conversation's turns, of a kind (domain) and a source (group); those of one group are in one set."""
+    """A text or a conversation's turns, of a kind (domain) and a source (group); those of one group are in one set.
 
-    domain: str
-    group: str
+    Documents of equal content are equal.
+    """
+
+    domain: str = field(compare=False)
+    group: str = field(compare=False)
     text: str = ""
     turns: tuple[Turn, ...] = ()
 
@@ -79,11 +81,6 @@ class Document:
         """The text; of a conversation, each role's content, up to where the assistant answers."""
         turns = (f"{role.capitalize()}: {content}{SEPARATOR}" for role, content in self.turns)
         return "".join([*turns, "Assistant: "]) if self.turns else self.text
-
-    @property
-    def digest(self) -> bytes:
-        """Content hash; equal documents have equal digests."""
-        return hashlib.sha256(repr((self.text, self.turns)).encode("utf-8", "surrogatepass")).digest()
 
     def truncate(self, share: float) -> Document:
         """Return about this share of the document from its beginning on, and at least a character."""
@@ -95,9 +92,9 @@ class Document:
         return replace(self, text=self.text[: max(0, left)], turns=tuple(turns))
 
 
-def drop_duplicates(documents: Iterable[Document]) -> list[Document]:
-    """Return the documents without those that occurred before."""
-    return list({document.digest: document for document in reversed(list(documents))}.values())[::-1]
+def drop_duplicates(documents: Sequence[Document]) -> list[Document]:
+    """Return the documents without those that occurred before; each stands where its content occurs last."""
+    return list({document: document for document in reversed(documents)}.values())[::-1]
 
 
 @cache
@@ -119,9 +116,9 @@ def read_found_documents(domain: str) -> dict[str, list[Document]]:
         for entry in map(json.loads, lzma.decompress(packed).decode("utf-8").splitlines()):
             purpose = purposes.setdefault(entry["group"], PURPOSE_CYCLE[len(purposes) % len(PURPOSE_CYCLE)])
             by_purpose[purpose].append(Document(domain, entry["group"], entry["text"]))
-    last_purpose = {document.digest: purpose for purpose in PURPOSES for document in by_purpose[purpose]}
+    last_purpose = {document: purpose for purpose in PURPOSES for document in by_purpose[purpose]}
     return {
-        purpose: [document for document in drop_duplicates(documents) if last_purpose[document.digest] == purpose]
+        purpose: [document for document in drop_duplicates(documents) if last_purpose[document] == purpose]
         for purpose, documents in by_purpose.items()
     }
 

@@ -184,10 +184,9 @@ def _cut_built_in(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[s
             taken = [pool.take(kind) for kind in order]
             parts = [*taken[: len(own) - 1], chain.from_iterable(taken[len(own) - 1 :])]
             documents = mix_equal_parts(tokenizer, parts, length)
+            options = {"needles": recipe.hide_needles, "isolated": "questions" in own}
             try:
-                prompt = assemble_prompt(
-                    tokenizer, documents, length, rng, needles=recipe.hide_needles, isolated="questions" in own
-                )
+                prompt = assemble_prompt(tokenizer, documents, length, rng, **options)
             except TooShortError:
                 break
             prompts[number] = replace(prompt, domain="+".join(own)) if len(own) > 1 else prompt
@@ -214,7 +213,7 @@ def _cut_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str,
     if len(documents) < len(read):
         log.info("%d of %d documents occur before and are left out", len(read) - len(documents), len(read))
     shared = split(documents, size, wanted, random.Random(recipe.seed))
-    truncated: set[bytes] = set()
+    truncated: set[Document] = set()
 
     def cut(purpose: str, length: int) -> list[Prompt]:
         rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
@@ -222,7 +221,7 @@ def _cut_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str,
         if wanted[length][purpose] and not chosen and purpose != CERTIFY:
             longest = max(map(size, documents))
             raise InputError(_describe_shortage(recipe.prompt_source, documents, longest, purpose, length))
-        truncated.update(part[-1].digest for part in chosen if sum(map(size, part)) > length)
+        truncated.update(part[-1] for part in chosen if sum(map(size, part)) > length)
         return [assemble_prompt(tokenizer, iter(part), length, rng, needles=recipe.hide_needles) for part in chosen]
 
     prompts = _cut_all(wanted, cut)

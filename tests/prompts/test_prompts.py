@@ -191,10 +191,10 @@ def test_found_text_is_split_without_overlap_and_suffices_as_far_as_the_docs_say
     """For so many prompts of each set. A token has about four and a half characters of English, four of code."""
     by_purpose = read_found_documents(domain)
     groups = [{document.group for document in by_purpose[purpose]} for purpose in PURPOSES]
-    digests = Counter(document.digest for purpose in PURPOSES for document in by_purpose[purpose])
+    contents = Counter(document for purpose in PURPOSES for document in by_purpose[purpose])
     assert all(groups)
     assert sum(map(len, groups)) == len(set.union(*groups))
-    assert set(digests.values()) == {1}
+    assert set(contents.values()) == {1}
     for purpose, count in zip(PURPOSES, prompts, strict=True):
         total = sum(len(document.text) for document in by_purpose[purpose])
         assert total > count * length * characters, purpose
