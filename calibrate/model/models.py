@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -33,23 +34,8 @@ from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import get_text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
-ALIASES = {
-    "demo": str(DEMO_FOLDER),
-    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
-    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
-    "qwen2.5-3b": "Qwen/Qwen2.5-3B-Instruct",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen2.5-14b": "Qwen/Qwen2.5-14B-Instruct",
-    "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct",
-    "qwen2.5-72b": "Qwen/Qwen2.5-72B-Instruct",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
-    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
-    "gemma-3-12b": "google/gemma-3-12b-it",
-    "gpt-oss-20b": "openai/gpt-oss-20b",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
-}
+ARCHITECTURES = Path(__file__).parents[1] / "architectures"  # configurations of aliases, and the aliases' hub ids
+ALIASES = {"demo": str(DEMO_FOLDER), **json.loads((ARCHITECTURES / "aliases.json").read_text(encoding="utf-8"))}
 TOKENIZER_FILES = "put tokenizer.json and what belongs to it beside the model's config.json"
 SAMPLE = "def read(path): return 12"  # every tokenizer makes several tokens of it
 SUFFIX = ".gguf"
@@ -117,7 +103,7 @@ def is_gguf(name: str) -> bool:
 
 def find_shipped_config(name: str) -> Path | None:
     """Return the configuration of an alias that is part of this package."""
-    path = Path(__file__).parents[1] / "architectures" / f"{name}.json"
+    path = ARCHITECTURES / f"{name}.json"
     return path if name in ALIASES and path.is_file() else None
 
 
