@@ -215,8 +215,8 @@ def compare_tokens(tokenizer: Any, ids: Mapping[str, int], adds_bos: bool | None
             return f"it makes the tokens {tokens} of 'a {word}', where the file has token {expected} for the last word"
     if adds_bos is None or adds_bos == (tokenizer.bos_token_id in tokenizer("a").input_ids[:1]):
         return None
-    problem = "no BOS before a text, as the file asks" if adds_bos else "a BOS before a text, which the file does not"
-    return f"it puts {problem}"
+    asked = "no BOS before a text, as the file asks", "a BOS before a text, which the file does not ask for"
+    return f"it puts {asked[not adds_bos]}"
 
 
 def _check_reading(tokenizer: Any) -> str | None:
@@ -297,8 +297,7 @@ def from_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMo
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if (problem := _check_reading(tokenizer)) is not None:
         raise ModelError(f"the tokenizer of {type(model).__name__} cannot be used: {problem}; give the model's own")
-    shape = geometry(model.config)
-    weights = InMemory(model)
+    shape, weights = geometry(model.config), InMemory(model)
     name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
     return LoadedModel(name, model, tokenizer, shape, weights.fingerprint, weights)
 
@@ -322,8 +321,8 @@ def _find_checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
     if find("generation_config.json") is not None:
         with _wrap_errors(name, source):
             model.generation_config = GenerationConfig.from_pretrained(source)
-    in_pickles = find("pytorch_model.bin") or find("pytorch_model.bin.index.json")
-    if find(SINGLE) is None and find(INDEX) is None and in_pickles:
+    files = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+    if next(filter(find, files), SINGLE) in files[2:]:  # in pickles alone: what is not asked for is not downloaded
         return None
     checkpoint = Checkpoint(find)
     return checkpoint if explain_no_streaming(model.config, model, checkpoint.names) is None else None

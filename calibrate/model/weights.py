@@ -6,10 +6,11 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -154,24 +155,20 @@ class Weights:
             yield
         finally:
             if parts != self._last:
-                self._take(*parts)
+                self._set(parts, self._blanks)
 
     def release(self) -> None:
         """Take away the parameters that were kept because they were used last."""
-        self._take(*self._last)
+        self._set(self._last, self._blanks)
         self._last = ()
 
     def _put(self, part: nn.Module) -> None:
         names = dict.fromkeys(name for module in part.modules() for name in self._attributes[module].values())
         values = {name: self.source.read(name, self._blanks[name], self.device) for name in names}
-        self._set(part, {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
+        self._set([part], {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
 
-    def _take(self, *parts: nn.Module) -> None:
-        for part in parts:
-            self._set(part, self._blanks)
-
-    def _set(self, part: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        for module in part.modules():
+    def _set(self, parts: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+        for module in chain.from_iterable(part.modules() for part in parts):
             for attribute, name in self._attributes[module].items():
                 setattr(module, attribute, parameters[name])
 
