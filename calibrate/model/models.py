@@ -215,8 +215,9 @@ def compare_tokens(tokenizer: Any, ids: Mapping[str, int], adds_bos: bool | None
             return f"it makes the tokens {tokens} of 'a {word}', where the file has token {expected} for the last word"
     if adds_bos is None or adds_bos == (tokenizer.bos_token_id in tokenizer("a").input_ids[:1]):
         return None
-    asked = "no BOS before a text, as the file asks", "a BOS before a text, which the file does not ask for"
-    return f"it puts {asked[not adds_bos]}"
+    if adds_bos:
+        return "it puts no BOS before a text, as the file asks"
+    return "it puts a BOS before a text, which the file does not ask for"
 
 
 def _check_reading(tokenizer: Any) -> str | None:
@@ -321,8 +322,8 @@ def _find_checkpoint(name: str, source: str, model: Any) -> Checkpoint | None:
     if find("generation_config.json") is not None:
         with _wrap_errors(name, source):
             model.generation_config = GenerationConfig.from_pretrained(source)
-    files = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-    if next(filter(find, files), SINGLE) in files[2:]:  # in pickles alone: what is not asked for is not downloaded
+    others = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    if find(SINGLE) is None and find(INDEX) is None and any(find(file) for file in others):
         return None
     checkpoint = Checkpoint(find)
     return checkpoint if explain_no_streaming(model.config, model, checkpoint.names) is None else None
