@@ -46,6 +46,7 @@ SENSITIVITY_PROMPTS = 4  # one of each kind of the built-in text; single prompts
 SENSITIVITY_TOKENS = 2048  # of each, its first ones: a backward pass needs memory
 
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
+Entries = Sequence[tuple[Mapping[str, Any], Any]]  # keys and values of one kind in a journal
 
 
 def measure_model(
@@ -220,11 +221,7 @@ def measure_ranking_cost(executor: Executor, length: int, recipe: Recipe, journa
 
 
 def read_stored_cost(
-    entries: Sequence[tuple[Mapping[str, Any], Any]],
-    geometry: Geometry,
-    device: DeviceIdentity,
-    length: int,
-    recipe: Recipe,
+    entries: Entries, geometry: Geometry, device: DeviceIdentity, length: int, recipe: Recipe
 ) -> float:
     """Return `measure_ranking_cost` from a journal's entries; `fixed_cost` if there is none for this length and GPU."""
     key = {**RankingCost.from_recipe(geometry, length, recipe).key, **gpu_key(device)}
@@ -316,9 +313,7 @@ class PromptsSensitivity(WorkItem):
         return measure_sensitivity(worker.loaded, ids, self.seed)
 
 
-def read_stored_sensitivity(
-    entries: Sequence[tuple[Mapping[str, Any], Any]], prompts: set[str | None]
-) -> Sensitivity | None:
+def read_stored_sensitivity(entries: Entries, prompts: set[str | None]) -> Sensitivity | None:
     """Return the sensitivity that a journal's entries have of some of these prompts, by their hashes; None without."""
     values = (value for key, value in reversed(entries) if set(key["prompts"]) <= prompts)
     return next(map(_convert_sensitivity, values), None)

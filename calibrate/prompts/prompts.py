@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import chain, zip_longest
+from random import Random
 from typing import Any
 
 from calibrate.prompts.documents import (
@@ -48,22 +48,21 @@ ASK = "List the secret codes that are hidden in the text above."
 TODAY = "26 Jul 2024"  # for chat templates that state the date: prompts do not depend on the day
 WORDS = {CALIBRATION: "to calibrate on", HELD_OUT: "to adjust on", CERTIFY: "to certify on"}
 
+Wanted = Mapping[int, Mapping[str, int]]  # number of prompts of each purpose, by length in tokens
+
 log = logging.getLogger("calibrate")
 
 
 def split(
-    documents: Sequence[Document],
-    size: Callable[[Document], int],
-    wanted: Mapping[int, Mapping[str, int]],
-    rng: random.Random,
+    documents: Sequence[Document], size: Callable[[Document], int], wanted: Wanted, rng: Random
 ) -> dict[str, list[Document]]:
     """Share documents out so that the prompts of every length are there, as far as the documents go.
 
     The longest length is served first, and a group stays where it was put, so it has one purpose at all lengths. At
     each length one prompt to calibrate and one to adjust on come first, then the others of these two, then those to
     certify on, each of another group if there are enough, because a certificate counts groups. Groups with a document
-    as long as the prompt go before those that must be joined. size: returns a document's tokens. wanted: for each
-    length in tokens, the number of prompts of each purpose. rng: draws the order of the groups.
+    as long as the prompt go before those that must be joined. size: returns a document's tokens. rng: draws the
+    order of the groups.
     """
     groups: dict[str, list[Document]] = defaultdict(list)
     for document in documents:
@@ -162,7 +161,7 @@ def load_prompts(recipe: Recipe, tokenizer: Any) -> PromptSet:
     return prompts
 
 
-def _cut_built_in(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, int]]) -> PromptSet:
+def _cut_built_in(recipe: Recipe, tokenizer: Any, wanted: Wanted) -> PromptSet:
     """Cut prompts of the kinds in turns; fewer prompts than kinds have several each, in equal parts.
 
     Where a kind's text is used up the others follow it, and a prompt is of the kind that most of it is. If no other was
@@ -174,7 +173,7 @@ def _cut_built_in(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[s
         read_found_documents(kind)  # read once, not by each thread
 
     def cut(purpose: str, length: int) -> list[Prompt]:
-        rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
+        rng = Random(f"{recipe.seed}/{length}/{purpose}")
         pool = DocumentPool(purpose, rng)
         count = wanted[length][purpose]
         prompts: dict[int, Prompt] = {}
@@ -205,18 +204,18 @@ def _cut_built_in(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[s
     return prompts
 
 
-def _cut_files(recipe: Recipe, tokenizer: Any, wanted: Mapping[int, Mapping[str, int]]) -> PromptSet:
+def _cut_files(recipe: Recipe, tokenizer: Any, wanted: Wanted) -> PromptSet:
     """Cut prompts of the user's documents."""
     size = cache(partial(count_tokens, tokenizer))
     read = read_documents(recipe.prompts or ())
     documents = drop_duplicates(read)
     if len(documents) < len(read):
         log.info("%d of %d documents occur before and are left out", len(read) - len(documents), len(read))
-    shared = split(documents, size, wanted, random.Random(recipe.seed))
+    shared = split(documents, size, wanted, Random(recipe.seed))
     truncated: set[Document] = set()
 
     def cut(purpose: str, length: int) -> list[Prompt]:
-        rng = random.Random(f"{recipe.seed}/{length}/{purpose}")
+        rng = Random(f"{recipe.seed}/{length}/{purpose}")
         chosen = _take_turns(make_parts(shared[purpose], size, length))[: wanted[length][purpose]]
         if wanted[length][purpose] and not chosen and purpose != CERTIFY:
             longest = max(map(size, documents))
@@ -258,7 +257,7 @@ def _merge_in_turns(lists: Sequence[list[list[Document]]]) -> list[list[Document
     return [part for row in zip_longest(*lists) for part in row if part is not None]
 
 
-def _cut_all(wanted: Mapping[int, Mapping[str, int]], cut: Callable[[str, int], list[Prompt]]) -> PromptSet:
+def _cut_all(wanted: Wanted, cut: Callable[[str, int], list[Prompt]]) -> PromptSet:
     """Cut the prompts of every purpose and length, in threads: tokenizers leave Python's lock."""
     with ThreadPoolExecutor() as threads:
         pending = {
@@ -275,13 +274,7 @@ def _cut_all(wanted: Mapping[int, Mapping[str, int]], cut: Callable[[str, int], 
 
 
 def assemble_prompt(
-    tokenizer: Any,
-    documents: Iterator[Document],
-    length: int,
-    rng: random.Random,
-    *,
-    needles: bool,
-    isolated: bool = False,
+    tokenizer: Any, documents: Iterator[Document], length: int, rng: Random, *, needles: bool, isolated: bool = False
 ) -> Prompt:
     """Make a prompt of the first `length` tokens of documents, of which as many are taken as are needed.
 
