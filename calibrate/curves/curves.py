@@ -115,9 +115,11 @@ def count_pairs(row: int, length: int) -> int:
 
 def count_window_pairs(rows: range, segment: int, step: int) -> int:
     """Return the causal pairs in windows of whole segments of rows, which begin at multiples of `step` keys before."""
-    begins = range(rows.start, rows.stop, segment)
-    sizes = [min(segment, rows.stop - begin) for begin in begins]
-    return sum(size * (size + 1) // 2 + size * (begin % step) for begin, size in zip(begins, sizes, strict=True))
+    total = 0
+    for begin in range(rows.start, rows.stop, segment):
+        size = min(segment, rows.stop - begin)
+        total += size * (size + 1) // 2 + size * (begin % step)
+    return total
 
 
 def pack(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
@@ -137,9 +139,8 @@ def unpack(entries: Sequence[Mapping[str, Any]], cost: float = 0.0) -> Curves:
     """Return the curves that `pack` packed. cost: their `Curve.fixed_cost`, which a journal keeps apart."""
     curves = {}
     for entry in entries:
-        mse, tail_mse, worst, tail_worst, density = entry["curve"].double()
-        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]), cost)
-        curves[RankingConfig(*entry["ranking"]), Shape(*entry["shape"])] = curve
+        key = RankingConfig(*entry["ranking"]), Shape(*entry["shape"])
+        curves[key] = Curve(*entry["curve"].double(), dense_power=float(entry["power"]), fixed_cost=cost)
     return curves
 
 

@@ -96,8 +96,8 @@ def measure_model(
             on_step(f"are in {journal.path.name}", len(entries), known=True)
         parts: defaultdict[tuple[int, int], dict[tuple[str, ...], Iterable[Curves]]] = defaultdict(dict)
 
-        def make_part_key(item: LayerCurves) -> dict[str, Any]:
-            return {**keys[item.layer, item.length], "of": list(item.prompts)}
+        def make_part_key(layer: int, length: int, share: Sequence[str]) -> dict[str, Any]:
+            return {**keys[layer, length], "of": list(share)}
 
         def add_part(item: LayerCurves, prompt_curves: Iterable[Curves]) -> None:
             """Remember curves of some prompts; the mean over all prompts takes their place in the journal."""
@@ -106,7 +106,7 @@ def measure_model(
             if len(parts[name]) == len(split):
                 layer_parts = parts.pop(name)
                 entries[name] = combine_prompts([curves for share in split for curves in layer_parts[share]])
-                replaced = [(PARTS, {**keys[name], "of": list(share)}) for share in split]
+                replaced = [(PARTS, make_part_key(*name, share)) for share in split]
                 journal.put_all(CURVES, [(keys[name], entries[name])], instead_of=replaced)
                 on_step()
 
@@ -116,13 +116,14 @@ def measure_model(
             tracks.append([])
             for layer in (layer for layer, missing_length in missing if missing_length == length):
                 item = LayerCurves(layer, length, share, tuple(shapes[length]), recipe)
-                if (packed_parts := journal.get(PARTS, make_part_key(item))) is None:
+                if (packed_parts := journal.get(PARTS, make_part_key(layer, length, share))) is None:
                     tracks[-1].append(item)
                 else:  # an earlier run was ended between the workers' parts
                     add_part(item, map(unpack, packed_parts))
         for item, prompt_curves in executor.spread(tracks):
             if len(splits[item.length]) > 1:
-                journal.put(PARTS, make_part_key(item), [pack(curves, torch.float64) for curves in prompt_curves])
+                packed = [pack(curves, torch.float64) for curves in prompt_curves]
+                journal.put(PARTS, make_part_key(item.layer, item.length, item.prompts), packed)
             add_part(item, prompt_curves)
         costs = {length: measure_ranking_cost(executor, length, recipe, journal) for length in prompts}
         layer_numbers = range(executor.geometry.layers)
@@ -221,7 +222,11 @@ def measure_ranking_cost(executor: Executor, length: int, recipe: Recipe, journa
 
 
 def read_stored_cost(
-    entries: Entries, geometry: Geometry, device: DeviceIdentity, length: int, recipe: Recipe
+    entries: Entries,
+    geometry: Geometry,
+    device: DeviceIdentity,
+    length: int,
+    recipe: Recipe,
 ) -> float:
     """Return `measure_ranking_cost` from a journal's entries; `fixed_cost` if there is none for this length and GPU."""
     key = {**RankingCost.from_recipe(geometry, length, recipe).key, **gpu_key(device)}

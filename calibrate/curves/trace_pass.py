@@ -103,7 +103,8 @@ def trace_ranking(
     causal = sum(count_pairs(part.start, part.stop) for part in rows)
     sparse_pairs = (visited + windows) * (count_pairs(0, sparse) / max(causal, 1))
     density = (sparse_pairs + count_pairs(sparse, length)) / count_pairs(0, length)
-    values = max(sum(map(len, rows)), 1) * value_dim * (length / max(sparse, 1))
+    measured_rows = sum(map(len, rows))
+    values = max(measured_rows, 1) * value_dim * (length / max(sparse, 1))
     power = float(norms.mean()) / value_dim
     return {
         (ranking, shape): Curve(squared[i] / values, tail_squared[i] / values, row[i], tail_row[i], density[i], power)

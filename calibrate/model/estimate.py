@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,9 @@ def measure_free_memory(device: torch.device) -> int:
 
 def has_plenty_of_memory(device: torch.device) -> bool:
     """Return whether half of a GPU's memory is free, enough for what is only quicker; False on a CPU."""
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return False
+    total = torch.cuda.get_device_properties(device).total_memory
     return measure_free_memory(device) >= total / 2
 
 
@@ -87,8 +90,14 @@ class Rates(NamedTuple):
 H200 = Rates(flops=6e14, curves=3.25e11, tokens=1.1e6)
 CPU_THREAD = Rates(flops=8e10, curves=5e7, tokens=4e5)
 H200_SMS = 132
-# of dense 16-bit products, in a cycle, by compute capability
-FLOPS_OF_SM = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 1024}
+FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
+    (8, 0): 2048,  # A100
+    (8, 6): 1024,  # RTX 30
+    (8, 9): 1024,  # L4, RTX 40
+    (9, 0): 4096,  # H100, H200
+    (10, 0): 8192,  # B200, and B300 (10, 3)
+    (12, 0): 1024,  # RTX 50
+}
 START = 10.0  # seconds to load and test a small model on a CPU; on a GPU, which starts too, twice that
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
 COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a GPU
@@ -124,17 +133,19 @@ class ModelSizes:
     def from_model(cls, model: Any, device: str, memory: int = 0) -> ModelSizes:
         """Read the sizes of a model or its skeleton, for a torch device; a GPU elsewhere has `memory` bytes."""
         config = get_text_config(model.config)
-        experts = max((int(getattr(config, name, 0) or 0) for name in ("num_experts", "num_local_experts")), default=0)
-        chosen = int(getattr(config, "num_experts_per_tok", 0) or 0) / experts if experts else 1.0
+        experts = max(getattr(config, name, None) or 0 for name in ("num_experts", "num_local_experts"))
+        chosen = (getattr(config, "num_experts_per_tok", None) or 0) / experts if experts else 1.0
         layers = [
             [(name, parameter.numel()) for name, parameter in layer.module.named_parameters()]
             for layer in list_decoder_layers(model)
         ]
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        of_token = config.vocab_size * config.hidden_size
+        for name, count in chain.from_iterable(layers):
+            of_token += round(count * (chosen if ".experts." in name else 1))
         return cls(
             parameters=parameters,
-            of_token=config.vocab_size * config.hidden_size
-            + sum(round(count * (chosen if ".experts." in name else 1)) for layer in layers for name, count in layer),
+            of_token=of_token,
             largest_layer=max(sum(count for _, count in layer) for layer in layers),
             hidden=int(config.hidden_size),
             intermediate=int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size),

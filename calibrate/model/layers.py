@@ -296,7 +296,9 @@ class LayerwiseForward:
                 elif count[id(stream)] == 1:
                     self.streams[index] = layer.dense(stream)
                 else:
-                    self.streams[index] = moved.get(id(stream)) or moved.setdefault(id(stream), layer.dense(stream))
+                    if id(stream) not in moved:
+                        moved[id(stream)] = layer.dense(stream)
+                    self.streams[index] = moved[id(stream)]
                 del stream  # its hidden state is not needed while the caller works on the next
                 yield index
 

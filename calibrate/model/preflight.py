@@ -121,10 +121,14 @@ def _read_bits(config: Any) -> float | None:
     """Return the bits of a quantised weight; None if the configuration does not say it in a way that is known here."""
     settings = config.quantization_config
     settings = settings if isinstance(settings, Mapping) else settings.to_dict()
-    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
-        return 4.5 if settings.get("load_in_4bit") else 8.0
+    if "bits" in settings:
+        return float(settings["bits"])
+    if settings.get("load_in_4bit"):
+        return 4.5
+    if settings.get("load_in_8bit"):
+        return 8.0
     groups = (settings.get("config_groups") or {}).values()
     widths = [group.get("weights", {}).get("num_bits") for group in groups if isinstance(group, Mapping)]
-    if "bits" in settings or (widths and all(widths)):
-        return float(settings["bits"] if "bits" in settings else max(widths))
+    if widths and all(widths):
+        return float(max(widths))
     return BITS.get(str(find_quantisation(config)))

@@ -211,7 +211,10 @@ class _Comparison:
             mask = self.find_s2o_mask(attention_mask)
             ours = hf.s2o_attention_forward(module, query, key, value, mask, **named)[0]
             ((path, reason),) = state.counts
-            self.reasons[module] = "" if path == "s2o" else self.reasons.get(module, reason)
+            if path == "s2o":
+                self.reasons[module] = ""
+            else:
+                self.reasons.setdefault(module, reason)
             self._compare(state.layer, ours, exact)
         return exact.to(query.dtype), None
 
@@ -232,8 +235,10 @@ class _Comparison:
         """Raise ModelError if two outputs [B, L, Hq, D] of a layer differ by more than the rounding of `ours`."""
         ours, out = self.without_padding(ours), self.without_padding(out)
         self.check_finite(number, "attention", out)
-        difference = (ours.double() - out.double()).square().mean() / out.double().square().mean().clamp_min(1e-30)
-        if not float(difference) <= ALLOWED.get(ours.dtype, ALLOWED_ROUNDED):
+        allowed = ALLOWED.get(ours.dtype, ALLOWED_ROUNDED)
+        ours, out = ours.double(), out.double()
+        difference = (ours - out).square().mean() / out.square().mean().clamp_min(1e-30)
+        if not float(difference) <= allowed:
             raise ModelError(
                 f"layer {number} is not plain causal attention ({self.case} prompt: its output differs from eager "
                 f"attention's by {float(difference):.1e} of its mean square): the model is not supported"

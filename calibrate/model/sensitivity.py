@@ -90,7 +90,8 @@ def _compute_prediction_gradients(loaded: LoadedModel, streams: Sequence[Stream]
                 rows = piece.detach().requires_grad_()
                 log_p = logits(rows)[0].float().log_softmax(-1)
                 drawn = _draw_tokens(log_p.detach(), generator)
-                pieces.append(torch.autograd.grad(log_p.gather(1, drawn[:, None]).sum(), rows)[0])
+                log_p_drawn = log_p.gather(1, drawn[:, None]).sum()
+                pieces.append(torch.autograd.grad(log_p_drawn, rows)[0])
             gradients.append(torch.cat(pieces, 1))
     return gradients
 
@@ -99,7 +100,8 @@ def _draw_tokens(log_p: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a token int64 [R] for each row of log-probabilities float32 [R, V], alike on every device."""
     uniform = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
     cumulated = log_p.exp().cumsum(-1)
-    return torch.searchsorted(cumulated, uniform * cumulated[:, -1:]).clamp_(max=log_p.shape[1] - 1)[:, 0]
+    drawn = torch.searchsorted(cumulated, uniform * cumulated[:, -1:])
+    return drawn.clamp_(max=log_p.shape[1] - 1)[:, 0]
 
 
 def _run_backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -146,6 +148,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tens
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     assert scale is not None
     later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
-    scores = cap_scores((query @ key.transpose(2, 3)).float() * scale, softcap).masked_fill(later, float("-inf"))
+    products = (query @ key.transpose(2, 3)).float() * scale
+    scores = cap_scores(products, softcap).masked_fill(later, float("-inf"))
     weights = softmax(scores, None if sinks is None else sinks.float().view(1, -1, 1, 1))
     return weights.to(value.dtype) @ value

@@ -94,7 +94,8 @@ def _initialise(model: Any, name: str, module: nn.Module) -> None:
     """Initialise a module as the innermost transformers model that holds `name` does."""
     parts = name.split(".")
     holders = [model, *(model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts)))]
-    next(holder for holder in reversed(holders) if hasattr(holder, "_init_weights"))._init_weights(module)
+    innermost = next(holder for holder in reversed(holders) if hasattr(holder, "_init_weights"))
+    innermost._init_weights(module)
 
 
 class Weights:

@@ -82,12 +82,18 @@ class Document:
         turns = (f"{role.capitalize()}: {content}{SEPARATOR}" for role, content in self.turns)
         return "".join([*turns, "Assistant: "]) if self.turns else self.text
 
+    @property
+    def contents(self) -> list[str]:
+        """The texts that it consists of."""
+        return [self.text, *(content for _, content in self.turns)]
+
     def truncate(self, share: float) -> Document:
         """Return about this share of the document from its beginning on, and at least a character."""
-        left = max(1, int(share * (len(self.text) + sum(len(content) for _, content in self.turns))))
+        left = max(1, int(share * sum(map(len, self.contents))))
         turns = []
         for role, content in self.turns:
-            turns += [(role, content[:left])] if left > 0 else []
+            if left > 0:
+                turns.append((role, content[:left]))
             left -= len(content)
         return replace(self, text=self.text[: max(0, left)], turns=tuple(turns))
 
@@ -343,7 +349,7 @@ def make_document(entry: Any, domain: str, group: str, expected: str = EXPECTED)
         document = Document(domain, group, check_text(content))
     else:
         raise ValueError(f"this is {short_repr(entry)}: {expected}")
-    if not (document.text + "".join(content for _, content in document.turns)).strip():
+    if not "".join(document.contents).strip():
         raise ValueError("this has no text: leave it out")
     return document
 

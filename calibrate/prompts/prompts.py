@@ -329,8 +329,7 @@ def encode_served(tokenizer: Any, document: Document) -> list[int]:
 
 def count_tokens(tokenizer: Any, document: Document) -> int:
     """Return the number of tokens that a document brings to a prompt, without what a layout of turns adds."""
-    contents = [content for _, content in document.turns] if document.turns else [document.text]
-    return sum(map(len, encode_all(tokenizer, contents)))
+    return sum(map(len, encode_all(tokenizer, document.contents)))
 
 
 @lru_cache(maxsize=1 << 16)

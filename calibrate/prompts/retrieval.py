@@ -26,10 +26,8 @@ def read_texts(name: str) -> Any:
     return json.loads((resources.files("calibrate.prompts") / "texts" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-WORDS: list[str]
-WORDS, FIRST_NAMES, LAST_NAMES, CITIES, JOBS = map(
-    read_texts("words").get, ("words", "first_names", "last_names", "cities", "jobs")
-)
+LISTS_OF_WORDS: dict[str, list[Any]] = read_texts("words")
+WORDS: list[str] = LISTS_OF_WORDS["words"]
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,10 @@ def _write_notes(count: int, rng: random.Random) -> Facts:
 
 def _write_people(count: int, rng: random.Random) -> Facts:
     """Draw sentences about people; ask in other words, by turns for a city, a profession and a name."""
-    people = rng.sample(list(product(FIRST_NAMES, LAST_NAMES)), count)
-    homes = rng.sample(list(product(CITIES, JOBS)), count)
+    words = LISTS_OF_WORDS
+    names = list(product(words["first_names"], words["last_names"]))
+    places = list(product(words["cities"], words["jobs"]))
+    people, homes = rng.sample(names, count), rng.sample(places, count)
     asked = []
     for number, ((first, last), (city, job)) in enumerate(zip(people, homes, strict=True)):
         name = f"{first} {last}"
@@ -150,12 +150,13 @@ class Retrieval:
         order = rng.sample(range(len(asked)), len(asked))
         questions: list[int] = []
         answers: list[Span] = []
-        texts = [f"{asked[number].question}{asked[number].code}.\n" for number in order]
+        ordered = [asked[number] for number in order]
+        texts = [f"{needle.question}{needle.code}.\n" for needle in ordered]
         options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
         encoded: Any = tokenizer(texts, **options) if texts else None
-        for row, number in enumerate(order):
-            begin = len(asked[number].question)
-            end = begin + len(asked[number].code)
+        for row, needle in enumerate(ordered):
+            begin = len(needle.question)
+            end = begin + len(needle.code)
             spans = enumerate(encoded.offset_mapping[row], len(questions))
             # a token may hold a part of the code and of what stands beside it
             code = [token for token, (first, behind) in spans if first < end and behind > begin]
