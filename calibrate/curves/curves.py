@@ -139,8 +139,10 @@ def unpack(entries: Sequence[Mapping[str, Any]], cost: float = 0.0) -> Curves:
     """Return the curves that `pack` packed. cost: their `Curve.fixed_cost`, which a journal keeps apart."""
     curves = {}
     for entry in entries:
+        mse, tail_mse, worst, tail_worst, density = entry["curve"].double()
+        power = float(entry["power"])
         key = RankingConfig(*entry["ranking"]), Shape(*entry["shape"])
-        curves[key] = Curve(*entry["curve"].double(), dense_power=float(entry["power"]), fixed_cost=cost)
+        curves[key] = Curve(mse, tail_mse, worst, tail_worst, density, power, cost)
     return curves
 
 

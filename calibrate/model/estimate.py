@@ -147,9 +147,9 @@ class ModelSizes:
             parameters=parameters,
             of_token=of_token,
             largest_layer=max(sum(count for _, count in layer) for layer in layers),
-            hidden=int(config.hidden_size),
+            hidden=config.hidden_size,
             intermediate=int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size),
-            vocabulary=int(config.vocab_size),
+            vocabulary=config.vocab_size,
             resident=decide_resident(parameters * number_width(device), torch.device(device), memory),
         )
 

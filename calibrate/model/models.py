@@ -35,7 +35,10 @@ from s2o_runtime.layer_kinds import get_text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 ARCHITECTURES = Path(__file__).parents[1] / "architectures"  # configurations of aliases, and the aliases' hub ids
-ALIASES = {"demo": str(DEMO_FOLDER), **json.loads((ARCHITECTURES / "aliases.json").read_text(encoding="utf-8"))}
+ALIASES: dict[str, str] = {
+    "demo": str(DEMO_FOLDER),
+    **json.loads((ARCHITECTURES / "aliases.json").read_text(encoding="utf-8")),
+}
 TOKENIZER_FILES = "put tokenizer.json and what belongs to it beside the model's config.json"
 SAMPLE = "def read(path): return 12"  # every tokenizer makes several tokens of it
 SUFFIX = ".gguf"

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from calibrate.model import weights
-from calibrate.model.models import DEMO_FOLDER, load
 from calibrate.model.weights import RandomWeights, Weights, build_skeleton, decide_resident
 from s2o_runtime.errors import ModelError
 from s2o_runtime.identity import fingerprint
@@ -62,13 +61,6 @@ def test_a_resident_model_is_like_any_other_and_the_fingerprint_needs_no_weights
     assert (loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight) == tied
     for dtype in (torch.float32, torch.bfloat16):
         assert stream(folder, False, dtype).fingerprint == fingerprint(copy.deepcopy(whole).to(dtype))
-
-
-def test_the_demo_is_still_the_same_model():
-    """Its fingerprint is in published profiles."""
-    loaded = load("demo", "cpu", resident=False)
-    reference = AutoModelForCausalLM.from_pretrained(DEMO_FOLDER, dtype=torch.float32)
-    assert loaded.fingerprint == fingerprint(reference) == load("demo", "cpu").fingerprint
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
