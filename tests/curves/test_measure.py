@@ -1,10 +1,11 @@
 """Curves of the whole model are those of its prompts, and are measured once."""
 
-import dataclasses
 import sqlite3
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,43 +42,31 @@ def recipe(**changes):
     return Recipe.from_options(options | changes)
 
 
-@dataclasses.dataclass
-class Watched:
-    """What `measure_model` measures: (layer, length) for every prompt and segment, and its steps."""
-
-    loaded: object
-    path: Path
-    monkeypatch: pytest.MonkeyPatch
-    measured: list = dataclasses.field(default_factory=list)
-    steps: list = dataclasses.field(default_factory=list)
-    reused: int = 0
-
-    def __post_init__(self):
-        real = measure.measure
-
-        def watch(prompt, rankings, shapes, last_rows=0):
-            self.measured.append((prompt.layer, int(prompt.q.shape[2])))
-            return real(prompt, rankings, shapes, last_rows)
-
-        self.monkeypatch.setattr(measure, "measure", watch)
-
-    def step(self, text="", steps=1, *, known=False):
-        self.steps += [known] * steps
-
-    def run(self, prompts=None, shapes=SHAPES, **changes):
-        self.measured.clear()
-        self.steps.clear()
-        prompts, settings = prompts or make_prompts(), recipe(**changes)
-        with Journal.open(self.path, {}) as journal:
-            curves = measure_model(self.loaded, prompts, shapes, settings, journal, self.step)
-            self.reused = journal.reused
-        assert len(self.steps) == 4  # two layers at two lengths
-        return curves
-
-
 @pytest.fixture
 def watched(loaded, tmp_path, monkeypatch):
-    return Watched(loaded, tmp_path / "journal", monkeypatch)
+    """Runs of `measure_model`; of the last one (layer, length) for every prompt and segment, and reused entries."""
+    watched = SimpleNamespace(path=tmp_path / "journal", measured=[], reused=0)
+    real = measure.measure
+
+    def watch(prompt, rankings, shapes, last_rows=0):
+        watched.measured.append((prompt.layer, int(prompt.q.shape[2])))
+        return real(prompt, rankings, shapes, last_rows)
+
+    def run(prompts=None, shapes=SHAPES, **changes):
+        def step(text="", count=1, *, known=False):
+            steps.append(count)
+
+        watched.measured.clear()
+        steps = []
+        with Journal.open(watched.path, {}) as journal:
+            curves = measure_model(loaded, prompts or make_prompts(), shapes, recipe(**changes), journal, step)
+            watched.reused = journal.reused
+        assert sum(steps) == 4  # two layers at two lengths
+        return curves
+
+    monkeypatch.setattr(measure, "measure", watch)
+    watched.run = run
+    return watched
 
 
 def assert_same(first, second):
@@ -146,12 +135,12 @@ def test_workers_share_prompts_and_an_interrupted_run_keeps_their_parts(loaded, 
 
         executor.spread = interrupted
         with pytest.raises(KeyboardInterrupt):
-            measure_model(executor, make_prompts(), SHAPES, recipe(), journal, watched.step)
+            measure_model(executor, make_prompts(), SHAPES, recipe(), journal, Mock())
         assert [len(journal.keys(kind)) for kind in ("curves", PARTS)] == [2, 1]
         ((_, [part]),) = journal.entries(PARTS)
         assert all(entry["curve"].dtype == torch.float64 for entry in part)  # only the mean is rounded
         executor.spread = remaining
-        assert_same(first, measure_model(executor, make_prompts(), SHAPES, recipe(), journal, watched.step))
+        assert_same(first, measure_model(executor, make_prompts(), SHAPES, recipe(), journal, Mock()))
         assert [len(journal.keys(kind)) for kind in ("curves", PARTS)] == [4, 0]
 
 
