@@ -6,11 +6,10 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +155,24 @@ class Weights:
             yield
         finally:
             if parts != self._last:
-                self._set(parts, self._blanks)
+                self._take(*parts)
 
     def release(self) -> None:
         """Take away the parameters that were kept because they were used last."""
-        self._set(self._last, self._blanks)
+        self._take(*self._last)
         self._last = ()
 
     def _put(self, part: nn.Module) -> None:
         names = dict.fromkeys(name for module in part.modules() for name in self._attributes[module].values())
         values = {name: self.source.read(name, self._blanks[name], self.device) for name in names}
-        self._set([part], {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
+        self._set(part, {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
 
-    def _set(self, parts: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
-        for module in chain.from_iterable(part.modules() for part in parts):
+    def _take(self, *parts: nn.Module) -> None:
+        for part in parts:  # none of a model in memory
+            self._set(part, self._blanks)
+
+    def _set(self, part: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        for module in part.modules():
             for attribute, name in self._attributes[module].items():
                 setattr(module, attribute, parameters[name])
 
