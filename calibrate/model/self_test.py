@@ -235,10 +235,8 @@ class _Comparison:
         """Raise ModelError if two outputs [B, L, Hq, D] of a layer differ by more than the rounding of `ours`."""
         ours, out = self.without_padding(ours), self.without_padding(out)
         self.check_finite(number, "attention", out)
-        allowed = ALLOWED.get(ours.dtype, ALLOWED_ROUNDED)
-        ours, out = ours.double(), out.double()
-        difference = (ours - out).square().mean() / out.square().mean().clamp_min(1e-30)
-        if not float(difference) <= allowed:
+        difference = (ours.double() - out.double()).square().mean() / out.double().square().mean().clamp_min(1e-30)
+        if not float(difference) <= ALLOWED.get(ours.dtype, ALLOWED_ROUNDED):
             raise ModelError(
                 f"layer {number} is not plain causal attention ({self.case} prompt: its output differs from eager "
                 f"attention's by {float(difference):.1e} of its mean square): the model is not supported"
