@@ -46,16 +46,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Curve:
-    """Errors and density of every head at every threshold of `TAUS`.
+    """Errors and density of every head at every threshold of `TAUS`, float64 [Hq, len(TAUS)].
 
-    All tensors are float64 [Hq, len(TAUS)]. Thresholds are those of the stop rule "rest", and a tile's gain is the mean
-    over its rows. The tail does not change where a head stops, so one density belongs to both errors.
+    Thresholds are those of the stop rule "rest", and a tile's gain is the mean over its rows. The tail does not change
+    where a head stops, so one density belongs to both errors.
 
     Attributes:
-        mse: mean squared error without a tail.
-        tail_mse: mean squared error with a tail.
-        worst, tail_worst: `select_worst`, over row tiles, of the largest of a tile's `compute_row_errors`; without and
-            with a tail.
+        mse, tail_mse: mean squared error without and with a tail.
+        worst, tail_worst: `select_worst`, over row tiles, of the largest of a tile's `compute_row_errors`.
         density: computed query-key pairs over causal pairs.
         dense_power: mean square of the layer's dense output.
         fixed_cost: time of its ranking at this length beside `overhead`, over a head's dense time.
@@ -91,12 +89,9 @@ def select_rankings(curves: Curves, segment: int, shape: Shape, scores: Scores =
 
 
 def combine_curves(curves: Sequence[Curve]) -> Curve:
-    """Return the curve of several prompts together.
-
-    A mean squared error is the mean plus one standard deviation over the prompts: heads whose error depends on the
-    prompt must stay within their budget on prompts that were not seen. The worst-row error is the maximum over prompts.
-    """
+    """Return the curve of several prompts: mean densities, powers and errors, and the largest worst-row errors."""
     stacked = torch.stack([curve.stacked(torch.float64) for curve in curves])
+    # plus one standard deviation, so that heads whose error depends on the prompt keep to their budget on others
     mse, tail_mse = stacked[:, :2].mean(0) + stacked[:, :2].std(0, correction=0)
     worst, tail_worst = stacked[:, 2:4].amax(0)
     power = sum(curve.dense_power for curve in curves) / len(curves)
@@ -119,10 +114,7 @@ def count_pairs(row: int, length: int) -> int:
 
 
 def count_window_pairs(rows: range, segment: int, step: int) -> int:
-    """Return the number of causal pairs of whole segments of rows that lie in their windows.
-
-    A window begins before its segment, at a multiple of `step` keys.
-    """
+    """Return the causal pairs in windows of whole segments of rows, which begin at multiples of `step` keys before."""
     total = 0
     for begin in range(rows.start, rows.stop, segment):
         size = min(segment, rows.stop - begin)
@@ -148,8 +140,9 @@ def unpack(entries: Sequence[Mapping[str, Any]], cost: float = 0.0) -> Curves:
     curves = {}
     for entry in entries:
         mse, tail_mse, worst, tail_worst, density = entry["curve"].double()
-        curve = Curve(mse, tail_mse, worst, tail_worst, density, float(entry["power"]), cost)
-        curves[RankingConfig(*entry["ranking"]), Shape(*entry["shape"])] = curve
+        power = float(entry["power"])
+        key = RankingConfig(*entry["ranking"]), Shape(*entry["shape"])
+        curves[key] = Curve(mse, tail_mse, worst, tail_worst, density, power, cost)
     return curves
 
 
@@ -187,16 +180,10 @@ WORST = 0.99  # the quantile of the errors, of rows or of row tiles, that stands
 
 
 def compute_row_errors(out: Tensor, truth: Tensor) -> Tensor:
-    """Return the relative error of every row, |out - truth| / |truth|.
+    """Return the relative error of every row of outputs [B, H, L, D], |out - truth| / |truth|, float32 [B, H, L].
 
     Where the root mean square of |truth| in the head is larger than a row's own norm, it is the divisor, so that a row
     whose values cancel out is not taken for a bad one.
-
-    Args:
-        out, truth: outputs [B, H, L, D].
-
-    Returns:
-        float32 [B, H, L].
     """
     truth = truth.float()
     return compute_relative_errors((out.float() - truth).square().sum(-1), truth.square().sum(-1))
@@ -211,8 +198,7 @@ def compute_relative_errors(squared: Tensor, power: Tensor) -> Tensor:
 def select_worst(errors: Tensor, dim: int = -1) -> Tensor:
     """Return the `WORST` quantile of errors along `dim` by the nearest rank, float64 without that dimension.
 
-    It is one of the errors, so a root may be taken after it. NaN counts as the largest. errors: of rows or of row
-    tiles, any shape and floating type.
+    It is one of the errors, so a root may be taken after it. NaN counts as the largest.
     """
     count = errors.shape[dim]
     rank = min(count, int(WORST * (count - 1) + 0.5) + 1)  # kthvalue counts from 1

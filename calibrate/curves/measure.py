@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,7 @@ SENSITIVITY_PROMPTS = 4  # one of each kind of the built-in text; single prompts
 SENSITIVITY_TOKENS = 2048  # of each, its first ones: a backward pass needs memory
 
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
+Entries = Sequence[tuple[Mapping[str, Any], Any]]  # keys and values of one kind in a journal
 
 
 def measure_model(
@@ -55,31 +57,25 @@ def measure_model(
     journal: Journal,
     on_step: Callable[..., object],
 ) -> LayersCurves:
-    """Measure the mean curves over the prompts of every length, for every ranking and every tile shape.
+    """Measure the mean curves over the prompts of every length, for every ranking of a recipe and every tile shape.
 
     Curves in the journal are not measured again, whatever GPU they were measured on and with whatever further shapes;
     if it holds everything the model does not run at all.
 
     Args:
         model: runs the prompts; a loaded model does so in this process.
-        prompts: calibration prompts by length.
-        shapes: of the tiles that may run, by length.
-        recipe: says which segments and scores there are.
-        journal: keeps the curves.
+        prompts, shapes: calibration prompts, and shapes of the tiles that may run, by length.
         on_step: called for every layer and length, and once for all that the journal has, as `show_progress`'s step.
 
     Raises:
         ResourceError: the GPU's memory ran out, or the journal cannot be written.
     """
     with open_executor(model) as executor:
-        for length_prompts in prompts.values():
+        splits: dict[int, list[tuple[str, ...]]] = {}  # the prompts of a length as workers share them, by their hashes
+        for length, length_prompts in prompts.items():
             executor.register_prompts(length_prompts)
-        splits = {  # the prompts of a length as workers share them, by their hashes
-            length: [
-                tuple(prompt.sha256 for prompt in share) for share in split_among_workers(executor, length_prompts)
-            ]
-            for length, length_prompts in prompts.items()
-        }
+            shares = split_among_workers(executor, length_prompts)
+            splits[length] = [tuple(prompt.sha256 for prompt in share) for share in shares]
         keys = {
             (layer, length): {
                 "layer": layer,
@@ -98,38 +94,36 @@ def measure_model(
         }
         if entries:
             on_step(f"are in {journal.path.name}", len(entries), known=True)
-        parts: dict[tuple[int, int], dict[tuple[str, ...], list[Curves]]] = {}
+        parts: defaultdict[tuple[int, int], dict[tuple[str, ...], Iterable[Curves]]] = defaultdict(dict)
 
-        def make_part_key(item: LayerCurves) -> dict[str, Any]:
-            return {**keys[item.layer, item.length], "of": list(item.prompts)}
+        def make_part_key(layer: int, length: int, share: Sequence[str]) -> dict[str, Any]:
+            return {**keys[layer, length], "of": list(share)}
 
         def add_part(item: LayerCurves, prompt_curves: Iterable[Curves]) -> None:
             """Remember curves of some prompts; the mean over all prompts takes their place in the journal."""
             name, split = (item.layer, item.length), splits[item.length]
-            layer_parts = parts.setdefault(name, {})
-            layer_parts[item.prompts] = list(prompt_curves)
-            if len(layer_parts) == len(split):
-                entry = combine_prompts([curves for share in split for curves in layer_parts[share]])
-                replaced = [(PARTS, {**keys[name], "of": list(share)}) for share in split]
-                journal.put_all(CURVES, [(keys[name], entry)], instead_of=replaced)
-                entries[name] = entry
-                del parts[name]
+            parts[name][item.prompts] = prompt_curves
+            if len(parts[name]) == len(split):
+                layer_parts = parts.pop(name)
+                entries[name] = combine_prompts([curves for share in split for curves in layer_parts[share]])
+                replaced = [(PARTS, make_part_key(*name, share)) for share in split]
+                journal.put_all(CURVES, [(keys[name], entries[name])], instead_of=replaced)
                 on_step()
 
         tracks: list[list[LayerCurves]] = []
         missing = [name for name in keys if name not in entries]
-        for length, split in splits.items():
-            for share in split:
-                tracks.append([])
-                for layer, _ in (name for name in missing if name[1] == length):
-                    item = LayerCurves(layer, length, share, tuple(shapes[length]), recipe)
-                    if (packed_parts := journal.get(PARTS, make_part_key(item))) is None:
-                        tracks[-1].append(item)
-                    else:  # an earlier run was ended between the workers' parts
-                        add_part(item, map(unpack, packed_parts))
+        for length, share in ((length, share) for length, split in splits.items() for share in split):
+            tracks.append([])
+            for layer in (layer for layer, missing_length in missing if missing_length == length):
+                item = LayerCurves(layer, length, share, tuple(shapes[length]), recipe)
+                if (packed_parts := journal.get(PARTS, make_part_key(layer, length, share))) is None:
+                    tracks[-1].append(item)
+                else:  # an earlier run was ended between the workers' parts
+                    add_part(item, map(unpack, packed_parts))
         for item, prompt_curves in executor.spread(tracks):
             if len(splits[item.length]) > 1:
-                journal.put(PARTS, make_part_key(item), [pack(curves, torch.float64) for curves in prompt_curves])
+                packed = [pack(curves, torch.float64) for curves in prompt_curves]
+                journal.put(PARTS, make_part_key(item.layer, item.length, item.prompts), packed)
             add_part(item, prompt_curves)
         costs = {length: measure_ranking_cost(executor, length, recipe, journal) for length in prompts}
         layer_numbers = range(executor.geometry.layers)
@@ -165,10 +159,7 @@ def combine_prompts(prompt_curves: Sequence[Curves]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class LayerCurves(WorkItem):
-    """Measurement of one layer's curves on some calibration prompts of one length; its result has those of each prompt.
-
-    layer: its row in a profile's tables. prompts: their hashes.
-    """
+    """Measurement of the curves of a layer, by its row in a profile, on each of some prompts of a length, by hashes."""
 
     layer: int
     length: int
@@ -188,23 +179,19 @@ class LayerCurves(WorkItem):
         weights = worker.loaded.weights
         with wrap_out_of_memory(weights.device, self.length, weights.held, f"measuring layer {self.layer}"):
             forward = get_forward(worker, self.prompts)
-            prompt_curves = [
-                measure_prompt(captured.cached(self.recipe.kv_cache_dtype), self.shapes, self.recipe)
-                for captured in forward.inputs(self.layer)
-            ]
+            inputs = (captured.cached(self.recipe.kv_cache_dtype) for captured in forward.inputs(self.layer))
+            prompt_curves = [measure_prompt(captured, self.shapes, self.recipe) for captured in inputs]
             forward.finish()
         return prompt_curves
 
 
 def get_forward(worker: WorkerState, prompts: tuple[str, ...]) -> layers.DenseForward:
     """Return the forward pass of these prompts through the dense model; a worker keeps it and goes on with it."""
-    loaded = worker.loaded
-    layers.register()
     worker.attend_with(layers.NAME)
 
     def begin() -> layers.DenseForward:
         ids = [worker.prompts[prompt].ids for prompt in prompts]
-        return layers.DenseForward(loaded, ids, worker.cached("calls of dense layers", dict))
+        return layers.DenseForward(worker.loaded, ids, worker.cached("calls of dense layers", dict))
 
     return worker.cached((STAGE, prompts), begin)
 
@@ -228,17 +215,14 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
 
 
 def measure_ranking_cost(executor: Executor, length: int, recipe: Recipe, journal: Journal) -> float:
-    """Measure the time of every head's ranking at a length beside `overhead`, over dense attention's time.
-
-    Without a GPU, and where the GPU cannot run the call, it is `fixed_cost`.
-    """
+    """Measure `fixed_cost` at a length; it is estimated without a GPU, and where the GPU cannot run the call."""
     if executor.device.kind != "cuda":
         return fixed_cost(length)
     return float(measure_items([RankingCost.from_recipe(executor.geometry, length, recipe)], executor, journal)[0])
 
 
 def read_stored_cost(
-    entries: Sequence[tuple[Mapping[str, Any], Any]],
+    entries: Entries,
     geometry: Geometry,
     device: DeviceIdentity,
     length: int,
@@ -301,11 +285,7 @@ def measure_on_prompts(
     """Measure the sensitivity of every layer and head, unless the journal has it.
 
     Calibration prompts of the longest length of at most `SENSITIVITY_TOKENS` are used, or the beginnings of the
-    shortest ones.
-
-    Raises:
-        ModelError: inf or NaN came up in the model.
-        ResourceError: The GPU's memory ran out, or the journal cannot be written.
+    shortest ones. Raises what `measure_sensitivity` and the journal raise.
     """
     length = max((length for length in prompts if length <= SENSITIVITY_TOKENS), default=min(prompts))
     used = prompts[length][:SENSITIVITY_PROMPTS]
@@ -338,13 +318,8 @@ class PromptsSensitivity(WorkItem):
         return measure_sensitivity(worker.loaded, ids, self.seed)
 
 
-def read_stored_sensitivity(
-    entries: Sequence[tuple[Mapping[str, Any], Any]], prompts: set[str | None]
-) -> Sensitivity | None:
-    """Return the sensitivity last measured on some of these prompts, by their hashes; None without one.
-
-    entries: those of the kind `SENSITIVITY` in a journal.
-    """
+def read_stored_sensitivity(entries: Entries, prompts: set[str | None]) -> Sensitivity | None:
+    """Return the sensitivity that a journal's entries have of some of these prompts, by their hashes; None without."""
     values = (value for key, value in reversed(entries) if set(key["prompts"]) <= prompts)
     return next(map(_convert_sensitivity, values), None)
 

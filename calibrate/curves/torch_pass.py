@@ -7,6 +7,7 @@ From that follows where any tile height, stride and threshold would stop, with i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,45 +37,36 @@ from s2o_runtime.reference.ranking import log_weights, make_representatives, ord
 STEP = 128
 GPU_BYTES, CPU_BYTES = 8 << 30, 256 << 20  # workspace of one pass
 LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
+Stops = defaultdict[tuple[RankingConfig, Shape], list[tuple[Tensor, Tensor]]]  # what `_find_stops` returns
 
 
 @torch.no_grad()
 def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequence[Shape], last_rows: int = 0) -> Curves:
-    """Measure one prompt's curves at one layer.
+    """Measure one prompt's curve at one layer for every ranking, all of one segment length, and every shape.
 
-    Args:
-        prompt: q [1, Hq, L, D], k [1, Hkv, L, D] and v [1, Hkv, L, Dv] of the layer.
-        rankings: all of one segment length.
-        shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights.
-        last_rows: so many rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
-
-    Returns:
-        A curve for every ranking and shape.
+    shapes: their strides must be multiples of `STEP`, and the segment a multiple of their heights. last_rows: so many
+    rows at the prompt's end are dense, whatever the threshold (`LayerConfig.last_rows`).
     """
     length, head_dim = prompt.v.shape[2:]
     size = rankings[0].segment
-    keys = [(ranking, shape) for ranking in rankings for shape in shapes]
     dense = prompt.truth()
     norms = compute_head_norms(dense)
-    # of every slice of heads: sums over its rows, and errors of its worst rows, as `_find_stops` returns them
-    slices: dict[tuple[RankingConfig, Shape], list[tuple[Tensor, Tensor]]] = {key: [] for key in keys}
+    slices: Stops = defaultdict(list)  # of every slice of heads: sums over its rows, and errors of its worst rows
     for heads in _slice_heads(prompt, size):
         group = prompt.q.shape[1] // prompt.k.shape[1]
         kv = torch.arange(heads.start, heads.stop, device=prompt.q.device) // group
         q, k, v = prompt.q[0, heads].float() * prompt.scale, prompt.k[0, kv].float(), prompt.v[0, kv].float()
         sinks = None if prompt.sinks is None else prompt.sinks[heads].float()[:, None]
-        stops: dict[tuple[RankingConfig, Shape], list[tuple[Tensor, Tensor]]] = {key: [] for key in keys}
+        stops: Stops = defaultdict(list)  # of every segment
         for scores in dict.fromkeys(ranking.scores for ranking in rankings):
             int8 = Int8Operands.from_heads(q, k) if scores == "int8" else None
             for begin in range(0, length, size):
                 rows = slice(begin, begin + size)
-                if int8 is None:
-                    segment = _attend_segment(q[:, rows], k, v, begin, prompt.softcap, sinks)
-                    if prompt.exact is not None:
-                        segment = replace(segment, truth=dense[0, heads, rows].float())
-                else:
-                    segment = _attend_segment(int8.q[:, rows], int8.k, v, begin, prompt.softcap, sinks)
-                    segment = replace(segment, exact=q[:, rows], int8=int8, truth=dense[0, heads, rows].float())
+                scored_q, scored_k = (q, k) if int8 is None else (int8.q, int8.k)
+                segment = _attend_segment(scored_q[:, rows], scored_k, v, begin, prompt.softcap, sinks)
+                if int8 is not None or prompt.exact is not None:
+                    truth = dense[0, heads, rows].float()
+                    segment = replace(segment, exact=q[:, rows], int8=int8, truth=truth)
                 for ranking in (ranking for ranking in rankings if ranking.scores == scores):
                     trace = _trace_prefix(segment, ranking)
                     for shape in shapes:
@@ -86,9 +78,9 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
             slices[key].append((torch.stack(sums).sum(0), worst))
     values, causal = length * head_dim, length * (length + 1) / 2
     curves = {}
-    for key in keys:
+    for key, stops_of_slices in slices.items():
         (squared, tail_squared, visited), (row, tail_row) = (
-            torch.cat(of_slices, 1).cpu() for of_slices in zip(*slices[key], strict=True)
+            torch.cat(of_slices, 1).cpu() for of_slices in zip(*stops_of_slices, strict=True)
         )
         sparse = find_first_dense_row(length, last_rows, key[1].block_m)
         density = (visited + count_window_pairs(range(sparse), size, STEP) + count_pairs(sparse, length)) / causal
@@ -103,7 +95,8 @@ def _slice_heads(prompt: Captured, segment: int) -> list[slice]:
     limit = GPU_BYTES if prompt.q.device.type == "cuda" else CPU_BYTES
     copy = min(segment, length) * length * max(1, head_dim // STEP) * 4
     count = max(1, limit // (LIVE_COPIES * copy))
-    return [slice(begin, min(begin + count, heads)) for begin in range(0, heads, count)]
+    begins = range(0, heads, count)
+    return [slice(begin, min(begin + count, heads)) for begin in begins]
 
 
 @dataclass(frozen=True)
@@ -132,11 +125,8 @@ def _attend_segment(
 ) -> _Segment:  # fmt: skip
     """Compute a segment's window and the weights of its prefix.
 
-    Args:
-        q: [H, S, D], scaled, the segment's queries; the first is at position `begin`.
-        k, v: [H, L, D] and [H, L, Dv].
-        softcap: bounds the scores; None for no bound.
-        sinks: [H, 1]; they are part of the window's denominator. None for none.
+    q: [H, S, D], scaled; the first query is at position `begin`. k, v: [H, L, D] and [H, L, Dv]. sinks: [H, 1], part of
+    the window's denominator.
     """
     prefix = begin // STEP * STEP  # the keys cut off here join the window, as in the kernel
     end = begin + q.shape[1]
@@ -190,7 +180,8 @@ def _trace_prefix(segment: _Segment, ranking: RankingConfig) -> _Trace:
     x = out.sub_(dense[:, None])
     mass, mean = _sum_left((log_mass - log_mass.amax(-1, keepdim=True)).exp_(), order, v)
     xy = (x @ mean[..., None])[..., 0] - (x * dense[:, None]).sum(-1)
-    yy = mean.square().sum(-1)[..., None] - 2 * mean @ dense.transpose(1, 2) + dense.square().sum(-1)[:, None]
+    mean_squared, dense_squared = (output.square().sum(-1) for output in (mean, dense))
+    yy = mean_squared[..., None] - 2 * mean @ dense.transpose(1, 2) + dense_squared[:, None]
     xx = x.square_().sum(-1)
     return _Trace(l, xx, xy, yy, mass, dense, xx[:, -1])
 
@@ -221,30 +212,29 @@ def _sum_suffixes(terms: Tensor) -> Tensor:
 def _find_stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> tuple[Tensor, Tensor]:
     """Find where each threshold stops a segment, and what follows from it.
 
-    Args:
-        trace: of the segment.
-        shape: of the tile.
-        norms: [H], a row's error is taken relative to its own norm or to this, if larger.
-        sparse: the rows from this one on are dense, so they have no error and no prefix.
-
-    Returns:
-        The squared error without a tail, the one with a tail, and the visited pairs, float64 [3, H, len(TAUS)]; and the
-        largest squared error of a row over its squared norm, without and with a tail, [2, H, row tiles, len(TAUS)].
+    norms: [H], a row's error is taken relative to its own norm or to this, if larger. sparse: rows from this one on are
+    dense, without error and prefix. Returns the squared error without a tail, with one, and the visited pairs, float64
+    [3, H, len(TAUS)]; and the largest squared error of a row over its squared norm, without and with a tail,
+    [2, H, row tiles, len(TAUS)].
     """
     heads, steps, rows = trace.xx.shape
     device = trace.l.device
     tiles = -(-rows // shape.block_m)
-    kept = (torch.arange(tiles, device=device) * shape.block_m < sparse)[:, None]
+    edges = torch.arange(tiles, device=device) * shape.block_m
+    kept = (edges < sparse)[:, None]
+    sizes = trace.dense.square().sum(-1).maximum(norms[:, None])
     if not steps:
         sums = torch.zeros(3, heads, len(TAUS), dtype=torch.float64, device=device)
         last = trace.last[:, : max(sparse, 0)]
         sums[:2] = last.double().sum(-1)[:, None]
-        row_errors = last / trace.dense.square().sum(-1).maximum(norms[:, None])[:, : max(sparse, 0)]
-        tile_errors = F.pad(row_errors, (0, tiles * shape.block_m - last.shape[1])).view(heads, tiles, -1).amax(-1)
+        row_errors = last / sizes[:, : max(sparse, 0)]
+        padded = F.pad(row_errors, (0, tiles * shape.block_m - last.shape[1]))
+        tile_errors = padded.view(heads, tiles, -1).amax(-1)
         return sums, tile_errors[..., None].expand(2, heads, tiles, len(TAUS))
-    chunks = -(-steps // (shape.stride // STEP))
-    ends = (torch.arange(chunks + 1, device=device) * (shape.stride // STEP)).clamp_max(steps)
-    count = (rows - torch.arange(tiles, device=device) * shape.block_m).clamp_max(shape.block_m)
+    steps_of_chunk = shape.stride // STEP
+    chunks = -(-steps // steps_of_chunk)
+    ends = (torch.arange(chunks + 1, device=device) * steps_of_chunk).clamp_max(steps)
+    count = (rows - edges).clamp_max(shape.block_m)
 
     def split_by_tile(row_errors: Tensor) -> Tensor:  # [H, C, S] -> [H, tiles, C, block_m]
         padded = F.pad(row_errors, (0, tiles * shape.block_m - rows))
@@ -252,15 +242,16 @@ def _find_stops(trace: _Trace, shape: Shape, norms: Tensor, sparse: int) -> tupl
 
     l = trace.l[:, ends]
     gain = split_by_tile(l.diff(dim=1) / l[:, :-1]).sum(-1) / count[:, None]
-    rest = (gain * ((steps - ends[1:]) / ends.diff()))[..., :-1]  # after the last chunk there is nothing to skip
+    chunks_left = (steps - ends[1:]) / ends.diff()
+    rest = (gain * chunks_left)[..., :-1]  # after the last chunk there is nothing to skip
     lowest = rest.cummin(-1).values.flip(-1)
     # the chunk whose gain falls below tau is kept: it comes after those that do not
-    stop = chunks - 1 - torch.searchsorted(lowest, place_taus(device).expand(heads, tiles, -1).contiguous())
+    taus = place_taus(device).expand(heads, tiles, -1).contiguous()
+    stop = chunks - 1 - torch.searchsorted(lowest, taus)
     pairs = ends[1:][stop] * STEP * count[:, None]
-    size = trace.dense.square().sum(-1).maximum(norms[:, None])[:, None]
     errors = (trace.xx[:, ends[1:] - 1], _add_tail(trace, ends))
     squared = [split_by_tile(error).sum(-1).gather(2, stop) for error in errors]
-    worst = [split_by_tile(error / size).amax(-1).gather(2, stop) for error in errors]
+    worst = [split_by_tile(error / sizes[:, None]).amax(-1).gather(2, stop) for error in errors]
     squared_and_pairs = (torch.where(kept, tile_errors, 0).double().sum(1) for tile_errors in (*squared, pairs))
     return torch.stack([*squared_and_pairs]), torch.where(kept, torch.stack(worst), 0)
 
@@ -276,4 +267,5 @@ def _add_tail(trace: _Trace, ends: Tensor) -> Tensor:
     added = times[..., None] * (l - trace.l[:, begin])
     tail = added / (l + added)
     xx, xy, yy = (product[:, end - 1] for product in (trace.xx, trace.xy, trace.yy))
-    return ((1 - tail).square() * xx + 2 * (1 - tail) * tail * xy + tail.square() * yy).clamp_min_(0)
+    head = 1 - tail
+    return (head.square() * xx + 2 * head * tail * xy + tail.square() * yy).clamp_min_(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 import triton
@@ -69,8 +70,7 @@ def trace_ranking(
 ) -> Curves:
     """Measure the curves of one ranking, for shapes of one height, whose strides are a power of 2 apart.
 
-    dense: the dense output [1, Hq, L, Dv]; norms: its heads' mean squared row norms [Hq]; last_rows: so many
-    rows at the prompt's end are dense.
+    dense: the dense output [1, Hq, L, Dv]; norms: its `compute_head_norms`; last_rows: as in `torch_pass.measure`.
     """
     from s2o_runtime.kernels.trace import STRIDES, trace
 
@@ -82,14 +82,7 @@ def trace_ranking(
     assert all(first << spacing == stride for stride, spacing in spacings.items())
     assert max(spacings.values()) < STRIDES
     tile = make_trace_tile(head_dim, get_capability(prompt.q.device), shapes[0].block_m, first)
-    config = LayerConfig.uniform(
-        heads,
-        segment=ranking.segment,
-        representatives=ranking.representatives,
-        tail="mean",
-        tile=tile,
-        scores=ranking.scores,
-    )
+    config = LayerConfig.uniform(heads, tail="mean", tile=tile, **asdict(ranking))
     q, k, v, truth = (lay_out(tensor, padded) for tensor in (prompt.q, prompt.k, prompt.v, dense))
     sinks = None if prompt.sinks is None else prompt.sinks.contiguous()
     call = Call.from_tensors(q, k, v, config, scoring=prompt.scoring._replace(sinks=sinks))
@@ -110,7 +103,8 @@ def trace_ranking(
     causal = sum(count_pairs(part.start, part.stop) for part in rows)
     sparse_pairs = (visited + windows) * (count_pairs(0, sparse) / max(causal, 1))
     density = (sparse_pairs + count_pairs(sparse, length)) / count_pairs(0, length)
-    values = max(sum(map(len, rows)), 1) * value_dim * (length / max(sparse, 1))
+    measured_rows = sum(map(len, rows))
+    values = max(measured_rows, 1) * value_dim * (length / max(sparse, 1))
     power = float(norms.mean()) / value_dim
     return {
         (ranking, shape): Curve(squared[i] / values, tail_squared[i] / values, row[i], tail_row[i], density[i], power)

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, EvaluationPlan
-from calibrate.prompts.assembly import encode_served
 from calibrate.prompts.documents import (
     check_text,
+    hide_in_documents,
     make_document,
     parse_entries,
     shuffle_held_out_sources,
     take_first_tokens,
 )
 from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.prompts import encode_served
 from calibrate.prompts.retrieval import FACTS, Retrieval, encode, get_start_tokens
 from s2o_runtime.errors import InputError
 
@@ -65,15 +66,13 @@ def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequen
     task = case.tasks[0]
     if task == PROMPTS:
         return user_prompts[case.sample], [0]
-    text = take_first_tokens(tokenizer, shuffle_held_out_sources(case.rng(plan, "text")), case.length)
+    sources = shuffle_held_out_sources(case.rng(plan, "text"))
     if task in RETRIEVAL:
-        begin = len(get_start_tokens(tokenizer))
         retrieval = _hide_facts(case, plan, tokenizer)
-        _check_length(task, case.length, retrieval.count_fewest_tokens(begin))
-        ids, answers = retrieval.hide_in(text[: case.length - len(retrieval.questions)], begin)
-        return Prompt(torch.tensor(ids), answers), retrieval.asked
+        _check_length(task, case.length, retrieval.count_fewest_tokens(len(get_start_tokens(tokenizer))))
+        return hide_in_documents(tokenizer, sources, case.length, retrieval, ""), retrieval.asked
     end = encode(tokenizer, SUMMARY) if task in TEXT else []
-    return Prompt(torch.tensor(text[: case.length - len(end)] + end)), []
+    return Prompt(torch.tensor(take_first_tokens(tokenizer, sources, case.length - len(end)) + end)), []
 
 
 def check_lengths(plan: EvaluationPlan, tokenizer: Any) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,8 @@ SAFE = 0.9  # of the length that memory in use would allow by its own
 def wrap_out_of_memory(device: torch.device, length: int, resident: int, what: str) -> Iterator[None]:
     """Raise ResourceError if the GPU's memory runs out inside the block.
 
-    Args:
-        device: where the block runs.
-        length: tokens of the prompt it works on.
-        resident: bytes in use whatever the length, such as the weights.
-        what: the block's work, in words.
+    length: tokens of the prompt it works on. resident: bytes in use whatever the length, such as the weights. what: the
+    block's work, in words.
     """
     try:
         yield
@@ -63,17 +61,15 @@ def has_plenty_of_memory(device: torch.device) -> bool:
     """Return whether half of a GPU's memory is free, enough for what is only quicker; False on a CPU."""
     if device.type != "cuda":
         return False
-    return measure_free_memory(device) >= torch.cuda.get_device_properties(device).total_memory / 2
+    total = torch.cuda.get_device_properties(device).total_memory
+    return measure_free_memory(device) >= total / 2
 
 
 def find_longest_length(length: int, needed: int, resident: int, total: int) -> int:
     """Return a length in tokens that fits, if all memory but what is resident grows with the length.
 
-    Args:
-        length: the length at which memory ran out.
-        needed: bytes that this length would have needed.
-        resident: bytes in use whatever the length.
-        total: bytes of the GPU's memory.
+    length: where memory ran out. needed: bytes that it would have needed, resident: those in use whatever the length,
+    and total: those of the GPU's memory.
     """
     share = max(0, total - resident) / max(1, needed - resident)
     return max(STEP, int(SAFE * min(1.0, share) * length) // STEP * STEP)
@@ -82,37 +78,37 @@ def find_longest_length(length: int, needed: int, resident: int, total: int) -> 
 class Rates(NamedTuple):
     """Work that a device does in a second.
 
-    products, attention: FLOP/s of a layer's matrix products and of dense attention. curves: pairs of a query and a key
-    in all curves of a ranking, of one head whose dim is 128 or less. logits: numbers of the vocabulary's width that are
-    compared. tokens: tokens in a layer, with their norms, errors and copies.
+    flops: of matrix products and dense attention. curves: pairs of a query and a key in all curves of a ranking, of one
+    head whose dim is 128 or less. tokens: tokens in a layer, with their norms, errors and copies.
     """
 
-    products: float
-    attention: float
+    flops: float
     curves: float
-    logits: float
     tokens: float
 
 
-H200 = Rates(products=6e14, attention=6e14, curves=3.25e11, logits=1e11, tokens=1.25e6)
-CPU_THREAD = Rates(products=8e10, attention=2.2e10, curves=5e7, logits=3e8, tokens=5e5)
+H200 = Rates(flops=6e14, curves=3.25e11, tokens=1.1e6)
+CPU_THREAD = Rates(flops=8e10, curves=5e7, tokens=4e5)
 H200_SMS = 132
-# of dense 16-bit products, in a cycle, by compute capability
-FLOPS_OF_SM = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 1024}
+FLOPS_OF_SM = {  # of dense 16-bit products, in a cycle, by compute capability
+    (8, 0): 2048,  # A100
+    (8, 6): 1024,  # RTX 30
+    (8, 9): 1024,  # L4, RTX 40
+    (9, 0): 4096,  # H100, H200
+    (10, 0): 8192,  # B200, and B300 (10, 3)
+    (12, 0): 1024,  # RTX 50
+}
 START = 10.0  # seconds to load and test a small model on a CPU; on a GPU, which starts too, twice that
 READ, DRAWN = 1.5e9, 5e9  # bytes of a file's weights that are read in a second, and of random ones
-COMPILING = 15.0  # seconds for the kernels of a stage, on a GPU
+COMPILING = 20.0  # seconds for the kernels of a stage and for crossovers, on a GPU
 TRIAL = 0.045  # seconds for a trial of the search, and for a layer that is timed, besides the attention in them
 TIMED = 12  # times dense attention that a trial runs: S2O and dense attention in turns, and before that to compile
 TIMED_ALONE = 4  # the same where dense attention takes so long that it is not timed with each trial
 TIMED_LAYERS = 15  # the same for a layer of the profile
-CROSSOVERS = 50  # times dense attention at `CROSSOVER_LENGTH` that all crossovers of a model take
-CROSSOVER_LENGTH = 131072
 GROUPS = 2.4  # groups of like layers at a length, over the square root of how many layers there are
 TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
 PROOFS = 1.8  # how often a layer is proven, with those that are revised, which need dense attention once
-ATTEMPTS = 1.2  # how often a layer is certified, with those whose bound is over its limit at first
-NOISE = 2  # prompts of each length whose rounding is measured
+ATTEMPTS = 1.25  # how often a layer is certified, with those whose bound is over its limit at first
 SCRATCH = 3  # rows of an MLP that are in memory at a time: its two factors and their product
 
 
@@ -120,7 +116,7 @@ SCRATCH = 3  # rows of an MLP that are in memory at a time: its two factors and 
 class ModelSizes:
     """The sizes that decide how long a model runs.
 
-    parameters: all of them. of_token: those of decoder layers that a token meets, where experts are chosen fewer than
+    parameters: all of them. of_token: those that a token meets in layers and head, where experts are chosen fewer than
     all. largest_layer: those of the largest decoder layer. hidden, intermediate, vocabulary: widths. resident: whether
     the weights stay on the device.
     """
@@ -135,27 +131,25 @@ class ModelSizes:
 
     @classmethod
     def from_model(cls, model: Any, device: str, memory: int = 0) -> ModelSizes:
-        """Read the sizes of a transformers model, or of its skeleton, that is going to run on a torch device.
-
-        A GPU elsewhere has so many bytes of `memory`.
-        """
+        """Read the sizes of a model or its skeleton, for a torch device; a GPU elsewhere has `memory` bytes."""
         config = get_text_config(model.config)
-        experts = max((int(getattr(config, name, 0) or 0) for name in ("num_experts", "num_local_experts")), default=0)
-        chosen = int(getattr(config, "num_experts_per_tok", 0) or 0) / experts if experts else 1.0
+        experts = max(getattr(config, name, None) or 0 for name in ("num_experts", "num_local_experts"))
+        chosen = (getattr(config, "num_experts_per_tok", None) or 0) / experts if experts else 1.0
         layers = [
             [(name, parameter.numel()) for name, parameter in layer.module.named_parameters()]
             for layer in list_decoder_layers(model)
         ]
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        of_token = config.vocab_size * config.hidden_size
+        for name, count in chain.from_iterable(layers):
+            of_token += round(count * (chosen if ".experts." in name else 1))
         return cls(
             parameters=parameters,
-            of_token=sum(
-                round(count * (chosen if ".experts." in name else 1.0)) for layer in layers for name, count in layer
-            ),
+            of_token=of_token,
             largest_layer=max(sum(count for _, count in layer) for layer in layers),
-            hidden=int(config.hidden_size),
+            hidden=config.hidden_size,
             intermediate=int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size),
-            vocabulary=int(config.vocab_size),
+            vocabulary=config.vocab_size,
             resident=decide_resident(parameters * number_width(device), torch.device(device), memory),
         )
 
@@ -176,31 +170,29 @@ class Estimate:
 def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: DeviceIdentity) -> Estimate:
     """Estimate a calibration, within a factor of about 1.5 on a GPU like those that were measured.
 
-    Layers without full attention count by the products of their weights alone. What the journal has already is not left
-    out. Several GPUs share all of the work.
+    Layers without full attention count by their weights alone, and what the journal has already counts too.
     """
     rates, on_gpu, layers = scale_rates(device), device.kind == "cuda", geometry.layers
 
     def time_attention(length: int) -> float:  # dense, in one layer
-        return 2 * geometry.query_heads * geometry.head_dim * length * length / rates.attention
+        return 2 * geometry.query_heads * geometry.head_dim * length * length / rates.flops
 
-    def time_forward(length: int) -> float:  # all layers of the dense model
-        return 2 * sizes.of_token * length / rates.products + layers * time_attention(length)
+    def time_forward(length: int) -> float:  # the dense model
+        return 2 * sizes.of_token * length / rates.flops + layers * time_attention(length)
 
-    def time_both(length: int) -> float:  # both models together, with every layer's errors and both models' predictions
-        errors = layers * (time_attention(length) + length / rates.tokens)
-        logits = 2 * sizes.vocabulary * length * (2 * sizes.hidden / rates.products + 1 / rates.logits)
-        return 2 * time_forward(length) + errors + logits
+    def time_both(length: int) -> float:  # both models together, with every layer's errors
+        return 2 * time_forward(length) + layers * (time_attention(length) + length / rates.tokens)
 
     weights = sizes.parameters * number_width(recipe.device) / (DRAWN if recipe.random_weights else READ)
     read = 0.0 if sizes.resident else weights
     measuring = read + on_gpu * COMPILING
-    searching = on_gpu * (COMPILING + CROSSOVERS * time_attention(CROSSOVER_LENGTH))
+    searching = on_gpu * COMPILING
     trials = TRIED * recipe.trials * min(layers, GROUPS * math.sqrt(layers))
     head_layers = layers * geometry.query_heads * max(1.0, geometry.head_dim / 128)
     for length in recipe.lengths:
         pairs = length * (length + 1) / 2 / max(1, length // SAMPLED_ROWS if on_gpu else 1)
-        measuring += recipe.num_prompts * head_layers * pairs * _count_rankings(recipe, length) / rates.curves
+        rankings = len(recipe.select_segments(length)) * len(recipe.scores) * len(REPRESENTATIVES)
+        measuring += recipe.num_prompts * head_layers * pairs * rankings / rates.curves
         measuring += recipe.num_prompts * time_forward(length)
         timed = TIMED if time_attention(length) < LONG_CALL_S else TIMED_ALONE
         searching += trials * (TRIAL + on_gpu * timed * time_attention(length))
@@ -208,7 +200,6 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     timing = on_gpu * layers * sum(TRIAL + TIMED_LAYERS * time_attention(length) for length in proven)
     proving = read + timing + PROOFS * recipe.held_out * sum(map(time_both, proven))
     certifying = read + ATTEMPTS * recipe.num_certify * sum(map(time_both, proven)) * (3 if recipe.per_prompt else 1)
-    certifying += on_gpu * sum(min(NOISE, recipe.num_certify) * 2 * time_forward(length) for length in proven)
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     seconds = {
         "loading the model": START * (1 + on_gpu) + weights - read,
@@ -217,9 +208,8 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
         "proving": proving / shared,
         "certifying": certifying / shared if recipe.num_certify else 0.0,
     }
-    return Estimate(
-        {name: value for name, value in seconds.items() if value}, _estimate_memory(recipe, sizes, geometry)
-    )
+    memory = _estimate_memory(recipe, sizes, geometry)
+    return Estimate({name: value for name, value in seconds.items() if value}, memory)
 
 
 def scale_rates(device: DeviceIdentity) -> Rates:
@@ -230,11 +220,6 @@ def scale_rates(device: DeviceIdentity) -> Rates:
     nearest = max((capability for capability in FLOPS_OF_SM if capability <= device.capability), default=(9, 0))
     peak = sms * FLOPS_OF_SM[nearest] / (H200_SMS * FLOPS_OF_SM[9, 0])
     return Rates(*(rate * peak for rate in H200))
-
-
-def _count_rankings(recipe: Recipe, length: int) -> int:
-    """Count the rankings that have curves at a length."""
-    return len(recipe.select_segments(length)) * len(recipe.scores) * len(REPRESENTATIVES)
 
 
 def _estimate_memory(recipe: Recipe, sizes: ModelSizes, geometry: Geometry) -> float:

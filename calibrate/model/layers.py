@@ -49,16 +49,9 @@ def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
         yield
     finally:
         for module, forward in before.items():
-            if forward is None:
-                del module.__dict__["forward"]
-            else:
+            del module.__dict__["forward"]
+            if forward is not None:
                 module.__dict__["forward"] = forward
-
-
-def register() -> None:
-    """Make transformers know the attention implementation `NAME`, which `override_attention` works with."""
-    AttentionInterface.register(NAME, _compute_attention)
-    AttentionMaskInterface.register(NAME, s2o_mask)
 
 
 @contextmanager
@@ -80,6 +73,10 @@ def _compute_attention(
         return s2o_attention_forward(module, query, key, value, attention_mask, **options)
     call = TransformersCall(module, query, key, value, attention_mask, options).check_supported()
     return function(query, key, value, call.scoring).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _compute_attention)
+AttentionMaskInterface.register(NAME, s2o_mask)
 
 
 @dataclass(frozen=True)
@@ -133,13 +130,10 @@ class DecoderLayer:
 
 def list_decoder_layers(model: Any) -> list[DecoderLayer]:
     """List all layers of a model's decoder. Raises ModelError if one of full attention has no attention module."""
-    served = {number: (row, attention) for row, (number, attention) in enumerate(number_modules(model))}
+    attention = dict(number_modules(model))
+    rows = {number: row for row, number in enumerate(attention)}
     modules = enumerate(find_layer_list(model))
-    return [
-        DecoderLayer(number, row, module, attention)
-        for number, module in modules
-        for row, attention in [served.get(number, (None, None))]
-    ]
+    return [DecoderLayer(number, rows.get(number), module, attention.get(number)) for number, module in modules]
 
 
 def get_decoder(model: Any) -> Any:
@@ -167,12 +161,9 @@ def list_other_parts(model: Any) -> list[nn.Module]:
 
 @torch.no_grad()
 def begin(loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> list[Stream]:
-    """Embed prompts, with the masks of the model's attention implementation.
+    """Embed prompts, int64 [L] each, with the masks of the model's attention implementation.
 
-    Args:
-        loaded: the model.
-        prompts: token ids, int64 [L] each. Those of one length share positions and masks.
-        calls: the layers' calls by length, of other prompts under the same implementation; new ones are added.
+    calls: the layers' calls by length, which all prompts of it share; those of new lengths are added.
     """
     device, layers = loaded.weights.device, find_layer_list(loaded.model)
     calls = {} if calls is None else calls
@@ -262,10 +253,7 @@ Through = Callable[[DecoderLayer, Stream], Stream]  # runs a layer in another wa
 class LayerwiseForward:
     """Prompts on their way through a model: `streams`, before layer `number` of `layers`.
 
-    Args:
-        loaded: the model.
-        streams: the prompts before the first layer, as `begin` gives them. Those that are one object are moved once
-            where a layer runs as the model has it.
+    Streams that are one object are moved once where a layer runs as the model has it.
     """
 
     def __init__(self, loaded: LoadedModel, streams: Sequence[Stream]) -> None:
@@ -279,13 +267,9 @@ class LayerwiseForward:
 
     @torch.no_grad()
     def move_each(self, through: Through | Sequence[Through | None] | None = None) -> Iterator[int]:
-        """Move the streams through the next layer, one after another, its parameters on the device meanwhile.
+        """Move the streams through the next layer, its parameters on the device, and yield the index of each after it.
 
-        Args:
-            through: runs the layer, for all streams or for each; None where it runs as the model has it.
-
-        Yields:
-            The index of each stream after it moved.
+        through: runs the layer, for all streams or for each; None where it runs as the model has it.
         """
         layer = self.next_layer
         self.number += 1
@@ -300,7 +284,9 @@ class LayerwiseForward:
                 elif count[id(stream)] == 1:
                     self.streams[index] = layer.dense(stream)
                 else:
-                    self.streams[index] = moved.get(id(stream)) or moved.setdefault(id(stream), layer.dense(stream))
+                    if id(stream) not in moved:
+                        moved[id(stream)] = layer.dense(stream)
+                    self.streams[index] = moved[id(stream)]
                 del stream  # its hidden state is not needed while the caller works on the next
                 yield index
 
@@ -360,17 +346,11 @@ class Captured:
 
 
 def capture_layers(loaded: LoadedModel, prompts: list[Tensor]) -> Iterator[Iterator[Captured]]:
-    """Run prompts, int64 [L] each, through the model and capture what reaches attention.
+    """Run prompts, int64 [L] each, through the model and capture what reaches attention, of one prompt at a time.
 
-    The inputs of one prompt exist at a time. The hidden states of all prompts stay on the device.
-
-    Yields:
-        For each layer of full attention in turn, an iterator over the attention inputs of every prompt.
-
-    Raises:
-        ModelError: inf or NaN came up, or S2O cannot do the attention of a layer; it names the layer.
+    Yields for each layer of full attention an iterator over the attention inputs of every prompt. Raises ModelError
+    with the layer if inf or NaN came up, or S2O cannot do its attention.
     """
-    register()
     with with_attention(loaded.model, NAME):
         forward = DenseForward(loaded, prompts)
         for row in range(loaded.geometry.layers):
@@ -382,17 +362,10 @@ class DenseForward:
     """Prompts on their way through the dense model, whose attention implementation is `NAME` meanwhile.
 
     A prompt moves through a layer when its inputs there are asked for; those that were not asked for move before any
-    others are.
-
-    Args:
-        loaded: the model.
-        prompts: token ids, int64 [L] each.
-        calls: as `begin` takes them.
+    others are. Prompts and calls are as `begin` takes them.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, loaded: LoadedModel, prompts: Sequence[Tensor], calls: dict[int, Calls] | None = None) -> None:
         self._loaded, self._prompts, self._calls = loaded, prompts, calls
         self._forward: LayerwiseForward | None = None
         self._open: Iterator[Captured] = iter(())  # inputs of which some may not have been asked for
@@ -421,8 +394,7 @@ class DenseForward:
 
 def _capture_next(forward: LayerwiseForward) -> Iterator[Captured]:
     """Move through the next layer; yield what reaches its attention, if that is full attention."""
-    layer = forward.next_layer
-    attention, row = layer.attention, layer.row
+    attention, row = forward.next_layer.attention, forward.next_layer.row
     if attention is None or row is None:
         forward.move()
         return

@@ -22,11 +22,7 @@ Logits = Callable[[Tensor], Tensor]  # hidden states [1, R, H] -> logits [1, R, 
 
 @contextmanager
 def put_logits_on_device(loaded: LoadedModel) -> Iterator[Logits]:
-    """Put everything behind the last decoder layer on the device inside the block.
-
-    Yields:
-        A function from hidden states behind the last layer, [1, R, H], to logits, [1, R, V].
-    """
+    """Put all behind the last layer on the device inside the block; yield its function of hidden states [1, R, H]."""
     model = loaded.model
     with loaded.weights.put_on_device(*list_other_parts(model), model.get_output_embeddings()):
         norm = getattr(get_decoder(model), "norm", None)
@@ -47,11 +43,7 @@ def put_logits_on_device(loaded: LoadedModel) -> Iterator[Logits]:
 
 
 def get_logits(model: Any) -> Logits:
-    """Return a function from hidden states behind the last norm, [1, R, H], to logits, [1, R, V].
-
-    Args:
-        model: a model whose weights are all on the device.
-    """
+    """Return the function from hidden states behind the last norm, [1, R, H], to logits, of a model on the device."""
 
     def run_without_decoder(rows: Tensor) -> Tensor:
         return _run_replaced(model, rows, get_decoder(model), output=BaseModelOutputWithPast(last_hidden_state=rows))
@@ -110,12 +102,9 @@ def count_rows_at_once(vocabulary: int) -> int:
 
 @torch.no_grad()
 def time_prefill(model: Any, ids: Tensor, *, use_cache: bool) -> float:
-    """Time one prefill in seconds, until the first token behind the prompt is known.
+    """Time one prefill of token ids, int64 [L], in seconds, until the first token behind the prompt is known.
 
-    Args:
-        model: a model whose weights are all on the device.
-        ids: the prompt's token ids, int64 [L].
-        use_cache: whether the keys and values are kept, as generation needs them.
+    use_cache: whether the keys and values are kept, as generation needs them.
     """
     device = next(model.parameters()).device
     ids = ids[None].to(device)

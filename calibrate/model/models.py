@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -33,30 +34,14 @@ from s2o_runtime.identity import Geometry, geometry
 from s2o_runtime.layer_kinds import get_text_config
 
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
-ARCHITECTURES = Path(__file__).parents[1] / "architectures"
-ALIASES = {
+ARCHITECTURES = Path(__file__).parents[1] / "architectures"  # configurations of aliases, and the aliases' hub ids
+ALIASES: dict[str, str] = {
     "demo": str(DEMO_FOLDER),
-    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
-    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
-    "qwen2.5-3b": "Qwen/Qwen2.5-3B-Instruct",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen2.5-14b": "Qwen/Qwen2.5-14B-Instruct",
-    "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct",
-    "qwen2.5-72b": "Qwen/Qwen2.5-72B-Instruct",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
-    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
-    "gemma-3-12b": "google/gemma-3-12b-it",
-    "gpt-oss-20b": "openai/gpt-oss-20b",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B-Instruct-2507",
+    **json.loads((ARCHITECTURES / "aliases.json").read_text(encoding="utf-8")),
 }
-TRUST = "--trust-remote-code"
 TOKENIZER_FILES = "put tokenizer.json and what belongs to it beside the model's config.json"
-HUB_TIMEOUT = 5.0  # seconds for the first answer
 SAMPLE = "def read(path): return 12"  # every tokenizer makes several tokens of it
 SUFFIX = ".gguf"
-PACKAGES = ("gguf", "accelerate")  # without either, transformers fails after minutes
 SPACES = ("▁", "Ġ")  # how vocabularies write the space before a word: those of SentencePiece, and those of bytes
 WORDS = ("people", "because", "between", "different", "important", "capital", "country", "system", "France", "return")
 
@@ -67,9 +52,9 @@ log = logging.getLogger("calibrate")
 class LoadedModel:
     """A model ready to be measured.
 
-    name: as the user gave it. model: the transformers model. It can be called like any other if `weights.resident`;
-    otherwise its parameters are on the meta device, and `weights` puts them on `weights.device` part by part.
-    fingerprint: a hash that names the weights in a profile. random: whether the weights are random ones.
+    name: as the user gave it. model: transformers', which can be called like any other if `weights.resident`; else its
+    parameters are on the meta device, and `weights` puts them on `weights.device` part by part. fingerprint: a hash
+    that names the weights in a profile. random: whether they are random ones.
     """
 
     name: str
@@ -82,11 +67,7 @@ class LoadedModel:
 
 
 def resolve(name: str) -> str:
-    """Return the folder, GGUF file or hub id behind a name.
-
-    Raises:
-        ModelError: The name is not known, or a folder holds no model; it names the nearest aliases.
-    """
+    """Return the folder, GGUF file or hub id behind a name. Raises ModelError, with the nearest aliases, if none is."""
     if name in ALIASES:
         return ALIASES[name]
     name = _existing(name)
@@ -143,9 +124,7 @@ def _find_source(name: str) -> tuple[str, dict[str, Any]]:
 def load_config(name: str, *, random_weights: bool = False, trust_remote_code: bool = False) -> Any:
     """Load a model's configuration by an alias, a local folder, a GGUF file or a hub id.
 
-    Args:
-        random_weights: whether only the architecture is needed.
-        trust_remote_code: whether code that comes with the model may run; else it never does.
+    random_weights: only the architecture is needed. trust_remote_code: code that comes with the model may run.
 
     Raises:
         ModelError: It cannot be loaded, has no layer of full attention, or needs code of its own that is not trusted.
@@ -155,7 +134,8 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
 
     shipped = find_shipped_config(name) if random_weights else None
     source, options = (str(shipped), {}) if shipped else _find_source(name)
-    if options and (missing := [package for package in PACKAGES if find_spec(package) is None]):
+    # without either, transformers fails after minutes
+    if options and (missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]):
         raise ResourceError(
             f"model {name!r} is a GGUF file, and {' and '.join(missing)}, which it is read with, cannot be imported: "
             "in the clone, pip install '.[gguf]'"
@@ -163,7 +143,7 @@ def load_config(name: str, *, random_weights: bool = False, trust_remote_code: b
     with _wrap_errors(name, source):
         _ask_hub(source, options.get("gguf_file", "config.json"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
-    geometry(config)
+    geometry(config)  # raises ModelError without full attention
     if not random_weights:
         check_quantisation(config, name)
     return config
@@ -174,13 +154,8 @@ def load_tokenizer(
 ) -> Any:
     """Load a model's tokenizer; the demo model's if the weights are random and the model has none at hand.
 
-    Args:
-        name, trust_remote_code: as `load_config` takes them.
-        random_weights: whether any tokenizer will do.
-        tokenizer: the folder or hub id of one to use in place of the model's.
-
-    Raises:
-        ModelError: The name is not known, the tokenizer cannot be loaded, or it makes other tokens than a GGUF file's.
+    The arguments are those of `load_config`, and the folder or hub id of a `tokenizer` to use in place of the model's.
+    Raises ModelError if it is not known, cannot be loaded, or makes other tokens than a GGUF file's.
     """
     if random_weights and tokenizer is None and find_shipped_config(name):
         tokenizer = str(DEMO_FOLDER)
@@ -275,13 +250,10 @@ def load(
     """Load a model: in bfloat16 on a GPU, in float32 on a CPU; quantised weights as they are.
 
     A checkpoint in safetensors files that hold the model's own parameters may go through the device one layer at a
-    time. All others are loaded as a whole, by transformers.
+    time. All others are loaded as a whole, by transformers. `load_config` and `load_tokenizer` explain the arguments.
 
     Args:
-        name, trust_remote_code, tokenizer: as `load_config` and `load_tokenizer` take them.
-        device: a torch device, such as "cuda:0" or "cpu".
-        random_weights: take only the model's architecture, and draw its weights.
-        seed: of random weights.
+        random_weights: take only the architecture, and draw weights from a `seed`.
         resident: whether all weights stay on the device, so that `model` can be called; None keeps them if they take
             a quarter of the memory or less, or cannot go layer by layer.
 
@@ -316,12 +288,9 @@ def from_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMo
     """Take a transformers model that is loaded already: quantised, with adapters, spread over like GPUs or as it is.
 
     Args:
-        model: in evaluation mode, all of its parameters in memory.
+        model: in evaluation mode, all of its parameters in memory; else, or without full attention, a ModelError.
         tokenizer: the model's tokenizer, or the processor of a model with further inputs.
         name: in profiles; by default what it was loaded from, or its class.
-
-    Raises:
-        ModelError: It is no such model, has no layer of full attention, or there is no tokenizer.
     """
     if not hasattr(model, "config") or not hasattr(model, "get_decoder"):
         raise ModelError(f"{type(model).__name__} is no transformers model: load it with AutoModelForCausalLM")
@@ -332,8 +301,7 @@ def from_memory(model: Any, tokenizer: Any, name: str | None = None) -> LoadedMo
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if (problem := _check_reading(tokenizer)) is not None:
         raise ModelError(f"the tokenizer of {type(model).__name__} cannot be used: {problem}; give the model's own")
-    shape = geometry(model.config)
-    weights = InMemory(model)
+    shape, weights = geometry(model.config), InMemory(model)
     name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
     return LoadedModel(name, model, tokenizer, shape, weights.fingerprint, weights)
 
@@ -391,7 +359,7 @@ def _ask_hub(source: str, file: str) -> None:
         return
     log.warning("asking the Hub for %s", source)
     try:  # transformers would try for half a minute, without a word
-        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+        get_session().head(constants.ENDPOINT, timeout=5.0)
     except httpx.TransportError as error:
         raise ConnectionError(str(error)) from error
 
@@ -400,14 +368,14 @@ def _is_unreachable(error: BaseException) -> bool:
     """Return whether transformers failed because the Hub is out of reach, or not allowed (HF_HUB_OFFLINE)."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    if isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)):
-        return True
-    return error.__cause__ is not None and _is_unreachable(error.__cause__)
+    unreachable = isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError))
+    return unreachable or (error.__cause__ is not None and _is_unreachable(error.__cause__))
 
 
 def _refuse_code(name: str, error: Exception) -> None:
     """Raise ModelError if transformers said that the model has code of its own."""
     if "trust_remote_code" in str(error):
         raise ModelError(
-            f"model {name!r} comes with code of its own, which is not run: give {TRUST} if you have read and trust it"
+            f"model {name!r} comes with code of its own, which is not run: give --trust-remote-code if you have read "
+            "and trust it"
         ) from error

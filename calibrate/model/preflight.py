@@ -43,18 +43,11 @@ class Preflight(NamedTuple):
 def make_preflight(
     name: str, config: Any, *, device: str, lengths: Sequence[int], random_weights: bool, memory: int = 0
 ) -> Preflight:
-    """Predict what a calibration will find, by the model's configuration alone.
+    """Predict what a calibration of a model will find, by its transformers configuration alone.
 
-    Args:
-        name: the model, as the user gave it.
-        config: its transformers configuration.
-        device: the torch device that it will run on.
-        lengths: prompt lengths in tokens.
-        random_weights: whether weights are drawn.
-        memory: bytes of a GPU that is not here, which a plan is for.
-
-    Raises:
-        ModelError: S2O cannot do the attention of a layer, or transformers cannot make the model.
+    device: the torch device that it will run on. lengths: of prompts, in tokens. random_weights: whether weights are
+    drawn. memory: bytes of a GPU that is not here, which a plan is for. Raises ModelError if S2O cannot do the
+    attention of a layer, or transformers cannot make the model.
     """
     model = build_skeleton(config, torch.bfloat16, torch.device("cpu"))
     for layer in list_decoder_layers(model):
@@ -72,11 +65,7 @@ def make_preflight(
 def compute_attention_share(config: Any, length: int) -> float:
     """Compute the share of a prefill's attention in layers of full attention, by pairs of queries and keys.
 
-    Every layer counts alike. Layers without softmax attention count nothing: their time grows with the length alone.
-
-    Args:
-        config: a transformers configuration.
-        length: tokens of the prompt.
+    Every layer counts alike, but for those without softmax attention: their time grows with the length alone.
     """
     full = length * (length + 1) / 2
     return geometry(config).layers * full / sum(_count_pairs(kind, length, config) for kind in list_layer_kinds(config))
@@ -94,20 +83,14 @@ def _count_pairs(kind: str, length: int, config: Any) -> float:
 
 
 def describe_loading(name: str, config: Any, model: Any, sizes: ModelSizes, device: str, random_weights: bool) -> str:
-    """Describe how the weights of a model are loaded and what memory that takes.
-
-    Args:
-        name, config, device, random_weights: as `preflight` takes them.
-        model, sizes: the model's skeleton and its sizes.
-    """
+    """Describe how the weights of a model, here a skeleton, are loaded and what memory that takes."""
     total = sizes.parameters * number_width(device) / GB
     layer = sizes.largest_layer * number_width(device) / GB
     names = None
     if not random_weights:
         if (method := find_quantisation(config)) is not None:
-            bits = _read_bits(config)
             size = "of a size that its config does not tell"
-            if bits is not None:
+            if (bits := _read_bits(config)) is not None:
                 size = f"about {sizes.parameters * bits / 8 / GB:.3g} GB"
             if method == DECOMPRESSED:
                 size += f", {sizes.parameters * 2 / GB:.3g} GB once it runs"
@@ -140,10 +123,12 @@ def _read_bits(config: Any) -> float | None:
     settings = settings if isinstance(settings, Mapping) else settings.to_dict()
     if "bits" in settings:
         return float(settings["bits"])
-    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
-        return 4.5 if settings.get("load_in_4bit") else 8.0
-    groups = settings.get("config_groups") or {}
-    widths = [group.get("weights", {}).get("num_bits") for group in groups.values() if isinstance(group, Mapping)]
+    if settings.get("load_in_4bit"):
+        return 4.5
+    if settings.get("load_in_8bit"):
+        return 8.0
+    groups = (settings.get("config_groups") or {}).values()
+    widths = [group.get("weights", {}).get("num_bits") for group in groups if isinstance(group, Mapping)]
     if widths and all(widths):
         return float(max(widths))
     return BITS.get(str(find_quantisation(config)))

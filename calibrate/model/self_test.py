@@ -52,10 +52,7 @@ def run_self_test(loaded: LoadedModel) -> None:
     """Check that S2O can serve every layer of full attention: a prompt whole, in a padded batch, and in two chunks.
 
     Of a model whose weights are not all on the device, the layers up to the first one of full attention are checked;
-    those behind it are of the same classes.
-
-    Raises:
-        ModelError: It cannot, with the first layer and the reason.
+    those behind it are of the same classes. Raises ModelError with the first layer that it cannot serve and the reason.
     """
     device = loaded.weights.device
     layers = list_decoder_layers(loaded.model)
@@ -75,8 +72,9 @@ def run_self_test(loaded: LoadedModel) -> None:
         for case, calls in _make_cases(loaded.model, length, device).items():
             comparison.start(case)
             memory = None
-            for call, real in calls:
-                comparison.real = real
+            for call in calls:
+                padding = call.get("attention_mask")
+                comparison.real = None if padding is None else padding.bool()
                 memory = getattr(decoder(**{cache: memory}, **call), cache)
             for layer in layers:
                 missing = "it does not call transformers' attention function"
@@ -89,19 +87,16 @@ def run_self_test(loaded: LoadedModel) -> None:
 
 def choose_test_config(geometry: Geometry, device: torch.device) -> LayerConfig | None:
     """Return a configuration with which S2O is dense attention; None if no kernel here takes the model's heads."""
-    tile: TileConfig | None = CPU_TILE
-    if device.type == "cuda":
-        tile = next(iter(list_candidate_tiles(geometry.head_dim, identify(device).capability)), None)
-    if tile is None:
+    on_gpu = device.type == "cuda"
+    tiles = list_candidate_tiles(geometry.head_dim, identify(device).capability) if on_gpu else (CPU_TILE,)
+    if not tiles:
         return None
-    tile = replace(tile, min_queries=DECODE)  # or the second chunk would go dense on a GPU
+    tile = replace(tiles[0], min_queries=DECODE)  # or the second chunk would go dense on a GPU
     return LayerConfig.uniform(geometry.query_heads, segment=max(64, tile.rows), tile=tile).as_exact()
 
 
-def _make_cases(
-    model: Any, length: int, device: torch.device
-) -> dict[str, list[tuple[dict[str, Any], Tensor | None]]]:  # fmt: skip
-    """Make the calls of the decoder for each case, and beside each its positions that are no padding, bool [B, L]."""
+def _make_cases(model: Any, length: int, device: torch.device) -> dict[str, list[dict[str, Any]]]:
+    """Make the calls of the decoder for each case."""
     vocabulary = get_text_config(model.config).vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(8, vocabulary - 1), vocabulary, (2, length), generator=generator).to(device)
@@ -110,9 +105,9 @@ def _make_cases(
     cut = length // 2 + 5
     chunks = (ids[:1, :cut], ids[:1, cut:])
     return {
-        "whole": [({"input_ids": ids[:1], "use_cache": False}, None)],
-        "padded": [({"input_ids": ids, "attention_mask": padding, "use_cache": False}, padding.bool())],
-        "chunked": [({"input_ids": chunk, "use_cache": True}, None) for chunk in chunks],
+        "whole": [{"input_ids": ids[:1], "use_cache": False}],
+        "padded": [{"input_ids": ids, "attention_mask": padding, "use_cache": False}],
+        "chunked": [{"input_ids": chunk, "use_cache": True} for chunk in chunks],
     }
 
 
@@ -124,9 +119,6 @@ def _prepare(
 
     Their parameters are on the device. A layer whose output is not finite is an error that names it, not the next one.
     """
-
-    def skip(hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        return hidden_states
 
     def check(number: int, module: nn.Module, arguments: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
@@ -141,7 +133,7 @@ def _prepare(
     try:
         with (
             loaded.weights.put_on_device(*list_other_parts(loaded.model), *modules),
-            replace_forwards(dict.fromkeys(others, skip)),
+            replace_forwards(dict.fromkeys(others, lambda hidden_states, *arguments, **named: hidden_states)),
         ):
             yield
     finally:
@@ -212,11 +204,9 @@ class _Comparison:
             expected = self.geometry.query_heads, self.geometry.kv_heads, self.geometry.head_dim
             sizes = query.shape[1], key.shape[1], query.shape[3]
             if sizes != expected:
-                heads = "{} query heads, {} KV heads and a head dim of {}"
-                raise ModelError(
-                    f"layer {state.layer} has {heads.format(*sizes)}, its configuration says "
-                    f"{heads.format(*expected)}: the model is not supported"
-                )
+                heads = "%d query heads, %d KV heads and a head dim of %d"
+                message = f"layer %d has {heads}, its configuration says {heads}: the model is not supported"
+                raise ModelError(message % (state.layer, *sizes, *expected))
             state.counts.clear()
             mask = self.find_s2o_mask(attention_mask)
             ours = hf.s2o_attention_forward(module, query, key, value, mask, **named)[0]

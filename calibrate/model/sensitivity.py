@@ -33,7 +33,6 @@ from calibrate.model.layers import (
     check_finite,
     override_attention,
     put_layer_on_device,
-    register,
     with_attention,
 )
 from calibrate.model.logits import ROWS, put_logits_on_device
@@ -47,20 +46,13 @@ Sensitivity = tuple[tuple[float, ...], ...]  # of each layer and head: nats per 
 def measure_sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Sensitivity:
     """Measure the cost in KL of each head's mean squared error, the mean over prompts.
 
-    Args:
-        loaded: the model.
-        prompts: token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant.
-        seed: of the tokens that are drawn; the same seed gives the same result.
-
-    Returns:
-        For each layer of full attention and each of its query heads, nats per token for each unit of its attention
-        output's mean squared error.
+    prompts: token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant. seed: of
+    the tokens that are drawn; the same seed gives the same result.
 
     Raises:
         ModelError: inf or NaN came up; it names layer and prompt.
         ResourceError: The GPU's memory ran out.
     """
-    register()
     longest = max(len(ids) for ids in prompts)
     device, held = loaded.weights.device, loaded.weights.held
     costs: list[tuple[float, ...]] = []
@@ -98,7 +90,8 @@ def _compute_prediction_gradients(loaded: LoadedModel, streams: Sequence[Stream]
                 rows = piece.detach().requires_grad_()
                 log_p = logits(rows)[0].float().log_softmax(-1)
                 drawn = _draw_tokens(log_p.detach(), generator)
-                pieces.append(torch.autograd.grad(log_p.gather(1, drawn[:, None]).sum(), rows)[0])
+                log_p_drawn = log_p.gather(1, drawn[:, None]).sum()
+                pieces.append(torch.autograd.grad(log_p_drawn, rows)[0])
             gradients.append(torch.cat(pieces, 1))
     return gradients
 
@@ -107,7 +100,8 @@ def _draw_tokens(log_p: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a token int64 [R] for each row of log-probabilities float32 [R, V], alike on every device."""
     uniform = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
     cumulated = log_p.exp().cumsum(-1)
-    return torch.searchsorted(cumulated, uniform * cumulated[:, -1:]).clamp_(max=log_p.shape[1] - 1)[:, 0]
+    drawn = torch.searchsorted(cumulated, uniform * cumulated[:, -1:])
+    return drawn.clamp_(max=log_p.shape[1] - 1)[:, 0]
 
 
 def _run_backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -154,6 +148,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tens
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     assert scale is not None
     later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
-    scores = cap_scores((query @ key.transpose(2, 3)).float() * scale, softcap).masked_fill(later, float("-inf"))
+    products = (query @ key.transpose(2, 3)).float() * scale
+    scores = cap_scores(products, softcap).masked_fill(later, float("-inf"))
     weights = softmax(scores, None if sinks is None else sinks.float().view(1, -1, 1, 1))
     return weights.to(value.dtype) @ value

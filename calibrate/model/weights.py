@@ -38,10 +38,8 @@ def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any
     """Make the model of a configuration, with all parameters on the meta device and its buffers on `device`.
 
     It has SDPA, or where its attention is beyond SDPA (soft caps, sinks) its own eager attention. Code that comes with
-    the model is that of its configuration, which was trusted, or none.
-
-    Raises:
-        ModelError: Transformers has no text model of this configuration, or does not say what its buffers hold.
+    the model is that of its configuration, which was trusted, or none. Raises ModelError if transformers has no text
+    model of this configuration, or does not say what its buffers hold.
     """
     auto_class, config = get_model_class(config), copy.deepcopy(config)  # transformers writes the dtype into it
     options = {"dtype": dtype, "trust_remote_code": type(config).__module__.startswith("transformers_modules")}
@@ -54,17 +52,13 @@ def build_skeleton(config: Any, dtype: torch.dtype, device: torch.device) -> Any
             model = auto_class.from_config(config, attn_implementation="eager", **options).eval()
         model.tie_weights()  # transformers before 5.2 leaves that to loading
     for name, module in model.named_modules():
-        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             _fill_buffers(model, name, module, device)
     return model.requires_grad_(False)
 
 
 def get_model_class(config: Any) -> Any:
-    """Return the automatic class of transformers for a configuration: of text, or of images and text.
-
-    Raises:
-        ModelError: Transformers has neither.
-    """
+    """Return transformers' automatic class for a configuration of text, or of images and text, or raise ModelError."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     own = getattr(config, "auto_map", None) or {}
@@ -83,16 +77,14 @@ def _fill_buffers(model: Any, name: str, module: nn.Module, device: torch.device
         fresh = type(module)(config=module.config)
         module._buffers.update({key: buffer.to(device) for key, buffer in fresh.named_buffers(recurse=False)})
         return
-    for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
+    for key, buffer in module.named_buffers(recurse=False):
+        if buffer.is_meta:
             filling = torch.nan if buffer.is_floating_point() else -1
             module._buffers[key] = torch.full(buffer.shape, filling, dtype=buffer.dtype, device=device)
     _initialise(model, name, module)
-    for key, buffer in module._buffers.items():
-        if buffer is None or not buffer.numel():
-            continue
+    for key, buffer in module.named_buffers(recurse=False):
         unset = buffer.isnan() if buffer.is_floating_point() else buffer == -1
-        if bool(unset.all()):
+        if buffer.numel() and bool(unset.all()):
             raise ModelError(f"buffer {name}.{key} of {type(model).__name__} is in no checkpoint: it is not supported")
 
 
@@ -101,18 +93,15 @@ def _initialise(model: Any, name: str, module: nn.Module) -> None:
     """Initialise a module as the innermost transformers model that holds `name` does."""
     parts = name.split(".")
     holders = [model, *(model.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts)))]
-    next(holder for holder in reversed(holders) if hasattr(holder, "_init_weights"))._init_weights(module)
+    innermost = next(holder for holder in reversed(holders) if hasattr(holder, "_init_weights"))
+    innermost._init_weights(module)
 
 
 class Weights:
-    """The parameters of a `skeleton`, on the device only while they are needed.
+    """The parameters that a `source` has for a skeleton, `model`, on the device only while they are needed.
 
-    Args:
-        model: the skeleton.
-        source: of its parameters.
-        device: where they are put.
-        resident: put all of them there at once and let them stay, so that the model is one like any other; None
-            decides by `decide_resident`.
+    resident: put all of them there at once and let them stay, so that the model is one like any other; None decides by
+    `decide_resident`.
     """
 
     resident = False
@@ -137,8 +126,9 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """The bytes that all parameters take on the device."""
-        return sum(blank.numel() * blank.element_size() for blank in self._blanks.values())
+        """The bytes that all parameters and buffers take on the device."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def held(self) -> int:
@@ -178,7 +168,7 @@ class Weights:
         self._set(part, {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
 
     def _take(self, *parts: nn.Module) -> None:
-        for part in parts:
+        for part in parts:  # none of a model in memory
             self._set(part, self._blanks)
 
     def _set(self, part: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -197,12 +187,6 @@ class InMemory(Weights):
         self.device = model.get_input_embeddings().weight.device
         self.fingerprint = fingerprint(model)
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of all parameters and buffers."""
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
 
 def decide_resident(weights: int, device: torch.device, elsewhere: int = 0) -> bool:
     """Return whether a whole model stays on the device: its bytes are at most a quarter of the memory.
@@ -220,9 +204,7 @@ def decide_resident(weights: int, device: torch.device, elsewhere: int = 0) -> b
 
 
 class Checkpoint:
-    """Weights in safetensors files, one file or several with an index.
-
-    A file is opened when its first tensor is asked for, and mapped: only what is read moves.
+    """Weights in safetensors files, one file or several with an index, which are mapped: only what is read moves.
 
     `find` gives the path of a file by its name, or None if the checkpoint has no such file. Raises ModelError if there
     are no weights, or an index cannot be read.
@@ -305,10 +287,7 @@ def _wrap_errors(file: str) -> Iterator[None]:
 
 
 class RandomWeights:
-    """Weights as the architecture initialises them, each a function of the seed and its name alone.
-
-    A layer that is drawn twice is therefore the same twice. A GPU draws other numbers than a CPU.
-    """
+    """Weights as the architecture initialises them, each a function of the seed, its name and the kind of device."""
 
     def __init__(self, model: Any, seed: int) -> None:
         self._model, self._seed = model, seed
@@ -341,12 +320,7 @@ def find_quantisation(config: Any) -> str | None:
 
 
 def check_quantisation(config: Any, name: str) -> None:
-    """Check, before anything is downloaded, that the packages of a quantised checkpoint are installed.
-
-    Raises:
-        ModelError: Transformers does not know the format.
-        ResourceError: A package is missing.
-    """
+    """Raise ResourceError if a quantised checkpoint needs a missing package, ModelError if its format is unknown."""
     method = find_quantisation(config)
     if method is None:
         return
@@ -375,17 +349,13 @@ def check_quantisation(config: Any, name: str) -> None:
 def explain_no_streaming(config: Any, model: Any, names: Collection[str] | None) -> str | None:
     """Return why a checkpoint cannot be read one layer at a time; None if it can.
 
-    Args:
-        config, model: the model's configuration and its skeleton.
-        names: the tensors in the safetensors files; None if there are no such files, or if they are not known yet.
+    names: the tensors in the safetensors files; None if there are no such files, or if they are not known yet.
     """
-    method = find_quantisation(config)
-    if method is not None:
+    if (method := find_quantisation(config)) is not None:
         return f"its weights are quantised ({method})"
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                return f"it keeps more than parameters ({prefix + '.' if prefix else ''}{name})"
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if (buffer := next((name for name in model.state_dict() if name not in parameters), None)) is not None:
+        return f"it keeps more than parameters ({buffer})"
     if names is None:
         return None
     for lacking, _ in model.named_parameters():
@@ -402,12 +372,9 @@ def explain_no_streaming(config: Any, model: Any, names: Collection[str] | None)
 
 
 def load_whole(source: str, config: Any, device: torch.device, name: str, **options: Any) -> Any:
-    """Load a checkpoint by transformers, with all of its parameters on the device.
+    """Load a checkpoint by transformers from a folder or hub id, with all of its parameters on the device.
 
-    Args:
-        source: a folder or a hub id.
-        config, name: the model's configuration, and its name as the user gave it.
-        **options: for `from_pretrained`, such as `gguf_file`.
+    name: as the user gave it. options: for `from_pretrained`, such as `gguf_file`.
 
     Raises:
         ModelError: The checkpoint lacks parameters of the model, or its format needs another device.

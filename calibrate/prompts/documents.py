@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import lzma
 import os
@@ -12,16 +11,14 @@ import sysconfig
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from calibrate.prompts import generated
-from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.prompt import Origins, Prompt
 from calibrate.prompts.retrieval import (
     Retrieval,
     count_needles,
@@ -37,7 +34,6 @@ from s2o_runtime.fields import short_repr
 
 SEPARATOR = "\n\n"  # between documents and between turns
 Turn = tuple[str, str]  # the role, such as "user", and the content
-Origins = Counter[tuple[str, str]]  # tokens of each domain and group
 PURPOSES = CALIBRATION, HELD_OUT, CERTIFY = "calibration", "held_out", "certify"
 # purposes of a domain's groups, in turns: certificates need most prompts, calibrating fewest
 PURPOSE_CYCLE = (CERTIFY, HELD_OUT, CERTIFY, CALIBRATION, CERTIFY, HELD_OUT, CERTIFY, CERTIFY)
@@ -70,14 +66,13 @@ class TooShortError(InputError):
 
 @dataclass(frozen=True)
 class Document:
-    """A text or a conversation, which is in at most one of the three sets.
+    """A text or a conversation's turns, of a kind (domain) and a source (group); those of one group are in one set.
 
-    domain: the kind of text. group: its source; documents of one group are in one set. text: empty for a conversation.
-    turns: of a conversation.
+    Documents of equal content are equal.
     """
 
-    domain: str
-    group: str
+    domain: str = field(compare=False)
+    group: str = field(compare=False)
     text: str = ""
     turns: tuple[Turn, ...] = ()
 
@@ -88,38 +83,36 @@ class Document:
         return "".join([*turns, "Assistant: "]) if self.turns else self.text
 
     @property
-    def digest(self) -> bytes:
-        """Content hash; equal documents have equal digests."""
-        return hashlib.sha256(repr((self.text, self.turns)).encode("utf-8", "surrogatepass")).digest()
+    def contents(self) -> list[str]:
+        """The texts that it consists of."""
+        return [self.text, *(content for _, content in self.turns)]
 
     def truncate(self, share: float) -> Document:
         """Return about this share of the document from its beginning on, and at least a character."""
-        left = max(1, int(share * (len(self.text) + sum(len(content) for _, content in self.turns))))
+        left = max(1, int(share * sum(map(len, self.contents))))
         turns = []
         for role, content in self.turns:
-            turns += [(role, content[:left])] if left > 0 else []
+            if left > 0:
+                turns.append((role, content[:left]))
             left -= len(content)
         return replace(self, text=self.text[: max(0, left)], turns=tuple(turns))
 
 
-def drop_duplicates(documents: Iterable[Document]) -> list[Document]:
-    """Return the documents without those that occurred before."""
-    return list({document.digest: document for document in reversed(list(documents))}.values())[::-1]
+def drop_duplicates(documents: Sequence[Document]) -> list[Document]:
+    """Return the documents without those that occurred before; each stands where its content occurs last."""
+    return list({document: document for document in reversed(documents)}.values())[::-1]
 
 
 @cache
 def read_found_documents(domain: str) -> dict[str, list[Document]]:
-    """Read the documents of found text by purpose.
-
-    A module of the standard library belongs to its package. Its held-out files are never calibrated or adjusted on, so
-    the evaluation's text stays unseen.
-    """
+    """Read the documents of found text by purpose; a module of the standard library belongs to its package."""
     by_purpose: dict[str, list[Document]] = {purpose: [] for purpose in PURPOSES}
     if domain == "code":
         for name in list_library_files():
             folders = name.split("/")
             group = folders[0].removesuffix(".py").strip("_")
             purpose = PURPOSE_CYCLE[zlib.crc32(group.encode()) % len(PURPOSE_CYCLE)]
+            # never calibrated or adjusted on what the evaluation takes, so its text stays unseen
             allowed = not _NO_CODE.intersection(folders) and (purpose == CERTIFY or not is_held_out(name))
             if allowed and (text := read_source(name)) is not None:
                 by_purpose[purpose].append(Document("code", group, text))
@@ -129,9 +122,9 @@ def read_found_documents(domain: str) -> dict[str, list[Document]]:
         for entry in map(json.loads, lzma.decompress(packed).decode("utf-8").splitlines()):
             purpose = purposes.setdefault(entry["group"], PURPOSE_CYCLE[len(purposes) % len(PURPOSE_CYCLE)])
             by_purpose[purpose].append(Document(domain, entry["group"], entry["text"]))
-    last_purpose = {document.digest: purpose for purpose in PURPOSES for document in by_purpose[purpose]}
+    last_purpose = {document: purpose for purpose in PURPOSES for document in by_purpose[purpose]}
     return {
-        purpose: [document for document in drop_duplicates(documents) if last_purpose[document.digest] == purpose]
+        purpose: [document for document in drop_duplicates(documents) if last_purpose[document] == purpose]
         for purpose, documents in by_purpose.items()
     }
 
@@ -200,18 +193,16 @@ def _shuffle_groups(documents: Iterable[Document], rng: random.Random) -> deque[
 def join_documents(
     tokenizer: Any, documents: Iterator[Document], length: int, separator: str = SEPARATOR
 ) -> tuple[list[int], Origins]:
-    """Return the first `length` tokens of documents as plain text behind the tokenizer's own first, and their origins.
+    """Return the first `length` tokens of documents, the tokenizer's own first before them, and their origins.
 
-    Raises:
-        TooShortError: The documents are too short.
+    Raises TooShortError.
     """
     ids, between = get_start_tokens(tokenizer), encode(tokenizer, separator)
     origins: Origins = Counter()
     while texts := _take_bytes(documents, length - len(ids)):
         most = _CHARACTERS * (length - len(ids))  # long files are not read to their end for a few tokens
-        for (document, text), text_ids in zip(
-            texts, encode_all(tokenizer, [text[:most] for _, text in texts]), strict=True
-        ):
+        encoded = encode_all(tokenizer, [text[:most] for _, text in texts])
+        for (document, text), text_ids in zip(texts, encoded, strict=True):
             before = len(ids)
             ids += between if origins else []
             cut_short = len(text) > most and len(text_ids) <= length - len(ids)
@@ -229,6 +220,14 @@ def _take_bytes(documents: Iterator[Document], missing: int) -> list[tuple[Docum
         taken.append((document, document.as_text))
         missing -= len(taken[-1][1].encode("utf-8", "surrogatepass"))
     return taken
+
+
+def hide_in_documents(
+    tokenizer: Any, documents: Iterator[Document], length: int, retrieval: Retrieval, separator: str = SEPARATOR
+) -> Prompt:
+    """Make a prompt of `length` tokens: plain text with hidden facts, and their questions. Raises TooShortError."""
+    text, origins = join_documents(tokenizer, documents, length - len(retrieval.questions), separator)
+    return Prompt.from_ids(*retrieval.hide_in(text, len(get_start_tokens(tokenizer))), origins)
 
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -253,10 +252,8 @@ def read_documents(paths: Sequence[Path]) -> list[Document]:
     strings, or objects with "text", "prompt" or chat "messages", and optionally with "group" and "domain". Of a folder,
     the .jsonl, .txt and .md files are read, in the order of their names. Without a "group" an entry is a group of its
     own, and so is a text, but texts in one folder within a folder that was named are one group. Without a "domain" it
-    is the file's name without its ending, or, for texts, the folder's that was named.
-
-    Raises:
-        InputError: A file or folder cannot be read or has no prompts, or an entry is none; it names file and line.
+    is the file's name without its ending, or, for texts, the folder's that was named. Raises InputError, with file and
+    line, for what cannot be read or has no prompts.
     """
     documents = []
     for path in paths:
@@ -293,13 +290,8 @@ def read_text(path: Path) -> str:
 def parse_entries(path: Path, parse: Callable[[Any, str], Entry], expected: str) -> list[Entry]:
     """Read the entries of a file of JSON lines, or of one JSON array.
 
-    Args:
-        path: the file.
-        parse: makes an entry from its JSON and its location, file and line; its ValueError names the problem.
-        expected: the remedy, for messages.
-
-    Raises:
-        InputError: The file cannot be read or has no entries, or an entry is none; it names file and line.
+    `parse` makes an entry from its JSON and its location, file and line; its ValueError names the problem. `expected`
+    is the remedy in messages. Raises InputError, with file and line, if there are no entries or one is none.
     """
     text = read_text(path)
     is_array = text.lstrip().startswith("[")  # a line of JSON lines is no array
@@ -326,12 +318,10 @@ def parse_entries(path: Path, parse: Callable[[Any, str], Entry], expected: str)
 
 
 def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+    times = Counter(name for name, _ in pairs)
+    if twice := next((name for name in times if times[name] > 1), None):
         raise ValueError(f"an object has {short_repr(twice)} twice, and only the last would be read: name each once")
-    return fields
+    return dict(pairs)
 
 
 def _parse_int(digits: str) -> float:
@@ -339,15 +329,10 @@ def _parse_int(digits: str) -> float:
 
 
 def make_document(entry: Any, domain: str, group: str, expected: str = EXPECTED) -> Document:
-    """Return the document of an entry: a string, or an object of which one column holds text.
+    """Return the document of an entry's JSON: a string, or an object of which one column holds text.
 
-    Args:
-        entry: its JSON.
-        domain, group: the document's unless the entry has its own.
-        expected: the remedy, for messages.
-
-    Raises:
-        ValueError: No column or several hold text, or the text is broken.
+    It has this domain and group unless the entry has its own. `expected` is the remedy in messages. Raises ValueError
+    if no column or several hold text, or the text is broken.
     """
     fields = {"text": entry} if isinstance(entry, str) else entry
     if not isinstance(fields, dict):
@@ -364,7 +349,7 @@ def make_document(entry: Any, domain: str, group: str, expected: str = EXPECTED)
         document = Document(domain, group, check_text(content))
     else:
         raise ValueError(f"this is {short_repr(entry)}: {expected}")
-    if not (document.text + "".join(content for _, content in document.turns)).strip():
+    if not "".join(document.contents).strip():
         raise ValueError("this has no text: leave it out")
     return document
 
@@ -432,11 +417,8 @@ def is_held_out(name: str) -> bool:
 def shuffle_held_out_sources(rng: random.Random, used: set[str] | None = None) -> Iterator[Document]:
     """Yield the held-out files: folders in random order, and in each all files from a random one on.
 
-    Files of one folder are alike, so every prompt is to take the folders in an order of its own.
-
-    Args:
-        rng: draws the order.
-        used: names of files to leave out. The files that are taken are added to it.
+    Files of one folder are alike, so every prompt is to take the folders in an order of its own. Those in `used` are
+    left out, and those that are taken added to it.
     """
     folders: dict[Path, list[str]] = {}
     for name, path in list_library_files().items():
@@ -451,29 +433,22 @@ def shuffle_held_out_sources(rng: random.Random, used: set[str] | None = None) -
 
 
 def take_first_tokens(tokenizer: Any, documents: Iterator[Document], length: int) -> list[int]:
-    """Return the first `length` tokens of `sources`. Raises TooShortError."""
+    """Return the first `length` tokens of documents. Raises TooShortError."""
     return join_documents(tokenizer, documents, length, separator="")[0]
 
 
 def make_held_out_prompts(tokenizer: Any, length: int, count: int, seed: int) -> list[Prompt]:
-    """Make `count` prompts of `length` tokens of the standard library's held-out sources, with needles.
+    """Make `count` prompts of `length` tokens of the standard library's held-out sources, with needles, from a seed.
 
-    No file is in two of them, and a quarter of a prompt at most are the questions at its end. `seed` draws the text and
-    the needles.
-
-    Raises:
-        TooShortError: The sources are too short.
+    No file is in two of them, and a quarter of a prompt at most are the questions at its end. Raises TooShortError.
     """
     rng = random.Random(f"{seed}/{length}/held out")
     used: set[str] = set()
     prompts = []
     for _ in range(count):
-        retrieval = Retrieval.from_needles(tokenizer, make_needles(count_needles(length), rng), rng).cap_questions(
-            length // 4
-        )
-        text = take_first_tokens(tokenizer, shuffle_held_out_sources(rng, used), length - len(retrieval.questions))
-        ids, answers = retrieval.hide_in(text, len(get_start_tokens(tokenizer)))
-        prompts.append(Prompt(torch.tensor(ids), answers))
+        retrieval = Retrieval.from_needles(tokenizer, make_needles(count_needles(length), rng), rng)
+        sources = shuffle_held_out_sources(rng, used)
+        prompts.append(hide_in_documents(tokenizer, sources, length, retrieval.cap_questions(length // 4), ""))
     return prompts
 
 
@@ -482,10 +457,7 @@ def make_prompts_of_one_text(
 ) -> tuple[list[list[int]], list[str]]:
     """Make `count` prompts that hide the same codes in the same held-out text, and each ask for another of them.
 
-    The longest has `length` tokens; `rng` draws the text and the codes.
-
-    Returns:
-        Each prompt's token ids, and the codes that answer them.
+    The longest has `length` tokens. Returns each prompt's token ids, and the codes that answer them.
     """
     needles = make_needles(count, rng)
     retrieval = Retrieval.from_needles(tokenizer, needles, rng)

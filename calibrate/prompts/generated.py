@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 from random import Random
 from typing import Any
 
-from calibrate.prompts.retrieval import CITIES, FIRST_NAMES, JOBS, LAST_NAMES, WORDS, read_texts
+from calibrate.prompts.retrieval import LISTS_OF_WORDS, WORDS, read_texts
 
 Excerpt = Callable[[int], str]  # returns at most so many characters of another kind's document, none twice
 Field = Callable[[Random, datetime], Any]
@@ -25,8 +25,17 @@ def _draw_hex(rng: Random, digits: int) -> str:
     return f"{rng.getrandbits(4 * digits):0{digits}x}"
 
 
+def _join_words(rng: Random, separator: str) -> str:
+    return separator.join(rng.sample(WORDS, 2))
+
+
+def _choose(name: str) -> Field:
+    """Return a field that is one of the words of this name."""
+    return lambda rng, now: rng.choice(LISTS_OF_WORDS[name])
+
+
 def _draw_person(rng: Random) -> str:
-    return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+    return f"{rng.choice(LISTS_OF_WORDS['first_names'])} {rng.choice(LISTS_OF_WORDS['last_names'])}"
 
 
 # of records and templates
@@ -38,16 +47,16 @@ FIELDS: dict[str, Field] = {
     "date": lambda rng, now: now.date().isoformat(),
     "person": lambda rng, now: _draw_person(rng),
     "email": lambda rng, now: f"{_draw_person(rng).lower().replace(' ', '.')}@{rng.choice(WORDS)}.example",
-    "job": lambda rng, now: rng.choice(JOBS),
-    "city": lambda rng, now: rng.choice(CITIES),
-    "word": lambda rng, now: rng.choice(WORDS),
-    "product": lambda rng, now: " ".join(rng.sample(WORDS, 2)),
-    "service": lambda rng, now: "-".join(rng.sample(WORDS, 2)),
-    "symbol": lambda rng, now: "_".join(rng.sample(WORDS, 2)),
+    "job": _choose("jobs"),
+    "city": _choose("cities"),
+    "word": _choose("words"),
+    "product": lambda rng, now: _join_words(rng, " "),
+    "service": lambda rng, now: _join_words(rng, "-"),
+    "symbol": lambda rng, now: _join_words(rng, "_"),
     "path": lambda rng, now: "/".join(["", *rng.sample(WORDS, rng.randrange(2, 5))]),
-    "state": lambda rng, now: rng.choice(("active", "pending", "shipped", "cancelled", "failed", "draft", "archived")),
-    "status": lambda rng, now: rng.choice((200, 200, 200, 201, 304, 404, 500, 503)),
-    "currency": lambda rng, now: rng.choice(("EUR", "USD", "GBP", "JPY", "CHF")),
+    "state": _choose("states"),
+    "status": _choose("statuses"),
+    "currency": _choose("currencies"),
     "price": lambda rng, now: round(rng.lognormvariate(3, 1.5), 2),
     "count": lambda rng, now: rng.randrange(1, 200),
     "port": lambda rng, now: rng.randrange(1024, 65536),
@@ -137,7 +146,7 @@ def _draw_form(rng: Random, depth: int) -> dict[str, Any]:
     form |= {name: field for name, field in LISTS.items() if rng.random() < 0.3}
     for _ in range(depth):
         inner = _draw_form(rng, depth - 1)
-        form["_".join(rng.sample(WORDS, 2))] = [inner] if rng.random() < 0.5 else inner
+        form[_join_words(rng, "_")] = [inner] if rng.random() < 0.5 else inner
     return form
 
 
@@ -157,9 +166,11 @@ def write_table(rng: Random) -> str:
     for now in _draw_times(rng, 15, 80):
         drifting = {name: value * rng.lognormvariate(0, 0.05) for name, value in drifting.items()}
         cells = [str(FIELDS[name](rng, now)) for name in fields]
-        rows.append([*cells, *(f"{value:.3f}" for value in drifting.values())])
-    title = " ".join([*rng.sample(WORDS, 3), rng.choice(CITIES), str(rng.randrange(1990, 2026))])
-    separator = rng.choice((",", ",", ";", "\t", " | ", " | ", " "))
+        cells += [f"{value:.3f}" for value in drifting.values()]
+        rows.append(cells)
+    words, city = rng.sample(WORDS, 3), rng.choice(LISTS_OF_WORDS["cities"])
+    title = " ".join([*words, city, str(rng.randrange(1990, 2026))])
+    separator = rng.choice(LISTS_OF_WORDS["separators"])
     if separator in ",;\t":
         quoted = [[f'"{cell}"' if separator in cell else cell for cell in row] for row in rows]
         return f"# {title}\n" + "\n".join(separator.join(row) for row in quoted)
@@ -171,17 +182,19 @@ def write_table(rng: Random) -> str:
 
 def write_log(rng: Random) -> str:
     """Write a program's log in one of several layouts; errors may bring a stack trace."""
-    layout, host = rng.choice(TEMPLATES["layouts"]), rng.choice(WORDS)
+    layout = rng.choice(TEMPLATES["layouts"])
+    host = rng.choice(WORDS)
     trace, frame_below = rng.choice(list(TEMPLATES["frames"].items()))
-    services = ["-".join(rng.sample(WORDS, 2)) for _ in range(rng.randrange(1, 6))]
+    services = [_join_words(rng, "-") for _ in range(rng.randrange(1, 6))]
     events = TEMPLATES["events"]
     events = rng.sample(events, rng.randrange(5, len(events)))
     lines = []
     for now in _draw_times(rng, 30, 120):
-        level = rng.choice(("DEBUG", "INFO", "INFO", "INFO", "INFO", "WARN", "ERROR"))
+        level = rng.choice(LISTS_OF_WORDS["levels"])
         event = _fill(rng.choice(events), rng, now)
-        named = {"now": now, "stamp": now.timestamp(), "thread": rng.randrange(1, 999), "level": level, "event": event}
-        lines.append(layout.format(host=host, service=rng.choice(services), **named))
+        thread, service = rng.randrange(1, 999), rng.choice(services)
+        named = {"now": now, "stamp": now.timestamp(), "thread": thread, "level": level, "event": event}
+        lines.append(layout.format(host=host, service=service, **named))
         if level == "ERROR" and rng.random() < 0.4:
             frames = [trace, *[frame_below] * rng.randrange(2, 12), "caused by: {comment}"]
             lines += [_fill(frame, rng, now) for frame in frames]
@@ -213,6 +226,6 @@ def write_conversation(rng: Random, excerpt: Excerpt) -> tuple[tuple[str, str], 
 
 def write_excerpt(rng: Random, excerpt: Excerpt) -> str:
     """Write an excerpt of another kind under a heading, as a search hands documents to a model."""
-    source = rng.choice(("Document", "Source", "Search result", "Attachment"))
+    source = rng.choice(LISTS_OF_WORDS["sources"])
     heading = _fill(f"[{source} {{count}}: {{path}}, {{date}}]", rng, next(_draw_times(rng, 1, 2)))
     return f"{heading}\n{excerpt(rng.randrange(600, 5000))}"

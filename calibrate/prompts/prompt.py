@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,20 +13,26 @@ from torch import Tensor
 
 from calibrate.record import PromptHash, PromptHashes
 
+Origins = Counter[tuple[str, str]]  # tokens of each domain and group
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the spans of the answers among them.
+    """Token ids, int64 [L], and the spans of the answers among them, as (first token, one behind the last).
 
-    ids: int64 [L]. answers: each answer that the prompt asks for, as (first token, one behind the last). domain: the
-    kind of text, such as "code". group: the source of most of its text, such as a novel or a module, or empty if that
-    is not known; prompts of one group are not independent of one another.
+    domain: the kind of text, such as "code". group: the source of most of it, such as a novel or a module, empty if
+    that is not known; prompts of one group are not independent of one another.
     """
 
     ids: Tensor
     answers: tuple[tuple[int, int], ...] = ()
     domain: str = "code"
     group: str = ""
+
+    @classmethod
+    def from_ids(cls, ids: Sequence[int], answers: tuple[tuple[int, int], ...], origins: Origins) -> Prompt:
+        """Return the prompt of token ids, of the domain and group that most of them are from."""
+        return cls(torch.frombuffer(array("q", ids), dtype=torch.int64), answers, *origins.most_common(1)[0][0])
 
     @property
     def length(self) -> int:

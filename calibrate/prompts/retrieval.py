@@ -26,27 +26,17 @@ def read_texts(name: str) -> Any:
     return json.loads((resources.files("calibrate.prompts") / "texts" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-WORDS: list[str]
-WORDS, FIRST_NAMES, LAST_NAMES, CITIES, JOBS = map(
-    read_texts("words").get, ("words", "first_names", "last_names", "cities", "jobs")
-)
+LISTS_OF_WORDS: dict[str, list[Any]] = read_texts("words")
+WORDS: list[str] = LISTS_OF_WORDS["words"]
 
 
 @dataclass(frozen=True)
 class Needle:
-    """A hidden fact and its question, as text.
-
-    fact: the line that is hidden in the text. question: up to where the answer is due. code: the answer.
-    """
+    """A fact, the line that is hidden in a text; its question, up to where the answer is due; the answer, a code."""
 
     fact: str
     question: str
     code: str
-
-    @property
-    def answer(self) -> str:
-        """The code, as it follows the question."""
-        return f"{self.code}.\n"
 
 
 Facts = tuple[list[str], list[Needle]]  # the lines to hide, in their order, and the needles to ask for
@@ -110,8 +100,10 @@ def _write_notes(count: int, rng: random.Random) -> Facts:
 
 def _write_people(count: int, rng: random.Random) -> Facts:
     """Draw sentences about people; ask in other words, by turns for a city, a profession and a name."""
-    people = rng.sample(list(product(FIRST_NAMES, LAST_NAMES)), count)
-    homes = rng.sample(list(product(CITIES, JOBS)), count)
+    words = LISTS_OF_WORDS
+    names = list(product(words["first_names"], words["last_names"]))
+    places = list(product(words["cities"], words["jobs"]))
+    people, homes = rng.sample(names, count), rng.sample(places, count)
     asked = []
     for number, ((first, last), (city, job)) in enumerate(zip(people, homes, strict=True)):
         name = f"{first} {last}"
@@ -141,9 +133,8 @@ FACTS: dict[str, Callable[[int, random.Random], Facts]] = {
 class Retrieval:
     """The token ids that a retrieval prompt has besides its text.
 
-    facts: each fact, in the order in which they stand in the text. questions: the end of the prompt, where each
-    question is followed by its answer. answers: the codes' spans among the tokens of `questions`. asked: for each
-    answer the number of its needle.
+    facts: each fact, in the order of the text. questions: the end of the prompt, each followed by its answer. answers:
+    the codes' spans among the tokens of `questions`. asked: for each answer the number of its needle.
     """
 
     facts: list[list[int]]
@@ -155,19 +146,17 @@ class Retrieval:
     def from_needles(
         cls, tokenizer: Any, asked: Sequence[Needle], rng: random.Random, facts: Sequence[str] | None = None
     ) -> Retrieval:
-        """Tokenize needles, their questions in random order: one `sample` of `rng`, of as many as there are needles.
-
-        facts: the lines written into the text; by default the needles' own, in their order.
-        """
+        """Tokenize needles, their questions in random order, and the text's facts, by default the needles' own."""
         order = rng.sample(range(len(asked)), len(asked))
         questions: list[int] = []
         answers: list[Span] = []
-        texts = [asked[number].question + asked[number].answer for number in order]
+        ordered = [asked[number] for number in order]
+        texts = [f"{needle.question}{needle.code}.\n" for needle in ordered]
         options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
         encoded: Any = tokenizer(texts, **options) if texts else None
-        for row, number in enumerate(order):
-            begin = len(asked[number].question)
-            end = begin + len(asked[number].code)
+        for row, needle in enumerate(ordered):
+            begin = len(needle.question)
+            end = begin + len(needle.code)
             spans = enumerate(encoded.offset_mapping[row], len(questions))
             # a token may hold a part of the code and of what stands beside it
             code = [token for token, (first, behind) in spans if first < end and behind > begin]
@@ -186,33 +175,25 @@ class Retrieval:
         return start + len(self.questions) + (len(self.facts) + 1) * max(map(len, self.facts))
 
     def hide_in(self, text: Sequence[int], start: int) -> tuple[list[int], tuple[Span, ...]]:
-        """Hide the facts in a text's token ids, spread evenly behind its first `start` tokens, and ask at its end.
-
-        Returns:
-            The prompt's token ids, as many as text and questions have together, and the spans of its answers.
-        """
+        """Hide the facts in a text's token ids, evenly behind its first `start` tokens, and ask; see `ask_after`."""
         return self.ask_after(with_facts(text, self.facts, spread(len(self.facts), start, len(text))))
 
     def ask_after(self, text: Sequence[int]) -> tuple[list[int], tuple[Span, ...]]:
-        """Ask for the facts after a text that holds them already. Returns the same as `hide_in`."""
+        """Return the token ids of a text that holds the facts and of the questions after it, and the answers' spans."""
         return [*text, *self.questions], tuple((len(text) + first, len(text) + end) for first, end in self.answers)
 
 
 def hide_and_ask_within(
     tokenizer: Any, text: Sequence[int], asked: Sequence[Needle], rng: random.Random, start: int
 ) -> tuple[list[int], tuple[Span, ...]]:
-    """Hide facts in the first half of a text, and ask for each by itself in the second, in random order.
-
-    The arguments are those of `Retrieval.of` and `hide_in`, which also returns the same.
-    """
+    """Hide facts in a text's first half, and ask for each by itself in the second, in random order; see `hide_in`."""
     needles = [Retrieval.from_needles(tokenizer, [needle], rng) for needle in asked]
     half = (start + len(text)) // 2
     ids = with_facts(text, [needle.facts[0] for needle in needles], spread(len(needles), start, half))
     shuffled, positions = rng.sample(needles, len(needles)), spread(len(needles), half, len(text))
     ids = with_facts(ids, [needle.questions for needle in shuffled], positions)
-    spans = [
-        (at + first, at + end) for at, needle in zip(positions, shuffled, strict=True) for first, end in needle.answers
-    ]
+    asked_at = zip(positions, shuffled, strict=True)
+    spans = ((at + first, at + end) for at, needle in asked_at for first, end in needle.answers)
     return ids, tuple(span for span in spans if span[1] <= len(ids))
 
 

@@ -76,9 +76,8 @@ def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
 def predicts(captured, method, tile, tail, last_rows=0):
     """Compare the curve of a method and a tile with the reference at some thresholds."""
     methods = [RankingConfig(method.segment, 17 - method.representatives), method]  # one pass, several ways to rank
-    curve = measure(captured, methods, [Shape(64, 128), Shape.from_tile(tile)], last_rows)[
-        method, Shape.from_tile(tile)
-    ]
+    shape = Shape.from_tile(tile)
+    curve = measure(captured, methods, [Shape(64, 128), shape], last_rows)[method, shape]
     scoring = captured.scoring.arguments()
     truth = exact_attention(captured.q, captured.k, captured.v, **scoring)
     assert curve.dense_power == pytest.approx(float(truth.square().mean()), rel=1e-5)
@@ -139,6 +138,9 @@ def test_the_curve_of_two_prompts_has_the_larger_error_and_the_mean_density():
 
 @pytest.mark.parametrize("segment", [256, 320, 2048, 4096])
 def test_rows_that_stand_for_a_long_prompt_are_spread_evenly_over_it(segment):
+    """And the pairs in windows of its parts add up."""
+    parts = [count_window_pairs(range(begin, min(begin + 640, 1900)), 320, 128) for begin in (0, 640, 1280)]
+    assert sum(parts) == count_window_pairs(range(1900), 320, 128)
     assert trace_pass.sample_rows(32768, segment) is None
     for length in (65536, 131072, 131072 - 999):
         windows = trace_pass.sample_rows(length, segment)
@@ -146,11 +148,6 @@ def test_rows_that_stand_for_a_long_prompt_are_spread_evenly_over_it(segment):
         assert all(window.start % segment == 0 for window in windows)
         assert len(rows.unique()) == len(rows) == pytest.approx(32768, rel=0.35)
         assert float(rows.double().mean()) == pytest.approx(length / 2, rel=0.13)
-
-
-def test_pairs_in_windows_of_parts_add_up():
-    parts = [count_window_pairs(range(begin, min(begin + 640, 1900)), 320, 128) for begin in (0, 640, 1280)]
-    assert sum(parts) == count_window_pairs(range(1900), 320, 128)
 
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

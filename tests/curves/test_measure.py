@@ -1,16 +1,18 @@
 """Curves of the whole model are those of its prompts, and are measured once."""
 
-import dataclasses
 import sqlite3
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from calibrate.curves import measure
 from calibrate.curves.curves import RankingConfig, Shape, combine_curves
-from calibrate.curves.measure import PARTS, _find_with_all_shapes, measure_model
+from calibrate.curves.measure import PARTS, measure_model
 from calibrate.journal import Journal
 from calibrate.model import layers
 from calibrate.prompts.prompt import Prompt
@@ -40,44 +42,31 @@ def recipe(**changes):
     return Recipe.from_options(options | changes)
 
 
-@dataclasses.dataclass
-class Watched:
-    """What `measure_model` measures: (layer, length) for every prompt and segment, and its steps."""
-
-    loaded: object
-    path: Path
-    monkeypatch: pytest.MonkeyPatch
-    measured: list = dataclasses.field(default_factory=list)
-    steps: list = dataclasses.field(default_factory=list)
-    reused: int = 0
-
-    def __post_init__(self):
-        real = measure.measure
-
-        def watch(prompt, rankings, shapes, last_rows=0):
-            self.measured.append((prompt.layer, int(prompt.q.shape[2])))
-            return real(prompt, rankings, shapes, last_rows)
-
-        self.monkeypatch.setattr(measure, "measure", watch)
-
-    def step(self, text="", steps=1, *, known=False):
-        self.steps += [known] * steps
-
-    def run(self, prompts=None, shapes=SHAPES, **changes):
-        self.measured.clear()
-        self.steps.clear()
-        with Journal.open(self.path, {}) as journal:
-            curves = measure_model(
-                self.loaded, prompts or make_prompts(), shapes, recipe(**changes), journal, self.step
-            )
-            self.reused = journal.reused
-        assert len(self.steps) == 4  # two layers at two lengths
-        return curves
-
-
 @pytest.fixture
 def watched(loaded, tmp_path, monkeypatch):
-    return Watched(loaded, tmp_path / "journal", monkeypatch)
+    """Runs of `measure_model`; of the last one (layer, length) for every prompt and segment, and reused entries."""
+    watched = SimpleNamespace(path=tmp_path / "journal", measured=[], reused=0)
+    real = measure.measure
+
+    def watch(prompt, rankings, shapes, last_rows=0):
+        watched.measured.append((prompt.layer, int(prompt.q.shape[2])))
+        return real(prompt, rankings, shapes, last_rows)
+
+    def run(prompts=None, shapes=SHAPES, **changes):
+        def step(text="", count=1, *, known=False):
+            steps.append(count)
+
+        watched.measured.clear()
+        steps = []
+        with Journal.open(watched.path, {}) as journal:
+            curves = measure_model(loaded, prompts or make_prompts(), shapes, recipe(**changes), journal, step)
+            watched.reused = journal.reused
+        assert sum(steps) == 4  # two layers at two lengths
+        return curves
+
+    monkeypatch.setattr(measure, "measure", watch)
+    watched.run = run
+    return watched
 
 
 def assert_same(first, second):
@@ -122,6 +111,8 @@ def test_the_journal_answers_for_what_it_has(watched, monkeypatch):
         assert_same(first, watched.run())
         assert (set(watched.measured), watched.reused) == ({(layer, length)}, 3)
     monkeypatch.setattr(layers, "DenseForward", None)
+    fewer = watched.run(shapes=SHAPES | {600: SHAPES[600][1:]})  # which curves of more shapes have
+    assert torch.equal(*(curves[600][0][RankingConfig(64), SHAPES[600][1]].mse for curves in (first, fewer)))
     changes = {"budget_mse": 1.0, "budget_scope": "model", "margin": 0.3, "worst_rows": 0.1, "trials": 3, "seed": 9}
     assert_same(first, watched.run(**changes, tails=(False,), time_limit=9.0, keep_needles=0.0))
     assert (watched.measured, watched.reused) == ([], 4)
@@ -131,15 +122,12 @@ def test_workers_share_prompts_and_an_interrupted_run_keeps_their_parts(loaded, 
     """Each of two workers measures one prompt of every length; a part is kept until the mean takes its place."""
     first = watched.run()
     with open_local_executor(loaded) as executor, Journal.open(watched.path.with_name("parts"), {}) as journal:
-        executor.size, spread, done = 2, executor.spread, []
+        executor.size, spread = 2, executor.spread
 
         def interrupted(tracks):
             assert [len(track) for track in tracks] == [2] * 4
-            for item, curves in spread(tracks):
-                done.append((item.layer, item.length, item.prompts))
-                yield item, curves
-                if len(done) == 5:  # all workers in the first layer, and one in the second
-                    raise KeyboardInterrupt
+            yield from islice(spread(tracks), 5)  # all workers in the first layer, and one in the second
+            raise KeyboardInterrupt
 
         def remaining(tracks):
             assert sum(map(len, tracks)) == 3
@@ -147,12 +135,12 @@ def test_workers_share_prompts_and_an_interrupted_run_keeps_their_parts(loaded, 
 
         executor.spread = interrupted
         with pytest.raises(KeyboardInterrupt):
-            measure_model(executor, make_prompts(), SHAPES, recipe(), journal, watched.step)
+            measure_model(executor, make_prompts(), SHAPES, recipe(), journal, Mock())
         assert [len(journal.keys(kind)) for kind in ("curves", PARTS)] == [2, 1]
         ((_, [part]),) = journal.entries(PARTS)
         assert all(entry["curve"].dtype == torch.float64 for entry in part)  # only the mean is rounded
         executor.spread = remaining
-        assert_same(first, measure_model(executor, make_prompts(), SHAPES, recipe(), journal, watched.step))
+        assert_same(first, measure_model(executor, make_prompts(), SHAPES, recipe(), journal, Mock()))
         assert [len(journal.keys(kind)) for kind in ("curves", PARTS)] == [4, 0]
 
 
@@ -164,8 +152,6 @@ def test_what_is_not_the_same_measurement_is_made_again(watched):
     prompts[600] = [prompts[600][0], make_prompts(6)[600][0]]
     watched.run(prompts)
     assert set(watched.measured) == of_600
-    watched.run(shapes=SHAPES | {600: SHAPES[600][:1]})
-    assert watched.measured == []  # curves of more shapes have those of fewer
     watched.run(shapes=SHAPES | {600: (*SHAPES[600], Shape(64, 512))})
     assert set(watched.measured) == of_600
     for change in ({"segments": (64,)}, {"last_rows": 128}, {"scores": ("input", "int8")}):
@@ -173,15 +159,3 @@ def test_what_is_not_the_same_measurement_is_made_again(watched):
         assert set(watched.measured) >= of_600
     watched.run()
     assert watched.measured == []
-
-
-def test_curves_are_found_with_further_shapes():
-    def key(*shapes, layer=0):
-        return {"layer": layer, "shapes": [list(shape) for shape in shapes], "prompts": ["p"]}
-
-    small, large = (64, 256), (128, 512)
-    there = [key(small, large), key(small), key(large, (128, 1024), small), key(large, layer=1)]
-    assert _find_with_all_shapes(key(small), there) == there[1]  # itself, before others
-    assert _find_with_all_shapes(key(large), there) == there[2]
-    for absent in (key(large, (64, 1024)), key(small, layer=1), key(large) | {"gpu": ["A", 1, 1]}):
-        assert _find_with_all_shapes(absent, there) is None

@@ -43,23 +43,20 @@ def test_layers_see_what_the_whole_model_sees(folder, resident):
             torch.testing.assert_close([mine.q, mine.k, mine.v], tensors, rtol=1e-4, atol=1e-5)
 
 
-def test_one_layer_is_on_the_device_at_a_time_and_the_model_is_left_as_it_was(folder):
+def test_one_layer_is_on_the_device_at_a_time_and_any_gives_the_same_inputs_after_any_other(folder):
+    """And the model is left as it was."""
     loaded = stream(folder, False)
     decoder = loaded.model.get_decoder()
+    whole = []
     for index, captured in enumerate(layers.capture_layers(loaded, PROMPTS)):
-        next(captured)  # the second prompt moves before the next layer
+        whole.append([next(captured)])  # the second prompt moves before the next layer
         on_meta = [all(parameter.is_meta for parameter in layer.parameters()) for layer in decoder.layers]
         assert on_meta == [number != index for number in range(2)]
         assert decoder.embed_tokens.weight.is_meta
+        whole[-1] += captured
     assert all(parameter.is_meta for parameter in loaded.model.parameters())
     assert loaded.model.config._attn_implementation == "sdpa"
     assert not any("forward" in module.__dict__ for module in loaded.model.modules())
-
-
-def test_any_layer_gives_the_same_inputs_after_any_other(folder):
-    loaded = stream(folder, False)
-    whole = [list(captured) for captured in layers.capture_layers(loaded, PROMPTS)]
-    layers.register()
     with layers.with_attention(loaded.model, layers.NAME):
         forward = layers.DenseForward(loaded, PROMPTS)
         # on from there; again; back; all of a layer after one prompt of the layer before it

@@ -2,8 +2,8 @@
 
 import json
 from dataclasses import replace
-from itertools import chain
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from calibrate import calibrate
 from calibrate.commands.profile import main as profile_command
 from calibrate.model import layers, models
-from calibrate.model.layers import begin, list_decoder_layers, put_layer_on_device, with_attention
+from calibrate.model.layers import LayerwiseForward, begin, with_attention
 from calibrate.model.logits import put_logits_on_device
 from calibrate.model.models import from_memory, load, load_config, load_tokenizer
 from calibrate.model.weights import InMemory, build_skeleton, explain_no_streaming, get_model_class
@@ -57,28 +57,21 @@ def test_a_model_streams_as_it_runs_whole(name, tmp_path):
     assert not streamed.weights.resident
     assert streamed.fingerprint == held.fingerprint == fingerprint(model)
     assert streamed.geometry.layers == (2 if name == "granite" else 1)
-    for (mine,), (theirs,) in zip(
-        layers.capture_layers(streamed, PROMPTS), layers.capture_layers(held, PROMPTS), strict=True
-    ):
+    captured = (layers.capture_layers(loaded, PROMPTS) for loaded in (streamed, held))
+    for (mine,), (theirs,) in zip(*captured, strict=True):
         assert mine.layer == theirs.layer
         torch.testing.assert_close((mine.q, mine.k, mine.v), (theirs.q, theirs.k, theirs.v), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(logits_layer_by_layer(streamed), model(PROMPTS[0][None]).logits, rtol=1e-4, atol=1e-4)
-
-
-def logits_layer_by_layer(loaded):
-    with with_attention(loaded.model, "eager"):
-        (stream,) = begin(loaded, PROMPTS)
-        for layer in list_decoder_layers(loaded.model):
-            with put_layer_on_device(loaded, layer) as module:
-                stream = stream.through(module, layer.number)
-        with put_logits_on_device(loaded) as logits:
-            return torch.cat([logits(rows) for rows in stream.hidden.split(40, 1)], 1)
+    with with_attention(streamed.model, "eager"):
+        forward = LayerwiseForward(streamed, begin(streamed, PROMPTS))
+        forward.move_to(len(forward.layers))
+        with put_logits_on_device(streamed) as logits:
+            pieces = [logits(rows) for rows in forward.streams[0].hidden.split(40, 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), model(PROMPTS[0][None]).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_why_a_checkpoint_cannot_be_streamed():
-    model = build_skeleton(
-        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2), torch.float32, torch.device("cpu")
-    )
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
+    model = build_skeleton(config, torch.float32, torch.device("cpu"))
     names = [name for name, _ in model.named_parameters()]
     assert explain_no_streaming(model.config, model, names) is None
     assert explain_no_streaming(model.config, model, None) is None
@@ -131,23 +124,7 @@ def test_adapters(tmp_path):
     assert from_memory(adapted.merge_and_unload(), tiny_tokenizer()).fingerprint != result.profile.fingerprint
 
 
-SPELLED = {letter: number for number, letter in enumerate(["<s>", *"abcdefghijklmnopqrstuvwxyzF"], 1)}
-VOCABULARY = SPELLED | {"▁people": 40, "Ġsystem": 41, "▁": 42}
-
-
-class Reader:
-    """A tokenizer that knows some words as one token and spells the others."""
-
-    bos_token_id = 1
-
-    def __init__(self, words, adds_bos):
-        self.words, self.adds_bos = words, adds_bos
-
-    def __call__(self, text, add_special_tokens=True):
-        first, *words = text.split(" ")
-        ids = [[self.words[word]] if word in self.words else [42, *map(SPELLED.get, word)] for word in words]
-        begin = [self.bos_token_id] if add_special_tokens and self.adds_bos else []
-        return SimpleNamespace(input_ids=[*begin, SPELLED[first], *chain(*ids)])
+VOCABULARY = {"▁people": 40, "Ġsystem": 41}
 
 
 @pytest.mark.parametrize(
@@ -162,8 +139,15 @@ class Reader:
     ],
 )
 def test_a_tokenizer_is_compared_with_the_vocabulary_of_a_gguf_file(words, adds_bos, file_adds_bos, wrong):
-    said = models.compare_tokens(Reader(words, adds_bos), VOCABULARY, file_adds_bos)
-    assert said is wrong is None or wrong in said
+    """One that knows some words as one token and spells the others."""
+
+    def read(text, add_special_tokens=True):
+        begin = [1] if add_special_tokens and adds_bos else []
+        return SimpleNamespace(input_ids=[*begin, 2, *(words.get(word, 3) for word in text.split(" ")[1:])])
+
+    reader = Mock(side_effect=read, bos_token_id=1)
+    problem = models.compare_tokens(reader, VOCABULARY, file_adds_bos)
+    assert problem is wrong is None or wrong in problem
 
 
 def test_a_gguf_file_needs_packages(tmp_path, monkeypatch):
@@ -282,15 +266,9 @@ def test_weights_in_pickles_are_loaded_whole(tmp_path):
     assert loaded.fingerprint == fingerprint(model)
 
 
-class OfImages:
-    """A processor without a tokenizer."""
-
-    def __call__(self, images, **options):
-        raise ValueError("no image")
-
-
 def test_a_model_in_memory_that_will_not_do_is_refused(tmp_path):
     model, tokenizer, out = build("llama"), tiny_tokenizer(), tmp_path / "p.safetensors"
+    of_images = Mock(spec=["__call__"], side_effect=ValueError("no image"))  # a processor without a tokenizer
     for arguments, options, error, message in (
         ((model,), {}, ModelError, "the tokenizer of LlamaForCausalLM is missing: give it beside the model"),
         (
@@ -299,7 +277,7 @@ def test_a_model_in_memory_that_will_not_do_is_refused(tmp_path):
             ModelError,
             "the tokenizer of LlamaForCausalLM cannot be used: str is no tokenizer; give",
         ),
-        ((model, OfImages()), {}, ModelError, "cannot be used: OfImages reads no text; give the model's own"),
+        ((model, of_images), {}, ModelError, "cannot be used: Mock reads no text; give the model's own"),
         ((model, tokenizer), {"device": "cpu"}, ConfigError, "got a model in memory and device, which it has already"),
         (("demo", tokenizer), {}, ConfigError, "got a tokenizer and a model by name: give the tokenizer's folder"),
         ((torch.nn.Linear(2, 2), tokenizer), {}, ModelError, "Linear is no transformers model"),

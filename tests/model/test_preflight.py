@@ -7,15 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    CONFIG_MAPPING,
-    Gemma3TextConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen3NextConfig,
-)
+from transformers import CONFIG_MAPPING, Gemma3TextConfig, Llama4TextConfig, MistralConfig, Phi3Config, Qwen3NextConfig
 
 from calibrate.model.estimate import ModelSizes
 from calibrate.model.preflight import compute_attention_share, describe_loading, make_preflight
@@ -28,6 +20,7 @@ from support.models import CONFIGS, save
 
 CPU = torch.device("cpu")
 GEMMA = Gemma3TextConfig(sliding_window=1024)  # 22 of its 26 layers have windows
+MLLAMA_TEXT = {"num_hidden_layers": 3, "cross_attention_layers": [1]}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -50,17 +43,13 @@ def test_the_plan_knows_what_the_tests_of_architectures_show(name):
 @pytest.mark.parametrize(
     ("config", "kinds"),
     [
-        (LlamaConfig(num_hidden_layers=2), "full full"),
         (MistralConfig(num_hidden_layers=1, sliding_window=4096), "sliding"),
         (MistralConfig(num_hidden_layers=1, sliding_window=131072), "full"),
         (Phi3Config(num_hidden_layers=1, sliding_window=262144, max_position_embeddings=131072), "full"),
         (Phi3Config(num_hidden_layers=1, sliding_window=2047, max_position_embeddings=4096), "sliding"),
         (Qwen3NextConfig(num_hidden_layers=4), "linear linear linear full"),
         (Llama4TextConfig(num_hidden_layers=4), "chunked chunked chunked full"),
-        (
-            CONFIG_MAPPING["mllama"](text_config={"num_hidden_layers": 3, "cross_attention_layers": [1]}),
-            "full cross full",
-        ),
+        (CONFIG_MAPPING["mllama"](text_config=MLLAMA_TEXT), "full cross full"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
@@ -94,8 +83,6 @@ def test_the_share_of_attention(length, size, kind):
 def test_the_share_of_attention_in_published_models():
     assert compute_attention_share(GEMMA, 1000) == pytest.approx(4 / 26)
     assert compute_attention_share(GEMMA, 131072) == pytest.approx(0.92, abs=0.01)
-    assert compute_attention_share(Qwen3NextConfig(), 1000) == 1.0
-    assert compute_attention_share(CONFIGS["llama"], 7) == 1.0
 
 
 def test_how_a_checkpoint_is_loaded(tmp_path):

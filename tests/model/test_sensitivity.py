@@ -97,16 +97,12 @@ def test_one_layer_at_a_time_gives_the_same_and_leaves_nothing_behind(folder, pr
     assert streamed.model.config._attn_implementation == before
 
 
-def test_gradients_that_are_not_finite_are_named(tmp_path, prompts):
-    """The forward pass is finite: only the head, which the gradient comes through, is not."""
-    folder = save("llama", tmp_path / "model", lambda model: model.lm_head.weight.data.fill_(float("nan")))
-    with pytest.raises(ModelError, match=r"layer 1, prompt 0: the gradient of attention holds inf or NaN"):
-        measure_sensitivity(stream(folder, resident=True), prompts, 0)
-
-
 @pytest.mark.parametrize("projections", [("q_proj", "k_proj", "v_proj"), ("o_proj",)], ids=str)
-def test_weights_without_gradients_are_one_sentence(folder, prompts, projections):
-    """Kernels of quantised weights may have no backward pass: nothing is taken for a sensitivity of zero."""
+def test_weights_without_gradients_or_with_nan_are_one_sentence(folder, prompts, projections):
+    """Kernels of quantised weights may have no backward pass: nothing is taken for a sensitivity of zero.
+
+    Where only the head, which the gradient comes through, is NaN, the forward pass is finite.
+    """
     loaded = stream(folder, resident=True)
     attention = loaded.model.model.layers[1].self_attn
     for name in projections:
@@ -114,6 +110,10 @@ def test_weights_without_gradients_are_one_sentence(folder, prompts, projections
         projection.forward = torch.no_grad()(projection.forward)
     with pytest.raises(ModelError, match=r"^layer 1: its weights let no gradient through, .* use a checkpoint"):
         measure_sensitivity(loaded, prompts, 0)
+    broken = stream(folder, resident=True)
+    broken.model.lm_head.weight.data.fill_(torch.nan)
+    with pytest.raises(ModelError, match=r"layer 1, prompt 0: the gradient of attention holds inf or NaN"):
+        measure_sensitivity(broken, prompts, 0)
 
 
 def test_it_is_measured_once_on_the_longest_prompts_that_are_not_too_long(folder, tmp_path):
