@@ -261,28 +261,21 @@ def _consume(
 ):  # fmt: skip
     """Compute row tile HALF of the program, from its queries to its output, as `prefill._prefill` does.
 
-    Pointers are at row0, the program's first row, of its head and sequence. T is the input type.
-
-        Q, OUT              T [rows, D], row strides stride_ql and stride_ol
-        LSE                 float32 [rows] (HAS_LSE)
-        VISITED             int32 [2], one of each row tile
-        FIRST               int32 [BUCKETS], of the segment (HAS_TAIL)
-        MASS, SUMS          float32 [EDGES] and [EDGES, D], of the segment (HAS_TAIL)
+    Pointers are those of `_prefill_hopper` at row0, the program's first row, of its head, sequence and segment.
 
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
-    marks, diagonal, diagonal_tiles, near, total: as for `_producer`. sink: the head's, in base 2 (HAS_SINKS); tau: of
-    the head; stop: ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a
-    range of the keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report
-    in VISITED. With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that of the output, and `sink` has
-    K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
-    With HAS_SPLITS, OUT has SPLIT_OUT, float32 [rows, D], and SPLIT_LSE, float32 [rows], behind it.
+    marks, diagonal, diagonal_tiles, near, total: as for `_produce`. sink: the head's, in base 2 (HAS_SINKS); stop:
+    ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a range of the
+    keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report in VISITED.
+    With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that of the output, and `sink` has K_UNIT and
+    K_MIDDLE of the KV head, float32 [D], behind it. With HAS_SPLITS, OUT has SPLIT_OUT, float32 [rows, D], and
+    SPLIT_LSE, float32 [rows], behind it.
     """
     D: gl.constexpr = SIZES.D
     BM: gl.constexpr = SIZES.BM
     BN: gl.constexpr = SIZES.BN
     STAGES: gl.constexpr = SIZES.STAGES
     EDGES: gl.constexpr = SIZES.EDGES
-    BUCKETS: gl.constexpr = SIZES.BUCKETS
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 32 if MODE.INT8 else 16])
@@ -402,7 +395,7 @@ def _consume(
         if (stop >= TAIL) & (i > near) & (i < total):
             steps = (total - near) * (BN // GRAIN)
             e = gl.arange(0, EDGES, ONE)
-            begins = gl.load(FIRST + e * (BUCKETS // EDGES))
+            begins = gl.load(FIRST + e * (SIZES.BUCKETS // EDGES))
             masses = gl.load(MASS + e)
             before, edge, share = _sum_mass(begins, masses, (chunk_begin - near) * (BN // GRAIN), steps, EDGES, ONE)
             mass, edge, share = _sum_mass(begins, masses, (i - near) * (BN // GRAIN), steps, EDGES, ONE)
@@ -462,10 +455,8 @@ def _prefill_hopper(
 ):  # fmt: skip
     """Compute S2O attention of two row tiles: the function of `prefill._prefill`, without MODE.WIDE.
 
-    Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; pairs of row tiles of the
-    slice; B), with HAS_SPLITS as in `primitives.assign_split`. `_prefill` has the table of the arguments;
-    `split_out` and `split_lse` have the rows of pairs of row tiles, and rows of K and V begin at multiples of 16 bytes.
-    With INT8 K is int8. STAGES: of the ring.
+    Programs: as for `_prefill`, of pairs of row tiles, whose rows `split_out` and `split_lse` have too. Rows of K and V
+    begin at multiples of 16 bytes.
     """
     GROUP: gl.constexpr = SIZES.GROUP
     D: gl.constexpr = SIZES.D
@@ -473,7 +464,6 @@ def _prefill_hopper(
     BN: gl.constexpr = SIZES.BN
     STAGES: gl.constexpr = SIZES.STAGES
     EDGES: gl.constexpr = SIZES.EDGES
-    BUCKETS: gl.constexpr = SIZES.BUCKETS
     DTYPE: gl.constexpr = Q.dtype.element_ty
     if MODE.HAS_SPLITS:  # a copy of `primitives.assign_split`, which Gluon code cannot call
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -589,7 +579,7 @@ def _prefill_hopper(
         sink = (sink, LEVELS.k_unit + channels, LEVELS.k_middle + channels)
     order = RANKING.order + b * stride_i.batch + h * stride_i.head + of_slice * stride_i.row
     at = (b * heads + h) * segments + of_slice
-    first_base = RANKING.first + at * BUCKETS
+    first_base = RANKING.first + at * SIZES.BUCKETS
     mass_base = RANKING.mass + at * EDGES
     sums_base = RANKING.sums + at * EDGES * D
     if MODE.HAS_SPLITS:
