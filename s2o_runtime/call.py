@@ -155,10 +155,7 @@ class Call:
         cls, q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, packed: Packed | None = None,
         *, scoring: Scoring = PLAIN, kv_start: Tensor | None = None, with_lse: bool = False,
     ) -> Call:  # fmt: skip
-        """Make a call from the tensors of `s2o_attention`, or with `packed` from those of `s2o_attention_varlen`.
-
-        Raises InputError and ConfigError as the ops do.
-        """
+        """Make a call from tensors of `s2o_attention`, or with `packed` `s2o_attention_varlen`. Raises as they do."""
         shape = call_shape(q, k, v, kv_start) if packed is None else check_packed(q, k, v, packed)
         check_heads(config.validate(), shape)
         scoring = scoring.checked(shape, q)

@@ -19,18 +19,15 @@ KERNEL_TYPES = (torch.bfloat16, torch.float16)  # of q, k and v, in every kernel
 
 @dataclass(frozen=True)
 class CallShape:
-    """Sizes of one call. For packed sequences `batch` is their number, `q_len` and `kv_len` are their maxima.
-
-    head_dim: of q and k; value_dim: of v and the output, which differs from it where attention is latent (MLA).
-    """
+    """Sizes of one call. For packed sequences `batch` is their number, `q_len` and `kv_len` are their maxima."""
 
     batch: int
     query_heads: int
     kv_heads: int
     q_len: int
     kv_len: int
-    head_dim: int
-    value_dim: int
+    head_dim: int  # of q and k
+    value_dim: int  # of v and the output, which differs from it where attention is latent (MLA)
 
     @property
     def widest(self) -> int:
@@ -121,28 +118,20 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
 
 
 class Starts(NamedTuple):
-    """The begins of the sequences of a call: kernels take them together, and `list_sequences` makes their table.
+    """The begins of the sequences of a call: kernels take them together, and `list_sequences` makes their table."""
 
-    kv_start: int32 or int64 [B], the first key of each sequence of a batch that counts; None for 0. cu_q, cu_k: int32
-    [N + 1], where the queries and the keys of packed sequences begin; None for a batch.
-    """
-
-    kv_start: Tensor | None = None
-    cu_q: Tensor | None = None
-    cu_k: Tensor | None = None
+    kv_start: Tensor | None = None  # int32 or int64 [B], the first key of each sequence that counts; None for 0
+    cu_q: Tensor | None = None  # int32 [N + 1], where the queries of packed sequences begin; None for a batch
+    cu_k: Tensor | None = None  # int32 [N + 1], where their keys do
 
 
 class Packed(NamedTuple):
-    """The places of packed sequences, one behind another, among Tq queries and Tk keys.
+    """The places of packed sequences, one behind another, among Tq queries and Tk keys."""
 
-    cu_q: int32 [N + 1], where the queries of each sequence begin, from 0 to Tq; cu_k: int32 [N + 1], where its keys do,
-    from 0 to Tk; max_q, max_k: queries and keys, at least as many as the longest sequence has.
-    """
-
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
+    cu_q: Tensor  # int32 [N + 1], where the queries of each sequence begin, from 0 to Tq
+    cu_k: Tensor  # int32 [N + 1], where its keys do, from 0 to Tk
+    max_q: int  # queries, at least as many as the longest sequence has
+    max_k: int  # keys, likewise
 
     @property
     def starts(self) -> Starts:
@@ -259,15 +248,10 @@ def measure_density(
     visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Tensor | None = None,
     cu_q: Tensor | None = None, cu_k: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return query-key pairs computed over causal pairs, window included; dense is 1.0.
+    """Return query-key pairs computed over causal pairs, window included: float64 [Hq]; dense is 1.0.
 
-    Args:
-        visited: integers [B, Hq, row tiles], the prefix keys that each tile of `block_m` rows computed.
-        kv_start: integers [B], the first key of each sequence that counts; None for 0.
-        cu_q, cu_k: int32 [B + 1], where packed sequences begin, for which this waits for the device; None for a batch.
-
-    Returns:
-        float64 [Hq].
+    visited: integers [B, Hq, row tiles], the prefix keys that each tile of `block_m` rows computed; kv_start, cu_q,
+    cu_k: as in `Starts`. For packed sequences this waits for the device.
     """
     zeros = torch.zeros(shape.batch, dtype=torch.int64, device=visited.device)  # no copy from the host
     start = zeros if kv_start is None else kv_start.to(visited.device)
@@ -329,24 +313,15 @@ class PagedKeys:
     """The keys and values of N sequences, in pages of one cache.
 
     Token t of sequence n is token `t % page size` of page `block_table[n, t // page size]`.
-
-    Attributes:
-        k, v: [pages, page size, Hkv, D], any strides with the last dimension contiguous; the type of the queries, or
-            one of `FP8_TYPES`.
-        block_table: int32 [N, M], the pages of each sequence in their order; entries behind its last page are ignored.
-        cu_k: int32 [N + 1], where the keys of each sequence begin once they are packed, from 0.
-        max_k: keys, at least as many as the longest sequence has.
-        total_k: keys, at least as many as all sequences have together.
-        k_scale, v_scale: float32 [1] or [Hkv], what keys and values of an fp8 cache are multiplied by; None for 1.
     """
 
-    k: Tensor
-    v: Tensor
-    block_table: Tensor
-    cu_k: Tensor
-    max_k: int
-    total_k: int
-    k_scale: Tensor | None = None
+    k: Tensor  # [pages, page size, Hkv, D], the last dimension contiguous; the queries' type, or one of `FP8_TYPES`
+    v: Tensor  # likewise
+    block_table: Tensor  # int32 [N, M], the pages of each sequence in their order; those behind its last are ignored
+    cu_k: Tensor  # int32 [N + 1], where the keys of each sequence begin once they are packed, from 0
+    max_k: int  # keys, at least as many as the longest sequence has
+    total_k: int  # keys, at least as many as all sequences have together
+    k_scale: Tensor | None = None  # float32 [1] or [Hkv], what keys of an fp8 cache are multiplied by; None for 1
     v_scale: Tensor | None = None
 
     @property

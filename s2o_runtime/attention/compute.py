@@ -81,16 +81,11 @@ def window_attention(
     products in the type of q and a softmax in float32, as in transformers' eager attention.
 
     Args:
-        q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it.
+        q, k, v, kv_start: as for `dense_attention`.
         window: keys that a query sees, itself included; at least 1.
-        scoring: the factor of the scores, their cap and the sinks.
-        kv_start: int32 or int64 [B], the first key of each sequence that counts; None if all do.
 
     Returns:
         [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
-
-    Raises:
-        InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
     scoring = scoring.checked(shape, q)

@@ -106,7 +106,7 @@ def _quantise_keys(
         share = tl.maximum(half / widest, NARROWEST, propagate_nan=tl.PropagateNan.ALL)
         unit = widest * tl.exp2(tl.log2(share) * SMOOTHING) * RCP_LEVELS
         levels = tl.minimum(tl.maximum((k - middle[None, :]) * (1.0 / unit)[None, :], -LEVELS), LEVELS)
-        # as in `primitives.quantised`
+        # as in `primitives.quantise`
         rounded = (levels + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
         out = head_pointer(OUT, stride_o, b, h) + row * stride_o.row + offs_d[None, :]
         tl.store(out, rounded, mask=inside[:, None])

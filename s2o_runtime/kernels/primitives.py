@@ -106,7 +106,7 @@ def load_sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
 
 @triton.jit
 def find_dense_from(q_len, last_rows, ROWS: tl.constexpr):
-    """Do as `LayerConfig.dense_from` for programs of ROWS rows."""
+    """Do as `LayerConfig.find_first_dense_row` for programs of ROWS rows."""
     return tl.where(last_rows > 0, tl.maximum(q_len - last_rows, 0) // ROWS * ROWS, q_len)
 
 

@@ -29,18 +29,12 @@ DENSE_ROWS = 512  # rows of a dense head computed together; bounds memory, chang
 
 
 class Attended(NamedTuple):
-    """The result of a backend.
+    """The result of a backend."""
 
-    Attributes:
-        out: [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero. Of packed sequences [Tq, Hq, Dv].
-        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None from dense attention.
-        lse: [B, Hq, Lq], of packed sequences [Hq, Tq]: the log-sum-exp of the scores of a row, computed and estimated,
-            its sink among them; -inf before `kv_start`. float32, from the reference float64 for float64 inputs; None
-            where it was not asked for.
-    """
-
-    out: Tensor
-    visited: Tensor | None
+    out: Tensor  # [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero. Of packed sequences [Tq, Hq, Dv]
+    visited: Tensor | None  # int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None if dense
+    # [B, Hq, Lq], of packed sequences [Hq, Tq]: the log-sum-exp of the scores of a row, computed and estimated, its
+    # sink among them; -inf before `kv_start`. float32, from the reference float64 for float64 inputs.
     lse: Tensor | None
 
 
@@ -78,24 +72,15 @@ class _Head(NamedTuple):
 
 
 def s2o_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    config: LayerConfig,
-    *,
-    kv_start: Tensor | None = None,
-    paper_literal: bool = False,
-    ranking_of: Callable[[int, int, int], RankedPrefix] | None = None,
-    **scores: Unpack[ScoringOptions],
-) -> Attended:
+    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig,
+    *, kv_start: Tensor | None = None, paper_literal: bool = False,
+    ranking_of: Callable[[int, int, int], RankedPrefix] | None = None, **scores: Unpack[ScoringOptions],
+) -> Attended:  # fmt: skip
     """Compute S2O attention as the paper and DESIGN.md define it, without any regard to speed.
 
     Args:
-        q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it. Query i stands at
-            position Lk - Lq + i.
-        config: one `HeadConfig` for each query head.
+        q, k, v, config, kv_start: as for `s2o_attention`.
         scores: as in `call.Scoring`. A sink is part of the denominator from the start, so a gain is relative to it too.
-        kv_start: int32 or int64 [B], the first key of each sequence that counts.
         paper_literal: do what the paper's pseudocode does and the product does not: rank each key by itself, permute
             queries inside their segment by their score with the mean key of segment 0, check after every tile, and
             throw away the tile that stops the visit.
@@ -231,7 +216,7 @@ def _visit_prefix(
         before = result.at(running)
         keys = order[begin:end]
         after = update_softmax(before, queries[running], k[keys], v[keys], softcap)
-        gain = tile_gain(measure_row_gain(before, after), real[running])
+        gain = measure_gain(before, after, real[running])
         stop = decide_stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
         if head.tail == "mean" and not paper_literal:
@@ -262,15 +247,10 @@ def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, en
     return State(after.m, after.l + added, after.acc + added[..., None] * mean)
 
 
-def measure_row_gain(before: State, after: State) -> Tensor:
-    """Return the gain of rows between two states, relative to l: [T, BM] (Algorithm 3, line 13)."""
+def measure_gain(before: State, after: State, real: Tensor) -> Tensor:
+    """Average the gains, relative to l, of each row tile's real rows between two states: [T] (Algorithm 3, line 13)."""
     old = before.l * (before.m - after.m).exp()
-    return (after.l - old) / old
-
-
-def tile_gain(gain: Tensor, real: Tensor) -> Tensor:
-    """Average the gains [T, BM] of each row tile's real rows: [T]."""
-    return torch.where(real, gain, 0.0).sum(-1) / real.sum(-1)
+    return torch.where(real, (after.l - old) / old, 0.0).sum(-1) / real.sum(-1)
 
 
 def decide_stops(gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, tile: TileConfig) -> Tensor:

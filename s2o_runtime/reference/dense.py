@@ -45,10 +45,8 @@ def dense_attention(
         kv_start: int32 or int64 [B], the first key of each sequence that counts; reading it waits for the device.
 
     Returns:
-        [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
-
-    Raises:
-        InputError: the tensors do not fit one another.
+        [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero. Raises InputError for tensors that do not
+        fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
     scoring = Scoring(**options).checked(shape, q)
