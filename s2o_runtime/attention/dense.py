@@ -23,7 +23,8 @@ def fastest_dense_attention(
         tiles = list_candidate_tiles(widest, get_capability(q.device))
         if tiles:
             config = _make_dense_config(q.shape[1], tiles[0])
-            return s2o_attention(q, k, v, config, kv_start=kv_start, **scoring.arguments())
+            out: Tensor = s2o_attention(q, k, v, config, kv_start=kv_start, **scoring.arguments())
+            return out
     return dense_attention(q, k, v, kv_start=kv_start, **scoring.arguments())
 
 
