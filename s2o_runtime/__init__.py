@@ -24,11 +24,32 @@ if TYPE_CHECKING:
     from s2o_runtime.profile import Profile, load_profile, save_profile
 
 __all__ = [
-    "Attention", "AttentionStats", "ConfigError", "DriftCheck", "Explanation", "HeadConfig", "InputError",
-    "LayerConfig", "ModelError", "Profile", "ProfileError", "ResourceError", "S2OError", "TileConfig", "explain",
-    "load_profile", "patch", "patched", "register", "s2o_attention", "s2o_attention_paged", "s2o_attention_varlen",
-    "save_profile", "unpatch", "warmup",
-]  # fmt: skip
+    "Attention",
+    "AttentionStats",
+    "ConfigError",
+    "DriftCheck",
+    "Explanation",
+    "HeadConfig",
+    "InputError",
+    "LayerConfig",
+    "ModelError",
+    "Profile",
+    "ProfileError",
+    "ResourceError",
+    "S2OError",
+    "TileConfig",
+    "explain",
+    "load_profile",
+    "patch",
+    "patched",
+    "register",
+    "s2o_attention",
+    "s2o_attention_paged",
+    "s2o_attention_varlen",
+    "save_profile",
+    "unpatch",
+    "warmup",
+]
 
 _HOMES = {
     "attention.api": ("s2o_attention", "s2o_attention_varlen"),

@@ -49,7 +49,8 @@ class Scoring(NamedTuple):
 
         Raises InputError if a number is not positive, or the sinks do not fit the call.
         """
-        scale, softcap, sinks = validate_scale(self.scale, shape.head_dim), self.softcap, self.sinks
+        scale = validate_scale(self.scale, shape.head_dim)
+        softcap, sinks = self.softcap, self.sinks
         if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
             raise InputError(f"softcap is {softcap}: expected a positive number, or None for scores without a cap")
         if sinks is not None:

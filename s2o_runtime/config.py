@@ -190,9 +190,14 @@ class LayerConfig:
 
     @classmethod
     def uniform(
-        cls, num_heads: int, *, tile: TileConfig | None = None, scores: Scores = "input", last_rows: int = 0,
+        cls,
+        num_heads: int,
+        *,
+        tile: TileConfig | None = None,
+        scores: Scores = "input",
+        last_rows: int = 0,
         **head: Unpack[HeadOptions],
-    ) -> LayerConfig:  # fmt: skip
+    ) -> LayerConfig:
         """Return a layer with the same settings, fields of `HeadConfig`, for all heads. Raises as `validate`.
 
         >>> LayerConfig.uniform(32, tau=0.1, segment=1024).heads[31].tau

@@ -120,7 +120,8 @@ class Geometry:
         if name == "others":
             mine, theirs = (shape.other_layers or "none" for shape in (self, profiled))
             return f"layers of other kinds ({mine}) where the profile has others ({theirs})"
-        label, value = name.replace("_", " ").replace("kv", "KV"), getattr(self, name)
+        label = name.replace("_", " ").replace("kv", "KV")
+        value = getattr(self, name)
         sizes = f"{value} {label}" if name in ("layers", "query_heads", "kv_heads") else f"{label} {value}"
         return f"{sizes} where the profile has {getattr(profiled, name)}"
 

@@ -255,7 +255,8 @@ def run_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, 
         [B, Hq, row tiles]; and with `call.with_lse` the log-sum-exp of each row's scores and sink, float32 [B, Hq, Lq].
     """
     q, shape = call.q, call.shape
-    heads, row_tiles = shape.query_heads, shape.row_tiles(call.config.tile.block_m)
+    heads = shape.query_heads
+    row_tiles = shape.row_tiles(call.config.tile.block_m)
     entries, rows_in_memory = (1, q.shape[2]) if call.packed else (shape.batch, shape.q_len)
     if out is None:
         out = q.new_empty(entries, rows_in_memory, heads, shape.head_dim).transpose(1, 2)
@@ -333,14 +334,17 @@ def prefill(
     as `run_prefill` returns them; of packed sequences one batch entry.
     """
     shape, tile, tables = call.shape, call.config.tile, call.tables
-    q, k, v, sinks = call.q, keys.rows, call.v, call.scoring.sinks
+    q, k, v = call.q, keys.rows, call.v
+    sinks = call.scoring.sinks
     rows_apart = k.shape[2] if call.pages is not None else shape.kv_len  # what offsets of one sequence span
     wide = rows_apart * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
-    kernel, options = _prefill, {"maxnreg": MAX_REGISTERS}
+    kernel = _prefill
+    options = {"maxnreg": MAX_REGISTERS}
     if tile.specialized:
         from s2o_runtime.kernels import prefill_hopper as hopper
 
-        kernel, options = hopper._prefill_hopper, {"maxnreg": hopper.MAX_REGISTERS}
+        kernel = hopper._prefill_hopper
+        options = {"maxnreg": hopper.MAX_REGISTERS}
         # no registers are left for 64-bit offsets, and rows are copied 16 bytes at a time: bring a head's together
         if wide or (k.stride(2) * k.element_size() | v.stride(2) * v.element_size()) % 16:
             k, v = k.contiguous(), v.contiguous()
@@ -353,7 +357,9 @@ def prefill(
     one_entry: dict[str, Argument] = {}
     if call.packed:
         one_entry = {"stride_o": Strides(0, *out.stride()[1:3]), "stride_eb": 0}
-    programs, waves, splits = -(-len(rows) // tile.rows), 1, Splits(None, None)
+    programs = -(-len(rows) // tile.rows)
+    waves = 1
+    splits = Splits(None, None)
     grid = (programs, shape.query_heads, shape.batch)
     if tables.launch_order is not None:
         gpu = get_resources(q.device)

@@ -72,10 +72,16 @@ class _Head(NamedTuple):
 
 
 def s2o_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, config: LayerConfig,
-    *, kv_start: Tensor | None = None, paper_literal: bool = False,
-    ranking_of: Callable[[int, int, int], RankedPrefix] | None = None, **scores: Unpack[ScoringOptions],
-) -> Attended:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: LayerConfig,
+    *,
+    kv_start: Tensor | None = None,
+    paper_literal: bool = False,
+    ranking_of: Callable[[int, int, int], RankedPrefix] | None = None,
+    **scores: Unpack[ScoringOptions],
+) -> Attended:
     """Compute S2O attention as the paper and DESIGN.md define it, without any regard to speed.
 
     Args:
@@ -95,7 +101,8 @@ def s2o_attention_reference(
     shape = call_shape(q, k, v, kv_start)
     check_heads(config.validate(), shape)
     scoring = Scoring(**scores).checked(shape, q)
-    softcap, sinks = scoring.softcap, scoring.sinks
+    softcap = scoring.softcap
+    sinks = scoring.sinks
     assert scoring.scale is not None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     starts = [0] * shape.batch if kv_start is None else kv_start.tolist()
@@ -109,8 +116,10 @@ def s2o_attention_reference(
             rows = q[b, h].to(dtype) * scoring.scale
             sink = None if sinks is None else sinks[h].to(dtype)
             rankings = None if ranking_of is None else partial(ranking_of, b, h)
-            exact, int8 = rows, Int8Operands.from_head(rows, keys, starts[b]) if config.scores == "int8" else None
-            if int8 is not None:
+            exact = rows
+            int8 = None
+            if config.scores == "int8":
+                int8 = Int8Operands.from_head(rows, keys, starts[b])
                 rows, keys, _ = int8
             inputs = _Head(
                 rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings, exact, int8
@@ -126,7 +135,8 @@ def s2o_attention_reference(
 def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output [Lq, Dv], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
     q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of, exact, int8 = inputs
-    tile, offset = config.tile, len(k) - len(q)
+    tile = config.tile
+    offset = len(k) - len(q)
     out = v.new_zeros(len(q), v.shape[1])
     visited = torch.zeros(-(-len(q) // tile.block_m), dtype=torch.int32, device=q.device)
     lse = q.new_full((len(q),), float("-inf"))
@@ -221,7 +231,8 @@ def _visit_prefix(
         kept = ~stop if paper_literal else torch.ones_like(stop)
         if head.tail == "mean" and not paper_literal:
             m, l, acc = with_tail(before, after, ranking, begin, end)
-            after = State(m, torch.where(stop[:, None], l, after.l), torch.where(stop[:, None, None], acc, after.acc))
+            l = torch.where(stop[:, None], l, after.l)
+            after = State(m, l, torch.where(stop[:, None, None], acc, after.acc))
         for part, new in zip(result, after, strict=True):
             part[running[kept]] = new[kept]
         visited[running] += end - begin

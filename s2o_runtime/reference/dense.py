@@ -92,7 +92,8 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tenso
 
 def run_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Compute `dense_attention` of tensors that are known to fit, without anything that SDPA does not know."""
-    head_dim, value_dim = q.shape[3], v.shape[3]
+    head_dim = q.shape[3]
+    value_dim = v.shape[3]
     if head_dim == value_dim:
         return _run_in_order(q, k, v, scale)
     widest = max(head_dim, value_dim)
@@ -132,9 +133,11 @@ def _run_in_order(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         _settle_default_order(q.device)
     preferred, order = get_preferred_backend(), torch._C._get_sdp_priority_order()
     all_enabled = (  # nobody disabled a backend of SDPA's; those are enabled for dense attention all the same
-        torch._C._get_cudnn_sdp_enabled() and torch._C._get_flash_sdp_enabled()
-        and torch._C._get_mem_efficient_sdp_enabled() and torch._C._get_math_sdp_enabled()
-    )  # fmt: skip
+        torch._C._get_cudnn_sdp_enabled()
+        and torch._C._get_flash_sdp_enabled()
+        and torch._C._get_mem_efficient_sdp_enabled()
+        and torch._C._get_math_sdp_enabled()
+    )
     if preferred is not None or not all_enabled:
         try:
             with _enable_backends(preferred):
