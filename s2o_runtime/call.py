@@ -38,40 +38,30 @@ class Scoring(NamedTuple):
     """The weights of products: with x = scale * q . k, a score is s = softcap * tanh(x / softcap), or x without it.
 
     The weight of key j is exp(s_j) / (sum_t exp(s_t) + exp(sink)), without the last term where there are no sinks.
-
-    Attributes:
-        scale: positive; None for D ** -0.5, with D the head dim of q and k.
-        softcap: bounds the scores (Gemma 2); positive, None for no bound.
-        sinks: [Hq], any floating type: what each query head's rows attend to beside their keys, without a value
-            (gpt-oss); None for nothing.
     """
 
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    scale: float | None = None  # positive; None for D ** -0.5, with D the head dim of q and k
+    softcap: float | None = None  # bounds the scores (Gemma 2); positive, None for no bound
+    sinks: Tensor | None = None  # [Hq], any floating type, of each query head (gpt-oss); None for nothing
 
     def checked(self, shape: CallShape, q: Tensor) -> Scoring:
-        """Return the scoring with the default scale filled in.
+        """Return the scoring of a call of these sizes and queries with the default scale filled in.
 
-        Args:
-            shape: of the call.
-            q: its queries, in the type of the call and on its device.
-
-        Raises:
-            InputError: a number is not positive, or the sinks do not fit the call.
+        Raises InputError if a number is not positive, or the sinks do not fit the call.
         """
-        scale, softcap, sinks = validate_scale(self.scale, shape.head_dim), self.softcap, self.sinks
+        scale = validate_scale(self.scale, shape.head_dim)
+        softcap, sinks = self.softcap, self.sinks
         if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
             raise InputError(f"softcap is {softcap}: expected a positive number, or None for scores without a cap")
         if sinks is not None:
             check_tensor("sinks", sinks)
-        if sinks is not None and (sinks.shape != (shape.query_heads,) or not sinks.dtype.is_floating_point):
-            raise InputError(
-                f"sinks have shape {tuple(sinks.shape)} and type {sinks.dtype}: expected a floating point number for "
-                f"each of the {shape.query_heads} query heads"
-            )
-        if sinks is not None and sinks.device != q.device:
-            raise InputError(f"sinks are on {sinks.device} but q on {q.device}: move them to one device")
+            if sinks.shape != (shape.query_heads,) or not sinks.dtype.is_floating_point:
+                raise InputError(
+                    f"sinks have shape {tuple(sinks.shape)} and type {sinks.dtype}: expected a floating point number "
+                    f"for each of the {shape.query_heads} query heads"
+                )
+            if sinks.device != q.device:
+                raise InputError(f"sinks are on {sinks.device} but q on {q.device}: move them to one device")
         return Scoring(scale, None if softcap is None else float(softcap), sinks)
 
     @property
@@ -107,11 +97,7 @@ def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def validate_scale(scale: float | None, head_dim: int) -> float:
-    """Return the factor of the scores: `scale`, or `head_dim ** -0.5` for None.
-
-    Raises:
-        InputError: the scale is not positive, or infinite.
-    """
+    """Return the factor of the scores: `scale`, which must be positive and finite, or `head_dim ** -0.5` for None."""
     if scale is None:
         return float(head_dim**-0.5)
     if not 0 < scale < math.inf:
@@ -125,66 +111,44 @@ TAIL = 4  # `tail` of the head is "mean"
 
 
 class HeadTables(NamedTuple):
-    """The per-head settings, on the device with one entry per query head, and what the launches need of them.
+    """The per-head settings, on the device with one entry per query head, and what the launches need of them."""
 
-    Attributes:
-        tau: float32 [Hq].
-        segment: int32 [Hq], 0 marks a head without a prefix.
-        flags: int32 [Hq], see above.
-        rows_per_representative: int32 [Hq], queries that a representative is the mean of.
-        representatives: int32 [Hq], of a segment.
-        launch_order: int32 [Hq], the heads in the order in which their programs start, dense ones first, as they have
-            the most work; None where all are of one mode and no last rows are dense.
-        dense_heads, s2o_heads: how many heads are of each mode; what follows is of the heads in mode "s2o".
-        representative_counts: the different numbers of representatives.
-        shortest_segment: 0 if there is none.
-        min_rows_per_representative: the fewest queries of a representative.
-        row_multiple: a number of rows that every segment divides.
-        tail: whether `tail` of any head is "mean".
-    """
-
-    tau: Tensor
-    segment: Tensor
-    flags: Tensor
-    rows_per_representative: Tensor
-    representatives: Tensor
+    tau: Tensor  # float32 [Hq]
+    segment: Tensor  # int32 [Hq], 0 marks a head without a prefix
+    flags: Tensor  # int32 [Hq], see above
+    rows_per_representative: Tensor  # int32 [Hq], queries that a representative is the mean of
+    representatives: Tensor  # int32 [Hq], of a segment
+    # int32 [Hq], the heads in the order in which their programs start, dense ones first, as they have the most work;
+    # None where all are of one mode and no last rows are dense
     launch_order: Tensor | None
-    dense_heads: int
+    dense_heads: int  # how many heads are of this mode, and how many of the other; what follows is of the latter
     s2o_heads: int
-    representative_counts: tuple[int, ...]
-    shortest_segment: int
+    representative_counts: tuple[int, ...]  # different ones
+    shortest_segment: int  # 0 if there is none
     min_rows_per_representative: int
-    row_multiple: int
-    tail: bool
+    row_multiple: int  # of every segment
+    tail: bool  # of any head is "mean"
 
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors and settings of one call; `of` makes one.
+    """The tensors and settings of one call; `from_tensors` makes one.
 
-    Attributes:
-        q, k, v: [B, Hq, Lq, D], [B, Hkv, Lk, D] and [B, Hkv, Lk, Dv]. Packed sequences lie one behind another along
-            the length of a single batch entry, which kernels get expanded to B (stride 0).
-        config: of the layer.
-        shape: the sizes; for packed sequences batch, q_len and kv_len are their number and maxima.
-        scoring: the factor of the scores, which is filled in, their cap and the sinks.
-        kv_start: integers [B], the first key of each sequence that counts; None for 0.
-        cu_q, cu_k: int32 [B + 1], where packed sequences begin; None for a batch.
-        with_lse: whether the log-sum-exps are to be computed.
-        pages: where the keys of packed sequences are among k and v, which then are all rows of a cache; None where k
-            and v are the sequences' own. Only the kernels take such calls.
+    Packed sequences lie one behind another along the length of a single batch entry, which kernels get expanded to B
+    (stride 0).
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # [B, Hq, Lq, D]
+    k: Tensor  # [B, Hkv, Lk, D]
+    v: Tensor  # [B, Hkv, Lk, Dv]
     config: LayerConfig
-    shape: CallShape
-    scoring: Scoring
-    kv_start: Tensor | None = None
+    shape: CallShape  # for packed sequences batch, q_len and kv_len are their number and maxima
+    scoring: Scoring  # with the scale filled in
+    kv_start: Tensor | None = None  # as in `Starts`, like the next two
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
     with_lse: bool = False
+    # of packed sequences whose k and v are all rows of a cache, for the kernels alone; None where k and v are their own
     pages: PageTable | None = None
 
     @classmethod
@@ -192,10 +156,7 @@ class Call:
         cls, q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, packed: Packed | None = None,
         *, scoring: Scoring = PLAIN, kv_start: Tensor | None = None, with_lse: bool = False,
     ) -> Call:  # fmt: skip
-        """Make a call from the tensors of `s2o_attention`, or with `packed` from those of `s2o_attention_varlen`.
-
-        Raises InputError and ConfigError as the ops do.
-        """
+        """Make a call from tensors of `s2o_attention`, or with `packed` `s2o_attention_varlen`. Raises as they do."""
         shape = call_shape(q, k, v, kv_start) if packed is None else check_packed(q, k, v, packed)
         check_heads(config.validate(), shape)
         scoring = scoring.checked(shape, q)
@@ -220,11 +181,6 @@ class Call:
         """The factor of the scores."""
         assert self.scoring.scale is not None
         return self.scoring.scale
-
-    @property
-    def sinks(self) -> Tensor | None:
-        """[Hq], scores without a value that each head attends to."""
-        return self.scoring.sinks
 
     @property
     def cap(self) -> float:
@@ -253,23 +209,24 @@ class Call:
 def make_head_tables(config: LayerConfig, device: torch.device) -> HeadTables:
     """Make the tables of a layer on a device; they are kept for the calls to come."""
     ranked = [head for head in config.heads if head.mode == "s2o"]
+    dense_heads = config.num_heads - len(ranked)
 
     def table(value: Callable[[HeadConfig], float], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor([value(head) for head in config.heads], dtype=dtype).to(device)
 
-    modes = {head.mode for head in config.heads}
     order = sorted(range(config.num_heads), key=lambda head: config.heads[head].mode != "dense")
+    ordered = config.last_rows or (ranked and dense_heads)
     return HeadTables(
         tau=table(lambda head: head.tau, torch.float32),
         segment=table(lambda head: head.segment if head.mode == "s2o" else 0),
         flags=table(lambda head: int(head.stop_rule) | TAIL * (head.tail == "mean")),
         rows_per_representative=table(lambda head: head.segment // head.representatives if head.mode == "s2o" else 0),
         representatives=table(lambda head: head.representatives),
-        launch_order=torch.tensor(order, dtype=torch.int32).to(device) if len(modes) > 1 or config.last_rows else None,
-        dense_heads=sum(head.mode == "dense" for head in config.heads),
+        launch_order=torch.tensor(order, dtype=torch.int32).to(device) if ordered else None,
+        dense_heads=dense_heads,
         s2o_heads=len(ranked),
         representative_counts=tuple(sorted({head.representatives for head in ranked})),
-        shortest_segment=min((head.segment for head in ranked), default=0),
+        shortest_segment=config.shortest_segment,
         min_rows_per_representative=min((head.segment // head.representatives for head in ranked), default=0),
         row_multiple=math.lcm(*(head.segment for head in ranked)),
         tail=config.has_tail,

@@ -29,10 +29,8 @@ ALL = "--help-all"
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence, and whose help ends with examples.
 
-    Args:
-        examples: pairs of a task, in words, and the arguments that do it.
-        first: the flags that --help shows, where --help-all shows all; without any, --help shows all.
-        arguments: `argparse.ArgumentParser`'s.
+    examples: pairs of a task, in words, and the arguments that do it. first: the flags that --help shows, where
+    --help-all shows all; without any, --help shows all.
     """
 
     def __init__(
@@ -121,21 +119,16 @@ def describe_exit_codes(*codes: int) -> str:
 
 
 def call_command(program: str, command: Callable[[], int], if_interrupted: str = "") -> int:
-    """Run a command and return its exit code.
+    """Run a command and return its exit code; an `S2OError` that it raises is printed as one sentence.
 
-    Args:
-        program: its name, which its error begins with.
-        command: returns the exit code; an `S2OError` that it raises is printed as one sentence.
-        if_interrupted: the words after "interrupted".
+    if_interrupted: the words after "interrupted".
     """
     try:
         return command()
     except S2OError as error:
         return report_failure(program, get_exit_code(error), str(error))
     except KeyboardInterrupt:
-        return report_failure(
-            program, INTERRUPTED, f"interrupted; {if_interrupted}" if if_interrupted else "interrupted"
-        )
+        return report_failure(program, INTERRUPTED, "; ".join(filter(None, ("interrupted", if_interrupted))))
 
 
 def get_exit_code(error: S2OError) -> int:

@@ -50,18 +50,14 @@ class StopRule(IntEnum):
 
     @classmethod
     def parse(cls, text: str) -> StopRule:
-        """Return the rule that a text names.
-
-        Raises:
-            ConfigError: no rule has this name.
+        """Return the rule that a text names. Raises ConfigError if no rule has this name.
 
         >>> StopRule.parse("raw")
         <StopRule.PAPER: 2>
         """
-        name = "paper" if text == "raw" else text
-        for rule in cls:
-            if str(rule) == name:
-                return rule
+        rules = {str(rule): rule for rule in cls} | {"raw": cls.PAPER}
+        if text in rules:
+            return rules[text]
         raise ConfigError(f"stop_rule {text!r} is not known: use one of {', '.join(map(str, cls))}")
 
     def __str__(self) -> str:
@@ -75,33 +71,21 @@ class StopRule(IntEnum):
 class HeadConfig:
     """The settings of one query head: how much of its prefix it computes.
 
-    Attributes:
-        tau: the threshold of the stop rule; 0 never stops (exact attention).
-        segment: queries that share one ranking; a multiple of 64.
-        mode: "s2o"; "dense" computes every causal pair and ignores all other fields.
-        stop_rule: the number that stops the visit once it is below the threshold (`StopRule`).
-        representatives: the segment is cut into this many parts, and the mean query of each ranks the keys with a
-            softmax of its own; a key counts with its largest weight. 1 is the paper's mean of the whole segment.
-        tail: keys after the stop count for nothing ("none"), or their mean value estimates them ("mean", see
-            docs/how-it-works.md).
-
     >>> HeadConfig(tau=0.3, segment=1024, representatives=16, tail="mean").mode
     's2o'
     """
 
-    tau: float = 0.0
-    segment: int = 512
-    mode: Mode = "s2o"
-    stop_rule: StopRule = StopRule.REST
+    tau: float = 0.0  # the threshold of the stop rule; 0 never stops (exact attention)
+    segment: int = 512  # queries that share one ranking; a multiple of 64
+    mode: Mode = "s2o"  # "dense" computes every causal pair and ignores all other fields
+    stop_rule: StopRule = StopRule.REST  # says what is compared with tau
+    # The segment is cut into this many parts, and the mean query of each ranks the keys with a softmax of its own; a
+    # key counts with its largest weight. 1 is the paper's mean of the whole segment.
     representatives: int = 1
-    tail: Tail = "none"
+    tail: Tail = "none"  # keys after the stop count for nothing, or ("mean") their mean value estimates them
 
     def validate(self) -> HeadConfig:
-        """Return the config itself.
-
-        Raises:
-            ConfigError: a field is out of its range.
-        """
+        """Return the config itself. Raises ConfigError for a field that is out of its range."""
         _check_one_of(self, "mode", get_args(Mode), "is not known")
         if not isinstance(self.stop_rule, StopRule):
             raise ConfigError(f"stop_rule {self.stop_rule!r} is not a StopRule: use one of {list(StopRule)}")
@@ -131,37 +115,30 @@ class HeadOptions(TypedDict, total=False):
 class TileConfig:
     """The shape of the kernel's work on one GPU.
 
-    `block_m`, `block_n` and `chunk` also decide where a head may stop, so the reference follows them too.
-    `validate` checks what holds on every GPU; `tiles.tile_obstacle` names what a GPU cannot run of it.
-
-    Attributes:
-        block_m: query rows of a tile (BM).
-        block_n: keys of a tile (BN).
-        chunk: tiles between two stop checks.
-        num_warps, num_stages: Triton's launch options.
-        specialized: use the kernel for sm_90, some warps of which only copy. There a program computes two row tiles,
-            `num_warps` is the warps of each and `num_stages` the slots of its ring.
-        dense_below: a whole prompt of fewer keys than this is faster with dense attention on this GPU, however early
-            heads stop, and so is every call with fewer query-key pairs than such a prompt.
-        min_queries: fewer queries than this behind a longer prefix are faster with dense attention on this GPU, because
-            they rank all of it for little. At least 2, so that a decode step never ranks; 0 where it was not measured:
-            then the GPU's default holds (`tiles.fewest_queries`).
-        tail_keys: from so many keys on, `min_queries` was measured for calls whose prefix is at least as long as their
-            queries, so that it alone decides about them, and not the work of a prompt of `dense_below` keys. 0 where it
-            was not: then both do.
+    `block_m`, `block_n` and `chunk` also decide where a head may stop, so the reference follows them too. `validate`
+    checks what holds on every GPU; `tiles.find_tile_obstacle` names what a GPU cannot run of it.
 
     >>> TileConfig(block_m=64, block_n=64, chunk=4).stride  # keys between two stop checks
     256
     """
 
-    block_m: int = 128
-    block_n: int = 64
-    chunk: int = 4
+    block_m: int = 128  # query rows of a tile (BM)
+    block_n: int = 64  # keys of a tile (BN)
+    chunk: int = 4  # tiles between two stop checks
     num_warps: int = 8
     num_stages: int = 2
+    # Use the kernel for sm_90, some warps of which only copy. There a program computes two row tiles, `num_warps` is
+    # the warps of each and `num_stages` the stages of its ring.
     specialized: bool = False
+    # A whole prompt of fewer keys than this is faster with dense attention on this GPU, however early heads stop, and
+    # so is every call with fewer query-key pairs than such a prompt.
     dense_below: int = 0
+    # Fewer queries than this behind a longer prefix are faster with dense attention on this GPU, because they rank all
+    # of it for little. At least 2, so that a decode step never ranks; 0 where it was not measured: then the GPU's
+    # default holds (`tiles.get_fewest_queries`).
     min_queries: int = 0
+    # From so many keys on, `min_queries` was measured for calls whose prefix is at least as long as their queries, so
+    # that it alone decides about them, and not `dense_below`. 0 where it was not: then both do.
     tail_keys: int = 0
 
     @property
@@ -179,11 +156,7 @@ class TileConfig:
         return f"{self.block_m}x{self.block_n}x{self.chunk} {warps} s{self.num_stages}"
 
     def validate(self) -> TileConfig:
-        """Return the config itself.
-
-        Raises:
-            ConfigError: a field is out of its range, or the kernel cannot be compiled for the combination.
-        """
+        """Return the config itself. Raises ConfigError for a field out of its range, or one that fits no kernel."""
         _check_one_of(self, "block_m", (64, 128, 256))
         _check_one_of(self, "block_n", (32, 64, 128))
         _check_one_of(self, "num_warps", (4, 8))
@@ -204,22 +177,16 @@ class TileConfig:
 class LayerConfig:
     """One attention layer: a `HeadConfig` for each query head and the tile they share.
 
-    Attributes:
-        heads: one config for each query head.
-        tile: the tile of all heads.
-        scores: products of queries and keys are computed in the type of the inputs ("input"), or of both rounded to 8
-            bits ("int8"), also where keys are ranked and where heads are dense (docs/how-it-works.md).
-        last_rows: so many queries at the end of each sequence of a call run dense, as in a dense head
-            (`find_first_dense_row`).
-
     >>> LayerConfig((HeadConfig(tau=0.3), HeadConfig(mode="dense"))).is_dense
     False
     """
 
     heads: tuple[HeadConfig, ...]
     tile: TileConfig = TileConfig()
+    # Products of queries and keys are computed in the type of the inputs, or of both rounded to 8 bits ("int8"), also
+    # where keys are ranked and where heads are dense.
     scores: Scores = "input"
-    last_rows: int = 0
+    last_rows: int = 0  # so many queries at the end of each sequence run dense (`find_first_dense_row`)
 
     @classmethod
     def uniform(
@@ -231,13 +198,7 @@ class LayerConfig:
         last_rows: int = 0,
         **head: Unpack[HeadOptions],
     ) -> LayerConfig:
-        """Return a layer with the same settings for all `num_heads` query heads.
-
-        Args:
-            head: the fields of a `HeadConfig`.
-
-        Raises:
-            ConfigError: as `validate`.
+        """Return a layer with the same settings, fields of `HeadConfig`, for all heads. Raises as `validate`.
 
         >>> LayerConfig.uniform(32, tau=0.1, segment=1024).heads[31].tau
         0.1
@@ -301,9 +262,8 @@ class LayerConfig:
     def validate(self) -> LayerConfig:
         """Return the config itself; only the first call checks it, because every call of the op validates.
 
-        Raises:
-            ConfigError: there are no heads, a field of the layer, its tile or a head is out of its range, or the rows
-                of the tile do not divide a head's segment.
+        Raises ConfigError for no heads, a field of the layer, its tile or a head that is out of its range, or a head's
+        segment that the rows of the tile do not divide.
         """
         _ = self._checked
         return self
@@ -358,7 +318,7 @@ class LayerConfig:
 
 
 def find_first_dense_row(q_len: int, last_rows: int, rows: int) -> int:
-    """Return `LayerConfig.dense_from` for programs of `rows` rows."""
+    """Return `LayerConfig.find_first_dense_row` for programs of `rows` rows."""
     return max(q_len - last_rows, 0) // rows * rows if last_rows else q_len
 
 

@@ -44,9 +44,7 @@ class Fit(NamedTuple):
 def get_device(name: str | None) -> torch.device:
     """Return the device of a name that a user gave, by default a GPU if there is one.
 
-    Raises:
-        ConfigError: it is not known or not supported.
-        ResourceError: it is not here.
+    Raises ConfigError if it is not known or not supported, and ResourceError if it is not here.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -63,16 +61,10 @@ def identify(device: torch.device) -> DeviceIdentity:
     """Return what a profile remembers of a device."""
     if device.type != "cuda":
         return DeviceIdentity(device.type, device.type)
+    gpu = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        return DeviceIdentity("rocm", torch.cuda.get_device_properties(device).name)
-    properties = torch.cuda.get_device_properties(device)
-    return DeviceIdentity(
-        "cuda",
-        properties.name,
-        (properties.major, properties.minor),
-        properties.multi_processor_count,
-        properties.total_memory,
-    )
+        return DeviceIdentity("rocm", gpu.name)
+    return DeviceIdentity("cuda", gpu.name, (gpu.major, gpu.minor), gpu.multi_processor_count, gpu.total_memory)
 
 
 @lru_cache(maxsize=64)

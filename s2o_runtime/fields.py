@@ -30,29 +30,18 @@ _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 @dataclass(frozen=True)
 class Rule:
-    """The type and the range of a value.
+    """The type and the range of a value."""
 
-    Args:
-        type: bool, int, float, str or Path; of every value if there are several.
-        low, high: the smallest and the largest number; `above` excludes `low` itself.
-        multiple: whole numbers must be multiples of it.
-        allowed: the only values, where these are few.
-        unit: of a number; "seconds" may be written as 5m, "tokens" as 8k for 8192, "share" is called by that name.
-        optional: None is a value too, in text "none".
-        many: a tuple of such values; numbers and switches in it are different and ascend, and are sorted when read.
-        empty: the tuple may be empty, in text "none".
-    """
-
-    type: type
-    low: float = -math.inf
+    type: type  # bool, int, float, str or Path; of every value if there are several
+    low: float = -math.inf  # the smallest number, and the largest
     high: float = math.inf
-    above: bool = False
-    multiple: int = 1
-    allowed: tuple[int | str, ...] = ()
-    unit: str = ""
-    optional: bool = False
-    many: bool = False
-    empty: bool = False
+    above: bool = False  # excludes `low` itself
+    multiple: int = 1  # that whole numbers must be multiples of
+    allowed: tuple[int | str, ...] = ()  # the only values, where these are few
+    unit: str = ""  # of a number; "seconds" may be written as 5m, "tokens" as 8k, "share" is called by that name
+    optional: bool = False  # None is a value too, in text "none"
+    many: bool = False  # a tuple of such values; numbers and switches in it are different, and are sorted when read
+    empty: bool = False  # the tuple may be empty, in text "none"
 
     @property
     def single(self) -> Rule:
@@ -62,8 +51,7 @@ class Rule:
     def read(self, value: object) -> Any:
         """Convert a text, a value of JSON or YAML, or a Python value to the rule's type, without checking its range.
 
-        Raises:
-            ValueError: it stands for no value of this type.
+        Raises ValueError if it stands for no value of this type.
         """
         if value is None and self.optional:
             return None
@@ -90,16 +78,7 @@ class Rule:
         return all(map(self._accepts_single, value)) and is_sorted
 
     def checked(self, value: object, name: str, example: str = "") -> Any:
-        """Read a value and check its range.
-
-        Args:
-            value: as `read` takes it.
-            name: what the value is of, for the error.
-            example: a value that is right, for the error.
-
-        Raises:
-            ConfigError: one sentence that names the value, the rule and the example.
-        """
+        """Read a value and check its range. Raises ConfigError, which names the value, the rule and the example."""
         try:
             value = self.read(value)
             if self.accepts(value):

@@ -13,9 +13,7 @@ from s2o_runtime.errors import ConfigError
 def resolve_destination(path: Path) -> Path:
     """Return the file that a write to a path makes or replaces: a symbolic link's target, else the path itself.
 
-    Raises:
-        ConfigError: there is something that is not a regular file, such as a folder, a pipe or a device.
-        OSError: the path cannot be followed.
+    Raises ConfigError for what is not a regular file, such as a folder, and OSError if the path cannot be followed.
     """
     try:
         mode = path.stat().st_mode
@@ -31,14 +29,8 @@ def resolve_destination(path: Path) -> Path:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that a reader, or a crash at any moment, sees the old content or the new, never a part.
 
-    Args:
-        path: the file, or a symbolic link to it, which stays one; its folder must exist.
-        data: the whole content.
-
-    Raises:
-        ConfigError: there is something that is not a regular file. It stays as it is.
-        OSError: the file cannot be written. The old content is then still there. If its folder is missing or takes no
-            files, the error names the folder.
+    path: the file, or a symbolic link to it, which stays one; its folder must exist. Raises ConfigError for what is not
+    a regular file, and OSError, which names the folder if that takes no files; the old content is then still there.
     """
     path = resolve_destination(path)
     try:

@@ -51,32 +51,25 @@ SHOWN = 60  # characters of a value in a message
 PACKED, SCALES = frozenset({"qweight", "qzeros"}), "scales"  # buffers of a linear layer in GPTQ's and AWQ's formats
 # safetensors' names of the types that torch has, and torch's
 STORED_TYPES = {
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-    **{"BF16": "bfloat16", "BOOL": "bool", "C64": "complex64", "F8_E8M0": "float8_e8m0fnu"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz"},
-    **{"F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz"},
-}
-COUNTED = ("layers", "query_heads", "kv_heads")  # fields of a geometry
+    "F16": "float16", "F32": "float32", "F64": "float64", "BF16": "bfloat16", "BOOL": "bool", "C64": "complex64",
+    "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+    "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a model that shape a profile's tables.
+    """The sizes of a model that shape a profile's tables."""
 
-    architecture: the type of the model's text part. layers: the layers of full attention, which alone have rows in
-    tables. query_heads, kv_heads, head_dim: of these layers. layer_numbers: which decoder layers they are, ascending;
-    empty if they are all of them. others: how many layers of each other kind the model has, by name.
-    """
-
-    architecture: str
-    layers: int
+    architecture: str  # the type of the model's text part
+    layers: int  # of full attention, which alone have rows in tables
     query_heads: int
     kv_heads: int
     head_dim: int
-    layer_numbers: tuple[int, ...] = ()
-    others: tuple[tuple[str, int], ...] = ()
+    layer_numbers: tuple[int, ...] = ()  # of these layers in the decoder, ascending; empty if they are all of it
+    others: tuple[tuple[str, int], ...] = ()  # how many layers of each other kind the model has, by name
 
     def __str__(self) -> str:
         layers = pluralize(self.layers, "layer")
@@ -114,34 +107,29 @@ class Geometry:
         return values | ({"layer_numbers": list(numbers), "other_layers": dict(others)} if numbers else {})
 
     def describe_difference(self, profiled: Geometry) -> str | None:
-        """Return the first difference from a profile, worded to follow "the model has"; None if they are equal.
-
-        Args:
-            profiled: the geometry in the profile.
-        """
-        for name, mine in vars(self).items():
-            if mine != (theirs := getattr(profiled, name)):
-                return _describe_difference(name, mine, theirs)
-        return None
-
-
-def _describe_difference(name: str, mine: Any, theirs: Any) -> str:
-    """Return a field in which a model differs from a profile, in words: "6 layers where the profile has 30"."""
-    if name == "layer_numbers":
-        mine, theirs = (f"layers {', '.join(map(str, numbers))}" if numbers else "all" for numbers in (mine, theirs))
-        return f"full attention in {mine} where the profile has it in {theirs}"
-    if name == "others":
-        mine, theirs = (", ".join(f"{count} {kind}" for kind, count in others) or "none" for others in (mine, theirs))
-        return f"layers of other kinds ({mine}) where the profile has others ({theirs})"
-    label = name.replace("_", " ").replace("kv", "KV")
-    return f"{f'{mine} {label}' if name in COUNTED else f'{label} {mine}'} where the profile has {theirs}"
+        """Return the first difference from a profile's, worded to follow "the model has"; None if they are equal."""
+        name = next((name for name, value in vars(self).items() if value != getattr(profiled, name)), None)
+        if name is None:
+            return None
+        if name == "layer_numbers":
+            mine, theirs = (
+                f"layers {', '.join(map(str, shape.layer_numbers))}" if shape.layer_numbers else "all"
+                for shape in (self, profiled)
+            )
+            return f"full attention in {mine} where the profile has it in {theirs}"
+        if name == "others":
+            mine, theirs = (shape.other_layers or "none" for shape in (self, profiled))
+            return f"layers of other kinds ({mine}) where the profile has others ({theirs})"
+        label = name.replace("_", " ").replace("kv", "KV")
+        value = getattr(self, name)
+        sizes = f"{value} {label}" if name in ("layers", "query_heads", "kv_heads") else f"{label} {value}"
+        return f"{sizes} where the profile has {getattr(profiled, name)}"
 
 
 def geometry(config: Any) -> Geometry:
     """Return the geometry in a transformers configuration, of its text part if it has several.
 
-    Raises:
-        ModelError: the configuration is of no decoder, or no layer has full attention.
+    Raises ModelError if the configuration is of no decoder, or no layer has full attention.
     """
     kinds, config = list_layer_kinds(config), get_text_config(config)
     architecture = str(getattr(config, "model_type", type(config).__name__))
@@ -172,25 +160,19 @@ def geometry(config: Any) -> Geometry:
 
 
 def list_attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules of the model's layers of full attention, in their order.
-
-    Raises:
-        ModelError: one of these layers has none, or more than one.
-    """
+    """Return the attention modules of the model's layers of full attention. Raises as `number_modules`."""
     return [module for _, module in number_modules(model)]
 
 
 def number_modules(model: nn.Module) -> list[tuple[int, nn.Module]]:
     """Return the number in the decoder and the attention module of each layer of full attention.
 
-    Raises:
-        ModelError: as `list_attention_modules` does.
+    Raises ModelError if one of these layers has no attention module, or more than one.
     """
     shape = geometry(model.config)
     by_layer = find_decoder_attention(model)
     modules = []
-    for row in range(shape.layers):
-        number = shape.get_layer_number(row)
+    for number in map(shape.get_layer_number, range(shape.layers)):
         layer_modules = by_layer.get(number, [])
         if len(layer_modules) != 1:
             raise ModelError(
@@ -226,13 +208,8 @@ def fingerprint(model: Any) -> str:
     """Return what names the function of a model in a profile: `compose_fingerprint` of what it holds.
 
     Wrappers (torch.compile, PEFT) change nothing, nor do adapters that are disabled, whose LoRA is zeros, or that are
-    merged: those are in the weights.
-
-    Args:
-        model: a transformers model with its parameters in memory, in any floating point type.
-
-    Raises:
-        RuntimeError: a parameter is not in memory (on the meta device, as offloaded ones are).
+    merged: those are in the weights. Parameters may have any floating point type. Raises RuntimeError for one that is
+    not in memory (on the meta device, as offloaded ones are).
     """
     model, adapters = _unwrap(model)
     with _restore_quantised(model):
@@ -249,10 +226,8 @@ def fingerprint(model: Any) -> str:
 def compose_fingerprint(weights_hash: str, config: Any, adapters_hash: str = "") -> str:
     """Return a fingerprint: hashes of weights, RoPE parameters and active adapters, and the values of config.json.
 
-    Args:
-        weights_hash: as `compute_sampled_fingerprint` gives it.
-        config: the model's transformers configuration; without RoPE parameters they are left out.
-        adapters_hash: of the adapters that are active and not merged; empty without any.
+    weights_hash: as `compute_sampled_fingerprint` gives it; adapters_hash: of the adapters that are active and not
+    merged, empty without any.
     """
     weights, separator, base = weights_hash.partition(BASE)
     rope = _read_rope_parameters(config)
@@ -264,11 +239,7 @@ def compose_fingerprint(weights_hash: str, config: Any, adapters_hash: str = "")
 
 
 def select_config_values(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration's text part that may decide what its weights compute, as JSON.
-
-    Args:
-        config: a transformers configuration, or an object with the same attributes.
-    """
+    """Return the fields of a configuration's text part that may decide what its weights compute, as JSON."""
 
     def parse_number(text: str) -> float:
         value = float(f"{float(text):.7g}")  # GGUF files have float32
@@ -319,10 +290,6 @@ def explain_mismatch(model_fingerprint: str, profile_fingerprint: str) -> str | 
 
     Of config.json those fields are compared that both have: versions of transformers add some. A model without a
     language model's head is compared with the profile's model without its head.
-
-    Args:
-        model_fingerprint: the model's, as `fingerprint` gives it.
-        profile_fingerprint: the profile's.
     """
     model, profile = split_fingerprint(model_fingerprint), split_fingerprint(profile_fingerprint)
     weights, *parts = re.split(r"(?=\+)", model["fingerprint"])
@@ -345,12 +312,8 @@ def explain_config_mismatch(model: Mapping[str, Any], profile: Mapping[str, Any]
 
 
 def get_device_of(module: nn.Module) -> torch.device:
-    """Return the device of a part of a model: the layers of one model may be on several GPUs.
-
-    Args:
-        module: with parameters, or with buffers alone: the weights of GPTQ and AWQ are buffers.
-    """
-    return next(chain(module.parameters(), module.buffers())).device
+    """Return the device of a part of a model: the layers of one model may be on several GPUs."""
+    return next(chain(module.parameters(), module.buffers())).device  # the weights of GPTQ and AWQ are buffers
 
 
 def find_offloaded(model: nn.Module) -> str | None:
@@ -411,9 +374,8 @@ def _unwrap(model: Any) -> tuple[Any, dict[str, Tensor]]:
 def _take_adapters(prefix: str, module: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Take a module's PEFT adapters, whose names begin with `prefix`, out of the weights.
 
-    Returns:
-        The tensors of those that have an effect, by names that do not depend on the adapters' own, and the scaling of
-        each in the name of an empty one.
+    Return the tensors of those that have an effect, by names that do not depend on the adapters' own, and the scaling
+    of each in the name of an empty one.
     """
     by_adapter: dict[str, dict[str, Tensor]] = {}
     for kind in getattr(module, "adapter_layer_names", ()):
@@ -486,9 +448,7 @@ def _restore_quantised(model: nn.Module) -> Iterator[None]:
 def compute_sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Callable[[str, range], Tensor]) -> str:
     """Return the hash of parameters that need not be in memory; after it that of all but a head, if there is one.
 
-    Args:
-        shapes: of the parameters, by name.
-        sample: returns the values of a parameter, given its name, at indices into it when it is flat.
+    sample: returns the values of a parameter, given its name, at indices into it when it is flat.
     """
     samples = {}
     for name, shape in shapes.items():
@@ -509,22 +469,17 @@ def compute_sampled_fingerprint(shapes: Mapping[str, Sequence[int]], sample: Cal
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file, of which only requested elements are read.
-
-    path: of the file; start: the byte in it where the tensor begins; dtype: as safetensors names it.
-    """
+    """A tensor in a safetensors file, of which only requested elements are read."""
 
     path: Path
-    start: int
-    dtype: str
+    start: int  # the byte in the file where the tensor begins
+    dtype: str  # as safetensors names it
     shape: tuple[int, ...]
 
     def read_elements(self, indices: range) -> Tensor:
         """Return elements of the flattened tensor; a mapped file would read many pages around each of them.
 
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: torch has no such type, or the file ends before an element.
+        Raises OSError, and ValueError if torch has no such type, or the file ends before an element.
         """
         dtype = getattr(torch, STORED_TYPES.get(self.dtype, ""), None)
         if dtype is None:
@@ -550,9 +505,6 @@ def read_stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a CPU tensor of any shape and dtype, in this machine's order.
-
-    Torch itself hands them to numpy only, which the runtime does without.
-    """
-    tensor = tensor.detach().contiguous()
+    """Return the bytes of a CPU tensor of any shape and dtype, in this machine's order."""
+    tensor = tensor.detach().contiguous()  # torch hands bytes to numpy only, which the runtime does without
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -27,13 +27,7 @@ def list_layer_kinds(config: Any) -> tuple[str, ...]:
     """Return the kind of each decoder layer, by the names that transformers gives them ("full_attention", ...).
 
     A window or chunk that is at least as long as the positions that the model knows hides no key: such a layer is one
-    of full attention.
-
-    Args:
-        config: a transformers configuration, also of a model with further parts, such as one that reads images.
-
-    Raises:
-        ModelError: the configuration is of no decoder, or does not say how many layers it has.
+    of full attention. Raises ModelError if the configuration is of no decoder, or does not say how many layers it has.
     """
     config = get_text_config(config)
     name = getattr(config, "model_type", type(config).__name__)

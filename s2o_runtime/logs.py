@@ -40,15 +40,10 @@ def should_write_json() -> bool:
 
 
 def set_up(level: int, *, as_json: bool, program: str = "%(name)s") -> None:
-    """Set this process's log up to go to standard error.
+    """Set this process's log up to go to standard error, from `level` on.
 
-    Args:
-        level: the lowest that is shown.
-        as_json: as lines of JSON; S2O_LOG is set, so that `should_write_json` and child processes know it too.
-        program: the beginning of lines of text; by default the logger's name.
-
-    Raises:
-        ConfigError: S2O_LOG has a value that is not known.
+    as_json: as lines of JSON; S2O_LOG is set, so that `should_write_json` and child processes know it too. program: the
+    beginning of lines of text. Raises ConfigError if S2O_LOG has a value that is not known.
     """
     value = os.environ.get(VARIABLE) or "text"
     if value not in FORMATS:
@@ -61,10 +56,7 @@ def set_up(level: int, *, as_json: bool, program: str = "%(name)s") -> None:
 
 
 def emit_line(logger: str, message: str, fields: Mapping[str, Any] | None = None, level: int = logging.INFO) -> None:
-    """Write one line to standard error, whatever level is logged: the message, or a JSON object (`should_write_json`).
-
-    logger, fields, level: of the JSON object.
-    """
+    """Write one line to standard error, whatever level is logged: the message, or a JSON object with all arguments."""
     if not should_write_json():
         print(message, file=sys.stderr, flush=True)
         return

@@ -28,15 +28,10 @@ NARROWEST = 1e-3  # a channel's range counts at least so much of the widest one'
 
 
 class Quantised(NamedTuple):
-    """Rows in 8 bits.
+    """Rows in 8 bits."""
 
-    Attributes:
-        levels: int8 [..., D].
-        scale: float32 (float64 for float64) [...], above 0.
-    """
-
-    levels: Tensor
-    scale: Tensor
+    levels: Tensor  # int8 [..., D]
+    scale: Tensor  # float32 (float64 for float64) [...], above 0
 
     def restore(self) -> Tensor:
         """Return the rows [..., D] that the integers stand for, in the scales' type."""
@@ -44,31 +39,22 @@ class Quantised(NamedTuple):
 
 
 class QuantisedKeys(NamedTuple):
-    """The keys of one KV head in 8 bits.
+    """The keys of one KV head in 8 bits."""
 
-    Attributes:
-        levels: int8 [Lk, D].
-        unit: float32 (float64 for float64) [D], above 0.
-        middle: like unit.
-    """
-
-    levels: Tensor
-    unit: Tensor
-    middle: Tensor
+    levels: Tensor  # int8 [Lk, D]
+    unit: Tensor  # float32 (float64 for float64) [D], above 0
+    middle: Tensor  # like unit
 
 
 class Int8Operands(NamedTuple):
     """Queries and keys of one head, or of several, whose products are int8 scores.
 
-    Attributes:
-        q, k: [..., Lq, D + 1] and [..., Lk, D + 1]. The last dimension holds what the keys' middle adds to all scores
-            of a query.
-        unit: [..., D], of the keys' channels.
+    The last dimension of q and k holds what the keys' middle adds to all scores of a query.
     """
 
-    q: Tensor
-    k: Tensor
-    unit: Tensor
+    q: Tensor  # [..., Lq, D + 1]
+    k: Tensor  # [..., Lk, D + 1]
+    unit: Tensor  # [..., D], of the keys' channels
 
     @classmethod
     def from_head(cls, q: Tensor, k: Tensor, start: int = 0) -> Int8Operands:

@@ -19,18 +19,15 @@ KERNEL_TYPES = (torch.bfloat16, torch.float16)  # of q, k and v, in every kernel
 
 @dataclass(frozen=True)
 class CallShape:
-    """Sizes of one call. For packed sequences `batch` is their number, `q_len` and `kv_len` are their maxima.
-
-    head_dim: of q and k; value_dim: of v and the output, which differs from it where attention is latent (MLA).
-    """
+    """Sizes of one call. For packed sequences `batch` is their number, `q_len` and `kv_len` are their maxima."""
 
     batch: int
     query_heads: int
     kv_heads: int
     q_len: int
     kv_len: int
-    head_dim: int
-    value_dim: int
+    head_dim: int  # of q and k
+    value_dim: int  # of v and the output, which differs from it where attention is latent (MLA)
 
     @property
     def widest(self) -> int:
@@ -72,22 +69,21 @@ def check_tensor(name: str, tensor: object) -> None:
         raise InputError(f"{name} is a {what}: expected a torch tensor that holds numbers")
 
 
-def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) -> CallShape:
-    """Check the tensors of a call against each other and return their sizes.
-
-    Args:
-        q: [B, Hq, Lq, D], any floating type of at least 16 bits.
-        k: [B, Hkv, Lk, D], the type and device of q; Hkv divides Hq, Lq <= Lk.
-        v: [B, Hkv, Lk, Dv], the type and device of q; Dv may differ from D.
-        kv_start: int32 or int64 [B] on the device of q, the first key of each sequence that counts; None for 0.
-
-    Raises:
-        InputError: a tensor does not fit; the sentence names it.
-    """
+def _check_dimensions(q: Tensor, k: Tensor, v: Tensor, names: str) -> None:
+    """Raise InputError unless q, k and v are tensors with dimensions of these names."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-        if tensor.ndim != 4:
-            raise InputError(f"{name} has {tensor.ndim} dimensions: expected [batch, heads, length, head_dim]")
+        if tensor.ndim != names.count(",") + 1:
+            raise InputError(f"{name} has {tensor.ndim} dimensions: expected [{names}]")
+
+
+def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) -> CallShape:
+    """Check the tensors of `s2o_attention` against each other and return their sizes.
+
+    Raises InputError, which names the tensor that does not fit.
+    """
+    _check_dimensions(q, k, v, "batch, heads, length, head_dim")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise InputError(f"{name} is {tensor.dtype}: expected a floating point type of at least 16 bits")
         if tensor.dtype != q.dtype:
@@ -122,29 +118,20 @@ def call_shape(q: Tensor, k: Tensor, v: Tensor, kv_start: Tensor | None = None) 
 
 
 class Starts(NamedTuple):
-    """The begins of the sequences of a call: kernels take them together, and `list_sequences` makes their table.
+    """The begins of the sequences of a call: kernels take them together, and `list_sequences` makes their table."""
 
-    Attributes:
-        kv_start: int32 or int64 [B], the first key of each sequence of a batch that counts; None for 0.
-        cu_q, cu_k: int32 [N + 1], where the queries and the keys of packed sequences begin; None for a batch.
-    """
-
-    kv_start: Tensor | None = None
-    cu_q: Tensor | None = None
-    cu_k: Tensor | None = None
+    kv_start: Tensor | None = None  # int32 or int64 [B], the first key of each sequence that counts; None for 0
+    cu_q: Tensor | None = None  # int32 [N + 1], where the queries of packed sequences begin; None for a batch
+    cu_k: Tensor | None = None  # int32 [N + 1], where their keys do
 
 
 class Packed(NamedTuple):
-    """The places of packed sequences, one behind another, among Tq queries and Tk keys.
+    """The places of packed sequences, one behind another, among Tq queries and Tk keys."""
 
-    cu_q: int32 [N + 1], where the queries of each sequence begin, from 0 to Tq; cu_k: int32 [N + 1], where its keys do,
-    from 0 to Tk; max_q, max_k: queries and keys, at least as many as the longest sequence has.
-    """
-
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
+    cu_q: Tensor  # int32 [N + 1], where the queries of each sequence begin, from 0 to Tq
+    cu_k: Tensor  # int32 [N + 1], where its keys do, from 0 to Tk
+    max_q: int  # queries, at least as many as the longest sequence has
+    max_k: int  # keys, likewise
 
     @property
     def starts(self) -> Starts:
@@ -153,23 +140,13 @@ class Packed(NamedTuple):
 
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> CallShape:
-    """Check the tensors of a packed call against each other and return their sizes.
+    """Check the tensors of `s2o_attention_varlen` against each other and return their sizes.
 
-    The contents of `cu_q` and `cu_k` are not read: that would wait for the device.
-
-    Args:
-        q: [Tq, Hq, D]; k: [Tk, Hkv, D]; v: [Tk, Hkv, Dv]; the sequences lie one behind another along the first
-            dimension.
-        packed: where they lie.
-
-    Raises:
-        InputError: a tensor or a maximum does not fit; the sentence names it.
+    The contents of `cu_q` and `cu_k` are not read: that would wait for the device. Raises InputError, which names the
+    tensor or the maximum that does not fit.
     """
     cu_q, cu_k, max_q, max_k = packed
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
-        if tensor.ndim != 3:
-            raise InputError(f"{name} has {tensor.ndim} dimensions: expected [total length, heads, head_dim]")
+    _check_dimensions(q, k, v, "total length, heads, head_dim")
     for name, edges in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         check_tensor(name, edges)
         if edges.ndim != 1 or len(edges) < 2 or edges.dtype != torch.int32 or edges.device != q.device:
@@ -198,11 +175,7 @@ def check_config(config: LayerConfig) -> LayerConfig:
 
 
 def check_heads(config: LayerConfig, shape: CallShape) -> None:
-    """Check that a layer's config has one entry for each query head of the call.
-
-    Raises:
-        InputError: the numbers differ.
-    """
+    """Raise InputError unless a layer's config has one entry for each query head of the call."""
     if config.num_heads != shape.query_heads:
         raise InputError(
             f"the config describes {config.num_heads} query heads but q has {shape.query_heads}: give one per head"
@@ -215,14 +188,9 @@ def needs_gradients(*tensors: Tensor) -> bool:
 
 
 def lay_out(tensor: Tensor, head_dim: int, packed: bool = False) -> Tensor:
-    """Lay a tensor out as kernels read it: the last dimension contiguous, and filled with zeros up to `head_dim`.
+    """Lay [B, H, L, D] out as kernels read it: the last dimension contiguous, filled with zeros to [B, H, L, head_dim].
 
-    Args:
-        tensor: [B, H, L, D] with D <= head_dim.
-        packed: the batch is one entry of packed sequences, expanded with stride 0; the result is expanded again.
-
-    Returns:
-        [B, H, L, head_dim]; the tensor itself where it is so already.
+    packed: the batch is one entry of packed sequences, expanded with stride 0; the result is expanded again.
     """
     if tensor.shape[3] == head_dim and tensor.stride(3) == 1:
         return tensor
@@ -233,19 +201,12 @@ def lay_out(tensor: Tensor, head_dim: int, packed: bool = False) -> Tensor:
 
 
 class Sequence(NamedTuple):
-    """A row of the table of sequences, the one form of batches, padded batches and packed sequences for host code.
+    """A row of the table of sequences, the one form of batches, padded batches and packed sequences for host code."""
 
-    Attributes:
-        number: of the sequence, or of the first of several that are alike.
-        entries: the batch entries that these sequences lie in.
-        rows: its queries that count, among the rows of q.
-        keys: its keys that count, among the rows of k and v.
-    """
-
-    number: int
-    entries: slice
-    rows: range
-    keys: range
+    number: int  # of the sequence, or of the first of several that are alike
+    entries: slice  # of the batch, which these sequences lie in
+    rows: range  # its queries that count, among the rows of q
+    keys: range  # its keys that count, among the rows of k and v
 
     def take(self, tensor: Tensor, rows: range) -> Tensor:
         """Return a view of some rows of [B, H, L, D], or [B, H, L], in the entries of the sequence."""
@@ -253,11 +214,9 @@ class Sequence(NamedTuple):
 
 
 def list_sequences(starts: Starts, shape: CallShape) -> Iterator[Sequence]:
-    """Yield the table of a call's sequences that have queries; waits for the device, but for a batch without padding.
+    """Yield the table of a call's sequences that have queries, one row for all of a batch without padding.
 
-    Args:
-        starts: where the sequences begin.
-        shape: of the call. A batch without padding is one row of the table.
+    For others this waits for the device.
     """
     kv_start, cu_q, cu_k = starts
     if cu_q is not None and cu_k is not None:
@@ -276,9 +235,8 @@ def list_sequences(starts: Starts, shape: CallShape) -> Iterator[Sequence]:
 def find_window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: TileConfig) -> Tensor:
     """Return the first key of the dense window of a segment.
 
-    Args:
-        first_position: integers, the position of the segment's first query.
-        start: integers that broadcast with them, the first key of the sequence that counts.
+    first_position: integers, of the segment's first query; start: integers that broadcast with them, the first key of
+    the sequence that counts.
     """
     if head.mode == "dense":
         return start
@@ -290,15 +248,10 @@ def measure_density(
     visited: Tensor, config: LayerConfig, shape: CallShape, kv_start: Tensor | None = None,
     cu_q: Tensor | None = None, cu_k: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return query-key pairs computed over causal pairs, window included; dense is 1.0.
+    """Return query-key pairs computed over causal pairs, window included: float64 [Hq]; dense is 1.0.
 
-    Args:
-        visited: integers [B, Hq, row tiles], the prefix keys that each tile of `block_m` rows computed.
-        kv_start: integers [B], the first key of each sequence that counts; None for 0.
-        cu_q, cu_k: int32 [B + 1], where packed sequences begin, for which this waits for the device; None for a batch.
-
-    Returns:
-        float64 [Hq].
+    visited: integers [B, Hq, row tiles], the prefix keys that each tile of `block_m` rows computed; kv_start, cu_q,
+    cu_k: as in `Starts`. For packed sequences this waits for the device.
     """
     zeros = torch.zeros(shape.batch, dtype=torch.int64, device=visited.device)  # no copy from the host
     start = zeros if kv_start is None else kv_start.to(visited.device)
@@ -312,16 +265,9 @@ def measure_density(
 
 
 def count_pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Count query-key pairs over sequences of one length.
+    """Count the pairs that each head computed [Hq], and the causal pairs of one head [], over sequences of one length.
 
-    Args:
-        visited: integers [B, Hq, row tiles], the prefix keys that each row tile computed.
-        q_len: queries of each sequence.
-        offset: the position of the first query.
-        start: int64 [B], the first key of each sequence that counts.
-
-    Returns:
-        The pairs that each head computed [Hq], and the causal pairs of one head []; float64.
+    visited: as for `measure_density`; offset: the position of the first query; start: int64 [B]. Both are float64.
     """
     row = torch.arange(q_len, device=visited.device)
     position = row[None, :] + offset
@@ -355,16 +301,11 @@ class PageTable(NamedTuple):
     """The places of the keys of N sequences among the rows of a cache, `PagedKeys.rows`, as kernels need them.
 
     Key t of sequence n is row `table[n, t >> shift] * rows + t % 2^shift`.
-
-    Attributes:
-        table: int32 [N, M], the pages of each sequence in their order.
-        shift: log2 of the tokens of a page.
-        rows: from one page to the next.
     """
 
-    table: Tensor
-    shift: int
-    rows: int
+    table: Tensor  # int32 [N, M], the pages of each sequence in their order
+    shift: int  # log2 of the tokens of a page
+    rows: int  # from one page to the next
 
 
 @dataclass(frozen=True)
@@ -372,35 +313,21 @@ class PagedKeys:
     """The keys and values of N sequences, in pages of one cache.
 
     Token t of sequence n is token `t % page size` of page `block_table[n, t // page size]`.
-
-    Attributes:
-        k, v: [pages, page size, Hkv, D], any strides with the last dimension contiguous; the type of the queries, or
-            one of `FP8_TYPES`.
-        block_table: int32 [N, M], the pages of each sequence in their order; entries behind its last page are ignored.
-        cu_k: int32 [N + 1], where the keys of each sequence begin once they are packed, from 0.
-        max_k: keys, at least as many as the longest sequence has.
-        total_k: keys, at least as many as all sequences have together.
-        k_scale, v_scale: float32 [1] or [Hkv], what keys and values of an fp8 cache are multiplied by; None for 1.
     """
 
-    k: Tensor
-    v: Tensor
-    block_table: Tensor
-    cu_k: Tensor
-    max_k: int
-    total_k: int
-    k_scale: Tensor | None = None
+    k: Tensor  # [pages, page size, Hkv, D], the last dimension contiguous; the queries' type, or one of `FP8_TYPES`
+    v: Tensor  # likewise
+    block_table: Tensor  # int32 [N, M], the pages of each sequence in their order; those behind its last are ignored
+    cu_k: Tensor  # int32 [N + 1], where the keys of each sequence begin once they are packed, from 0
+    max_k: int  # keys, at least as many as the longest sequence has
+    total_k: int  # keys, at least as many as all sequences have together
+    k_scale: Tensor | None = None  # float32 [1] or [Hkv], what keys of an fp8 cache are multiplied by; None for 1
     v_scale: Tensor | None = None
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.k.shape[1]
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads."""
-        return self.k.shape[2]
 
     @property
     def is_fp8(self) -> bool:
@@ -421,12 +348,9 @@ class PagedKeys:
         return k, v
 
     def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Copy keys and values, packed one sequence behind another, in plain torch: [total_k, Hkv, D] each.
+        """Copy keys and values, packed one sequence behind another, in plain torch: [total_k, Hkv, D] in `dtype` each.
 
-        It is what the kernel in kernels/pages.py is compared with. Rows behind the last key repeat it.
-
-        Args:
-            dtype: of the result; an fp8 cache is scaled in float32 and rounded to it.
+        kernels/pages.py is compared with it. Rows behind the last key repeat it; an fp8 cache is scaled in float32.
         """
         edges = self.cu_k
         token = torch.arange(self.total_k, device=self.k.device, dtype=torch.int32)
@@ -434,15 +358,17 @@ class PagedKeys:
         position = torch.minimum(token - edges[sequence], edges[sequence + 1] - edges[sequence] - 1).clamp_min(0)
         page = self.block_table[sequence, position // self.page_size].long()
         slot = (position % self.page_size).long()
-        k, v = (_take_rows(cache, page, slot) for cache in (self.k, self.v))
-        return _scale_rows(k, self.k_scale, dtype), _scale_rows(v, self.v_scale, dtype)
+
+        def take(cache: Tensor, scale: Tensor | None) -> Tensor:
+            if cache.dtype == dtype:
+                return cache[page, slot]
+            rows = cache.view(torch.uint8)[page, slot].view(cache.dtype).float()  # indexing knows no fp8
+            return (rows if scale is None else rows * scale[:, None]).to(dtype)
+
+        return take(self.k, self.k_scale), take(self.v, self.v_scale)
 
     def find_rows_obstacle(self, dtype: torch.dtype) -> str | None:
-        """Return the reason why the cache cannot be read as rows, the same for keys and values; None if it can.
-
-        Args:
-            dtype: of the queries.
-        """
+        """Return the reason why queries of this type cannot read the cache as rows, the same for k and v, or None."""
         if self.k.dtype != dtype:
             return f"the cache is {self.k.dtype}"
         if self.page_size & (self.page_size - 1):
@@ -457,11 +383,7 @@ class PagedKeys:
     def validate(self, dtype: torch.dtype) -> PagedKeys:
         """Return the pages themselves. What `block_table` and `cu_k` hold is not read: that would wait for the device.
 
-        Args:
-            dtype: of the queries.
-
-        Raises:
-            InputError: a tensor or a number does not fit the others; the sentence names it.
+        dtype: of the queries. Raises InputError, which names the tensor or number that does not fit the others.
         """
         for name, cache in (("k_cache", self.k), ("v_cache", self.v)):
             if cache.ndim != 4 or cache.stride(3) != 1 or 0 in cache.shape:
@@ -481,7 +403,7 @@ class PagedKeys:
             )
         if obstacle := find_page_obstacle(self.page_size):
             raise InputError(f"{obstacle}: use smaller ones")
-        table, sequences = self.block_table, len(self.cu_k) - 1
+        table, sequences, kv_heads = self.block_table, len(self.cu_k) - 1, self.k.shape[2]
         if table.ndim != 2 or len(table) != sequences or table.dtype != torch.int32 or table.stride(1) != 1:
             raise InputError(
                 f"block_table is {table.dtype} {tuple(table.shape)}: expected int32 [{sequences}, pages] with "
@@ -497,25 +419,10 @@ class PagedKeys:
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if scale is not None and not self.is_fp8:
                 raise InputError(f"{name} is given but the cache is {self.k.dtype}: only 8-bit caches are scaled")
-            sizes = (1, self.kv_heads)
-            if scale is not None and (scale.dtype != torch.float32 or scale.ndim != 1 or len(scale) not in sizes):
-                raise InputError(
-                    f"{name} is {scale.dtype} {tuple(scale.shape)}: expected float32 [1] or [{self.kv_heads}]"
-                )
+            sizes = ((1,), (kv_heads,))
+            if scale is not None and (scale.dtype != torch.float32 or scale.shape not in sizes):
+                raise InputError(f"{name} is {scale.dtype} {tuple(scale.shape)}: expected float32 [1] or [{kv_heads}]")
         return self
-
-
-def _take_rows(cache: Tensor, page: Tensor, slot: Tensor) -> Tensor:
-    """Take rows [total_k, Hkv, D] of a cache; indexing knows no fp8, so such rows are moved as bytes."""
-    if cache.dtype.itemsize > 1:
-        return cache[page, slot]
-    return cache.view(torch.uint8)[page, slot].view(cache.dtype)
-
-
-def _scale_rows(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if rows.dtype == dtype:
-        return rows
-    return (rows.float() if scale is None else rows.float() * scale[:, None]).to(dtype)
 
 
 def make_packed_starts(lengths: Tensor) -> Tensor:

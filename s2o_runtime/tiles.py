@@ -53,11 +53,10 @@ _PREFILL: dict[int, dict[int, list[_Shape]]] = {
     },
 }
 
-# The fewest queries behind a longer prefix that are worth ranking it for, by family, where no calibration measured it
-# for the tile (`TileConfig.min_queries`). On an H200 a layer that computes a quarter of its pairs ties with dense from
-# 256 queries on behind 8192 keys, from 512 behind 4096, and with 1024 behind 2048 it does not
-# (docs/results/bench-tails-h200.json).
-_MIN_QUERIES = {80: 1024, 89: 1024, 90: 1024, 100: 1024, 120: 1024}
+# The fewest queries behind a longer prefix that are worth ranking it for, where no calibration measured it for the tile
+# (`TileConfig.min_queries`). On an H200 a layer that computes a quarter of its pairs ties with dense from 256 queries
+# on behind 8192 keys, from 512 behind 4096, and with 1024 behind 2048 it does not (docs/results/bench-tails-h200.json).
+MIN_QUERIES = 1024
 DECODE = 2  # queries: fewer are a decode step, which never ranks
 
 
@@ -81,11 +80,7 @@ def list_families() -> str:
 
 
 def pad_head_dim(head_dim: int) -> int:
-    """Return the head dim that the prefill kernels run `head_dim` as, filled with zeros.
-
-    Raises:
-        InputError: it is beyond the largest.
-    """
+    """Return the head dim that the prefill kernels run `head_dim` as, filled with zeros. Raises InputError if none."""
     if head_dim > HEAD_DIMS[-1]:
         raise InputError(
             f"head_dim {head_dim} is larger than {HEAD_DIMS[-1]}, the largest the kernels support: run it dense"
@@ -94,15 +89,9 @@ def pad_head_dim(head_dim: int) -> int:
 
 
 def find_tile_obstacle(tile: TileConfig, head_dim: int, capability: Capability) -> str | None:
-    """Return the reason that no prefill kernel runs a tile on a GPU; None if the tile is legal there.
+    """Return the reason that no prefill kernel runs a valid tile on a GPU; None if the tile is legal there.
 
-    Args:
-        tile: valid by itself (`TileConfig.validate`).
-        head_dim: of the model; the kernels fill it up to the next of `HEAD_DIMS`.
-        capability: of the GPU, as `devices.capability` gives it.
-
-    Returns:
-        A clause that names the tile, the head dim or the GPU, without an end: the caller says what happens instead.
+    It is a clause that names the tile, the head dim or the GPU, without an end: the caller says what happens instead.
     """
     if head_dim > HEAD_DIMS[-1]:
         return f"head_dim {head_dim} is not supported by the kernel (up to {HEAD_DIMS[-1]})"
@@ -146,11 +135,7 @@ def list_candidate_tiles(head_dim: int, capability: Capability) -> tuple[TileCon
 
 
 def get_default_tile(head_dim: int, capability: Capability) -> TileConfig:
-    """Return a prefill tile that is safe on every GPU of this capability: the first candidate.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the first candidate, which is safe on every GPU of this capability. Raises InputError if there is none."""
     tiles = list_candidate_tiles(head_dim, capability)
     if not tiles:
         raise InputError(f"head_dim {head_dim} has no tile on {format_capability(capability)}: run it dense")
@@ -160,15 +145,9 @@ def get_default_tile(head_dim: int, capability: Capability) -> TileConfig:
 def get_fewest_queries(tile: TileConfig, capability: Capability) -> int:
     """Return the fewest queries after a longer prefix that S2O computes with a tile on a device; fewer run dense.
 
-    Args:
-        tile: of the layer; its `min_queries` counts where it was measured.
-        capability: of the GPU; (0, 0), a CPU's, needs no more than what is no decode step.
-
-    Returns:
-        Queries, at least 2.
+    A CPU, of capability (0, 0), needs no more than what is no decode step.
     """
-    number = get_family(capability)
-    default = DECODE if number is None else _MIN_QUERIES[number]
+    default = DECODE if get_family(capability) is None else MIN_QUERIES
     return max(DECODE, tile.min_queries or default)
 
 

@@ -12,7 +12,7 @@ from s2o_runtime.attention import torch_op
 from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend, is_decode
 from s2o_runtime.attention.compute import Attention
 from s2o_runtime.attention.replay import OpOptions, run_call
-from s2o_runtime.call import Call, ScoringOptions, without_gradients
+from s2o_runtime.call import Call, Scoring, ScoringOptions, without_gradients
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.sequences import Packed, Starts
@@ -88,17 +88,17 @@ def s2o_attention(q: Tensor, k: Tensor, v: Tensor, config: LayerConfig, **option
     'reference'
     """
     chosen = read_options("s2o_attention", Options, options)
-    kv_start, sinks = options.get("kv_start"), chosen.sinks
+    kv_start, (scale, softcap, sinks) = options.get("kv_start"), chosen.scoring
     if torch.compiler.is_compiling() and not chosen.keeps_more:
-        scale = q.shape[3] ** -0.5 if chosen.scale is None else chosen.scale
-        arguments = (q, k, v, kv_start, sinks, config.as_text(), chosen.backend, scale, chosen.softcap)
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        arguments = (q, k, v, kv_start, sinks, config.as_text(), chosen.backend, scale, softcap)
         return torch_op.call_node("attention", *arguments)
 
     def prepare(_: object) -> tuple[Call, BackendChoice]:
         call = Call.from_tensors(q, k, v, config, scoring=chosen.scoring, kv_start=kv_start, with_lse=chosen.return_lse)
         return call, choose_backend(call, chosen.backend)
 
-    plain = chosen.backend == "auto" and chosen.softcap is None and not chosen.keeps_more
+    plain = chosen.backend == "auto" and softcap is None and not chosen.keeps_more
     starts = Starts(kv_start=kv_start)
     return run_call((q, k, v, kv_start, sinks), config, chosen, prepare, starts, is_decode=plain and is_decode(q, k))
 
@@ -164,21 +164,17 @@ def s2o_attention_varlen(
         call = Call.from_tensors(q, k, v, config, packed, scoring=chosen.scoring, with_lse=chosen.return_lse)
         return call, choose_backend(call, chosen.backend)
 
-    inputs = (q, k, v, packed.cu_q, None if packed.cu_k is packed.cu_q else packed.cu_k, chosen.sinks)
+    edges = (cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k)
     lengths = read_lengths(max_seqlen_q, max_seqlen_k)
+    inputs = (q, k, v, *edges, chosen.scoring.sinks)
     return run_call(inputs, config, chosen, prepare, packed.starts, lengths=lengths)
 
 
 def read_options(function: str, accepted: type, given: dict[str, Any]) -> OpOptions:
     """Return the optional arguments that the ops share, with numbers as numbers, so that equal ones are one plan's key.
 
-    Args:
-        function: the name of the op.
-        accepted: the TypedDict of its optional arguments; `return_stats` and `return_lse` come on top.
-        given: the arguments.
-
-    Raises:
-        InputError: an argument is unknown, or the scale or the cap is no number.
+    accepted: the TypedDict of the op's optional arguments; `return_stats` and `return_lse` come on top. Raises
+    InputError if an argument is unknown, or the scale or the cap is no number.
     """
     if unknown := given.keys() - accepted.__annotations__.keys() - RESULTS:
         refuse(sorted(unknown), function)
@@ -189,8 +185,9 @@ def read_options(function: str, accepted: type, given: dict[str, Any]) -> OpOpti
             softcap = None if softcap is None else float(softcap * 1.0)
         except (TypeError, ValueError, RuntimeError):
             raise InputError(f"scale is {scale!r} and softcap {softcap!r}: expected numbers or None") from None
+    scoring = Scoring(scale, softcap, without_gradients(given.get("sinks")))
     asked = (given.get("backend", "auto"), given.get("return_stats", False), given.get("return_lse", False))
-    return OpOptions(scale, softcap, without_gradients(given.get("sinks")), *asked, given.get("out"))
+    return OpOptions(scoring, *asked, given.get("out"))
 
 
 def read_lengths(*values: int) -> tuple[int, ...]:
@@ -214,10 +211,8 @@ def run_node(
     scale: float, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """Run the node of a compiled graph; the arguments are those of `torch.ops.s2o.attention`."""
-    layer = torch_op.read_config(config)
-    return s2o_attention(
-        q, k, v, layer, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start, backend=backend
-    )  # fmt: skip
+    options: Options = {"scale": scale, "softcap": softcap, "sinks": sinks, "kv_start": kv_start, "backend": backend}
+    return s2o_attention(q, k, v, torch_op.read_config(config), **options)
 
 
 torch_op.register_node("attention", run_node)

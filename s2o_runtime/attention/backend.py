@@ -70,10 +70,7 @@ def _choose_automatically(call: Call, kernel_obstacle: str | None) -> BackendCho
 def find_dense_reason(config: LayerConfig, shape: CallShape, gpu: Capability) -> str | None:
     """Return the reason why dense attention is better for calls of these sizes; None if S2O is.
 
-    Args:
-        config: of the layer.
-        shape: of the call; for packed sequences each is to be asked about.
-        gpu: the device's compute capability, (0, 0) for a CPU.
+    shape: for packed sequences each is to be asked about; gpu: (0, 0) for a CPU.
     """
     if config.is_dense and config.scores == "input":
         return DenseReason.NO_S2O_HEAD
@@ -88,11 +85,7 @@ def find_dense_reason(config: LayerConfig, shape: CallShape, gpu: Capability) ->
 
 
 def is_decode(q: Tensor, k: Tensor) -> bool:
-    """Return whether "auto" runs a call dense whatever its layer, for it has too few queries behind a prefix for any.
-
-    Args:
-        q, k: [B, Hq, Lq, D] and [B, Hkv, Lk, D], not checked yet.
-    """
+    """Return whether "auto" runs a call dense whatever its layer: too few queries behind a prefix, not checked yet."""
     return getattr(q, "ndim", 0) == getattr(k, "ndim", 0) == 4 and q.shape[2] < DECODE <= k.shape[2]
 
 

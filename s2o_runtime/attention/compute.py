@@ -24,28 +24,19 @@ from s2o_runtime.tiles import pad_head_dim
 class AttentionStats:
     """The record of one call.
 
-    Attributes:
-        backend: the code that ran: "triton", "reference" or "dense".
-        reason: why this backend was chosen.
-        config: the config of the call.
-        shape: the sizes of the call.
-        kv_start: integers [B], the first key of each sequence that counts, as it was given.
-        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None when the call was dense.
-        cu_q, cu_k: int32 [N + 1], where packed sequences begin, as they were given.
-
     >>> from s2o_runtime import s2o_attention
     >>> q, k, v = (torch.randn(1, 2, 256, 64) for _ in range(3))
     >>> s2o_attention(q, k, v, LayerConfig.uniform(2, mode="dense"), return_stats=True).stats.density.tolist()
     [1.0, 1.0]
     """
 
-    backend: str
-    reason: str
+    backend: str  # that ran: "triton", "reference" or "dense"
+    reason: str  # for this backend
     config: LayerConfig
     shape: CallShape
-    kv_start: Tensor | None
-    visited: Tensor | None
-    cu_q: Tensor | None = None
+    kv_start: Tensor | None  # integers [B], the first key of each sequence that counts, as it was given
+    visited: Tensor | None  # int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None if dense
+    cu_q: Tensor | None = None  # int32 [N + 1], where packed sequences begin, as they were given
     cu_k: Tensor | None = None
 
     @property
@@ -59,11 +50,6 @@ class AttentionStats:
 class Attention(NamedTuple):
     """The result of a call that was asked for more than the output. It always has three fields.
 
-    Attributes:
-        out: the output, in the shape and type of q.
-        lse: float32, the log-sum-exp of the scores that each row computed; None without `return_lse`.
-        stats: what the call did; None without `return_stats`.
-
     >>> from s2o_runtime import s2o_attention
     >>> q, k, v = (torch.randn(1, 2, 256, 64) for _ in range(3))
     >>> out, lse, stats = s2o_attention(q, k, v, LayerConfig.uniform(2, tau=0.5, segment=128), return_lse=True)
@@ -71,9 +57,9 @@ class Attention(NamedTuple):
     (torch.Size([1, 2, 256]), None)
     """
 
-    out: Tensor
-    lse: Tensor | None
-    stats: AttentionStats | None
+    out: Tensor  # in the shape and type of q
+    lse: Tensor | None  # float32, the log-sum-exp of the scores that each row computed; None without `return_lse`
+    stats: AttentionStats | None  # None without `return_stats`
 
     @property
     def density(self) -> Tensor:
@@ -95,16 +81,11 @@ def window_attention(
     products in the type of q and a softmax in float32, as in transformers' eager attention.
 
     Args:
-        q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it.
+        q, k, v, kv_start: as for `dense_attention`.
         window: keys that a query sees, itself included; at least 1.
-        scoring: the factor of the scores, their cap and the sinks.
-        kv_start: int32 or int64 [B], the first key of each sequence that counts; None if all do.
 
     Returns:
         [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
-
-    Raises:
-        InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
     scoring = scoring.checked(shape, q)
@@ -144,17 +125,12 @@ def _attend_visible(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: S
 def compute(call: Call, backend: str, out: Tensor | None = None) -> Attended:
     """Run a call with "triton", "reference" or "dense".
 
-    Args:
-        call: the call.
-        backend: which of the three.
-        out: of a packed call, a tensor that `supports_output`: written and returned.
+    out: of a packed call, a tensor that `supports_output`: written and returned.
     """
     if backend == "triton":
         outputs = _run_kernels(call, out)
-    elif call.packed:
-        outputs = _run_one_by_one(call, backend)
     else:
-        outputs = _run_in_torch(call, backend)
+        outputs = (_run_one_by_one if call.packed else _run_in_torch)(call, backend)
     if not call.packed:
         return outputs
     computed, visited, lse = outputs
@@ -167,15 +143,13 @@ def compute(call: Call, backend: str, out: Tensor | None = None) -> Attended:
 
 
 def supports_output(out: Tensor, q: Tensor) -> bool:
-    """Return whether the kernels can write the output of packed queries [Tq, Hq, D] straight into a tensor.
-
-    They cannot if `out` shares memory with the queries, which they still read, or if the head dim is padded.
-    """
-    laid = out.is_contiguous() and not out.data_ptr() & 15 and out.shape[2] in HEAD_DIMS
+    """Return whether the kernels can write the output of packed queries [Tq, Hq, D] straight into a tensor."""
+    laid = out.is_contiguous() and not out.data_ptr() & 15 and out.shape[2] in HEAD_DIMS  # without padding
+    # the kernels still read the queries when they write
     return laid and out.untyped_storage().data_ptr() != q.untyped_storage().data_ptr()
 
 
-def _run_kernels(call: Call, given: Tensor | None = None) -> Attended:
+def _run_kernels(call: Call, given: Tensor | None) -> Attended:
     """Run S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
     from s2o_runtime.kernels.prefill import run_prefill
 
@@ -186,8 +160,8 @@ def _run_kernels(call: Call, given: Tensor | None = None) -> Attended:
     # such as the column of a mask: kernels take one entry after the other
     positions = (call.kv_start, call.cu_q, call.cu_k)
     kv_start, cu_q, cu_k = (None if tensor is None else tensor.contiguous() for tensor in positions)
-    sinks = None if call.sinks is None else call.sinks.contiguous()
-    scoring = call.scoring._replace(sinks=sinks)
+    sinks = call.scoring.sinks
+    scoring = call.scoring._replace(sinks=None if sinks is None else sinks.contiguous())
     call = replace(call, q=q, k=k, v=v, shape=shape, scoring=scoring, kv_start=kv_start, cu_q=cu_q, cu_k=cu_k)
     given = None if given is None else given.transpose(0, 1)[None]
     with launch_on(q.device):

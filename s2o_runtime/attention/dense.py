@@ -17,25 +17,15 @@ from s2o_runtime.tiles import list_candidate_tiles
 def fastest_dense_attention(
     q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN, kv_start: Tensor | None = None
 ) -> Tensor:
-    """Compute `dense_attention`, on a GPU soft-capped scores, which SDPA does not know, in S2O's kernel if it can.
-
-    Args:
-        q, k, v, kv_start: as for `dense_attention`.
-        scoring: the factor of the scores, their cap and the sinks.
-
-    Returns:
-        [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
-
-    Raises:
-        InputError: the tensors do not fit one another.
-    """
-    widest, (scale, softcap, sinks) = max(q.shape[3], v.shape[3]), scoring
-    if softcap is not None and q.is_cuda and widest <= HEAD_DIMS[-1] and get_preferred_backend() is None:
+    """Compute `dense_attention`, on a GPU soft-capped scores, which SDPA does not know, in S2O's kernel if it can."""
+    widest = max(q.shape[3], v.shape[3])
+    if scoring.softcap is not None and q.is_cuda and widest <= HEAD_DIMS[-1] and get_preferred_backend() is None:
         tiles = list_candidate_tiles(widest, get_capability(q.device))
         if tiles:
             config = _make_dense_config(q.shape[1], tiles[0])
-            return s2o_attention(q, k, v, config, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start)
-    return dense_attention(q, k, v, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start)
+            out: Tensor = s2o_attention(q, k, v, config, kv_start=kv_start, **scoring.arguments())
+            return out
+    return dense_attention(q, k, v, kv_start=kv_start, **scoring.arguments())
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from s2o_runtime.kernels.plan import Recorder
 
-FLOAT32 = (torch.float32,)  # what Triton's interpreter takes as well
 IN_PLACE_ELEMENTS = 1 << 31  # of a layer's cache: of one with so many the specialised kernel reads a copy
 ROW_BYTES = 16  # that the specialised kernel copies at once
 
@@ -82,8 +81,7 @@ def s2o_attention_paged(
         max_q, max_k: queries and keys, at least as many as the longest sequence has.
         total_k: keys, at least as many as all sequences have together; read from the device if not given, which waits
             for it.
-        cu_k: int32 [N + 1], the sums of `seq_lens` from 0; computed if not given. A server does
-            so once for all layers.
+        cu_k: int32 [N + 1], the sums of `seq_lens` from 0; computed if not given. A server does so once for all layers.
         k_scale, v_scale: float32 [1] or [Hkv], for an fp8 cache; 1 by default.
         scale, backend, return_stats, return_lse: as for `s2o_attention_varlen`.
         out: [Tq, Hq, D] in the type of q, written and returned as the output; a new tensor by default.
@@ -153,13 +151,7 @@ def s2o_attention_paged(
 
 
 def find_in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.dtype) -> str | None:
-    """Return the reason why the kernels want a copy of keys and values in pages; None if they can read them there.
-
-    Args:
-        pages: where they lie.
-        config: of the layer.
-        dtype: of the queries.
-    """
+    """Return the reason why the kernels want a copy of keys and values in pages; None if they can read them there."""
     if obstacle := pages.find_rows_obstacle(dtype):
         return obstacle
     if config.scores == "int8":
@@ -182,7 +174,7 @@ def gather_keys(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Copy keys and values out of their pages, [total_k, Hkv, D] in `dtype`: by the kernel or in torch."""
     device = pages.k.device
     if is_interpreted():
-        compiled = dtype in (*KERNEL_TYPES, *FLOAT32)
+        compiled = dtype in (*KERNEL_TYPES, torch.float32)
     else:
         least = FP8_CAPABILITY if pages.is_fp8 else MIN_CAPABILITY
         compiled = get_capability(device) >= least and dtype in KERNEL_TYPES

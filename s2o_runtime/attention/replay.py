@@ -40,18 +40,11 @@ Answer = tuple[BackendChoice, CallShape, tuple[Tensor, Tensor | None, Tensor | N
 class OpOptions(NamedTuple):
     """The optional arguments that the ops share: as for `s2o_attention`."""
 
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    backend: Backend = "auto"
-    return_stats: bool = False
-    return_lse: bool = False
-    out: Tensor | None = None
-
-    @property
-    def scoring(self) -> Scoring:
-        """The factor of the scores, their cap and the sinks."""
-        return Scoring(self.scale, self.softcap, self.sinks)
+    scoring: Scoring
+    backend: Backend
+    return_stats: bool
+    return_lse: bool
+    out: Tensor | None
 
     @property
     def keeps_more(self) -> bool:
@@ -69,18 +62,16 @@ def run_call(
     """Run a call of an op: replay the launches of an equal one, or check, compute and record this one.
 
     Args:
-        inputs: the tensors of the call, q first; None for those that it does not have.
-        config: of the layer.
+        inputs, is_decode, any_length: as for `find_repeated_call`.
         options: the arguments that the ops share; `out` becomes the output.
         prepare: checks the call and chooses its backend, with the recorder of the launches that this may take.
         starts: where the sequences begin, for the statistics.
         lengths: what else calls must have in common to be equal, hashable.
-        is_decode, any_length: as for `find_repeated_call`.
         written: `options.out` where the kernels can write it.
     """
     answer, repeated, recorder = None, None, None
     if not torch.compiler.is_compiling():
-        key = (options.scale, options.softcap, options.backend, options.return_stats, options.return_lse, *lengths)
+        key = (*options.scoring[:2], options.backend, options.return_stats, options.return_lse, *lengths)
         repeated = find_repeated_call(inputs, config, key, is_decode, any_length)
     if repeated is not None and (answer := repeated.replay(inputs)) is None:
         recorder = repeated.make_recorder(inputs)
@@ -106,10 +97,7 @@ def run_call(
 
 
 class RepeatedCall:
-    """All calls with one key, and what is known of them once there was one.
-
-    The first call compiles kernels and fills caches; the ones after it are recorded, three if need be.
-    """
+    """All calls with one key, and what is known of them once there was one."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -139,9 +127,8 @@ class RepeatedCall:
     def make_recorder(self, inputs: Inputs) -> Recorder | None:
         """Return the recorder of the call that comes now; None if it is not to be recorded."""
         self._calls += 1
-        if self._known is not None or not 2 <= self._calls <= 4:
-            return None
-        if inputs[0] is None or not inputs[0].is_cuda:
+        # the first call compiles kernels and fills caches; the ones after it are recorded, three if need be
+        if self._known is not None or not 2 <= self._calls <= 4 or inputs[0] is None or not inputs[0].is_cuda:
             return None
         from s2o_runtime.kernels.plan import Recorder  # imports triton
 
@@ -162,7 +149,6 @@ def find_repeated_call(
 
     Args:
         inputs: the tensors of the call, q first; None for those that it does not have.
-        config: of the layer.
         options: every other argument, hashable.
         is_decode: whether such calls go dense whatever the config.
         any_length: so many of the inputs, the first ones, may have any first size, which no launch depends on.

@@ -1,9 +1,7 @@
 """Attention as torch.compile sees it: two ops, each one node of a graph, each with a fake implementation.
 
-While torch.compile traces, it cannot follow the choice of a backend and the launches of kernels. So `s2o_attention`
-becomes the node `torch.ops.s2o.attention`, and a layer of a patched model `torch.ops.s2o.layer_attention`. Eager calls
-do not go through these ops. What a node needs besides tensors it holds itself, as text and numbers: of an
-`attention` node nothing lies in this process.
+While torch.compile traces, it cannot follow the choice of a backend and the launches of kernels. Eager calls do not go
+through these ops. A node holds what it needs besides tensors as text and numbers, because graphs are cached.
 """
 
 from __future__ import annotations

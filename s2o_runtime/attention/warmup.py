@@ -35,13 +35,9 @@ def warmup(
     device is done.
 
     Args:
-        config: the config of the calls to come.
-        kv_heads: their KV heads.
-        head_dim: their head dimension.
-        dtype: the type of their q, k and v.
+        config, kv_heads, head_dim, dtype, softcap: of the calls to come.
         device: the GPU.
         padded: compile for left-padded batches (`kv_start`) as well.
-        softcap: of their scores, None for none.
         sinks: the type of their learned sinks, None for none.
         value_dim: the head dimension of their values, None for that of keys.
 

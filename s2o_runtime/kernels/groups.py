@@ -5,16 +5,27 @@ name of a constant behind it is read or written only if that constant is true, a
 
     T                       the type of the inputs: bfloat16 or float16
     Q                       T [B, Hq, Lq, D], strides q
-    K, V                    T [B, Hkv, Lk, D], strides k and v; with PAGED rows of a cache, T [rows, D] of each KV head
+    K, V                    T [B, Hkv, Lk, D], strides k and v; K is int8 with INT8, and with PAGED both are rows of a
+                            cache, T [rows, D] of each KV head
+    OUT                     T [B, Hq, Lq, D], strides o
+    LSE                     float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
     STARTS.kv_start         int64 or int32 [B]: the first key that counts (HAS_START); KV_START where it is alone
     STARTS.cu_q, .cu_k      int32 [B + 1]: where packed sequences begin (PACKED); CU_Q, CU_K where they are alone
     PAGES                   int32 [B, M], stride p: the pages of each sequence's keys (PAGED)
     SEGMENT                 int32 [Hq]: queries of a segment, 0 for a head without a prefix
     PART, REPRESENTATIVES   int32 [Hq]: queries of a part of a segment, and parts of a segment
     FLAGS, LAUNCH_ORDER     int32 [Hq]: as in `call.HeadTables`
+    REP                     T [B, Hq, parts, D], contiguous, strides r, int8 with INT8: the mean query of each part
+    REP_SCALE               float32 [B, Hq, parts]: the scale of each mean (INT8)
+    LOG_SUM                 float32 [B, Hq, parts]: the log-sum-exp in base 2 of the scores of each mean
+    SCORE                   float16 [B, Hq, N', P / GRAIN], strides s: the log2 weight of each step for a segment
+    EDGE                    float32 [B, Hq, N', BUCKETS]: the highest score of each bucket of the order (HAS_TAIL)
     page_shift, page_rows   as for `primitives.load_cache_rows`
+    row_begin, rows_end     the slice of rows that a launch is about
     qk_scale                the scores' scale times log2(e)
-    N'                      counts the segments of the slice of rows that begins at row_begin
+    CAP                     the soft cap of scores in base 2, 0 for none
+    WIDE                    offsets into k and v need 64 bits
+    N'                      counts the segments of the slice of rows
 
 Triton specialises every number of a group, whatever `do_not_specialize` says, so numbers that differ from call to call
 are not in groups. Compiled kernels do not know of groups: their parameters are the members, in this order.
@@ -36,12 +47,12 @@ class Strides(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """The order of each segment's prefix, and FIRST, MASS and SUMS of its tail, as `tail.Tail` has them."""
+    """The order of each segment's prefix; FIRST, MASS and SUMS where they are alone. All but it only with HAS_TAIL."""
 
-    order: Tensor
-    first: Tensor | None
-    mass: Tensor | None
-    sums: Tensor | None
+    order: Tensor  # int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
+    first: Tensor | None  # int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins
+    mass: Tensor | None  # float32 [B, Hq, N', EDGES]: the ranking's mass from each edge of the order on
+    sums: Tensor | None  # float32 [B, Hq, N', EDGES, D]: that mass times values
 
 
 class Heads(NamedTuple):
@@ -51,49 +62,43 @@ class Heads(NamedTuple):
     segment: Tensor
     flags: Tensor
     launch_order: Tensor | None
-    sinks: Tensor | None
+    sinks: Tensor | None  # any floating type [Hq]: scores without a value (HAS_SINKS)
 
 
 class Levels(NamedTuple):
-    """The worth of int8 keys: UNIT and MIDDLE of `keys.Keys`."""
+    """The worth of int8 keys (INT8): float32 [B, Hkv, D] each."""
 
-    k_unit: Tensor | None
-    k_middle: Tensor | None
+    k_unit: Tensor | None  # what a level of each channel is worth
+    k_middle: Tensor | None  # what keys have lost (with HAS_LSE or HAS_SINKS)
 
 
 class Splits(NamedTuple):
-    """The outputs of the programs of dense heads that are split over keys; None where no head is split.
+    """The outputs of the programs of dense heads that are split over keys; None where no head is split (HAS_SPLITS).
 
-    An entry is one split of one head, all heads of one split together, in the order of `HeadTables.launch_order`.
-    split_out: float32 [B, splits * dense heads, rows, D]; split_lse: float32 [B, splits * dense heads, rows], the
-    log-sum-exp of a split's scores, -inf for no key. `rows` are those of whole row tiles.
+    An entry is one split of one head, all heads of one split together, in the order of `HeadTables.launch_order`;
+    `rows` are those of whole row tiles.
     """
 
-    split_out: Tensor | None
-    split_lse: Tensor | None
+    split_out: Tensor | None  # float32 [B, splits * dense heads, rows, D]
+    split_lse: (
+        Tensor | None
+    )  # float32 [B, splits * dense heads, rows], log-sum-exp of a split's scores, -inf for no key
 
 
 class Sizes(NamedTuple):
-    """The sizes that a prefill is compiled for.
+    """The sizes that a prefill is compiled for."""
 
-    GROUP: query heads of a KV head; D: the head dim; BM, BN: query rows and keys of a tile; STAGES: of the pipeline or
-    the ring; EDGES, BUCKETS: as in `tail` and `rank.order`.
-    """
-
-    GROUP: int
-    D: int
-    BM: int
-    BN: int
-    STAGES: int
-    EDGES: int
-    BUCKETS: int
+    GROUP: int  # query heads of a KV head
+    D: int  # the head dim
+    BM: int  # query rows of a tile
+    BN: int  # keys of a tile
+    STAGES: int  # of the pipeline or the ring
+    EDGES: int  # as in `tail`
+    BUCKETS: int  # as in `rank.order`
 
 
 class Mode(NamedTuple):
-    """The features that a prefill is compiled with; `prefill._prefill` says what each changes.
-
-    CAP: the soft cap of scores in base 2, 0 for none; WIDE: offsets into k and v need 64 bits.
-    """
+    """The features that a prefill is compiled with; `prefill._prefill` says what each changes."""
 
     HAS_TAIL: bool
     HAS_START: bool

@@ -17,7 +17,7 @@ from s2o_runtime import quantisation
 from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import group_strides, launch
-from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST, head_pointer
+from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST, head_pointer, load_sequence
 
 RANGE_PARTS = 32  # programs that share the keys of a head; so many ranges each program of `_quantise_keys` reads
 RANGE_ELEMENTS = 8192  # that are loaded at once
@@ -31,15 +31,11 @@ NARROWEST = tl.constexpr(quantisation.NARROWEST)
 
 
 class Keys(NamedTuple):
-    """The keys of a call.
+    """The keys of a call."""
 
-    rows: [B, Hkv, Lk, D], in the type of the inputs or int8; unit, middle: float32 [B, Hkv, D], of int8 rows as in
-    `quantisation.QuantisedKeys`, None otherwise.
-    """
-
-    rows: Tensor
-    unit: Tensor | None
-    middle: Tensor | None
+    rows: Tensor  # [B, Hkv, Lk, D], in the type of the inputs or int8
+    unit: Tensor | None  # float32 [B, Hkv, D], of int8 rows as in `quantisation.QuantisedKeys`
+    middle: Tensor | None  # likewise
 
 
 @triton.jit
@@ -55,19 +51,14 @@ def _channel_ranges(
 ):  # fmt: skip
     """Write to LOW[b, h, p] and HIGH[b, h, p] the smallest and largest entry of every channel in part p of the keys.
 
-    Programs: (parts, Hkv, B). A part holds every so many-th group of ROWS keys; one without keys has inf and -inf. T is
-    the input type.
-
-        LOW, HIGH           T [B, Hkv, parts, D]
+    Programs: (parts, Hkv, B). A part holds every so many-th group of ROWS keys; one without keys has inf and -inf. LOW,
+    HIGH: T [B, Hkv, parts, D].
     """
     part = tl.program_id(0)
     h = tl.program_id(1)
     b = tl.program_id(2)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    k_first = 0
-    if PACKED:
-        k_first = tl.load(CU_K + b).to(tl.int32)
-        kv_len = tl.load(CU_K + b + 1).to(tl.int32) - k_first
+    k_first, _, kv_len, _ = load_sequence(b, CU_K, CU_K, kv_len, 0, PACKED)
     offs_d = tl.arange(0, D)
     base = head_pointer(K, stride_k, b, h) + offs_d[None, :]
     low = tl.full([ROWS, D], float("inf"), tl.float32)
@@ -89,18 +80,12 @@ def _quantise_keys(
 ):  # fmt: skip
     """Write key t in 8 bits to OUT[b, h, t], and UNIT and MIDDLE of its head, as `quantisation.quantise_keys` does.
 
-    Programs: (keys / ROWS, Hkv, B); the first one of a head writes its unit and middle. T is the input type.
-
-        LOW, HIGH           T [B, Hkv, PARTS, D]: as `_channel_ranges` wrote them
-        OUT                 int8 [B, Hkv, Lk, D], strides o
-        UNIT, MIDDLE        float32 [B, Hkv, D]
+    Programs: (keys / ROWS, Hkv, B); the first one of a head writes its unit and middle. LOW, HIGH: as `_channel_ranges`
+    wrote them. OUT: int8 [B, Hkv, Lk, D], strides o. UNIT, MIDDLE: float32 [B, Hkv, D].
     """
     h = tl.program_id(1)
     b = tl.program_id(2)
-    k_first = 0
-    if PACKED:
-        k_first = tl.load(CU_K + b).to(tl.int32)
-        kv_len = tl.load(CU_K + b + 1).to(tl.int32) - k_first
+    k_first, _, kv_len, _ = load_sequence(b, CU_K, CU_K, kv_len, 0, PACKED)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if (tl.program_id(0) * ROWS < kv_len) | (tl.program_id(0) == 0):
         inside = t < kv_len
@@ -121,7 +106,7 @@ def _quantise_keys(
         share = tl.maximum(half / widest, NARROWEST, propagate_nan=tl.PropagateNan.ALL)
         unit = widest * tl.exp2(tl.log2(share) * SMOOTHING) * RCP_LEVELS
         levels = tl.minimum(tl.maximum((k - middle[None, :]) * (1.0 / unit)[None, :], -LEVELS), LEVELS)
-        # as in `primitives.quantised`
+        # as in `primitives.quantise`
         rounded = (levels + ROUNDING).to(tl.int32, bitcast=True).to(tl.int8)
         out = head_pointer(OUT, stride_o, b, h) + row * stride_o.row + offs_d[None, :]
         tl.store(out, rounded, mask=inside[:, None])

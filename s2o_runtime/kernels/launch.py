@@ -31,17 +31,13 @@ Argument = Tensor | int | float | tuple[Tensor | int | None, ...] | None
 
 
 class Compiled(NamedTuple):
-    """A compiled kernel: its launcher, and what the launcher wants beside the arguments.
-
-    groups: the tensors of each parameter that takes several, by their places among the tensors of a launch; order:
-    where each pointer parameter has its argument among the tensors and the groups behind them.
-    """
+    """A compiled kernel: its launcher, and what the launcher wants beside the arguments."""
 
     run: Any
     function: Any
     metadata: Any
-    groups: tuple[tuple[int, ...], ...]
-    order: Picker
+    groups: tuple[tuple[int, ...], ...]  # the places of each group's members among the tensors of a launch
+    order: Picker  # of the pointer parameters' arguments, from the tensors and the groups behind them
 
 
 # gives the values of some keys or places, as a tuple
@@ -77,8 +73,8 @@ def launch(
         grid: programs in each of the three dimensions.
         arguments: for every pointer a tensor, or None for one that is absent, which the kernel must not read: it
             gets the address of its first tensor, which may be neither absent nor in a group. For every other parameter
-            a number; `strides` and `group_strides` make those of strides. For a parameter that takes a group, one
-            of the types in `groups`: of at least two tensors, or of integers.
+            a number. For a parameter that takes a group, one of the types in `groups`: of at least two tensors, or of
+            integers.
         constants: the kernel's constexprs.
         options: Triton's, such as num_warps.
 
@@ -118,12 +114,9 @@ def launch(
     cacheable = narrow and not reduce(or_, address) & 15
     if compiled is None or not cacheable or is_hooked():
         launched = kernel[grid](*binding.group_tensors(pointers), *numbers, **constants, **options)
-        if (
-            cacheable and _is_tested(triton.__version__) and hasattr(launched, "packed_metadata")
-        ):  # not in the interpreter
-            _compiled[key] = Compiled(
-                launched.run, launched.function, launched.packed_metadata, binding.groups, binding.order
-            )
+        metadata = getattr(launched, "packed_metadata", None)  # of the interpreter there is none
+        if cacheable and metadata is not None and _is_tested(triton.__version__):
+            _compiled[key] = Compiled(launched.run, launched.function, metadata, binding.groups, binding.order)
         if observed.listener is not None:
             observed.listener(None, grid, pointers, ())
         return
@@ -137,12 +130,7 @@ def launch(
 
 
 def list_strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
-    """Return the stride arguments of some tensors: `strides("bh", q=q)` gives stride_qb and stride_qh.
-
-    Args:
-        dimensions: a letter for each leading dimension whose stride the kernel takes.
-        tensors: by the letter that the kernel's parameters have for them; strides of an absent one (None) are 0.
-    """
+    """Return the stride arguments of tensors: `list_strides("bh", q=q)` gives stride_qb and stride_qh, 0 for None."""
     arguments: dict[str, int] = {}
     for letter, tensor in tensors.items():
         names = _get_stride_names(letter, dimensions)
@@ -151,10 +139,7 @@ def list_strides(dimensions: str, **tensors: Tensor | None) -> dict[str, int]:
 
 
 def group_strides(**tensors: Tensor) -> dict[str, Strides]:
-    """Return the stride arguments of some tensors in groups: `group_strides(q=q)` gives stride_q.
-
-    tensors: [B, H, rows, D], by the letter that the kernel's parameters have for them.
-    """
+    """Return the stride arguments of tensors [B, H, rows, D] in groups: `group_strides(q=q)` gives stride_q."""
     return {f"stride_{letter}": _get_stride_group(tensor.stride()) for letter, tensor in tensors.items()}
 
 
@@ -250,7 +235,6 @@ def _name(kernel: Any) -> str:
 def _get_specialisation(numbers: tuple[Any, ...], types: tuple[type, ...]) -> tuple[Any, ...]:
     """Return all that Triton specialises on: if 16 divides an integer, if it is 1, and if 32 bits do not hold it.
 
-    numbers: floats, integers and groups of integers.
     types: of all numbers of the launch, for the cache, to which 1 and 1.0 are the same key.
     """
     return tuple(

@@ -31,7 +31,6 @@ def _gather_pages(
         K, V                C [pages, PAGE, Hkv, D], strides k and v
         OUT_K, OUT_V        T [Hkv, total, D], stride o of a head, rows contiguous
         BLOCK_TABLE         int32 [N, M], stride t of a sequence
-        CU_K                int32 [N + 1]: where the keys of each sequence begin in the output
         K_SCALE, V_SCALE    float32 [1], or [Hkv] with a SCALE_STEP of 1
 
     WIDTH is D, or the next power of two.
@@ -60,16 +59,12 @@ def _gather_pages(
 
 
 def gather_pages(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Copy keys and values out of their pages, packed one sequence behind another, a KV head's rows contiguous.
+    """Copy keys and values out of their pages, packed one sequence behind another: [total_k, Hkv, D] in `dtype` each.
 
-    Args:
-        pages: where they lie; both scales of an fp8 cache have one entry, or both one for each KV head.
-        dtype: of the result.
-
-    Returns:
-        k and v, [total_k, Hkv, D]; rows behind the last key are not written.
+    A KV head's rows are contiguous; those behind the last key are not written.
     """
-    heads, head_dim, device = pages.kv_heads, pages.k.shape[3], pages.k.device
+    _, _, heads, head_dim = pages.k.shape
+    device = pages.k.device
     out_k, out_v = (torch.empty(heads, pages.total_k, head_dim, dtype=dtype, device=device) for _ in range(2))
     k_scale, v_scale = _get_scales(pages)
     launch(

@@ -106,13 +106,10 @@ class Recorder:
     It follows torch's operations through the stack of dispatch modes, which is no public interface. The public
     `TorchDispatchMode` does not serve here: its first operation imports torch._dynamo, which takes a second, and the
     modes of all threads share flags that `torch.compile` reads.
-
-    Attributes:
-        beside: bytes of the workspace that do not count as such, because every call of this kind needs them at once.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
-        self.beside = 0
+        self.beside = 0  # bytes that do not count as workspace, because every call of this kind needs them at once
         self._inputs = [tensor for tensor in inputs if tensor is not None]
         self._sizes: list[int] = []  # bytes of each allocation
         self._newest: dict[int, int] = {}  # address: the last allocation there; the ones before it were freed
@@ -172,11 +169,10 @@ class Recorder:
         """Return the plan of the recorded call that returned `outputs`; None if it cannot be repeated."""
         if not self._repeatable or not self._launches:
             return None
-        bases: dict[tuple[str, int], tuple[int, int]] = {}  # where inputs and allocations lie: (address, offset)
-        for index in range(len(self._inputs)):
-            bases["input", index] = (index, 0)
         layouts: list[Layout | None] = []
         count = len(self._inputs)
+        # where inputs and allocations lie: (address, offset)
+        bases: dict[tuple[str, int], tuple[int, int]] = {("input", index): (index, 0) for index in range(count)}
         for output in outputs:
             layouts.append(None if output is None else (tuple(output.shape), output.stride(), output.dtype))
             if output is not None:

@@ -85,33 +85,18 @@ def _prefill(
     those of `primitives.assign_split`, one of a dense head visits a range of the whole tiles, that of the last split
     the diagonal and the sink too, and `splits.combine` makes one output of theirs. Rows, positions, lengths and strides
     count elements. Letters name the strides that a tensor has; tensors without are contiguous. Constants are the fields
-    of SIZES and MODE. `groups` has what is not in this table.
+    of SIZES and MODE. `groups` has every other pointer.
 
-        OUT                    T [B, Hq, Lq, D], strides o
-        RANKING.order          int32 [B, Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
-        RANKING.first          int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (HAS_TAIL)
-        RANKING.mass           float32 [B, Hq, N', EDGES]: the ranking's mass from each edge of the order on (HAS_TAIL)
-        RANKING.sums           float32 [B, Hq, N', EDGES, D]: that mass times values (HAS_TAIL)
-        LSE                    float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
         VISITED                int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
-        HEADS.tau              float32 [Hq]: the stop rule's threshold, without a unit
-        HEADS.sinks            any floating type [Hq]: scores without a value (HAS_SINKS)
-        LEVELS.k_unit          float32 [B, Hkv, D]: what a level of each channel of K is worth (INT8)
-        LEVELS.k_middle        float32 [B, Hkv, D]: what keys have lost (INT8, with HAS_LSE or HAS_SINKS)
-        SPLITS.split_out       float32 [B, dense * splits, rows of all row tiles, D]: `groups.Splits` (HAS_SPLITS)
-        SPLITS.split_lse       float32 [B, dense * splits, rows of all row tiles]: `groups.Splits` (HAS_SPLITS)
 
-    With PAGED, B counts the sequences of PACKED too, K and V are rows of a cache, T [rows, D] of each KV head, and so
-    are the entries of ORDER: the steps' first rows. `primitives.cache_rows` has page_shift and page_rows.
+    With PAGED, B counts the sequences of PACKED too, and the entries of RANKING.order are the steps' first rows.
 
-    With INT8 K is int8, and each row of Q, times the units, is rounded to int8 with a scale of its own: products are
-    sums of integers (`quantisation`). What keys have lost is missing from all scores of a row alike; sinks and the
-    log-sum-exp, which see that, are moved by it.
+    With INT8 each row of Q, times the units, is rounded to int8 with a scale of its own: products are sums of integers
+    (`quantisation`). What keys have lost is missing from all scores of a row alike; sinks and the log-sum-exp, which
+    see that, are moved by it.
 
-    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two stop checks; segments: N'; waves: Hq
-    over the heads that take turns (HAS_LAUNCH_ORDER); dense: heads that are split over keys (HAS_SPLITS); last_rows: as
-    in `config.LayerConfig`; GROUP: query heads of a KV head; STAGES: of Triton's pipeline; WIDE: offsets into k and v
-    need 64 bits.
+    chunk: tiles of BN keys between two stop checks; segments: N'; waves: Hq over the heads that take turns
+    (HAS_LAUNCH_ORDER); dense: heads that are split over keys (HAS_SPLITS); last_rows: as in `config.LayerConfig`.
     """
     GROUP: tl.constexpr = SIZES.GROUP
     D: tl.constexpr = SIZES.D
@@ -119,7 +104,6 @@ def _prefill(
     BN: tl.constexpr = SIZES.BN
     STAGES: tl.constexpr = SIZES.STAGES
     EDGES: tl.constexpr = SIZES.EDGES
-    BUCKETS: tl.constexpr = SIZES.BUCKETS
     stride_kl = stride_k.row
     stride_vl = stride_v.row
     if MODE.WIDE:  # a sequence spans 2^31 elements or more
@@ -223,7 +207,7 @@ def _prefill(
             at = ((b * heads + h) * segments + of_slice).to(tl.int64)
             steps = tiles * (BN // GRAIN)
             e = tl.arange(0, EDGES)
-            begins = tl.load(RANKING.first + at * BUCKETS + e * (BUCKETS // EDGES))
+            begins = tl.load(RANKING.first + at * SIZES.BUCKETS + e * (SIZES.BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
             before, edge, share = sum_remaining_mass(begins, masses, chunk_begin * (BN // GRAIN), steps, EDGES)
             mass, edge, share = sum_remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
@@ -262,9 +246,7 @@ def run_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, 
     """Compute S2O attention with Triton: the function of `reference.s2o_attention_reference`.
 
     Args:
-        call: in bfloat16 or float16, with one of `HEAD_DIMS` for all tensors. The last dimension of each tensor is
-            contiguous, other strides are free. Packed sequences lie behind one another along the length of one batch
-            entry, which is expanded to B (stride 0).
+        call: in bfloat16 or float16, with one of `HEAD_DIMS` for all tensors, whose last dimensions are contiguous.
         out: the output, written and returned, [B, Hq, Lq, D] in q's type, the last dimension contiguous, of packed
             sequences one batch entry; a new tensor by default.
 
@@ -273,15 +255,13 @@ def run_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, 
         [B, Hq, row tiles]; and with `call.with_lse` the log-sum-exp of each row's scores and sink, float32 [B, Hq, Lq].
     """
     q, shape = call.q, call.shape
-    entries, rows_in_memory = (shape.batch, shape.q_len) if not call.packed else (1, q.shape[2])
+    heads = shape.query_heads
+    row_tiles = shape.row_tiles(call.config.tile.block_m)
+    entries, rows_in_memory = (1, q.shape[2]) if call.packed else (shape.batch, shape.q_len)
     if out is None:
-        out = q.new_empty(entries, rows_in_memory, shape.query_heads, shape.head_dim).transpose(1, 2)
-    logs = None
-    if call.with_lse:
-        logs = q.new_empty(entries, shape.query_heads, rows_in_memory, dtype=torch.float32)
-    visited = torch.empty(
-        shape.batch, shape.query_heads, shape.row_tiles(call.config.tile.block_m), dtype=torch.int32, device=q.device
-    )
+        out = q.new_empty(entries, rows_in_memory, heads, shape.head_dim).transpose(1, 2)
+    logs = q.new_empty(entries, heads, rows_in_memory, dtype=torch.float32) if call.with_lse else None
+    visited = torch.empty(shape.batch, heads, row_tiles, dtype=torch.int32, device=q.device)
     keys = read_keys(call)
     ranker = Ranker(call, keys) if call.tables.shortest_segment else None
     for rows in slice_rows(call, WORKSPACE_BYTES):
@@ -306,13 +286,9 @@ class Ranker:
 
 
 def slice_rows(call: Call, workspace: int) -> list[range]:
-    """Cut the query rows into slices of whole segments whose ranking fits the workspace.
+    """Cut the query rows into slices of whole segments whose ranking fits so many bytes of workspace.
 
     A slice is as wide as its longest prefix, so early slices hold more rows.
-
-    Args:
-        call: the call.
-        workspace: bytes.
     """
     shape, tables = call.shape, call.tables
     if not tables.shortest_segment:
@@ -338,15 +314,8 @@ def count_heads_per_wave(shape: CallShape, pair_bytes: int, gpu: Resources) -> i
 
     Programs differ where heads have several modes, and where the prompt's beginning is among the rows; few of them
     keep a GPU waiting for the longest. With many heads in turns that wait is short, so as many take turns as the cache
-    holds the keys and values of, and at least those of one KV head (docs/results/order-of-programs-h100.txt).
-
-    Args:
-        shape: of the call.
-        pair_bytes: of an element of k and one of v.
-        gpu: what runs it.
-
-    Returns:
-        A divisor of the number of heads.
+    holds the keys and values of, and at least those of one KV head (docs/results/order-of-programs-h100.txt). The count
+    divides the number of heads. pair_bytes: of an element of k and one of v.
     """
     if shape.offset >= shape.q_len // 2:
         return 1
@@ -359,24 +328,23 @@ def prefill(
     call: Call, keys: Keys, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor, rows: range,
     lse: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Compute window and gathered prefix for the query rows in `rows`.
+    """Compute window and gathered prefix for the query rows in `rows`, which begin at a multiple of every segment.
 
-    Args:
-        call: as for `run_prefill`.
-        keys: as `read_keys` gave them.
-        ranking: what `Ranker.rank` gave for these rows; None if no head has a prefix.
-        out, visited, lse: tensors to write, as `run_prefill` returns them; of packed sequences one batch entry.
-        rows: query rows; they begin at a multiple of every segment.
+    ranking: what `Ranker.rank` gave for these rows; None if no head has a prefix. out, visited, lse: tensors to write,
+    as `run_prefill` returns them; of packed sequences one batch entry.
     """
     shape, tile, tables = call.shape, call.config.tile, call.tables
     q, k, v = call.q, keys.rows, call.v
+    sinks = call.scoring.sinks
     rows_apart = k.shape[2] if call.pages is not None else shape.kv_len  # what offsets of one sequence span
     wide = rows_apart * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
-    kernel, options = _prefill, {"maxnreg": MAX_REGISTERS}
+    kernel = _prefill
+    options = {"maxnreg": MAX_REGISTERS}
     if tile.specialized:
         from s2o_runtime.kernels import prefill_hopper as hopper
 
-        kernel, options = hopper._prefill_hopper, {"maxnreg": hopper.MAX_REGISTERS}
+        kernel = hopper._prefill_hopper
+        options = {"maxnreg": hopper.MAX_REGISTERS}
         # no registers are left for 64-bit offsets, and rows are copied 16 bytes at a time: bring a head's together
         if wide or (k.stride(2) * k.element_size() | v.stride(2) * v.element_size()) % 16:
             k, v = k.contiguous(), v.contiguous()
@@ -389,7 +357,9 @@ def prefill(
     one_entry: dict[str, Argument] = {}
     if call.packed:
         one_entry = {"stride_o": Strides(0, *out.stride()[1:3]), "stride_eb": 0}
-    programs, waves, splits = -(-len(rows) // tile.rows), 1, Splits(None, None)
+    programs = -(-len(rows) // tile.rows)
+    waves = 1
+    splits = Splits(None, None)
     grid = (programs, shape.query_heads, shape.batch)
     if tables.launch_order is not None:
         gpu = get_resources(q.device)
@@ -404,7 +374,7 @@ def prefill(
         {
             "Q": q, "K": k, "V": v, "RANKING": Ranking(ordered, first, mass, sums), "OUT": out, "LSE": lse,
             "VISITED": visited, "STARTS": call.starts, **call.paging,
-            "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.launch_order, call.sinks),
+            "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.launch_order, sinks),
             "LEVELS": Levels(keys.unit, keys.middle), "SPLITS": splits,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
@@ -419,7 +389,7 @@ def prefill(
             ),
             "MODE": Mode(
                 HAS_TAIL=tail is not None, HAS_START=call.kv_start is not None, PACKED=call.packed,
-                HAS_LSE=lse is not None, HAS_SINKS=call.sinks is not None, CAP=call.cap, INT8=keys.unit is not None,
+                HAS_LSE=lse is not None, HAS_SINKS=sinks is not None, CAP=call.cap, INT8=keys.unit is not None,
                 HAS_LAUNCH_ORDER=tables.launch_order is not None, HAS_SPLITS=splits.split_out is not None,
                 PAGED=call.pages is not None, WIDE=wide,
             ),

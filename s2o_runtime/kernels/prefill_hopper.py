@@ -146,7 +146,7 @@ def _produce(
     while i < near:
         begin = gl.where(i < diagonal_tiles, diagonal + i * BN, first + (i - diagonal_tiles) * BN)
         row = gl.minimum(begin + rows, kv_last)
-        if MODE.PAGED:  # a copy of `primitives.cache_rows`, which Gluon code cannot call
+        if MODE.PAGED:  # a copy of `primitives.load_cache_rows`, which Gluon code cannot call
             row = gl.load(pages + (row >> page_shift)) * page_rows + (row & ((1 << page_shift) - 1))
         row = row[:, None]
         k_row = gl.minimum(begin + k_rows, kv_last)[:, None] if MODE.INT8 else row
@@ -215,7 +215,7 @@ def _start_values(p, v_ring, acc, i, STAGES: gl.constexpr):
     return warpgroup_mma(p, buffer.index(slot), acc, is_async=True)
 
 
-# A copy of `primitives.capped`, which Gluon code cannot call, and of what `primitives.absorb` does with it.
+# A copy of `primitives.cap_scores`, which Gluon code cannot call, and of what `online_softmax_update` does with it.
 @gluon.jit
 def _cap_scores(products, qk_scale, CAP: gl.constexpr):
     """Return products and their factor in base 2, whose product scores are, under the soft cap with CAP > 0."""
@@ -225,7 +225,7 @@ def _cap_scores(products, qk_scale, CAP: gl.constexpr):
     return products, qk_scale
 
 
-# The online softmax of `primitives.absorb`, without its products, which run asynchronously here.
+# The online softmax of `primitives.online_softmax_update`, without its products, which run asynchronously here.
 @gluon.jit
 def _weigh_scores(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
     """Do the online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before).
@@ -240,7 +240,7 @@ def _weigh_scores(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr)
     return weights, m_new, l * decay + gl.sum(weights, 1), decay
 
 
-# A copy of `primitives.remaining_mass`, which Gluon code cannot call.
+# A copy of `primitives.sum_remaining_mass`, which Gluon code cannot call.
 @gluon.jit
 def _sum_mass(begins, masses, visited, steps, EDGES: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the ranking's mass after `visited` of a segment's `steps`, the edge before it, and the share left."""
@@ -261,28 +261,21 @@ def _consume(
 ):  # fmt: skip
     """Compute row tile HALF of the program, from its queries to its output, as `prefill._prefill` does.
 
-    Pointers are at row0, the program's first row, of its head and sequence. T is the input type.
-
-        Q, OUT              T [rows, D], row strides stride_ql and stride_ol
-        LSE                 float32 [rows] (HAS_LSE)
-        VISITED             int32 [2], one of each row tile
-        FIRST               int32 [BUCKETS], of the segment (HAS_TAIL)
-        MASS, SUMS          float32 [EDGES] and [EDGES, D], of the segment (HAS_TAIL)
+    Pointers are those of `_prefill_hopper` at row0, the program's first row, of its head, sequence and segment.
 
     q_buffer: T [2, BM, D] of shared memory, the queries and at last the output of both row tiles; k_ring, v_ring,
-    marks, diagonal, diagonal_tiles, near, total: as for `_producer`. sink: the head's, in base 2 (HAS_SINKS); tau: of
-    the head; stop: ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a
-    range of the keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report
-    in VISITED. With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that of the output, and `sink` has
-    K_UNIT and K_MIDDLE of the KV head, float32 [D], behind it.
-    With HAS_SPLITS, OUT has SPLIT_OUT, float32 [rows, D], and SPLIT_LSE, float32 [rows], behind it.
+    marks, diagonal, diagonal_tiles, near, total: as for `_produce`. sink: the head's, in base 2 (HAS_SINKS); stop:
+    ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a range of the
+    keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report in VISITED.
+    With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that of the output, and `sink` has K_UNIT and
+    K_MIDDLE of the KV head, float32 [D], behind it. With HAS_SPLITS, OUT has SPLIT_OUT, float32 [rows, D], and
+    SPLIT_LSE, float32 [rows], behind it.
     """
     D: gl.constexpr = SIZES.D
     BM: gl.constexpr = SIZES.BM
     BN: gl.constexpr = SIZES.BN
     STAGES: gl.constexpr = SIZES.STAGES
     EDGES: gl.constexpr = SIZES.EDGES
-    BUCKETS: gl.constexpr = SIZES.BUCKETS
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 32 if MODE.INT8 else 16])
@@ -304,7 +297,7 @@ def _consume(
         if MODE.HAS_LSE or MODE.HAS_SINKS:
             middle = gl.load(sink[2] + copy_d)
             lost = gl.convert_layout(gl.sum(exact * middle[None, :], 1) * qk_scale, ROWS)
-        # a copy of `primitives.quantised`, which Gluon code cannot call
+        # a copy of `primitives.quantise`, which Gluon code cannot call
         exact *= gl.load(sink[1] + copy_d)[None, :]
         q_scale = gl.maximum(gl.max(gl.abs(exact), 1), SMALLEST) * RCP_LEVELS
         q_scale += gl.sum(exact * 0.0, 1)
@@ -319,7 +312,7 @@ def _consume(
 
     m = gl.full([BM], float("-inf"), gl.float32, ROWS)
     l = gl.zeros([BM], gl.float32, ROWS)
-    if MODE.HAS_SINKS:  # as `primitives.softmax_start`
+    if MODE.HAS_SINKS:  # as `primitives.start_softmax`
         m = gl.zeros([BM], gl.float32, ROWS) + (sink[0] if MODE.INT8 else sink)
         l = gl.full([BM], 1.0, gl.float32, ROWS)
         if MODE.INT8:
@@ -398,11 +391,11 @@ def _consume(
         i += 1
 
     if MODE.HAS_TAIL:  # noqa: SIM102
-        # copies of `primitives.tail_factor` and `primitives.tail_mean`, which Gluon code cannot call
+        # copies of `primitives.scale_tail` and `primitives.weigh_tail`, which Gluon code cannot call
         if (stop >= TAIL) & (i > near) & (i < total):
             steps = (total - near) * (BN // GRAIN)
             e = gl.arange(0, EDGES, ONE)
-            begins = gl.load(FIRST + e * (BUCKETS // EDGES))
+            begins = gl.load(FIRST + e * (SIZES.BUCKETS // EDGES))
             masses = gl.load(MASS + e)
             before, edge, share = _sum_mass(begins, masses, (chunk_begin - near) * (BN // GRAIN), steps, EDGES, ONE)
             mass, edge, share = _sum_mass(begins, masses, (i - near) * (BN // GRAIN), steps, EDGES, ONE)
@@ -462,10 +455,8 @@ def _prefill_hopper(
 ):  # fmt: skip
     """Compute S2O attention of two row tiles: the function of `prefill._prefill`, without MODE.WIDE.
 
-    Programs: (pairs of row tiles of the slice; Hq; B), with HAS_LAUNCH_ORDER (Hq; pairs of row tiles of the
-    slice; B), with HAS_SPLITS as in `primitives.assign_split`. `_prefill` has the table of the arguments;
-    `split_out` and `split_lse` have the rows of pairs of row tiles, and rows of K and V begin at multiples of 16 bytes.
-    With INT8 K is int8. STAGES: of the ring.
+    Programs: as for `_prefill`, of pairs of row tiles, whose rows `split_out` and `split_lse` have too. Rows of K and V
+    begin at multiples of 16 bytes.
     """
     GROUP: gl.constexpr = SIZES.GROUP
     D: gl.constexpr = SIZES.D
@@ -473,7 +464,6 @@ def _prefill_hopper(
     BN: gl.constexpr = SIZES.BN
     STAGES: gl.constexpr = SIZES.STAGES
     EDGES: gl.constexpr = SIZES.EDGES
-    BUCKETS: gl.constexpr = SIZES.BUCKETS
     DTYPE: gl.constexpr = Q.dtype.element_ty
     if MODE.HAS_SPLITS:  # a copy of `primitives.assign_split`, which Gluon code cannot call
         tile = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -507,7 +497,7 @@ def _prefill_hopper(
     q_max = q_len
     q_first = gl.to_tensor(0)
     k_first = gl.to_tensor(0)
-    if MODE.PACKED:  # a copy of `primitives.sequence`, which Gluon code cannot call
+    if MODE.PACKED:  # a copy of `primitives.load_sequence`, which Gluon code cannot call
         q_first = gl.load(STARTS.cu_q + b).to(gl.int32)
         k_first = gl.load(STARTS.cu_k + b).to(gl.int32)
         q_len = gl.load(STARTS.cu_q + b + 1).to(gl.int32) - q_first
@@ -517,7 +507,7 @@ def _prefill_hopper(
     stop = gl.where((flags & STOP_RULE_BITS) == REST, ALL_LEFT, 0) + (flags & TAIL)
     row0 = row_begin + tile * (2 * BM)
     n = row0 // gl.maximum(segment, 1)
-    # copies of `primitives.window_start` and `primitives.diagonal_start`
+    # copies of `primitives.find_window_start` and `find_diagonal_start`
     begin = gl.maximum(offset + n * segment, start)
     dense_rows = _find_dense_from(q_len, last_rows, 2 * BM)
     first = gl.where((segment > 0) & (row0 < dense_rows), start + (begin - start) // BN * BN, start)
@@ -589,7 +579,7 @@ def _prefill_hopper(
         sink = (sink, LEVELS.k_unit + channels, LEVELS.k_middle + channels)
     order = RANKING.order + b * stride_i.batch + h * stride_i.head + of_slice * stride_i.row
     at = (b * heads + h) * segments + of_slice
-    first_base = RANKING.first + at * BUCKETS
+    first_base = RANKING.first + at * SIZES.BUCKETS
     mass_base = RANKING.mass + at * EDGES
     sums_base = RANKING.sums + at * EDGES * D
     if MODE.HAS_SPLITS:

@@ -42,8 +42,6 @@ def assign_tile(LAUNCH_ORDER, waves, row_begin, q_len, last_rows, ROWS: tl.const
     grid (tiles, Hq, B) one head follows another. With HAS_LAUNCH_ORDER it is (Hq, tiles, B): the tiles of last rows,
     which visit all keys, come first, those of all heads; then Hq / waves heads at a time, in the order LAUNCH_ORDER,
     int32 [Hq], take turns at each other tile, because a cache holds the keys of a few heads.
-
-    Returns the tile, the head, the batch entry, and Hq.
     """
     if HAS_LAUNCH_ORDER:
         heads = tl.num_programs(0)
@@ -93,7 +91,8 @@ def split_range(tiles, split, last):
 def load_sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
     """Return the begins of sequence b in q and in k, its number of queries, and the position of its first query.
 
-    Packed sequences lie one behind the other; others have a batch index, one length and one offset.
+    Packed sequences lie one behind the other; others have a batch index, one length and one offset. With CU_K for CU_Q
+    too, and an offset of 0, the queries are the keys.
     """
     q_first = 0
     k_first = 0
@@ -107,7 +106,7 @@ def load_sequence(b, CU_Q, CU_K, q_len, offset, PACKED: tl.constexpr):
 
 @triton.jit
 def find_dense_from(q_len, last_rows, ROWS: tl.constexpr):
-    """Do as `LayerConfig.dense_from` for programs of ROWS rows."""
+    """Do as `LayerConfig.find_first_dense_row` for programs of ROWS rows."""
     return tl.where(last_rows > 0, tl.maximum(q_len - last_rows, 0) // ROWS * ROWS, q_len)
 
 
@@ -119,20 +118,16 @@ def head_pointer(pointer, stride, b, h):
 
 @triton.jit
 def load_cache_rows(keys, pages, page_shift, page_rows):
-    """Load the rows of a paged k and v that hold these keys of a sequence.
+    """Load the rows of a paged k and v that hold these keys of a sequence whose pages are at `pages`, int32 [M].
 
-    keys: integers, keys that the sequence has; pages: pointer to int32 [M], its pages; page_shift: log2 of a page's
-    keys; page_rows: rows from one page to the next.
+    page_shift: log2 of a page's keys; page_rows: rows from one page to the next.
     """
     return tl.load(pages + (keys >> page_shift)) * page_rows + (keys & ((1 << page_shift) - 1))
 
 
 @triton.jit
 def find_window_start(n, segment, offset, start, BN: tl.constexpr):
-    """Return the first key of the window of segment n, so that the prefix before it is a whole number of tiles.
-
-    The same function as `shapes.window_start` on the host.
-    """
+    """Do as `sequences.find_window_start` for segment n: the prefix before its window is a whole number of tiles."""
     first = tl.maximum(offset + n * segment, start)
     return start + (first - start) // BN * BN
 
@@ -145,10 +140,7 @@ def find_diagonal_start(first, position, BN: tl.constexpr):
 
 @triton.jit
 def start_softmax(SINKS, h, BM: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """Return the state of BM rows before their first key, without values: m and l as `absorb` has them, float32 [BM].
-
-    SINKS: [Hq], any floating type, the score of each head that every row begins with (HAS_SINKS).
-    """
+    """Return m and l of `online_softmax_update` for BM rows before their first key: float32 [BM] each."""
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     if HAS_SINKS:
@@ -182,9 +174,7 @@ def online_softmax_update(
 
     q: [BM, D]; k: [D, BN]; v: [BN, D]; m: the rows' largest score, l: their sums of 2^(score - m), both float32 [BM];
     acc: float32 [BM, D], values weighted by 2^(score - m); visible: [BM, BN] or what broadcasts to it, with MASKED.
-    CAP: the soft cap of scores in base 2, 0 for none. INT8: q and k are int8, and qk_scale is float32 [BM], a scale for
-    each row.
-    Returns the new m, l and acc.
+    INT8: q and k are int8, and qk_scale is float32 [BM], a scale for each row. Returns the new m, l and acc.
     """
     scores = tl.dot(q, k).to(tl.float32) if INT8 else tl.dot(q, k, input_precision="ieee")
     if CAP > 0:
@@ -213,8 +203,7 @@ def attend_window(
     """Attend in a row tile's window (Algorithm 2): keys first .. diagonal without a mask, diagonal .. end with one.
 
     q: [BM, D]; k_base, v_base: pointers to key 0 of the head, with PAGED to row 0 of the cache; position: int32 [BM],
-    the last key that each row sees; CAP, INT8: as for `absorb`; pages, page_shift, page_rows: as for `load_cache_rows`,
-    with PAGED. Returns m, l and acc as `absorb` does.
+    the last key that each row sees. Returns m, l and acc as `online_softmax_update` does.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
@@ -254,7 +243,6 @@ def attend_gathered(
     """Attend to tiles begin .. begin + count of a row tile's order, gathered: a chunk (Algorithm 3, lines 8 to 12).
 
     order: pointer to int32 [prefix / GRAIN], where the keys of each step begin. Triton pipelines this plain loop.
-    CAP, INT8: as for `absorb`. Returns m, l and acc as it does.
     """
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, q.shape[1])
@@ -296,10 +284,9 @@ def scale_tail(before, mass, most):
 
 @triton.jit
 def weigh_tail(sums, edge, share, mass, D: tl.constexpr, EDGES: tl.constexpr):
-    """Compute the tail's mean value, float32 [D], weighted by the ranking.
+    """Compute the tail's mean value, float32 [D], weighted by the ranking, from what `sum_remaining_mass` returned.
 
-    sums: pointer to float32 [EDGES, D], weights times values from each edge on; edge, share, mass: of
-    `sum_remaining_mass`.
+    sums: pointer to float32 [EDGES, D], weights times values from each edge on.
     """
     offs_d = tl.arange(0, D)
     from_edge = sums + edge * D + offs_d

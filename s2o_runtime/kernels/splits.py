@@ -21,7 +21,7 @@ from s2o_runtime.call import Call
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels.groups import Splits, Strides
 from s2o_runtime.kernels.launch import Argument, group_strides, launch, list_strides
-from s2o_runtime.kernels.primitives import LN2, RCP_LN2, load_sequence
+from s2o_runtime.kernels.primitives import LN2, RCP_LN2, head_pointer, load_sequence
 
 DENSITY = 0.25  # the share of its keys that a head that stops is assumed to visit; the true one is not known in advance
 LONGEST = 0.7  # a dense head is split if a program of it takes more than this share of an SM's mean work
@@ -38,12 +38,8 @@ def count_key_splits(call: Call, programs: int, gpu: Resources) -> int:
 
     One, unless so many keys precede the queries that a dense program takes longer than the mean work of an SM. Splits
     are short enough to fill up what other heads' programs, which start before them, leave at their end. Their number is
-    a power of two, so that calls of nearby lengths are launched alike.
-
-    Args:
-        call: the call; its packed sequences count as if all were as long as the longest.
-        programs: of a head that is not split, in this launch.
-        gpu: what runs it.
+    a power of two, so that calls of nearby lengths are launched alike. Packed sequences count as if all were as long as
+    the longest. programs: of a head that is not split, in this launch.
     """
     shape, dense = call.shape, call.tables.dense_heads
     if not dense or shape.offset < shape.q_len:
@@ -76,14 +72,7 @@ def _combine(
     """Write to OUT[b, h, i] the mean of the splits' outputs, each weighted by e^(its log-sum-exp).
 
     Programs: (rows / ROWS, dense heads, B). Row i of SPLIT_OUT is query row_begin + i of its sequence. A row without
-    keys in any split is 0 and has a log-sum-exp of -inf. T is the input type.
-
-        SPLIT_OUT           float32 [B, splits * dense heads, rows, D]: as `Splits.split_out`
-        SPLIT_LSE           float32 [B, splits * dense heads, rows]: as `Splits.split_lse`
-        OUT                 T [B, Hq, Lq, D], strides o
-        LSE                 float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
-        CU_Q                int32 [B + 1]: where packed sequences begin (PACKED)
-        LAUNCH_ORDER        int32 [Hq]: as in `call.HeadTables`, dense heads first
+    keys in any split is 0 and has a log-sum-exp of -inf. SPLIT_OUT, SPLIT_LSE: as in `groups.Splits`.
     """
     b = tl.program_id(2)
     q_first, _, q_len, _ = load_sequence(b, CU_Q, CU_Q, q_len, 0, PACKED)
@@ -110,9 +99,7 @@ def _combine(
             acc += weight[:, None] * out
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
         head_row = q_first + row_begin + row
-        out_row = (
-            OUT + b.to(tl.int64) * stride_o.batch + h * stride_o.head + head_row[:, None].to(tl.int64) * stride_o.row
-        )
+        out_row = head_pointer(OUT, stride_o, b, h) + head_row[:, None].to(tl.int64) * stride_o.row
         tl.store(out_row + offs_d[None, :], acc.to(OUT.dtype.element_ty), mask=inside[:, None])
         if HAS_LSE:
             lse_row = LSE + b.to(tl.int64) * stride_eb + h * stride_eh + head_row
@@ -120,13 +107,9 @@ def _combine(
 
 
 def combine(splits: Splits, out: Tensor, lse: Tensor | None, call: Call, rows: range) -> None:
-    """Write the outputs of the dense heads whose keys were split.
+    """Write the outputs of the dense heads whose keys were split to out and lse, as for `prefill.prefill`.
 
-    Args:
-        splits: what their programs wrote.
-        out, lse: as for `prefill.prefill`.
-        call: the call.
-        rows: query rows that the splits are of.
+    rows: query rows that the splits are of.
     """
     shape, tables = call.shape, call.tables
     assert splits.split_out is not None

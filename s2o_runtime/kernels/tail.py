@@ -38,11 +38,7 @@ ADD_WARPS = 4
 
 
 class Tail(NamedTuple):
-    """Sums over each segment's order from every second bucket on.
-
-    first: int32 [B, Hq, N', BUCKETS], where the buckets begin; mass: float32 [B, Hq, N', EDGES];
-    values: float32 [B, Hq, N', EDGES, D].
-    """
+    """Sums over each segment's order from every second bucket on: FIRST, MASS and SUMS of `groups.Ranking`."""
 
     first: Tensor
     mass: Tensor
@@ -57,18 +53,12 @@ def _pool(
 ):  # fmt: skip
     """Write to POOLED[b, h, g] the mean value of the GRAIN keys of step g, counted from the first key that counts.
 
-    Programs: (steps / ROWS, Hkv, B). T is the input type. With PAGED V is rows of a cache, T [rows, D] of each KV head;
-    `primitives.cache_rows` has page_shift and page_rows.
-
-        POOLED              T [B, Hkv, steps, D]
+    Programs: (steps / ROWS, Hkv, B). POOLED: T [B, Hkv, steps, D].
     """
     h = tl.program_id(1)
     b = tl.program_id(2)
     start = tl.load(KV_START + b).to(tl.int32) if HAS_START else 0
-    k_first = 0
-    if PACKED:
-        k_first = tl.load(CU_K + b).to(tl.int32)
-        kv_len = tl.load(CU_K + b + 1).to(tl.int32) - k_first
+    k_first, _, kv_len, _ = load_sequence(b, CU_K, CU_K, kv_len, 0, PACKED)
     step = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, D)
     base = head_pointer(V, stride_v, b, h)
@@ -94,16 +84,10 @@ def _tail(
 ):  # fmt: skip
     """Sum 2^SCORE over the steps from edge e on to MASS[b, h, n, e], and 2^SCORE * VALUES to SUMS[b, h, n, e].
 
-    Programs: (splits of segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. N' counts the
-    segments of the slice of rows row_begin .. rows_end. Each of a segment's `splits` programs adds up a part of the
-    steps, and writes MASS and SUMS its number times split_size elements further on. BK: steps at once; IEEE: products
-    in float32. T is the input type.
-
-        SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
-        EDGE                float32 [B, Hq, N', BUCKETS]: as `order._order` wrote it; every second one is an edge
-        VALUES              T [B, Hkv, steps, D], strides v: the steps' mean values
-        MASS                float32 [B, Hq, N', EDGES]
-        SUMS                float32 [B, Hq, N', EDGES, D]
+    Programs: (splits of segments of the slice / BS, the last ones first; Hq; B), for heads with a tail. Each of a
+    segment's `splits` programs adds up a part of the steps, and writes MASS and SUMS its number times split_size
+    elements further on. Every second entry of EDGE is an edge. VALUES: T [B, Hkv, steps, D], strides v, the steps' mean
+    values. BK: steps at once; IEEE: products in float32.
     """
     # long prefixes first
     block = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits
@@ -158,11 +142,7 @@ def _tail(
 
 @triton.jit(do_not_specialize=["splits", "size"])
 def _add(SPLITS, OUT, splits, size, BLOCK: tl.constexpr):
-    """Write to OUT[i] the sum of SPLITS[s, i] over s. Programs: (size / BLOCK,).
-
-    SPLITS              float32 [splits, size]
-    OUT                 float32 [size]
-    """
+    """Write the sums of SPLITS, float32 [splits, size], over its first dimension to OUT. Programs: (size / BLOCK,)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for split in range(splits):
@@ -235,12 +215,7 @@ def sum_tails(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
 
 
 def count_tail_splits(programs: int, steps: int) -> int:
-    """Count the programs that a segment's steps are split among.
-
-    Args:
-        programs: how many there are if none are shared.
-        steps: of the longest prefix.
-    """
+    """Count the programs that the steps of the longest prefix are split among, given how many there are without."""
     return max(1, min(TAIL_PROGRAMS // programs, steps // FEWEST_STEPS, TAIL_SPLITS))
 
 

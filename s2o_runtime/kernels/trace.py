@@ -42,17 +42,13 @@ QUANTITIES = 5  # fields of Traced that the kernel writes
 
 
 class Traced(NamedTuple):
-    """The record of each row tile of a slice at each spacing and threshold: float32 [STRIDES, Hq, tiles, T].
+    """The record of each row tile of a slice at each spacing and threshold: float32 [STRIDES, Hq, tiles, T]."""
 
-    rows: the slice; squared, tail_squared: summed squared error of the tile's rows without and with the tail; visited:
-    prefix keys computed; worst, tail_worst: the largest squared error of a row over its squared norm.
-    """
-
-    rows: range
-    squared: Tensor
-    tail_squared: Tensor
-    visited: Tensor
-    worst: Tensor
+    rows: range  # the slice
+    squared: Tensor  # summed squared error of the tile's rows
+    tail_squared: Tensor  # the same with the tail
+    visited: Tensor  # prefix keys computed
+    worst: Tensor  # the largest squared error of a row over its squared norm
     tail_worst: Tensor
 
 
@@ -73,24 +69,16 @@ def _trace(
     |d + p (o' - o)|^2 = |d|^2 + 2 p d . (o' - o) + p^2 |o' - o|^2.
 
     Programs: (row tiles of the slice, the last ones first; Hq), for one sequence without padding whose heads are alike;
-    rows are reduced by their mean and the stop rule is StopRule.REST. N' counts the segments of the slice of rows that
-    begins at row_begin; T is the input type in this table.
+    rows are reduced by their mean and the stop rule is StopRule.REST. `groups` has the pointers of `_prefill`, here of
+    one batch entry.
 
-        Q, TRUTH                  T [Hq, Lq, D], strides q and t; TRUTH is the dense output
-        K, V                      T [Hkv, Lk, D], strides k and v
-        RANKING.order             int32 [Hq, N', P / GRAIN], strides i: where the steps' keys begin, important first
-        RANKING.first             int32 [Hq, N', BUCKETS]: where in the order each bucket begins
-        RANKING.mass              float32 [Hq, N', EDGES]: the ranking's mass from each edge of the order on
-        RANKING.sums              float32 [Hq, N', EDGES, D]: that mass times values
+        TRUTH                     as Q, strides t: the dense output
         FLOOR                     float32 [Hq]: a row's squared norm counts at least so much
         TAUS                      float32 [T]: thresholds, ascending; fillers at the end are -1
-        SINKS                     any floating type [Hq]: as in `_prefill` (HAS_SINKS)
-        LEVELS.k_unit, .k_middle  float32 [Hkv, D]: as in `_prefill` (INT8)
         TRACED                    float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: fields of `Traced`
 
-    qk_scale: the scores' scale times log2(e); chunk: tiles of BN keys between two checks of the first spacing; segment:
-    queries that share a ranking; segments: N'; count: row tiles; T: thresholds, a power of two; CAP: the soft cap times
-    log2(e), 0 for none; WIDE: offsets into k and v need 64 bits.
+    chunk: tiles of BN keys between two checks of the first spacing; segment: queries that share a ranking; segments:
+    N'; count: row tiles; T: thresholds, a power of two.
     """
     GROUP: tl.constexpr = SIZES.GROUP
     D: tl.constexpr = SIZES.D
@@ -98,7 +86,6 @@ def _trace(
     BN: tl.constexpr = SIZES.BN
     STAGES: tl.constexpr = SIZES.STAGES
     EDGES: tl.constexpr = SIZES.EDGES
-    BUCKETS: tl.constexpr = SIZES.BUCKETS
     stride_kl = stride_k.row
     stride_vl = stride_v.row
     if WIDE:
@@ -192,7 +179,7 @@ def _trace(
             out = acc / tl.where(real, l, 1.0)[:, None]
             off = tl.where(real[:, None], out - truth, 0.0)
             squared = tl.sum(off * off, 1)
-            begins = tl.load(RANKING.first + at * BUCKETS + e * (BUCKETS // EDGES))
+            begins = tl.load(RANKING.first + at * SIZES.BUCKETS + e * (SIZES.BUCKETS // EDGES))
             masses = tl.load(RANKING.mass + at * EDGES + e)
             mass, edge, share = sum_remaining_mass(begins, masses, done * (BN // GRAIN), steps, EDGES)
             mean = weigh_tail(RANKING.sums + at * EDGES * D, edge, share, mass, D, EDGES)
@@ -235,9 +222,6 @@ def trace(
         floor: float32 [Hq]; a row's squared norm counts at least so much.
         taus: float32 [T], ascending, above 0, of `StopRule.REST`.
         slices: the rows that are followed, each beginning with a segment; by default all, as memory allows.
-
-    Yields:
-        What was traced of each slice.
     """
     q, v, shape, tile, tables = call.q, call.v, call.shape, call.config.tile, call.tables
     size = triton.next_power_of_2(len(taus))
@@ -255,7 +239,7 @@ def trace(
             (tiles, shape.query_heads, 1),
             {
                 "Q": q, "K": k, "V": v, "RANKING": Ranking(ranked.order, *tail), "TRUTH": truth,
-                "FLOOR": floor, "TAUS": grid, "SINKS": call.sinks, "TRACED": out,
+                "FLOOR": floor, "TAUS": grid, "SINKS": call.scoring.sinks, "TRACED": out,
                 "LEVELS": Levels(keys.unit, keys.middle),
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
                 "segment": tables.shortest_segment, "segments": ranked.order.shape[2], "count": tiles,
@@ -267,7 +251,7 @@ def trace(
                     GROUP=shape.group, D=shape.head_dim, BM=tile.block_m, BN=tile.block_n, STAGES=tile.num_stages,
                     EDGES=EDGES, BUCKETS=BUCKETS,
                 ),
-                "STRIDES": STRIDES, "T": size, "HAS_SINKS": call.sinks is not None, "CAP": call.cap,
+                "STRIDES": STRIDES, "T": size, "HAS_SINKS": call.scoring.sinks is not None, "CAP": call.cap,
                 "INT8": keys.unit is not None,
                 "WIDE": shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,
             },

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from s2o_runtime.call import Scoring, ScoringOptions, cap_scores
@@ -27,37 +28,22 @@ if TYPE_CHECKING:
 DENSE_ROWS = 512  # rows of a dense head computed together; bounds memory, changes nothing
 
 
-RankedPrefixOf = Callable[[int, int, int], RankedPrefix]
-
-
 class Attended(NamedTuple):
-    """The result of a backend.
+    """The result of a backend."""
 
-    Attributes:
-        out: [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero. Of packed sequences [Tq, Hq, Dv].
-        visited: int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None from dense attention.
-        lse: [B, Hq, Lq], of packed sequences [Hq, Tq]: the log-sum-exp of the scores of a row, computed and estimated,
-            its sink among them; -inf before `kv_start`. float32, from the reference float64 for float64 inputs; None
-            where it was not asked for.
-    """
-
-    out: Tensor
-    visited: Tensor | None
+    out: Tensor  # [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero. Of packed sequences [Tq, Hq, Dv]
+    visited: Tensor | None  # int32 [B, Hq, row tiles], the prefix keys that each row tile computed; None if dense
+    # [B, Hq, Lq], of packed sequences [Hq, Tq]: the log-sum-exp of the scores of a row, computed and estimated, its
+    # sink among them; -inf before `kv_start`. float32, from the reference float64 for float64 inputs.
     lse: Tensor | None
 
 
 class State(NamedTuple):
-    """The online softmax of T row tiles.
+    """The online softmax of T row tiles."""
 
-    Attributes:
-        m: [T, BM], the running maximum.
-        l: [T, BM], the sum of the weights.
-        acc: [T, BM, Dv], the sum of weights times values.
-    """
-
-    m: Tensor
-    l: Tensor
-    acc: Tensor
+    m: Tensor  # [T, BM], the running maximum
+    l: Tensor  # [T, BM], the sum of the weights
+    acc: Tensor  # [T, BM, Dv], the sum of weights times values
 
     def output(self) -> Tensor:
         """Compute [T, BM, Dv]; rows that saw no key are zero, those whose weights are NaN are NaN."""
@@ -93,18 +79,14 @@ def s2o_attention_reference(
     *,
     kv_start: Tensor | None = None,
     paper_literal: bool = False,
-    ranking_of: RankedPrefixOf | None = None,
+    ranking_of: Callable[[int, int, int], RankedPrefix] | None = None,
     **scores: Unpack[ScoringOptions],
 ) -> Attended:
     """Compute S2O attention as the paper and DESIGN.md define it, without any regard to speed.
 
     Args:
-        q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it. Query i stands at
-            position Lk - Lq + i.
-        config: one `HeadConfig` for each query head.
-        scores: scale, softcap and sinks, as in `scoring.Scoring`. A sink is part of the denominator from the start, so
-            the gain is relative to it too.
-        kv_start: int32 or int64 [B], the first key of each sequence that counts.
+        q, k, v, config, kv_start: as for `s2o_attention`.
+        scores: as in `call.Scoring`. A sink is part of the denominator from the start, so a gain is relative to it too.
         paper_literal: do what the paper's pseudocode does and the product does not: rank each key by itself, permute
             queries inside their segment by their score with the mean key of segment 0, check after every tile, and
             throw away the tile that stops the visit.
@@ -119,7 +101,8 @@ def s2o_attention_reference(
     shape = call_shape(q, k, v, kv_start)
     check_heads(config.validate(), shape)
     scoring = Scoring(**scores).checked(shape, q)
-    softcap, sinks = scoring.softcap, scoring.sinks
+    softcap = scoring.softcap
+    sinks = scoring.sinks
     assert scoring.scale is not None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     starts = [0] * shape.batch if kv_start is None else kv_start.tolist()
@@ -133,8 +116,10 @@ def s2o_attention_reference(
             rows = q[b, h].to(dtype) * scoring.scale
             sink = None if sinks is None else sinks[h].to(dtype)
             rankings = None if ranking_of is None else partial(ranking_of, b, h)
-            exact, int8 = rows, Int8Operands.from_head(rows, keys, starts[b]) if config.scores == "int8" else None
-            if int8 is not None:
+            exact = rows
+            int8 = None
+            if config.scores == "int8":
+                int8 = Int8Operands.from_head(rows, keys, starts[b])
                 rows, keys, _ = int8
             inputs = _Head(
                 rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings, exact, int8
@@ -150,7 +135,8 @@ def s2o_attention_reference(
 def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output [Lq, Dv], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
     q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of, exact, int8 = inputs
-    tile, offset = config.tile, len(k) - len(q)
+    tile = config.tile
+    offset = len(k) - len(q)
     out = v.new_zeros(len(q), v.shape[1])
     visited = torch.zeros(-(-len(q) // tile.block_m), dtype=torch.int32, device=q.device)
     lse = q.new_full((len(q),), float("-inf"))
@@ -164,7 +150,7 @@ def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
         rows = torch.arange(begin, end, device=q.device)
         if paper_literal:
             rows = rows[order_queries(q[begin:end], guide)]
-        tiles = _tile_rows(rows, tile.block_m)
+        tiles = F.pad(rows, (0, -len(rows) % tile.block_m), value=-1).view(-1, tile.block_m)  # the last one filled
         real = (tiles >= 0) & (tiles + offset >= start)
         position = torch.where(real, tiles + offset, -1)
         queries = q[tiles.clamp_min(0)]
@@ -185,12 +171,6 @@ def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
     return out, visited, lse
 
 
-def _tile_rows(rows: Tensor, block_m: int) -> Tensor:
-    """Cut the rows of a segment into tiles [T, BM], the last one filled with -1."""
-    padding = -len(rows) % block_m
-    return torch.nn.functional.pad(rows, (0, padding), value=-1).view(-1, block_m)
-
-
 def order_queries(q: Tensor, guide: Tensor) -> Tensor:
     """Order a segment's queries [S, D] by their score with the guide key [D], best first (Algorithm 1, lines 12-13)."""
     return (q @ guide).argsort(descending=True, stable=True)
@@ -205,8 +185,7 @@ def attend_window(
         q: [T, BM, D], scaled.
         k, v: [W, D] and [W, Dv], or [T, W, D] and [T, W, Dv], the keys of the window.
         last_key: integers [T, BM], the last key of the window that a row may see; negative for none.
-        softcap: bounds the scores; None for no bound.
-        sink: a score without a value that broadcasts with [T, BM]; None for none.
+        sink: a score without a value that broadcasts with [T, BM].
     """
     scores = cap_scores(q @ k.mT, softcap)
     hidden = torch.arange(k.shape[-2], device=k.device) > last_key[..., None]
@@ -231,13 +210,8 @@ def _visit_prefix(
 ) -> tuple[State, Tensor]:
     """Visit the prefix in order and stop when a chunk's gain is small (Algorithm 3).
 
-    Args:
-        queries: [T, BM, D], scaled.
-        state: after the window.
-        real: bool [T, BM], rows that count.
-
-    Returns:
-        The state, with the tail if the head has one, and the keys that each row tile visited, int64 [T].
+    queries: [T, BM, D], scaled; state: after the window; real: bool [T, BM], rows that count. Returns the state, with
+    the tail if the head has one, and the keys that each row tile visited, int64 [T].
     """
     _, k, v, softcap, _, head, config, _, paper_literal, _, _, _ = inputs
     order = ranking.order
@@ -252,14 +226,13 @@ def _visit_prefix(
         before = result.at(running)
         keys = order[begin:end]
         after = update_softmax(before, queries[running], k[keys], v[keys], softcap)
-        gain = tile_gain(measure_row_gain(before, after), real[running])
+        gain = measure_gain(before, after, real[running])
         stop = decide_stops(gain, begin, end, len(order), head, config.tile)
         kept = ~stop if paper_literal else torch.ones_like(stop)
         if head.tail == "mean" and not paper_literal:
-            estimated = with_tail(before, after, ranking, begin, end)
-            after = State(
-                *(torch.where(_reshape_like(stop, new), new, old) for old, new in zip(after, estimated, strict=True))
-            )
+            m, l, acc = with_tail(before, after, ranking, begin, end)
+            l = torch.where(stop[:, None], l, after.l)
+            after = State(m, l, torch.where(stop[:, None, None], acc, after.acc))
         for part, new in zip(result, after, strict=True):
             part[running[kept]] = new[kept]
         visited[running] += end - begin
@@ -273,9 +246,7 @@ def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, en
     The ranking's weights give the ratio of the rest to the last chunk, and the mean value of the rest; the row itself
     gives what the chunk added to l. A key of the rest counts at most as much as a key of the chunk did on average.
 
-    Args:
-        before, after: the states before and after the last chunk.
-        begin, end: the chunk, as a range of the order.
+    before, after: the states before and after the last chunk; begin, end: the chunk, as a range of the order.
     """
     mass, values = ranking.rest(end)
     chunk = ranking.rest(begin)[0] - mass
@@ -287,33 +258,17 @@ def with_tail(before: State, after: State, ranking: RankedPrefix, begin: int, en
     return State(after.m, after.l + added, after.acc + added[..., None] * mean)
 
 
-def _reshape_like(flags: Tensor, part: Tensor) -> Tensor:
-    return flags.view(-1, *[1] * (part.ndim - 1))
-
-
-def measure_row_gain(before: State, after: State) -> Tensor:
-    """Return the gain of rows between two states, relative to l: [T, BM] (Algorithm 3, line 13)."""
+def measure_gain(before: State, after: State, real: Tensor) -> Tensor:
+    """Average the gains, relative to l, of each row tile's real rows between two states: [T] (Algorithm 3, line 13)."""
     old = before.l * (before.m - after.m).exp()
-    return (after.l - old) / old
-
-
-def tile_gain(gain: Tensor, real: Tensor) -> Tensor:
-    """Average the gains [T, BM] of each row tile's real rows: [T]."""
-    return torch.where(real, gain, 0.0).sum(-1) / real.sum(-1)
+    return torch.where(real, (after.l - old) / old, 0.0).sum(-1) / real.sum(-1)
 
 
 def decide_stops(gain: Tensor, begin: int, end: int, prefix: int, head: HeadConfig, tile: TileConfig) -> Tensor:
-    """Decide which row tiles stop after a chunk (Algorithm 3, line 14, with the threshold of the head's stop rule).
+    """Decide which row tiles stop after a chunk (Algorithm 3, line 14, with the head's stop rule): bool [T].
 
-    With a gain that is NaN none does.
-
-    Args:
-        gain: [T], what the chunk added to the softmax denominator of each row tile, relative to it.
-        begin, end: the chunk's keys, as indices into the order.
-        prefix: keys of the whole order.
-
-    Returns:
-        bool [T].
+    gain: [T], what the chunk added to the softmax denominator of each row tile, relative to it; NaN stops none.
+    begin, end: the chunk's keys, as indices into the order of `prefix` keys.
     """
     if head.stop_rule is StopRule.REST:
         return gain * (prefix - end) < head.tau * (end - begin)

@@ -41,14 +41,12 @@ def dense_attention(
 
     Args:
         q: [B, Hq, Lq, D], any floating type; k: [B, Hkv, Lk, D] and v: [B, Hkv, Lk, Dv], like it.
-        options: scale, softcap and sinks, as in `call.Scoring`.
+        options: as in `call.Scoring`.
         kv_start: int32 or int64 [B], the first key of each sequence that counts; reading it waits for the device.
 
     Returns:
-        [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero.
-
-    Raises:
-        InputError: the tensors do not fit one another.
+        [B, Hq, Lq, Dv] in the type of q; rows before `kv_start` are zero. Raises InputError for tensors that do not
+        fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
     scoring = Scoring(**options).checked(shape, q)
@@ -87,27 +85,20 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tenso
     """Run SDPA on one batch without padding. Its fast backends want one head dim: the smaller is filled with zeros."""
     scale, _, sinks = scoring
     assert scale is not None
-    value_dim = v.shape[3]
     if sinks is not None:
         q, k, v = with_sink_key(q, k, v, sinks, scale)
-    out = run_sdpa(q, k, v, scale)
-    return out if out.shape[3] == value_dim else out[..., :value_dim]
+    return run_sdpa(q, k, v, scale)
 
 
 def run_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Compute `dense_attention` of tensors that are known to fit, without anything that SDPA does not know."""
-    head_dim, value_dim = q.shape[3], v.shape[3]
+    head_dim = q.shape[3]
+    value_dim = v.shape[3]
     if head_dim == value_dim:
         return _run_in_order(q, k, v, scale)
     widest = max(head_dim, value_dim)
-    q, k, v = (_pad_head_dim(tensor, widest) for tensor in (q, k, v))
+    q, k, v = (F.pad(t, (0, widest - t.shape[3])) if t.shape[3] < widest else t for t in (q, k, v))
     return _run_in_order(q, k, v, scale)[..., :value_dim]
-
-
-def _pad_head_dim(tensor: Tensor, head_dim: int) -> Tensor:
-    """Fill a tensor [B, H, L, D] with zeros up to `head_dim`."""
-    missing = head_dim - tensor.shape[3]
-    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def with_sink_key(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +132,13 @@ def _run_in_order(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if on_gpu:
         _settle_default_order(q.device)
     preferred, order = get_preferred_backend(), torch._C._get_sdp_priority_order()
-    if preferred is not None or not _has_all_enabled():
+    all_enabled = (  # nobody disabled a backend of SDPA's; those are enabled for dense attention all the same
+        torch._C._get_cudnn_sdp_enabled()
+        and torch._C._get_flash_sdp_enabled()
+        and torch._C._get_mem_efficient_sdp_enabled()
+        and torch._C._get_math_sdp_enabled()
+    )
+    if preferred is not None or not all_enabled:
         try:
             with _enable_backends(preferred):
                 return _call_sdpa(q, k, v, scale)
@@ -161,16 +158,6 @@ def _enable_backends(preferred: SDPBackend | None) -> AbstractContextManager[obj
     first = 0 if preferred is None else FASTEST_FIRST.index(preferred)
     context: AbstractContextManager[object] = sdpa_kernel(FASTEST_FIRST[first:], set_priority=True)
     return context
-
-
-def _has_all_enabled() -> bool:
-    """Return whether nobody disabled a backend of SDPA's; those are enabled for dense attention all the same."""
-    return bool(
-        torch._C._get_cudnn_sdp_enabled()
-        and torch._C._get_flash_sdp_enabled()
-        and torch._C._get_mem_efficient_sdp_enabled()
-        and torch._C._get_math_sdp_enabled()
-    )
 
 
 def _call_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -204,15 +191,6 @@ def exact_attention(
     """Compute `dense_attention` in float32 (float64 for float64 inputs): the ground truth for errors.
 
     Memory grows with `EXACT_ROWS * Lk`, not with `Lq * Lk`.
-
-    Args:
-        q, k, v, kv_start, options: as for `dense_attention`.
-
-    Returns:
-        [B, Hq, Lq, Dv] in float32 or float64.
-
-    Raises:
-        InputError: the tensors do not fit one another.
     """
     shape = call_shape(q, k, v, kv_start)
     scoring = Scoring(**options).checked(shape, q)
@@ -227,16 +205,9 @@ def exact_attention(
 
 
 def log_sum_exp(q: Tensor, k: Tensor, *, kv_start: Tensor | None = None, **options: Unpack[ScoringOptions]) -> Tensor:
-    """Compute the log-sum-exp of the scores that each row sees, its sink among them: SDPA does not return it.
+    """Compute the log-sum-exp of the scores that each row of `dense_attention` sees, its sink among them.
 
-    Args:
-        q, k, kv_start, options: as for `dense_attention`.
-
-    Returns:
-        float32 [B, Hq, Lq]; -inf for rows before `kv_start`.
-
-    Raises:
-        InputError: the tensors do not fit one another.
+    It is float32 [B, Hq, Lq]; -inf for rows before `kv_start`.
     """
     shape = call_shape(q, k, k, kv_start)
     scoring = Scoring(**options).checked(shape, q)
@@ -251,9 +222,8 @@ def _iterate_scores(
 ) -> Iterator[tuple[int, slice, int, Tensor]]:
     """Yield the scores of every head, `EXACT_ROWS` rows at a time, in float32 (float64 for float64 inputs).
 
-    Yields:
-        The query head; its rows; L, how many keys the last of them sees; and their scores [B, rows, L], those of hidden
-        keys -inf. With sinks, each row's sink stands in front of them: [B, rows, 1 + L].
+    They are the query head; its rows; L, how many keys the last of them sees; and their scores [B, rows, L], those of
+    hidden keys -inf. With sinks, each row's sink stands in front of them: [B, rows, 1 + L].
     """
     scale, softcap, sinks = scoring
     assert scale is not None

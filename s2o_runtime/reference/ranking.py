@@ -17,19 +17,12 @@ from s2o_runtime.call import cap_scores
 
 
 class RankedPrefix(NamedTuple):
-    """The order in which a segment visits its prefix of P keys, in steps of `grain` adjacent keys.
+    """The order in which a segment visits its prefix of P keys, in steps of `grain` adjacent keys."""
 
-    Attributes:
-        order: int64 [P], key positions, most important first.
-        mass: [P / grain + 1], the sum of the ranking's weights over the keys after the first n steps of the order, in
-            any unit; the last entry is 0.
-        values: [P / grain + 1, Dv], the same sum of weights times values.
-        grain: keys of a step.
-    """
-
-    order: Tensor
+    order: Tensor  # int64 [P], key positions, most important first
+    # [P / grain + 1], the sum of the ranking's weights over the keys after the first n steps of the order, in any unit
     mass: Tensor
-    values: Tensor
+    values: Tensor  # [P / grain + 1, Dv], the same sum of weights times values
     grain: int
 
     def rest(self, keys: int) -> tuple[Tensor, Tensor]:
@@ -38,18 +31,10 @@ class RankedPrefix(NamedTuple):
 
 
 def make_representatives(q: Tensor, part: int, first_position: int = 0, start: int = 0) -> Tensor:
-    """Average the queries of each part of a segment, without those in the padding: its representatives.
+    """Average the queries [..., S, D] of each part of a segment: its representatives [..., R, D].
 
-    Args:
-        q: [..., S, D], the segment's queries; the last part may be shorter than the others.
-        part: queries of a part.
-        first_position: the position of the first query.
-        start: the first key that counts; queries before it are padding.
-
-    Returns:
-        [..., R, D]; parts that are all padding are left out.
-
-    Source: Algorithm 1, line 7, for one part.
+    The last of the parts of `part` queries may be shorter. Queries before `start`, the first key that counts, are
+    padding, and parts that are all padding are left out. Source: Algorithm 1, line 7, for one part.
     """
     means = []
     for begin in range(0, q.shape[-2], part):
@@ -60,21 +45,12 @@ def make_representatives(q: Tensor, part: int, first_position: int = 0, start: i
 
 
 def log_weights(representatives: Tensor, k: Tensor, grain: int = 1, softcap: float | None = None) -> Tensor:
-    """Compute the logarithm of the weight of each step of `grain` adjacent keys.
+    """Compute the logarithm of the weight of each step of `grain` adjacent keys [..., P, D]: [..., P / grain].
 
-    Each representative gives a softmax over the prefix. The weight of a key is its largest one, the weight of a step
-    the sum over its keys. Sinks have no part in it: they say nothing of which key is more important. A key with a score
-    that is NaN or infinite weighs infinitely much, and nothing in the softmax of others: rows that see it may be NaN,
-    so it must be visited.
-
-    Args:
-        representatives: [..., R, D], scaled.
-        k: [..., P, D].
-        grain: keys of a step.
-        softcap: bounds the scores; None for no bound.
-
-    Returns:
-        [..., P / grain].
+    Each representative [..., R, D], scaled, gives a softmax over the prefix. The weight of a key is its largest one,
+    the weight of a step the sum over its keys. Sinks have no part in it: they say nothing of which key is more
+    important. A key with a score that is NaN or infinite weighs infinitely much, and nothing in the softmax of others:
+    rows that see it may be NaN, so it must be visited.
     """
     scores = cap_scores(representatives @ k.transpose(-1, -2), softcap)
     finite = scores.isfinite()
@@ -84,14 +60,7 @@ def log_weights(representatives: Tensor, k: Tensor, grain: int = 1, softcap: flo
 
 
 def order_of(weights: Tensor, grain: int = 1) -> Tensor:
-    """Order the keys by falling weight of their step (Algorithm 1, line 19).
-
-    Args:
-        weights: [..., P / grain].
-
-    Returns:
-        int64 [..., P].
-    """
+    """Order the keys by falling weight [..., P / grain] of their step (Algorithm 1, line 19): int64 [..., P]."""
     steps = weights.argsort(dim=-1, descending=True, stable=True)
     return (steps[..., None] * grain + torch.arange(grain, device=weights.device)).flatten(-2)
 
@@ -99,14 +68,9 @@ def order_of(weights: Tensor, grain: int = 1) -> Tensor:
 def rank(
     representatives: Tensor, k: Tensor, v: Tensor, grain: int = 1, first: int = 0, softcap: float | None = None
 ) -> RankedPrefix:  # fmt: skip
-    """Rank a segment's prefix.
+    """Rank a segment's prefix, k [P, D] and v [P, Dv], whose first key stands at position `first`.
 
-    Args:
-        representatives: [R, D], scaled.
-        k, v: [P, D] and [P, Dv], the prefix.
-        grain: keys of a step.
-        first: the position of its first key.
-        softcap: bounds the scores; None for no bound.
+    representatives: [R, D], scaled.
     """
     weights = log_weights(representatives, k, grain, softcap)
     order = order_of(weights, grain)

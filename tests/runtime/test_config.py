@@ -8,7 +8,7 @@ from s2o_runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("head", "message"),
+    ("config", "message"),
     [
         (HeadConfig(tau=-1.0), "tau -1.0 is out of range"),
         (HeadConfig(tau=float("nan")), "tau nan is out of range"),
@@ -18,16 +18,6 @@ from s2o_runtime.errors import ConfigError
         (HeadConfig(segment=True), "segment True is out of range"),
         (HeadConfig(mode="sparse"), "mode 'sparse' is not known"),  # type: ignore[arg-type]
         (HeadConfig(stop_rule="rest"), "stop_rule 'rest' is not a StopRule"),  # type: ignore[arg-type]
-    ],
-)
-def test_illegal_heads_name_field_and_value(head, message):
-    with pytest.raises(ConfigError, match=message):
-        LayerConfig((head,)).validate()
-
-
-@pytest.mark.parametrize(
-    ("tile", "message"),
-    [
         (TileConfig(block_m=100), "block_m 100 is not supported"),
         (TileConfig(block_n=16), "block_n 16 is not supported"),
         (TileConfig(chunk=0), "chunk 0 is out of range"),
@@ -38,9 +28,10 @@ def test_illegal_heads_name_field_and_value(head, message):
         (TileConfig(block_m=128, num_warps=4), "spills registers"),
     ],
 )
-def test_illegal_tiles(tile, message):
+def test_illegal_heads_and_tiles_name_field_and_value(config, message):
+    layer = LayerConfig((config,)) if isinstance(config, HeadConfig) else LayerConfig((HeadConfig(),), config)
     with pytest.raises(ConfigError, match=message):
-        tile.validate()
+        layer.validate()
 
 
 def test_a_tile_may_not_cross_a_segment():

@@ -18,7 +18,8 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import fingerprint, geometry
 from support.processes import ROOT
 
-SLOW = pytest.mark.slow(reason="imports torch or transformers in cold processes")
+SLOW = pytest.mark.slow(reason="imports torch in cold processes")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="imports transformers in cold processes")
 
 IMPORT_SECONDS = 0.15
 PATCH_SECONDS = 0.1
@@ -49,20 +50,18 @@ print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - known)]
     return min(seconds for seconds, _ in outputs), set(outputs[0][1])
 
 
-@SLOW
-def test_importing_the_runtime():
-    seconds, modules = imported("from s2o_runtime import LayerConfig, load_profile, s2o_attention, warmup")
+@pytest.mark.parametrize(
+    ("code", "before", "home", "heavy"),
+    [
+        pytest.param("LayerConfig, load_profile, s2o_attention, warmup", "", "attention.api", HEAVY, marks=SLOW),
+        pytest.param("patch", TRANSFORMERS, "huggingface.hf", ("s2o_runtime.kernels",), marks=EXHAUSTIVE),
+    ],
+)
+def test_importing_takes_little_time_and_nothing_heavy(code, before, home, heavy):
+    seconds, modules = imported(f"from s2o_runtime import {code}", before)
     assert seconds <= IMPORT_SECONDS
-    assert "s2o_runtime.attention.api" in modules
-    assert not {name.partition(".")[0] for name in modules}.intersection(HEAVY)
-
-
-@pytest.mark.exhaustive(reason="imports transformers in cold processes")
-def test_importing_what_patches_a_model():
-    seconds, modules = imported("from s2o_runtime import patch", TRANSFORMERS)
-    assert seconds <= IMPORT_SECONDS
-    assert "s2o_runtime.huggingface.hf" in modules
-    assert not [name for name in modules if name.startswith("s2o_runtime.kernels")]
+    assert f"s2o_runtime.{home}" in modules
+    assert not [name for name in modules if f"{name}.".startswith(tuple(f"{package}." for package in heavy))]
 
 
 @pytest.mark.parametrize(
@@ -91,12 +90,10 @@ def test_patching_a_model_of_seven_billion_parameters(tmp_path):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
-    assert sum(each.numel() for each in model.parameters()) > 7e9
-    shape = geometry(config)
+    shape, path = geometry(config), tmp_path / "p.safetensors"
     layer = LayerConfig.uniform(shape.query_heads, tau=0.3, segment=1024, tile=TileConfig(64, 32, 1, 4, 1))
     layers = ((layer,) * shape.layers,) * 3
     device, lengths = DeviceIdentity("cpu", "cpu"), (8192, 32768, 131072)
-    path = tmp_path / "p.safetensors"
     save_profile(Profile("qwen2.5-7b", shape, fingerprint(model), device, lengths, layers), path)
     took = []
     for _ in range(5):

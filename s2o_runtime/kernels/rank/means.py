@@ -13,7 +13,7 @@ from s2o_runtime.call import Call
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.keys import Keys
 from s2o_runtime.kernels.launch import group_strides, launch
-from s2o_runtime.kernels.primitives import LOG2E, load_sequence, quantise
+from s2o_runtime.kernels.primitives import LOG2E, head_pointer, load_sequence, quantise
 from s2o_runtime.sequences import Starts
 
 REPRESENTATIVE_WARPS = 4
@@ -31,11 +31,7 @@ def _representatives(
 
     Programs: (parts / PARTS, Hq, B). A program computes PARTS parts of a head with R representatives: one by a sum,
     several by a product with ones; those of other heads end at once. Reading the queries takes the time, so loads run
-    ahead, and rows are summed across threads only at the end.
-
-        REP                 T, or int8 (INT8), [B, Hq, parts, D], contiguous, strides r
-        REP_SCALE           float32 [B, Hq, parts]: the scale of each representative (INT8)
-        K_UNIT              float32 [B, Hkv, D]: what a level of each channel of the keys is worth (INT8)
+    ahead, and rows are summed across threads only at the end. K_UNIT: `k_unit` of `groups.Levels`.
     """
     n = tl.program_id(0) * PARTS
     h = tl.program_id(1)
@@ -49,7 +45,7 @@ def _representatives(
         offs_d = tl.arange(0, D)
         parts = n + tl.arange(0, PARTS)
         total = tl.zeros([PARTS if PARTS > 1 else ROWS, D], tl.float32)
-        base = Q + b.to(tl.int64) * stride_q.batch + h.to(tl.int64) * stride_q.head
+        base = head_pointer(Q, stride_q, b, h)
         for row in tl.range(begin, end, ROWS, num_stages=STAGES):
             rows = row + tl.arange(0, ROWS)
             q = tl.load(
@@ -66,12 +62,7 @@ def _representatives(
             total = tl.sum(total, 0)[None, :]
         size = tl.minimum((parts + 1) * part, q_len) - tl.maximum(parts * part, start - offset)
         mean = total * (qk_scale / tl.maximum(size, 1).to(tl.float32))[:, None]
-        out = (
-            REP
-            + b.to(tl.int64) * stride_r.batch
-            + h.to(tl.int64) * stride_r.head
-            + parts[:, None].to(tl.int64) * stride_r.row
-        )
+        out = head_pointer(REP, stride_r, b, h) + parts[:, None].to(tl.int64) * stride_r.row
         if INT8:
             unit = tl.load(K_UNIT + (b * (tl.num_programs(1) // GROUP) + h // GROUP).to(tl.int64) * D + offs_d)
             mean, scale = quantise(mean * unit[None, :])
@@ -83,21 +74,17 @@ def _representatives(
 class Representatives(NamedTuple):
     """The means of all parts of all segments of a call, times the scale of scores in base 2.
 
-    rows: [B, Hq, parts, D], in q's type, or int8 and to be multiplied with int8 keys; scale: float32 [B, Hq, parts], of
-    int8 rows, None otherwise. Heads with longer parts use fewer rows; dense heads none.
+    Heads with longer parts use fewer rows; dense heads none.
     """
 
-    rows: Tensor
-    scale: Tensor | None
+    rows: Tensor  # [B, Hq, parts, D], in q's type, or int8 and to be multiplied with int8 keys
+    scale: Tensor | None  # float32 [B, Hq, parts], of int8 rows
 
 
 def make_representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
-    """Average the queries of all parts of all segments (Algorithm 1, line 7), for scores in base 2.
+    """Average the queries [B, Hq, Lq, D] of all parts of all segments (Algorithm 1, line 7), for scores in base 2.
 
-    Args:
-        q: [B, Hq, Lq, D].
-        keys: what the means are to be multiplied with.
-        call: the call, with a head that has a prefix.
+    keys: what the means are to be multiplied with. A head of the call has a prefix.
     """
     shape, tables, int8 = call.shape, call.tables, keys.unit is not None
     size = shape.batch, shape.query_heads, -(-shape.q_len // tables.min_rows_per_representative)

@@ -114,30 +114,6 @@ def _load_four(SCORE, first, prefix):
     return s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
 
 
-@triton.jit
-def _count_one(s, step, prefix, highest, per_bin, table, count, BUCKETS: tl.constexpr, PORTABLE: tl.constexpr):
-    """Add to `count` the steps `step` [W, 32], whose scores are s."""
-    return _count(_bucket_of(s, highest, per_bin, table, step < prefix, BUCKETS), count, BUCKETS, PORTABLE)
-
-
-@triton.jit
-def _write_one(
-    s, step, prefix, highest, per_bin, table, base, order, start, pages, page_shift, page_rows,
-    BUCKETS: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Write the first keys of the steps `step` [W, 32], whose scores are s, into the order; returns the new base.
-
-    With PAGED it gets the keys' rows in the cache.
-    """
-    inside = step < prefix
-    rank, base = _rank(_bucket_of(s, highest, per_bin, table, inside, BUCKETS), base, BUCKETS, PORTABLE)
-    first = start + step * GRAIN
-    if PAGED:
-        first = load_cache_rows(tl.where(inside, first, 0), pages, page_shift, page_rows)
-    tl.store(order + rank, first, mask=inside)
-    return base
-
-
 @triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "page_shift", "page_rows", "stride_pb"])
 def _order(
     SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, STARTS: Starts, PAGES, SEGMENT, q_len, offset, row_begin, rows_end,
@@ -147,15 +123,9 @@ def _order(
 ):  # fmt: skip
     """Write to ORDER[b, h, n] the first keys of the steps of the prefix of segment n of the slice, by falling bucket.
 
-    Programs: (segments of the slice, the last ones first; Hq; B). N' counts the segments of the slice of rows
-    row_begin .. rows_end. Only a prefix's entries are read and written. With PAGED it has the rows of those keys in the
-    cache, of whose pages a step lies in one; `primitives.cache_rows` has page_shift and page_rows.
-
-        SCORE               float16 [B, Hq, N', P / GRAIN], strides s: as `scores._scores` wrote it
-        ORDER               int32 [B, Hq, N', P / GRAIN], strides i
-        FIRST               int32 [B, Hq, N', BUCKETS]: where in the order each bucket begins (written if HAS_TAIL)
-        EDGE                float32 [B, Hq, N', BUCKETS]: the highest score of each bucket (written if HAS_TAIL)
-        SHARE_OF_RANK       float32 [BUCKETS]: as `bucket_shares` gives it
+    Programs: (segments of the slice, the last ones first; Hq; B). Only a prefix's entries are read and written. ORDER:
+    `order` of `groups.Ranking`; with PAGED it has the rows of those keys in the cache, of whose pages a step lies in
+    one. SHARE_OF_RANK: float32 [BUCKETS], as `bucket_shares` gives it.
 
     A counting sort: every warp owns a stretch of the row, every lane a step of a vector of 32 and one bucket, so a few
     ballots rank 32 steps and the loops are free of barriers. Scores are loaded four to a lane, one turn ahead; the four
@@ -201,15 +171,13 @@ def _order(
         stretch = tl.cdiv(prefix, WARPS * TURN) * TURN
         mine = tl.arange(0, WARPS)[:, None] * stretch + tl.arange(0, BUCKETS)[None, :] * 4
         count = tl.zeros([WARPS, BUCKETS], tl.int32)
-        s0, s1, s2, s3 = _load_four(score, mine, prefix)
+        four = _load_four(score, mine, prefix)
         for t in range(0, stretch, TURN):
-            n0, n1, n2, n3 = _load_four(score, mine + t + TURN, prefix)
-            step = mine + t
-            count = _count_one(s0, step, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
-            count = _count_one(s1, step + 1, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
-            count = _count_one(s2, step + 2, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
-            count = _count_one(s3, step + 3, prefix, highest, per_bin, table, count, BUCKETS, PORTABLE)
-            s0, s1, s2, s3 = n0, n1, n2, n3
+            following = _load_four(score, mine + t + TURN, prefix)
+            for i in tl.static_range(4):
+                step_bucket = _bucket_of(four[i], highest, per_bin, table, mine + t + i < prefix, BUCKETS)
+                count = _count(step_bucket, count, BUCKETS, PORTABLE)
+            four = following
 
         # where each warp's share of each bucket begins, then where each step goes
         total = tl.sum(count, 0)
@@ -225,37 +193,23 @@ def _order(
             earlier = tl.minimum(tl.maximum(earlier, 0.0), 4.0 * BUCKETS)
             edge = highest - (earlier - 1.25) / per_bin
             tl.store(EDGE + row + bucket, tl.where((bucket > 0) & (earlier > 0.0), edge, float("inf")))
-        s0, s1, s2, s3 = _load_four(score, mine, prefix)
+        four = _load_four(score, mine, prefix)
         for t in range(0, stretch, TURN):
-            n0, n1, n2, n3 = _load_four(score, mine + t + TURN, prefix)
-            step = mine + t
-            base = _write_one(
-                s0, step, prefix, highest, per_bin, table, base, order, start, pages,
-                page_shift, page_rows, BUCKETS, PORTABLE, PAGED,
-            )  # fmt: skip
-            base = _write_one(
-                s1, step + 1, prefix, highest, per_bin, table, base, order, start, pages,
-                page_shift, page_rows, BUCKETS, PORTABLE, PAGED,
-            )  # fmt: skip
-            base = _write_one(
-                s2, step + 2, prefix, highest, per_bin, table, base, order, start, pages,
-                page_shift, page_rows, BUCKETS, PORTABLE, PAGED,
-            )  # fmt: skip
-            base = _write_one(
-                s3, step + 3, prefix, highest, per_bin, table, base, order, start, pages,
-                page_shift, page_rows, BUCKETS, PORTABLE, PAGED,
-            )  # fmt: skip
-            s0, s1, s2, s3 = n0, n1, n2, n3
+            following = _load_four(score, mine + t + TURN, prefix)
+            for i in tl.static_range(4):
+                step = mine + t + i
+                inside = step < prefix
+                step_bucket = _bucket_of(four[i], highest, per_bin, table, inside, BUCKETS)
+                step_rank, base = _rank(step_bucket, base, BUCKETS, PORTABLE)
+                key = start + step * GRAIN
+                if PAGED:
+                    key = load_cache_rows(tl.where(inside, key, 0), pages, page_shift, page_rows)
+                tl.store(order + step_rank, key, mask=inside)
+            four = following
 
 
 class Ranked(NamedTuple):
-    """The ranking of the prefixes of one slice of rows; N' counts its segments.
-
-    order: int32 [B, Hq, N', P / GRAIN], where the keys of a step begin; of a row only the prefix's entries are written.
-    score: float16 [B, Hq, N', P / GRAIN], as `score` gave them.
-    first, edge: [B, Hq, N', BUCKETS] int32 and float32, where in the order each bucket begins and the highest score
-        in it; None unless a head has a tail.
-    """
+    """The ranking of one slice of rows: ORDER, SCORE, FIRST and EDGE of `groups`, the last two for a tail only."""
 
     order: Tensor
     score: Tensor
@@ -266,20 +220,18 @@ class Ranked(NamedTuple):
 def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None) -> Ranked:
     """Order the prefixes' steps by falling score, coarsely (Algorithm 1, line 19).
 
-    Args:
-        scores: float16 [B, Hq, N', P / GRAIN], as `scores.score` gave them.
-        call: the call.
-        rows: the query rows that the scores are of.
-        portable: without inline PTX, as by default in the interpreter and for other vendors.
+    scores: SCORE of the query rows; portable: without inline PTX, as by default in the interpreter and for other
+    vendors.
     """
     if portable is None:
         portable = is_interpreted() or torch.version.cuda is None
-    out = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+    out = torch.empty_like(scores, dtype=torch.int32)
     shape = call.shape
     first = edge = None
     if call.tables.tail:
-        first = torch.empty(*scores.shape[:3], BUCKETS, dtype=torch.int32, device=scores.device)
-        edge = torch.empty(*scores.shape[:3], BUCKETS, dtype=torch.float32, device=scores.device)
+        first, edge = (
+            scores.new_empty(*scores.shape[:3], BUCKETS, dtype=kind) for kind in (torch.int32, torch.float32)
+        )
     launch(
         _order,
         (scores.shape[2], shape.query_heads, shape.batch),

@@ -53,14 +53,7 @@ def _log_sums(
 
     It is infinite for parts that hold only padding or have no prefix. Scores that are NaN or infinite do not count.
     Programs: (parts / BR, the last ones first; Hq; B). BK: keys at once; BN: keys of a tile, a multiple of which a
-    prefix has; CAP: the soft cap of scores in base 2, 0 for none.
-
-        REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
-        LOG_SUM             float32 [B, Hq, parts]
-        REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
-
-    With INT8 REP and K are int8. With PAGED K is rows of a cache, T [rows, D] of each KV head; `primitives.cache_rows`
-    has page_shift and page_rows.
+    prefix has.
     """
     # long prefixes first
     n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BR + tl.arange(0, BR)
@@ -136,17 +129,11 @@ def _scores(
     term limited to -limit .. limit, and each product soft-capped with CAP > 0. A term that is NaN or infinite is limit:
     rows that see such a key may be NaN, so it is visited first. Programs: (blocks of 32 * WARPS keys,
     Hq / HEADS, B). A program reads its keys once for those of its HEADS query heads, which share a KV head, that have R
-    representatives, BS segments at once. Only entries of prefixes are written. T is the input type; N' counts the
-    segments of the slice of rows row_begin .. rows_end.
+    representatives, BS segments at once. Only entries of prefixes are written.
 
-        REP                 T [B, Hq, parts, D], strides r: as `_representatives` wrote it
-        LOG_SUM             float32 [B, Hq, parts]: as `_log_sums` wrote it
-        SCORE               float16 [B, Hq, N', P / GRAIN], strides s
-        REP_SCALE           float32 [B, Hq, parts]: as `_representatives` wrote it (INT8)
-
-    With INT8 REP and K are int8. The rows of the product with the keys are keys in
-    such an order that the keys of a step belong to one thread, which adds them up without a shuffle: of 32 * WARPS
-    rows, written [2, WARPS, 2, 8], a thread holds those that differ in the two dimensions of 2.
+    The rows of the product with the keys are keys in such an order that the keys of a step belong to one thread, which
+    adds them up without a shuffle: of 32 * WARPS rows, written [2, WARPS, 2, 8], a thread holds those that differ in
+    the two dimensions of 2.
     """
     BK: tl.constexpr = 32 * WARPS
     block = tl.program_id(0)
@@ -218,16 +205,7 @@ def _scores(
 
 
 def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
-    """Compute the log-sum-exp, in base 2, of each representative's scores with a sample of its prefix.
-
-    Args:
-        representative: as `means.representatives` gave it.
-        keys: as `read_keys` gave them. About LOG_SUM_SAMPLE of them are in the sample.
-        call: the call.
-
-    Returns:
-        float32 [B, Hq, parts].
-    """
+    """Compute LOG_SUM, from a sample of about LOG_SUM_SAMPLE keys of each prefix: float32 [B, Hq, parts]."""
     shape, (r, r_scale), k = call.shape, representative, keys.rows
     out = torch.empty(r.shape[:3], dtype=torch.float32, device=k.device)
     rows = 64 if max(call.tables.representative_counts) > 1 else 16
@@ -252,24 +230,15 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
 def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Call, rows: range) -> Tensor:
     """Weigh each step of the prefixes of all segments that begin in `rows` (Algorithm 1, line 17).
 
-    Args:
-        representative: as `means.representatives` gave it.
-        log_sum: float32 [B, Hq, parts], as `log_sums` gave it.
-        keys: as `read_keys` gave them.
-        call: the call.
-        rows: query rows; they begin at a multiple of every segment.
-
-    Returns:
-        Logarithms in base 2, float16 [B, Hq, N', P / GRAIN]; of a row only the prefix's entries are written. Heads with
-        longer segments use fewer than the N' rows; dense heads none.
+    log_sum: as `log_sums` gave it; rows: they begin at a multiple of every segment. Returns SCORE, of a row of which
+    only the prefix's entries are written. Heads with longer segments use fewer than the N' rows; dense heads none.
     """
     shape, tables = call.shape, call.tables
     (r, r_scale), k = representative, keys.rows
     segments = -(-len(rows) // tables.shortest_segment)
     longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest_segment
-    steps = (
-        max(1, -(-longest // (config.KEY_BLOCK * ROW_ALIGNMENT))) * ROW_ALIGNMENT
-    )  # one compiled kernel for all lengths
+    # rounded up, so that there is one compiled kernel for all lengths
+    steps = max(1, -(-longest // (config.KEY_BLOCK * ROW_ALIGNMENT))) * ROW_ALIGNMENT
     scores = torch.empty(shape.batch, shape.query_heads, segments, steps, dtype=torch.float16, device=k.device)
     for count in tables.representative_counts:
         at_once = count_segments_at_once(segments, count, shape.head_dim)
