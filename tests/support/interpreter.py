@@ -74,3 +74,44 @@ def _reduce(self, inputs):
 
 def _array(result):
     return result.handle.data if isinstance(result, tl.tensor) else np.asarray(result)
+
+
+def fuse_products(monkeypatch):
+    """Make the interpreter round a float32 product and a sum or difference with it once, as compilers for GPUs do.
+
+    LLVM and ptxas contract `a * b - c` into a fused multiply-add wherever they see it, also where the product is used
+    elsewhere too; there it is rounded by itself.
+    """
+    multiply, add, subtract = (
+        getattr(interpreter.InterpreterBuilder, f"create_f{name}") for name in ("mul", "add", "sub")
+    )
+
+    def exact(handle):
+        factors = handle.attr.get("factors") or (handle.data, np.ones_like(handle.data))
+        return factors[0].astype(np.longdouble) * factors[1].astype(np.longdouble)
+
+    def product(builder, lhs, rhs):
+        result = multiply(builder, lhs, rhs)
+        if result.data.dtype == np.float32:
+            result.set_attr("factors", (lhs.data, rhs.data))
+        return result
+
+    def fused(unfused, operation):
+        def combined(builder, lhs, rhs):
+            result = unfused(builder, lhs, rhs)
+            if lhs.attr.get("factors") or rhs.attr.get("factors"):
+                result.data = operation(exact(lhs), exact(rhs)).astype(np.float32)
+            return result
+
+        return combined
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fmul", product)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fadd", fused(add, np.add))
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fsub", fused(subtract, np.subtract))
+
+
+def drop_nan(monkeypatch):
+    """Make maxima and minima drop NaN, as on a GPU; in the interpreter those of two tensors do not."""
+    for name, function in (("maxnumf", np.fmax), ("minnumf", np.fmin)):
+        binary = lambda self, lhs, rhs, function=function: self.binary_op(lhs, rhs, function)  # noqa: E731
+        monkeypatch.setattr(interpreter.InterpreterBuilder, f"create_{name}", binary)

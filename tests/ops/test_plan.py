@@ -1,4 +1,7 @@
-"""Plans: recorded with kernels that only remember how they were called, or with interpreted ones that really run."""
+"""Plans: a replay is the call, over random sequences of calls; and what ends a recording, with kernels that remember.
+
+Where there is no GPU, interpreted kernels answer like compiled ones: they can be run again from addresses.
+"""
 
 import ctypes
 import threading
@@ -7,26 +10,29 @@ import weakref
 
 import pytest
 import torch
+import triton
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
-from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.compute import supports_output
 from s2o_runtime.attention.paged import s2o_attention_paged
 from s2o_runtime.attention.replay import PLANS, _get_call, find_repeated_call, forget_plans
-from s2o_runtime.config import LayerConfig, TileConfig
-from s2o_runtime.devices import is_interpreted
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
 from s2o_runtime.kernels import launch as launch_module
+from s2o_runtime.kernels import pages, prefill, splits, tail
 from s2o_runtime.kernels import plan as plan_module
-from s2o_runtime.kernels.groups import Levels
 from s2o_runtime.kernels.launch import is_hooked, launch, observed
 from s2o_runtime.kernels.plan import Recorder
+from s2o_runtime.kernels.rank import means, order, scores
+from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, count_replays, mixed_config
+from support.layouts import edges_of
 from support.paging import LAYOUTS, PagedBatch
 
 SLOW = pytest.mark.slow(reason="runs kernels in Triton's interpreter, seconds each")
-
-
-TABLE = torch.arange(64)  # was there before any call
+COMPILED = pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
 
 
 class Kernel:
@@ -43,17 +49,25 @@ class Kernel:
         self.seen.append((args[:6], args[9 : 9 + self.pointers], args[9 + self.pointers :]))
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """As if the tensors of the test were on the current GPU."""
+def pretend_gpu(monkeypatch):
+    """Make tensors on the CPU look as if they were on the current GPU."""
     monkeypatch.setattr(launch_module, "_compiled", {})
     monkeypatch.setattr(launch_module, "_is_tested", lambda version: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
     forget_plans()
     yield
     forget_plans()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    pretend_gpu(monkeypatch)
 
 
 def do(kernel, *pointers, n=5):
@@ -68,66 +82,6 @@ def recorded(call, *inputs, times=2):
         with recorder:
             outputs = call(*inputs)
     return recorder.plan(outputs)
-
-
-@pytest.fixture
-def two_launches():
-    """Kernels and a call: x, y -> out, through a temporary and a part of it, with a table."""
-    first, second = Kernel(3), Kernel(4)
-
-    def call(x, y):
-        out = x.new_empty(4, 2, 8).transpose(0, 1)
-        temporary, spare = torch.empty(100), torch.empty(3, dtype=torch.int32)
-        do(first, x, temporary, spare)
-        do(second, temporary[8:], y[16:], out, TABLE, n=6)
-        return out, None, None
-
-    return first, second, call
-
-
-def test_a_replay_passes_its_own_addresses(gpu, two_launches):
-    first, second, call = two_launches
-    plan = recorded(call, torch.zeros(64), torch.zeros(64))
-    first.seen.clear()
-    second.seen.clear()
-    x, y = torch.zeros(64), torch.zeros(64)
-    out, *others = plan.replay((x, y))
-    assert others == [None, None]
-    assert (out.shape, out.stride(), out.dtype) == ((2, 4, 8), (8, 16, 1), torch.float32)
-    [(head, (at_x, temporary, spare), rest)] = first.seen
-    assert head == (3, 2, 1, "stream", "f", "m")
-    assert at_x == x.data_ptr()
-    assert spare - temporary == 512  # 400 bytes, aligned
-    assert rest == (5, 16, 1)
-    [(_, addresses, rest)] = second.seen
-    assert addresses == (temporary + 32, y.data_ptr() + 64, out.data_ptr(), TABLE.data_ptr())
-    assert rest == (6, 16, 1)
-    again, *_ = plan.replay((x, y))
-    assert again.data_ptr() != out.data_ptr()
-
-
-def test_a_replay_passes_groups_of_its_own_addresses(gpu):
-    """Two kernels that take the same two tensors as a group, ahead of one of them alone."""
-    kernels = Kernel(3), Kernel(3)
-
-    def call(x):
-        out, temporary = torch.empty(8), torch.empty(100)
-        for kernel in kernels:
-            named = {"P0": x, "P1": Levels(temporary, TABLE), "P2": out}
-            launch(kernel, (3, 2, 1), {**named, "n": 5, "stride": (16, 32)}, {"A": 1}, num_warps=4)
-        return out, None, None
-
-    plan = recorded(call, torch.zeros(64))
-    assert len(plan.groups) == 1  # of both kernels
-    for kernel in kernels:
-        kernel.seen.clear()
-    x = torch.zeros(64)
-    out, *_ = plan.replay((x,))
-    for kernel in kernels:
-        [(_, (at_x, (_, table), at_out), rest)] = kernel.seen
-        assert (at_x, table, at_out) == (x.data_ptr(), TABLE.data_ptr(), out.data_ptr())
-        assert rest == (5, (16, 32), 1)
-    assert kernels[0].seen == kernels[1].seen
 
 
 def test_a_plan_keeps_no_memory_but_that_of_constants(gpu):
@@ -165,7 +119,6 @@ def with_op(op):
 @pytest.mark.parametrize(
     "op",
     [
-        pytest.param(lambda x, temporary: x.clone(), id="clone"),
         pytest.param(lambda x, temporary: x[:, :8].contiguous(), id="contiguous"),
         pytest.param(lambda x, temporary: torch.nn.functional.pad(x, (0, 16)), id="pad"),
         pytest.param(lambda x, temporary: torch.zeros(8), id="zeros"),
@@ -178,10 +131,7 @@ def with_op(op):
 )
 def test_what_a_replay_would_not_repeat_ends_the_recording(gpu, op):
     assert recorded(with_op(op), torch.zeros(4, 16)) is None
-
-
-def test_views_do_not_end_it(gpu):
-    assert recorded(with_op(lambda x, temporary: x.transpose(0, 1)[None].expand(3, -1, -1)), torch.zeros(4, 16))
+    assert recorded(with_op(lambda x, temporary: x.mT[None].expand(3, -1, -1)), torch.zeros(4, 16))  # only views
 
 
 def test_pointers_and_launches_that_are_not_certain_end_the_recording(gpu, monkeypatch):
@@ -269,30 +219,24 @@ def test_a_recording_hears_its_own_thread_only(gpu):
     assert observed.listener is None
 
 
-def test_when_a_plan_does_not_fit(gpu, two_launches, monkeypatch):
-    plan = recorded(two_launches[2], torch.zeros(64), torch.zeros(64))
+def test_when_a_plan_does_not_fit(gpu, monkeypatch):
+    plan = recorded(with_op(lambda x, temporary: None), torch.zeros(64))
     x = torch.zeros(80)
-    assert plan.replay((x[:64], x[16:])) is not None
-    assert plan.replay((x[:64], x[1:65])) is None  # unaligned
+    assert plan.replay((x[16:],)) is not None
+    assert plan.replay((x[1:65],)) is None  # unaligned
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: 1)
-        assert plan.replay((x[:64], x[16:])) is None
+        assert plan.replay((x[16:],)) is None
     monkeypatch.setattr(plan_module, "is_hooked", lambda: True)
-    assert plan.replay((x[:64], x[16:])) is None
+    assert plan.replay((x[16:],)) is None
 
 
-CONFIG = LayerConfig.uniform(1, tau=0.5, segment=64, tile=TileConfig(64, 32, 2, 4, 1))
-
-
-def inputs(length=100, batch=1):
-    return tuple(torch.randn(batch, 1, length, 64) for _ in "qkv")
-
-
+CONFIG = LayerConfig.uniform(1, tau=0.5, segment=64, tile=PLAIN)
 OPTIONS = (None, "auto", False, False)  # scale, backend, return_stats, return_lse
 
 
 def test_calls_that_differ_in_anything_but_memory_have_plans_of_their_own(gpu):
-    q, k, v = inputs()
+    q, k, v = (torch.randn(1, 1, 100, 64) for _ in "qkv")
     base = find_repeated_call((q, k, v, None), CONFIG, OPTIONS)
     assert base is find_repeated_call((q.clone(), k.clone(), v.clone(), None), CONFIG, OPTIONS)
     other = LayerConfig.uniform(1, tau=0.6, segment=64, tile=CONFIG.tile)
@@ -316,7 +260,7 @@ def test_calls_that_differ_in_anything_but_memory_have_plans_of_their_own(gpu):
 
 
 def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):
-    q, k, v = inputs()
+    q, k, v = (torch.randn(1, 1, 100, 64) for _ in "qkv")
     v.requires_grad_()
     assert find_repeated_call((q, k, v, None), CONFIG, OPTIONS) is None
     with torch.no_grad():
@@ -329,7 +273,7 @@ def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):
 
 
 def test_the_plans_kept_are_bounded(gpu):
-    q, k, v = inputs()
+    q, k, v = (torch.randn(1, 1, 100, 64) for _ in "qkv")
     for scale in range(1, PLANS + 100):
         find_repeated_call((q, k, v, None), CONFIG, (scale, *OPTIONS[1:]))
     assert _get_call.cache_info().currsize == PLANS
@@ -366,124 +310,169 @@ def at_address(address, like):
 
 
 @pytest.fixture
-def interpreted_gpu(gpu, monkeypatch):
-    """The real kernels; `replays` counts the calls that had a plan."""
-    if not is_interpreted():
-        pytest.skip("a GPU is here, so kernels are compiled: see tests/gpu")
-    from s2o_runtime.kernels import pages, prefill, splits
-    from s2o_runtime.kernels.rank import means, order, scores
-
+def kernels(monkeypatch):
+    """The real kernels, recorded and replayed; lists for every call that has a plan whether the plan is used."""
+    if ON_GPU:
+        if not launch_module._is_tested(triton.__version__):
+            pytest.skip(f"no call becomes a plan with Triton {triton.__version__}: see TESTED_TRITONS")
+        forget_plans()
+        return count_replays(monkeypatch)
+    pretend_gpu(monkeypatch)
     known = {}
 
     def launch_interpreted(kernel, *args, **options):
         launch(known.setdefault(id(kernel), Interpreted(kernel)), *args, **options)
 
-    for module in (pages, prefill, splits, means, scores, order):
+    for module in (pages, prefill, splits, tail, means, scores, order):
         monkeypatch.setattr(module, "launch", launch_interpreted)
-    replays = []
-    replay = plan_module.LaunchPlan.replay
-    monkeypatch.setattr(
-        plan_module.LaunchPlan, "replay", lambda plan, inputs: (done := replay(plan, inputs), replays.append(done))[0]
-    )
-    return replays
+    return count_replays(monkeypatch)
 
 
 def without_plan(call):
-    forget_plans()
-    return call()
-
-
-@pytest.mark.parametrize(
-    ("starts", "options"),
-    [(None, {}), ([3, 70], {"return_lse": True, "return_stats": True, "scale": 0.2})],
-    ids=["plain", "left-padded"],
-)
-def test_a_replayed_call_is_the_call(interpreted_gpu, nan_filled, starts, options):
-    batch = 1 if starts is None else len(starts)
-
-    def call(q, k, v):
-        kv_start = None if starts is None else torch.tensor(starts)
-        result = s2o_attention(q, k, v, CONFIG, kv_start=kv_start, backend="triton", **options)
-        return result if isinstance(result, tuple) else (result,)
-
-    for _ in range(2):
-        call(*inputs(batch=batch))
-    call(*inputs(60, batch=batch))  # another kind in between
-    assert not interpreted_gpu
-    tensors = inputs(batch=batch)
-    again = call(*tensors)
-    assert [done is None for done in interpreted_gpu] == [False]
-    compare(again, without_plan(lambda: call(*tensors)))
-
-
-def paged_call(queries, lengths, out=None, q=None, **options):
-    """A call of new random tensors, within bounds of 100 queries and keys a sequence; without its plan as well."""
-    batch = PagedBatch(queries, lengths, 16, LAYOUTS[1], heads=1, kv_heads=1, bounds=(100, 100))  # of 13 pages always
-    batch.q = batch.q if q is None else q
-    out = torch.full_like(batch.q, float("nan")) if out is None else out
-    before = batch.q.clone()
-    options |= {"backend": "triton", "return_stats": True}
-    result = batch.paged(CONFIG, total_k=200, out=out, **options)
-    assert result.out is out
-    batch.q = before
-    return result, lambda: batch.packed(CONFIG, **options)
-
-
-@SLOW
-def test_a_replayed_paged_call_is_the_call_of_any_length(interpreted_gpu, nan_filled):
-    """The copy out of pages is part of the plan, and the output is written where the caller wants it."""
-    for queries in ([100, 50], [70, 60]):  # compiled, recorded
-        paged_call(queries, [100, 90])
-    assert not interpreted_gpu
-    for queries, lengths in (([100, 50], [100, 90]), ([97, 1], [97, 96]), ([33, 100], [81, 100])):
-        result, fresh = paged_call(queries, lengths)
-        assert interpreted_gpu.pop() is not None
-        assert not interpreted_gpu
-        out, _, stats = without_plan_of_its_own(fresh)
-        assert torch.equal(result.out, out)
-        assert torch.equal(result.stats.density, stats.density)
-
-
-def without_plan_of_its_own(call):
-    """A call that leaves the plans that are there alone."""
+    """The result of a call that leaves the plans that are there alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("s2o_runtime.attention.replay.find_repeated_call", lambda *arguments: None)
         return call()
 
 
-@SLOW
-def test_outputs_that_kernels_cannot_write_are_copied(interpreted_gpu, nan_filled):
-    """One with gaps, and the queries themselves, which kernels read while they write."""
-    with_gaps, itself = (lambda q: torch.full((*q.shape[:2], 128), float("nan"))[..., :64], lambda q: q)
-    for output in (with_gaps, itself, with_gaps, itself):
-        q = torch.randn(150, 1, 64)
-        assert not supports_output(output(q), q)
-        result, fresh = paged_call([100, 50], [100, 90], out=output(q), q=q, return_lse=True)
-        expected = without_plan_of_its_own(fresh)
+SCALE = 16 if ON_GPU else 1
+HEADS = 4 if ON_GPU else 1
+LONGEST = 100 * SCALE
+COUNTS = [([100, 50], [100, 90]), ([97, 53], [97, 96]), ([50, 100], [81, 100])]  # whose keys fill 13 pages always
+
+
+def new_call(kind, counts, config, head_dim):
+    """A call of new random tensors: a function that runs it."""
+    rows = LONGEST * (3 if kind == "packed" else 2) // 2
+    starts = torch.tensor([3, 70], device=DEVICE) if kind == "padded" else None
+    q, k, v = (
+        torch.randn(2, rows, HEADS, head_dim, device=DEVICE).to(DTYPE).transpose(1, 2)[: 1 + (starts is not None)]
+        for _ in "qkv"
+    )
+    options = {"backend": "triton", "return_stats": True, "return_lse": True}
+    queries, lengths = ([SCALE * count for count in side] for side in counts)
+    if kind == "paged":
+        sizes = {"heads": HEADS, "kv_heads": HEADS, "head_dim": head_dim, "dtype": DTYPE, "device": DEVICE}
+        batch = PagedBatch(queries, lengths, 16 * SCALE, LAYOUTS[1], bounds=(LONGEST, LONGEST), **sizes)
+        return lambda: batch.paged(config, total_k=2 * LONGEST, out=torch.full_like(batch.q, torch.nan), **options)
+    if kind == "packed":
+        edges = edges_of(queries)
+        packed = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
+        tensors = *packed, edges, edges, LONGEST, LONGEST
+        return lambda: s2o_attention_varlen(*tensors, config, **options)
+    if kind == "unaligned":
+        q = (
+            torch.empty(q.numel() + 1, dtype=DTYPE, device=DEVICE)[1:]
+            .view(q.transpose(1, 2).shape)
+            .transpose(1, 2)
+            .copy_(q)
+        )
+    if kind == "filled up":
+        q, k, v = (tensor[..., :48].contiguous() for tensor in (q, k, v))
+    options |= {"sinks": torch.randn(HEADS, device=DEVICE)} if kind == "sinks" else {}
+    return lambda: s2o_attention(q, k, v, config, kv_start=starts, **options)
+
+
+KINDS = ["plain", "unaligned", "padded", "sinks", "packed", "paged", "filled up"]
+SEQUENCES = st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True).flatmap(
+    lambda kinds: st.lists(st.tuples(st.sampled_from(kinds), st.sampled_from(COUNTS)), min_size=5, max_size=8)
+)
+
+
+def check_sequence(sequence, config, head_dim, replays):
+    """Hold every call against the same without plans; it has a plan once an equal one, the second or later, was recorded."""
+    forget_plans()
+    replays.clear()
+    calls, known, expected_replays = dict.fromkeys(KINDS, 0), set(), []
+    for kind, counts in sequence:
+        call = new_call(kind, counts, config, head_dim)
+        expected = without_plan(call)
+        result = call()
         assert torch.equal(result.out, expected.out)
+        assert result.out.stride() == expected.out.stride()
         assert torch.equal(result.lse, expected.lse)
-    assert [done is None for done in interpreted_gpu] == [False, False]  # the third and the fourth
+        assert torch.equal(result.stats.visited, expected.stats.visited)
+        assert torch.equal(result.density, expected.density)
+        assert (result.stats.backend, result.stats.reason) == (expected.stats.backend, expected.stats.reason)
+        key = "plain" if kind == "unaligned" else kind  # which differ in their memory only
+        if key in known:
+            expected_replays.append(kind != "unaligned")
+        else:
+            calls[key] += 1
+            if 2 <= calls[key] <= 4 and kind not in ("unaligned", "filled up"):
+                known.add(key)
+    assert replays == expected_replays
+
+
+FIXED = [
+    ("plain", COUNTS[0]),
+    ("unaligned", COUNTS[0]),
+    ("plain", COUNTS[0]),
+    ("plain", COUNTS[0]),
+    ("unaligned", COUNTS[0]),
+]
+TILES = [(PLAIN, 64), (HOPPER, 128)] if ON_GPU else [(PLAIN, 64)]
+
+
+@pytest.mark.parametrize(("tile", "head_dim"), TILES)
+def test_a_replayed_call_is_the_call(tile, head_dim, kernels, nan_filled):
+    check_sequence(FIXED, mixed_config(HEADS, 0.5, tile=tile), head_dim, kernels)
 
 
 @SLOW
-def test_a_plan_checks_what_its_key_does_not_have(interpreted_gpu):
+@pytest.mark.parametrize(("tile", "head_dim"), TILES)
+def test_a_replay_is_the_call_over_any_sequence_of_calls(tile, head_dim, kernels, nan_filled):
+    config = mixed_config(HEADS, 0.5, tile=tile)
+    once = [(kind, counts) for kind in ("padded", "sinks", "packed", "paged") for counts in COUNTS]
+    check_sequence(once, config, head_dim, kernels)
+
+    @settings(
+        max_examples=20 if ON_GPU else 2, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(SEQUENCES)
+    def check_any(sequence):
+        check_sequence(sequence, config, head_dim, kernels)
+
+    check_any()
+
+
+def new_pages(queries, lengths):
+    return PagedBatch(
+        queries, lengths, 16, LAYOUTS[1], heads=1, kv_heads=1, bounds=(100, 100), dtype=DTYPE, device=DEVICE
+    )
+
+
+@SLOW
+def test_outputs_that_kernels_cannot_write_are_copied(kernels, nan_filled):
+    """One with gaps, and the queries themselves, which kernels read while they write."""
+    with_gaps, itself = (lambda q: q.new_full((*q.shape[:2], 128), torch.nan)[..., :64], lambda q: q)
+    for output in (with_gaps, itself, with_gaps, itself):
+        batch = new_pages([100, 50], [100, 90])
+        out, expected = output(batch.q), without_plan(lambda batch=batch: batch.packed(CONFIG, backend="triton"))
+        assert not supports_output(out, batch.q)
+        assert torch.equal(batch.paged(CONFIG, total_k=200, out=out, backend="triton"), expected)
+    assert kernels == [True, True]  # the third and the fourth
+
+
+@SLOW
+def test_a_plan_checks_what_its_key_does_not_have(kernels):
     for _ in range(2):
-        paged_call([100, 50], [100, 90])
-    with pytest.raises(InputError, match=r"out is torch.float32 \(150, 1, 64\)"):
-        paged_call([100, 40], [100, 90], out=torch.zeros(150, 1, 64))
+        new_pages([100, 50], [100, 90]).paged(CONFIG, total_k=200, backend="triton")
+    with pytest.raises(InputError, match=r"out is torch.\w+ \(150, 1, 64\)"):
+        new_pages([100, 40], [100, 90]).paged(
+            CONFIG, total_k=200, out=torch.zeros(150, 1, 64, dtype=DTYPE, device=DEVICE)
+        )
     with pytest.raises(InputError, match="max_seqlen_q is 100"):
         s2o_attention_paged(
             torch.zeros(10, 1, 64), *torch.zeros(2, 9, 16, 1, 64).unbind(0), CONFIG,
             cu_q=torch.tensor([0, 10], dtype=torch.int32), seq_lens=torch.tensor([10], dtype=torch.int32),
             block_table=torch.zeros(1, 8, dtype=torch.int32), max_q=100, max_k=90, total_k=100, backend="triton",
         )  # fmt: skip
-    assert not interpreted_gpu
+    assert not kernels
 
 
 def test_tools_that_ask_of_compiling_do_not_end_replays(monkeypatch):
     """Such as vLLM's monitor; those that ask of launches do."""
-    import triton
-
     assert not is_hooked()
     for name in ("jit_cache_hook", "jit_post_compile_hook"):
         monkeypatch.setattr(triton.knobs.runtime, name, lambda **about: None)
@@ -496,32 +485,30 @@ def test_tools_that_ask_of_compiling_do_not_end_replays(monkeypatch):
             hooks.remove(print)
 
 
-def compare(result, expected):
-    assert len(result) == len(expected)
-    for ours, theirs in zip(result, expected, strict=True):
-        if isinstance(ours, torch.Tensor):
-            assert torch.equal(ours, theirs)
-            assert ours.stride() == theirs.stride()
-        elif ours is None:
-            assert theirs is None
-        else:
-            assert (ours.backend, ours.reason, ours.shape) == (theirs.backend, theirs.reason, theirs.shape)
-            assert torch.equal(ours.visited, theirs.visited)
-            assert torch.equal(ours.density, theirs.density)
+@COMPILED
+@pytest.mark.parametrize("tile", [PLAIN, HOPPER])
+@pytest.mark.parametrize("calls_before", [1, 3], ids=["recorded", "replayed"])
+def test_cuda_graphs_streams_and_inference_mode_replay_too(tile, calls_before, kernels):
+    config = mixed_config(4, 0.5, tile=tile)
+    inputs, others = ([torch.randn(1, 4, 1500, 128, device="cuda").to(DTYPE) for _ in "qkv"] for _ in range(2))
 
+    def call(tensors=inputs):
+        return s2o_attention(*tensors, config, backend="triton")
 
-@SLOW
-def test_head_dims_that_are_filled_up_are_never_recorded(interpreted_gpu):
-    for _ in range(6):
-        q, k, v = (tensor[..., :48].contiguous() for tensor in inputs(70))
-        s2o_attention(q, k, v, CONFIG, backend="triton")
-    assert not interpreted_gpu
-
-
-def test_a_call_that_does_not_fit_its_plan_runs_the_long_way(interpreted_gpu):
-    q, k, v = inputs(70)
-    for _ in range(3):
-        expected = s2o_attention(q, k, v, CONFIG, backend="triton")
-    shifted = torch.empty(q.numel() + 1)[1:].view(q.shape).copy_(q)
-    assert torch.equal(s2o_attention(shifted, k, v, CONFIG, backend="triton"), expected)
-    assert [done is None for done in interpreted_gpu] == [False, True]
+    for _ in range(calls_before):
+        call()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        out = call()
+    for tensor, other in zip(inputs, others, strict=True):
+        tensor.copy_(other)
+    call([tensor.flip(2).contiguous() for tensor in inputs])  # memory of its own
+    graph.replay()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.inference_mode():
+        beside = call()
+    torch.cuda.synchronize()
+    expected = without_plan(call)
+    assert torch.equal(out, expected)
+    assert torch.equal(beside, expected)
+    assert all(kernels[1:])
