@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.gpu import laid_out
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -15,7 +16,6 @@ from s2o_runtime.huggingface.layers import LayerState, attach
 from s2o_runtime.monitor.counters import SAMPLES, Meter
 from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, sample_errors
 from s2o_runtime.reference.dense import exact_attention
-from support.gpu import laid_out
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TILE = TileConfig(64, 64, 2, 4, 2)

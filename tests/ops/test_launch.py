@@ -1,7 +1,4 @@
-"""Launching by name: real kernels in the interpreter, and which launches may skip Triton's binder.
-
-That the compiled kernel's own launcher does what `kernel[grid]` does is tested on a GPU: tests/gpu/test_launch_gpu.py.
-"""
+"""Launching by name: real kernels, which launches may skip Triton's binder, and that these are Triton's on a GPU."""
 
 import types
 from typing import NamedTuple
@@ -11,10 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from s2o_runtime.attention.api import s2o_attention
+from s2o_runtime.attention.warmup import warmup
+from s2o_runtime.config import LayerConfig
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels.groups import Strides
 from s2o_runtime.kernels.launch import TESTED_TRITONS, group_strides, launch, list_strides
-from support.marks import INTERPRETED
+from support.kernels import DEVICE, HOPPER, ON_GPU, PLAIN, inputs, mixed_config
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -41,9 +41,12 @@ def run(x, out, bias=None):
     launch(scaled_rows, (len(x), 1, 1), arguments(x, out, bias), {"HAS_BIAS": bias is not None, "COLUMNS": 16})
 
 
-@INTERPRETED
 def test_arguments_are_bound_by_name_whatever_their_order():
-    x, out, bias = torch.randn(16, 5).T, torch.full((5, 16), torch.nan), torch.randn(16)
+    x, out, bias = (
+        torch.randn(16, 5, device=DEVICE).T,
+        torch.full((5, 16), torch.nan, device=DEVICE),
+        torch.randn(16, device=DEVICE),
+    )
     run(x, out, bias)
     torch.testing.assert_close(out, x * 2 + bias)
     run(x, out)  # without a bias
@@ -92,10 +95,9 @@ def between(X, PAIR: Pair, OUT, rows, stride_x: Strides, COLUMNS: tl.constexpr):
     tl.store(OUT + (tl.program_id(1) * rows + tl.program_id(0)) * COLUMNS + column, x)
 
 
-@INTERPRETED
 def test_a_group_is_one_argument():
-    x, low = torch.randn(3, 2, 5, 16)[:, :1], torch.linspace(-1, 0, 16)
-    out = torch.full((3, 5, 16), torch.nan)
+    x, low = torch.randn(3, 2, 5, 16, device=DEVICE)[:, :1], torch.linspace(-1, 0, 16, device=DEVICE)
+    out = torch.full((3, 5, 16), torch.nan, device=DEVICE)
     given = {"OUT": out, "X": x, "PAIR": Pair(low, low + 1), "rows": 5, **group_strides(x=x)}
     launch(between, (5, 3, 1), given, {"COLUMNS": 16})
     torch.testing.assert_close(out, x[:, 0].clamp(low, low + 1))
@@ -206,17 +208,13 @@ def test_what_changes_the_compiled_kernel_does_so_in_a_group(grouping, strides):
     assert not grouping.direct
 
 
-def test_a_group_of_another_length_is_an_error(grouping):
+def test_wrong_groups_are_errors(grouping):
     x = torch.zeros(64)
     grouped_call(grouping, x, Pair(x, x), x)
     with pytest.raises(TypeError, match="Grouping got 5 tensors: its first launch had 4"):
         grouped_call(grouping, x, (x, x, x), x)
-
-
-def test_a_group_is_not_the_first_parameter(grouping):
-    x = torch.zeros(64)
     with pytest.raises(TypeError, match="the first parameter of Grouping, X, got a group: expected a tensor"):
-        grouped_call(grouping, Pair(x, x), Pair(x, x), x)
+        grouped_call(Grouping(), Pair(x, x), Pair(x, x), x)
 
 
 def test_pointers_that_are_not_aligned_neither_use_nor_replace_what_is_kept(kernel):
@@ -240,3 +238,44 @@ def test_an_untested_triton_launches_every_kernel_itself(kernel, monkeypatch):
     launch_module._is_tested.cache_clear()
     direct = [launch_module._is_tested.__wrapped__(f"{major}.{minor}.0") for major, minor in TESTED_TRITONS]
     assert direct == [True, True]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
+@pytest.mark.parametrize("tile", [PLAIN, HOPPER])
+def test_a_direct_launch_is_tritons(tile, monkeypatch, nan_filled):
+    """Every kernel of a prefill, with tails and several representatives: the same bits both ways.
+
+    It calls the launcher whatever version of Triton is here, so run it to have a version join TESTED_TRITONS.
+    """
+    config, launched = mixed_config(8, 1.0, tile=tile), []
+    q, k, v = inputs(2, 8, 2, 1500, 1500, 128)
+    starts = torch.tensor([0, 333], device="cuda")
+
+    def call():
+        return s2o_attention(q, k, v, config, kv_start=starts, backend="triton", return_lse=True)
+
+    # no call may become a plan, which would not launch through `launch`, or be recorded, which takes the listener
+    monkeypatch.setattr("s2o_runtime.attention.replay.RepeatedCall.make_recorder", lambda repeated, inputs: None)
+    monkeypatch.setattr(launch_module, "_compiled", {})
+    monkeypatch.setattr(launch_module, "_is_tested", lambda version: False)
+    expected = call()
+    assert not launch_module._compiled
+    monkeypatch.setattr(launch_module, "_is_tested", lambda version: True)
+    call()  # through Triton, and kept
+    kept = len(launch_module._compiled)
+    assert kept >= 6  # means, log-sums, scores, order, pooled values, tail sums, prefill
+    monkeypatch.setattr(
+        launch_module.observed, "listener", lambda compiled, *rest: launched.append(compiled is not None)
+    )
+    out = call()
+    monkeypatch.setattr(launch_module.observed, "listener", None)
+    torch.cuda.synchronize()
+    assert launched
+    assert all(launched), f"launches of Triton {triton.__version__} went through its binder"
+    assert len(launch_module._compiled) == kept
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(out[:2], expected[:2], strict=True))
+    monkeypatch.undo()
+    if launch_module._is_tested(triton.__version__):  # kept kernels are what plans are made of
+        before = len(launch_module._compiled)
+        warmup(LayerConfig.uniform(4, tau=0.5, segment=3 * tile.rows, tile=tile), kv_heads=1, head_dim=64)
+        assert len(launch_module._compiled) > before

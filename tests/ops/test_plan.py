@@ -380,7 +380,7 @@ SEQUENCES = st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True
 
 
 def check_sequence(sequence, config, head_dim, replays):
-    """Hold every call against the same without plans; it has a plan once an equal one, the second or later, was recorded."""
+    """Hold every call against the same without plans. The second call that is aligned is recorded, later ones replayed."""
     forget_plans()
     replays.clear()
     calls, known, expected_replays = dict.fromkeys(KINDS, 0), set(), []

@@ -85,11 +85,11 @@ def bucket_order(scores):
 @INTERPRETED
 @SLOW
 def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch):
-    q, k, _ = inputs(1, 1, 1, 64, 3000, 64)
+    q, k = torch.randn(1, 1, 64, 64), torch.randn(1, 1, 3000, 64)
     config, scores = LayerConfig.uniform(1, segment=64, representatives=16, tile=TILE), []
     for sample in (1 << 20, 3000 // 16):
         monkeypatch.setattr(scores_module, "LOG_SUM_SAMPLE", sample)
-        scores.append(rank_of(q * 0.5, k, config)[0][0, 0, 0, : 2912 // KEY_BLOCK].float())
+        scores.append(rank_of(q, k, config)[0][0, 0, 0, : 2912 // KEY_BLOCK].float())
     difference = (scores[1] - scores[0]).abs()
     assert difference.max() < 1.0  # of a row: at most a factor of two
     assert difference.mean() > 1e-3
@@ -97,19 +97,19 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch):
 
 @INTERPRETED
 @pytest.mark.parametrize(
-    ("splits", "head_dim", "starts"),
-    all_but_first([(2, 64, [30, 0]), (3, 64, [30, 0]), (1, 128, None), (1, 256, None)], SLOW),
+    ("splits", "head_dim", "starts", "q_len"),
+    all_but_first([(2, 64, [30], 560), (3, 64, [30, 0], 230), (1, 128, None, 560), (1, 256, None, 230)], SLOW),
 )
-def test_tail_sums_are_those_of_the_order(splits, head_dim, starts, monkeypatch):
+def test_tail_sums_are_those_of_the_order(splits, head_dim, starts, q_len, monkeypatch):
     """Whether a program sums four segments or eight, of which the last one has one."""
     monkeypatch.setattr(tail_module, "count_tail_splits", lambda programs, steps: splits)
-    q, k, v = inputs(len(starts or [0]), 2, 1, 560, 700, head_dim)
+    q, k, v = inputs(len(starts or [0]), 2, 1, q_len, 700 if q_len > 500 else 500, head_dim)
     heads = (HeadConfig(1.0, 64, representatives=16, tail="mean"), HeadConfig(1.0, 128, tail="mean"))
     call = call_of(q, k, v, LayerConfig(heads, TILE), starts_of(starts))
     ranking, four = kernel_ranking(call)
     monkeypatch.setattr(tail_module, "MANY_SEGMENTS", 1)
-    assert tail_module.count_tail_segments(9, head_dim) == 8
-    eight = tail_module.sum_tails(ranking, tail_module.pool_values(v, call), call, range(560))
+    assert tail_module.count_tail_segments(9, head_dim) == (8 if head_dim < 256 else 4)
+    eight = tail_module.sum_tails(ranking, tail_module.pool_values(v, call), call, range(q_len))
     for ours, expected in zip(eight, four, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     shape = call.shape

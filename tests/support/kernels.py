@@ -109,7 +109,8 @@ def ranking_of(call, ranking, tail, b, h, n):
         last = torch.full((1,), steps, device=DEVICE)
         begins = torch.cat([tail.first[b, h, n, :: BUCKETS // EDGES].long(), last])
         masses, sums = (
-            torch.nn.functional.pad(sums.float().T, (0, 1)).T for sums in (tail.mass[b, h, n], tail.values[b, h, n])
+            torch.cat([of_edges, torch.zeros_like(of_edges[:1])]).float()
+            for of_edges in (tail.mass[b, h, n], tail.values[b, h, n])
         )
         at = torch.arange(steps, device=DEVICE)
         edge = (begins[:EDGES] <= at[:, None]).sum(1) - 1
