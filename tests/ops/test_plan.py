@@ -380,7 +380,7 @@ SEQUENCES = st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True
 
 
 def check_sequence(sequence, config, head_dim, replays):
-    """Hold every call against the same without plans. The second call that is aligned is recorded, later ones replayed."""
+    """Hold every call against the same without plans; the second aligned one is recorded, later ones are replays."""
     forget_plans()
     replays.clear()
     calls, known, expected_replays = dict.fromkeys(KINDS, 0), set(), []
