@@ -40,7 +40,9 @@ EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
 # A query between two levels may be rounded to the other one, as its scale is multiplied in between.
-ROUNDED = {"error": 8e-3, "lse_error": 2e-2, "exact": False}
+ROUNDED = {"error": 8e-3, "lse_error": 2e-2, "apart": 0.05, "exact": False}
+if not ON_GPU:
+    ROUNDED |= {"error": 2e-3, "lse_error": 5e-3, "apart": 0.02}
 
 
 def random_inputs(heads, kv_heads, q_len, kv_len):
@@ -164,7 +166,7 @@ def test_packed_sequences():
     """Each has a middle and units of its own; one is empty, one has a prefix. On a GPU the last calls are replays."""
     edges = edges_of([90, 0, 60]), edges_of([90, 0, 140])
     q, k, v = (tensor[0].transpose(0, 1).clone() for tensor in inputs(1, 2, 1, 150, 230, 64))
-    k[90:] = 5 * k[90:] + 7
+    k[90:] = 2 * k[90:] + 3
     heads = (HeadConfig(0.0, 64, representatives=16, tail="mean"), HeadConfig(mode="dense"))
     config = LayerConfig(heads, PLAIN, scores="int8")
     theirs = s2o_attention_varlen(q, k, v, *edges, 90, 140, config, backend="reference", return_lse=True)

@@ -147,23 +147,27 @@ def test_other_head_dims_and_values_with_one_of_their_own(head_dim, value_dim):
     """
     q, k, _ = inputs(1, 2, 1, 100, 150, head_dim)
     v = inputs(1, 2, 1, 100, 150, value_dim)[2]
-    tile = HOPPER_256 if ON_GPU and head_dim > 128 else PLAIN
+    tile = TileConfig(64, 32, 2, 8, 2) if head_dim > 128 and ON_GPU else PLAIN
+    host = [tensor.cpu() for tensor in (q, k, v)]
     config = LayerConfig.uniform(2, tau=0.0, segment=128, tile=tile)
     close = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-5}  # |v| < 4 in bf16
     out, lse, _ = s2o_attention(q, k, v, config, backend="triton", return_lse=True)
-    torch.testing.assert_close(out.double(), naive_attention(q, k, v), **close)
+    torch.testing.assert_close(out.double().cpu(), naive_attention(*host), **close)
     torch.testing.assert_close(lse, log_sum_exp(q, k), rtol=1e-4, atol=4e-3 if ON_GPU else 1e-4)
     packed = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
     edges = [torch.tensor([0, length], dtype=torch.int32, device=DEVICE) for length in (100, 150)]
-    options = {"scale": 0.2, "softcap": 4.0, "sinks": torch.tensor([1.0, 3.0], device=DEVICE)}
+    options = {"scale": 0.2, "softcap": 4.0, "sinks": torch.tensor([1.0, 3.0])}
+    expected = naive_attention(*host, **options)[0]
+    options["sinks"] = options["sinks"].to(DEVICE)
     for backend in ("triton", "reference", "dense"):
         alone = s2o_attention_varlen(*packed, *edges, 100, 150, config, backend=backend, **options)
-        torch.testing.assert_close(alone.transpose(0, 1).double(), naive_attention(q, k, v, **options)[0], **close)
+        torch.testing.assert_close(alone.transpose(0, 1).double().cpu(), expected, **close)
 
 
 @pytest.mark.parametrize(("tile", "head_dim"), all_but_first([TILES[0], TILES[-1]], EXHAUSTIVE))
 @pytest.mark.slow(reason="every sequence on its own too, in Triton's interpreter")
-def test_packed_sequences_are_sequences_on_their_own(tile, head_dim):
+def test_packed_sequences_are_sequences_on_their_own(tile, head_dim, monkeypatch):
+    monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: 1)  # which follow from the longest sequence
     q_lens, k_lens = (
         ([700, 0, 129, 1500, 1], [700, 0, 640, 1500, 300]) if ON_GPU else ([130, 0, 70, 1], [130, 0, 171, 90])
     )
@@ -184,26 +188,23 @@ def test_packed_sequences_are_sequences_on_their_own(tile, head_dim):
 def test_strides_as_transformers_hands_them_over_and_64_bit_offsets_change_nothing(monkeypatch):
     q, k, v = inputs(1, 4, 2, 190, 190, 64)
     config = mixed_config(4, 1.0)
-    expected = run_prefill(call_of(q, k, v, config))
-    views = run_prefill(call_of(*as_transformers(q, k, v), config))
+    expected = run_prefill(call_of(q, k, v, config, lse=True))
+    views = run_prefill(call_of(*as_transformers(q, k, v), config, lse=True))
     monkeypatch.setattr(prefill_module, "WIDE_ELEMENTS", 1)
-    for other in (views, run_prefill(call_of(q, k, v, config))):
-        assert torch.equal(other[0], expected[0])
-        assert torch.equal(other[1], expected[1])
+    assert torch.equal(views[0], expected[0])
+    agree(run_prefill(call_of(q, k, v, config, lse=True)), expected, 64)
 
 
 @pytest.mark.slow(reason="the same call in the interpreter twice")
 def test_slicing_the_rows_changes_nothing(monkeypatch):
     q, k, v = inputs(1, 2, 1, 500, 530, 64)
-    call = call_of(q, k, v, mixed_config(2, 1.0, tile=TILE))
+    call = call_of(q, k, v, mixed_config(2, 1.0, tile=TILE), lse=True)
     assert slice_rows(call, workspace=1) == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
     # 2 heads, segments of 64 rows or more, 6 bytes a step of 4 keys and 4416 for a tail: 4 segments fit, then 2
     assert slice_rows(call, workspace=40000) == [range(0, 256), range(256, 384), range(384, 500)]
     whole = run_prefill(call)
     monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    sliced = run_prefill(call)
-    torch.testing.assert_close(whole[0], sliced[0], rtol=1e-5, atol=1e-6)
-    assert torch.equal(whole[1], sliced[1])
+    agree(run_prefill(call), whole, 64)
 
 
 ORDERED = [(1, 4, 2, 1333, 1333, None), (1, 4, 2, 9000, 9000, None)] if ON_GPU else [(2, 4, 2, 150, 180, [30, 0])]
@@ -222,7 +223,7 @@ def test_the_order_in_which_heads_start_changes_nothing(shape, last_rows, tile, 
         monkeypatch.setattr(prefill_module, "count_heads_per_wave", lambda *_, heads=per_wave: heads)
         outputs.append(run_prefill(call))
     for other in outputs[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(outputs[0], other, strict=True))
+        agree(other, outputs[0], tile.block_m, error=1e-4, lse_error=1e-4, apart=0.0)
 
 
 def test_dense_heads_start_first():

@@ -35,19 +35,21 @@ TILES = [PLAIN, HOPPER] if ON_GPU else [PLAIN]
 PATHS = ["dense", "exact", "window", "soft-capped window", "reference", "kernels", "splits", "int8"]
 
 
-def inputs(where="q", bad=0.0, position=0):
+def inputs(where="q", bad=0.0, position=0, on_host=False):
     """q, k, v and `kv_start` of two sequences, the second one padded, of which the first has one bad number."""
     generator = torch.Generator().manual_seed(position)
     sizes = (len(HEADS), 1, 1)
-    q, k, v = (torch.randn(2, count, LENGTH, HEAD_DIM, generator=generator).to(DEVICE, DTYPE) for count in sizes)
+    q, k, v = (torch.randn(2, count, LENGTH, HEAD_DIM, generator=generator) for count in sizes)
+    if not on_host:
+        q, k, v = (tensor.to(DEVICE, DTYPE) for tensor in (q, k, v))
     {"q": q, "k": k, "v": v}[where][0, 0, position, 3] = bad
-    return q, k, v, torch.tensor([0, PADDING], device=DEVICE)
+    return q, k, v, torch.tensor([0, PADDING], device=q.device)
 
 
 def nan_rows(q, k, v, start, window):
     """Which rows of dense attention are NaN, bool [B, Hq, L]: a softmax over visible keys alone."""
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril().triu(1 - window)
-    seen = seen & (torch.arange(LENGTH, device=DEVICE) >= start[:, None, None])[:, None]
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    seen = seen & (torch.arange(LENGTH, device=q.device) >= start[:, None, None])[:, None]
     scores = (q.double() @ k.double().mT).masked_fill(~seen, -math.inf)
     bad_scores = scores.isnan() & seen | (scores == math.inf)
     bad_values = v.isfinite().all(-1, keepdim=True).mT.logical_not() & seen
@@ -60,7 +62,7 @@ def nan_rows(q, k, v, start, window):
     + all_but_first(pairwise(PATHS[5:], ["k", "q", "v"], BAD, POSITIONS[1:], TILES), SLOW),
 )
 def test_where_dense_attention_is_nan_s2o_is(path, where, bad, position, tile, monkeypatch):
-    q, k, v, start = inputs(where, bad, position)
+    q, k, v, start = inputs(where, bad, position, on_host=path in PATHS[:5])
     window, softcap, lse = LENGTH, None, None
     if "window" in path:
         window, softcap = 100, 20.0 if path.startswith("soft") else None
@@ -81,7 +83,7 @@ def test_where_dense_attention_is_nan_s2o_is(path, where, bad, position, tile, m
     if lse is not None and where != "v":
         assert not bool(lse[expected].isfinite().any())
     if lse is not None and where == "v":  # a head without a tail that skips the key does not see its value
-        in_window = torch.arange(LENGTH, device=DEVICE) // SEGMENT == position // SEGMENT
+        in_window = torch.arange(LENGTH, device=q.device) // SEGMENT == position // SEGMENT
         expected[:, 0] &= in_window
     not_finite = ~out.isfinite().all(-1)
     assert bool(not_finite[expected].all())
@@ -95,12 +97,11 @@ def test_where_dense_attention_is_nan_s2o_is(path, where, bad, position, tile, m
 )
 def test_what_lies_in_padding_or_in_a_neighbour_reaches_no_other_row(backend, bad):
     config, pad = LayerConfig(HEADS, PLAIN), 40
-    q, k, v, _ = inputs()
-    q, k, v = q[:1], k[:1], v[:1]
-    edges, longest = edges_of([pad, LENGTH - pad]), LENGTH - pad
+    q, k, v = (tensor[:1] for tensor in inputs(on_host=backend != "triton")[:3])
+    edges, longest = edges_of([pad, LENGTH - pad]).to(q.device), LENGTH - pad
 
     def rows(*tensors):
-        padded = s2o_attention(*tensors, config, kv_start=torch.tensor([pad], device=DEVICE), backend=backend)
+        padded = s2o_attention(*tensors, config, kv_start=torch.tensor([pad], device=q.device), backend=backend)
         packed = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors)
         neighbour = s2o_attention_varlen(*packed, edges, edges, longest, longest, config, backend=backend)
         return padded[0, :, pad:].transpose(0, 1), neighbour[pad:]

@@ -12,7 +12,7 @@ from s2o_runtime.attention.paged import find_in_place_obstacle, gather_keys
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.sequences import PagedKeys
 from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, TILE, TILES
-from support.marks import all_but_first, pairwise
+from support.marks import INTERPRETED, all_but_first, pairwise
 from support.paging import LAYOUTS, PagedBatch
 
 SLOW = pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs one after another")
@@ -20,6 +20,8 @@ EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs
 CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE)
 SPECIALIZED = LayerConfig.uniform(4, segment=128, tile=HOPPER)
 LENGTHS, QUERIES = ([1500, 333, 2049, 640], [1500, 1, 700, 129]) if ON_GPU else ([171, 130, 90], [70, 130, 1])
+
+PAGE_SIZES = [16, 64, 48, 1024] if ON_GPU else [4, 64, 48]
 
 
 def config_of(tile):
@@ -44,7 +46,7 @@ def pages_of(batch, total_k=None):
 
 @pytest.mark.parametrize(
     ("name", "kv_heads", "head_dim", "page_size"),
-    pairwise(LAYOUTS, [(2, 64), (1, 80), (4, 256)], [1, 16, 48, 1024] if ON_GPU else [1, 16, 48], mark=SLOW, count=4),
+    pairwise(LAYOUTS, [(2, 64), (1, 80), (4, 256)], [16, 48, 1024] if ON_GPU else [1, 16, 48], mark=SLOW, count=4),
 )
 def test_every_key_is_found_in_its_page(name, kv_heads, head_dim, page_size, nan_filled):
     """Rows behind the last key are nobody's."""
@@ -86,7 +88,7 @@ def same(ours, expected):
     ("name", "page_size", "backend", "tile", "head_dim"),
     all_but_first(
         [(LAYOUTS[0], 16, "reference", PLAIN, 64), (LAYOUTS[1], 4, "dense", PLAIN, 64)]
-        + pairwise(LAYOUTS, [4, 64, 48] + [1024] * ON_GPU, ["triton"], TILES[::2], mark=EXHAUSTIVE, count=4),
+        + pairwise(LAYOUTS, PAGE_SIZES, ["triton"], TILES[::2], mark=EXHAUSTIVE, count=4),
         SLOW, 2,
     ),
 )  # fmt: skip
@@ -118,6 +120,7 @@ def test_rows_of_a_cache_are_its_keys(name):
         assert torch.equal(rows[row], expected)
 
 
+@INTERPRETED  # as compiled kernels take no float32
 @pytest.mark.parametrize(
     ("change", "config", "said"),
     [

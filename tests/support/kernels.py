@@ -1,5 +1,6 @@
 """Inputs and calls for the kernels on the device at hand: a GPU, or Triton's interpreter where there is none."""
 
+import math
 from functools import partial
 
 import pytest
@@ -146,7 +147,7 @@ def agree(ours, expected, block_m, *, error=6e-3, lse_error=4e-3, apart=0.02, ex
         torch.testing.assert_close(out, theirs, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse, their_lse, rtol=1e-4, atol=1e-4)
         return
-    assert (~same).float().mean() <= apart
+    assert int((~same).sum()) <= math.ceil(apart * same.numel())
     rows = same.repeat_interleave(block_m, 2)[:, :, : out.shape[2]]
     assert out.isfinite().all()
     assert relative_error(out[rows], theirs[rows].float()) <= error
