@@ -1,4 +1,4 @@
-"""Int8 scores: the rule that rounds keys and queries, and the kernels against the reference of the same rule."""
+"""Int8 scores: the rule that rounds keys and queries, and what follows it; test_kernels.py has the op."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.kernels.keys import read_keys
 from s2o_runtime.kernels.prefill import run_prefill
@@ -19,30 +19,20 @@ from support.kernels import (
     DTYPES,
     ON_GPU,
     PLAIN,
-    SHAPES,
     TILE,
-    TILES,
     agree,
     call_of,
-    drawn,
     inputs,
     mixed_config,
     relative_error,
-    run_both,
     starts_of,
 )  # fmt: skip
 from support.layouts import edges_of
 from support.marks import all_but_first, pairwise
 
 SLOW = pytest.mark.slow(reason="more shapes of the kernels in Triton's interpreter, seconds each")
-EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
-
-# A query between two levels may be rounded to the other one, as its scale is multiplied in between.
-ROUNDED = {"error": 8e-3, "lse_error": 2e-2, "apart": 0.05, "exact": False}
-if not ON_GPU:
-    ROUNDED |= {"error": 2e-3, "lse_error": 5e-3, "apart": 0.02}
 
 
 def random_inputs(heads, kv_heads, q_len, kv_len):
@@ -116,23 +106,6 @@ def test_the_log_sum_exp_has_what_keys_lost():
     assert relative_error(both[1].out, both[0].out) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("shape", "tau", "stop_rule", "sinks", "tile", "head_dim", "dtype"),
-    all_but_first(
-        pairwise(
-            SHAPES, [1.0, 0.0], [StopRule.REST, StopRule.PAPER], [False, True], TILES, DTYPES, mark=EXHAUSTIVE, count=8
-        ),
-        SLOW, 1,
-    ),
-)  # fmt: skip
-def test_the_kernels_equal_the_reference(shape, tau, stop_rule, sinks, tile, head_dim, dtype):
-    q, k, v, kv_start = drawn(shape, head_dim, dtype)
-    k = k + 2 * k[:, :, -1:]
-    config = mixed_config(shape[1], tau, stop_rule, tile, scores="int8")
-    features = {"sinks": torch.linspace(2.0, 7.0, shape[1], device=DEVICE)} if sinks else {}
-    agree(*run_both(q, k, v, config, kv_start, **features), tile.block_m, **ROUNDED)
-
-
 @pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
 @pytest.mark.parametrize(("head_dim", "tau"), pairwise([64, 128, 256], [0.3, 1.0]))
 def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau):
@@ -172,8 +145,8 @@ def test_packed_sequences():
     theirs = s2o_attention_varlen(q, k, v, *edges, 90, 140, config, backend="reference", return_lse=True)
     for _ in range(4 if ON_GPU else 1):
         ours = s2o_attention_varlen(q, k, v, *edges, 90, 140, config, backend="triton", return_lse=True)
-        assert relative_error(ours.out, theirs.out.float()) <= ROUNDED["error"]
-        torch.testing.assert_close(ours.lse, theirs.lse, rtol=1e-3, atol=ROUNDED["lse_error"])
+        assert relative_error(ours.out, theirs.out.float()) <= 8e-3
+        torch.testing.assert_close(ours.lse, theirs.lse, rtol=1e-3, atol=2e-2 if ON_GPU else 5e-3)
 
 
 def test_what_int8_scores_refuse():

@@ -72,14 +72,42 @@ def features_of(name, heads):
     return {names[key]: value for key, value in every.items() if name in (key, "all")}
 
 
+FORMS = {  # what a call may be besides: of the module `prefill`, what is set
+    "plain": {},
+    "views": {},
+    "int8": {},
+    "split": {"count_key_splits": lambda *_: 4},
+    "in-16-splits": {"count_key_splits": lambda *_: 16},  # of which most are empty
+    "sliced": {"WORKSPACE_BYTES": 1},
+    "64-bit-offsets": {"WIDE_ELEMENTS": 1},
+}
+# A query between two levels may be rounded to the other one, as its scale is multiplied in between.
+INT8 = {"error": 8e-3, "lse_error": 2e-2, "apart": 0.05, "exact": False}
+
+
 @pytest.mark.parametrize(
-    ("shape", "layer", "features", "tile", "head_dim", "dtype"),
-    all_but_first(pairwise(SHAPES, LAYERS, FEATURES, TILES, DTYPES, mark=EXHAUSTIVE, count=16), SLOW, 3),
+    ("shape", "layer", "form", "features", "tile", "head_dim", "dtype"),
+    all_but_first(pairwise(SHAPES, LAYERS, FORMS, FEATURES, TILES, DTYPES, mark=EXHAUSTIVE, count=24), SLOW, 3),
 )
-def test_prefill_equals_the_reference(shape, layer, features, tile, head_dim, dtype):
+def test_prefill_equals_the_reference(shape, layer, form, features, tile, head_dim, dtype, monkeypatch):
+    """Every row, its log-sum-exp, and where each row tile stops.
+
+    The order must be the kernels' own. With the paper's rule, which looks at one chunk alone, the order inside a bucket
+    of ranks decides what the last chunks bring: of 300 queries behind 1400 keys, at thresholds of 0.1 and 0.03, the
+    reference errs by 0.0450 and 0.0216 where it sorts, and the kernels by 0.0475 and 0.0260 with as many keys. Along
+    the kernels' order the reference stops at the same chunks, and the outputs differ by 2e-7.
+    """
     q, k, v, kv_start = drawn(shape, head_dim, dtype)
+    options = features_of(features, shape[1])
     config = mixed_config(shape[1], tile=tile, **LAYERS[layer])
-    agree(*run_both(q, k, v, config, kv_start, **features_of(features, shape[1])), tile.block_m)
+    for name, value in FORMS[form].items():
+        monkeypatch.setattr(prefill_module, name, value)
+    if form == "views":
+        q, k, v = as_transformers(q, k, v)
+    if form == "int8":
+        config, k = replace(config, scores="int8"), k + 2 * k[:, :, -1:]
+        options.pop("softcap", None)
+    agree(*run_both(q, k, v, config, kv_start, **options), tile.block_m, **(INT8 if form == "int8" else {}))
 
 
 @COMPILED
@@ -164,10 +192,13 @@ def test_other_head_dims_and_values_with_one_of_their_own(head_dim, value_dim):
         torch.testing.assert_close(alone.transpose(0, 1).double().cpu(), expected, **close)
 
 
-@pytest.mark.parametrize(("tile", "head_dim"), all_but_first([TILES[0], TILES[-1]], EXHAUSTIVE))
 @pytest.mark.slow(reason="every sequence on its own too, in Triton's interpreter")
-def test_packed_sequences_are_sequences_on_their_own(tile, head_dim, monkeypatch):
-    monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: 1)  # which follow from the longest sequence
+@pytest.mark.parametrize(
+    ("tile", "head_dim", "splits"), all_but_first(pairwise([TILES[0], TILES[-1]], [8, 1]), EXHAUSTIVE, 1)
+)
+def test_packed_sequences_are_sequences_on_their_own(tile, head_dim, splits, monkeypatch):
+    """One has no tokens, one so few keys that splits are empty, one no more keys than queries."""
+    monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: splits)  # which follow from the longest sequence
     q_lens, k_lens = (
         ([700, 0, 129, 1500, 1], [700, 0, 640, 1500, 300]) if ON_GPU else ([130, 0, 70, 1], [130, 0, 171, 90])
     )
@@ -178,33 +209,18 @@ def test_packed_sequences_are_sequences_on_their_own(tile, head_dim, monkeypatch
     numbers = [number for number, length in enumerate(q_lens) if length]
     for b, part, of_part, lse_of_part in zip(numbers, parts, unpacked(parts, out), unpacked(parts, lse), strict=True):
         alone = s2o_attention(*part, config, **options)
-        assert torch.equal(of_part, alone.out[0])
-        assert torch.equal(lse_of_part, alone.lse[0])
         tiles = alone.stats.visited.shape[2]
-        assert torch.equal(stats.visited[b, :, :tiles], alone.stats.visited[0])
+        ours = of_part[None], stats.visited[b : b + 1, :, :tiles], lse_of_part[None]
+        agree(ours, (alone.out, alone.stats.visited, alone.lse), tile.block_m, error=4e-3, lse_error=1e-4, apart=0.01)
+        assert splits > 1 or torch.equal(of_part, alone.out[0])
         assert not stats.visited[b, :, tiles:].any()
 
 
-def test_strides_as_transformers_hands_them_over_and_64_bit_offsets_change_nothing(monkeypatch):
-    q, k, v = inputs(1, 4, 2, 190, 190, 64)
-    config = mixed_config(4, 1.0)
-    expected = run_prefill(call_of(q, k, v, config, lse=True))
-    views = run_prefill(call_of(*as_transformers(q, k, v), config, lse=True))
-    monkeypatch.setattr(prefill_module, "WIDE_ELEMENTS", 1)
-    assert torch.equal(views[0], expected[0])
-    agree(run_prefill(call_of(q, k, v, config, lse=True)), expected, 64)
-
-
-@pytest.mark.slow(reason="the same call in the interpreter twice")
-def test_slicing_the_rows_changes_nothing(monkeypatch):
-    q, k, v = inputs(1, 2, 1, 500, 530, 64)
-    call = call_of(q, k, v, mixed_config(2, 1.0, tile=TILE), lse=True)
+def test_slices_of_rows_fit_the_workspace():
+    call = call_of(*inputs(1, 2, 1, 500, 530, 64), mixed_config(2, 1.0, tile=TILE))
     assert slice_rows(call, workspace=1) == [range(0, 128), range(128, 256), range(256, 384), range(384, 500)]
     # 2 heads, segments of 64 rows or more, 6 bytes a step of 4 keys and 4416 for a tail: 4 segments fit, then 2
     assert slice_rows(call, workspace=40000) == [range(0, 256), range(256, 384), range(384, 500)]
-    whole = run_prefill(call)
-    monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    agree(run_prefill(call), whole, 64)
 
 
 ORDERED = [(1, 4, 2, 1333, 1333, None), (1, 4, 2, 9000, 9000, None)] if ON_GPU else [(2, 4, 2, 150, 180, [30, 0])]

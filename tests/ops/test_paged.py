@@ -9,6 +9,8 @@ import torch
 from s2o_runtime import HeadConfig, InputError, LayerConfig, s2o_attention_paged
 from s2o_runtime.attention import paged as paged_op
 from s2o_runtime.attention.paged import find_in_place_obstacle, gather_keys
+from s2o_runtime.attention.replay import forget_plans
+from s2o_runtime.kernels import prefill as prefill_module
 from s2o_runtime.kernels.pages import gather_pages
 from s2o_runtime.sequences import PagedKeys
 from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, TILE, TILES
@@ -85,16 +87,18 @@ def same(ours, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size", "backend", "tile", "head_dim"),
+    ("name", "page_size", "backend", "splits", "tile", "head_dim"),
     all_but_first(
-        [(LAYOUTS[0], 16, "reference", PLAIN, 64), (LAYOUTS[1], 4, "dense", PLAIN, 64)]
-        + pairwise(LAYOUTS, PAGE_SIZES, ["triton"], TILES[::2], mark=EXHAUSTIVE, count=4),
+        [(LAYOUTS[0], 16, "reference", 1, PLAIN, 64), (LAYOUTS[1], 4, "dense", 1, PLAIN, 64)]
+        + pairwise(LAYOUTS, PAGE_SIZES, ["triton"], [8, 1], TILES[::2], mark=EXHAUSTIVE, count=4),
         SLOW, 2,
     ),
 )  # fmt: skip
-def test_pages_change_nothing(name, page_size, backend, tile, head_dim, nan_filled, monkeypatch):
+def test_pages_change_nothing(name, page_size, backend, splits, tile, head_dim, nan_filled, monkeypatch):
     """Bit for bit: the kernels read the same numbers, wherever they lie; only in pages of 48 they want a copy."""
     copies = []
+    forget_plans()
+    monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: splits)
     monkeypatch.setattr(paged_op, "gather_keys", lambda *pages: copies.append(pages) or gather_keys(*pages))
     batch = batch_of(page_size, name, head_dim=head_dim)
     options = {"backend": backend, "return_lse": True, "return_stats": True}
@@ -105,6 +109,7 @@ def test_pages_change_nothing(name, page_size, backend, tile, head_dim, nan_fill
         assert ours.stats.backend == backend
         same(ours, batch.packed(config_of(tile), **options))
     assert bool(copies) == (page_size == 48 or backend != "triton")
+    forget_plans()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

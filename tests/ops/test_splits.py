@@ -1,7 +1,6 @@
-"""Dense heads split over keys: when and how finely, and the kernels against themselves unsplit and the reference."""
+"""Dense heads split over keys: when and how finely, and what is compiled before; test_kernels.py has the op."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,15 +12,10 @@ from s2o_runtime.call import Call
 from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
 from s2o_runtime.devices import Resources, get_resources
 from s2o_runtime.kernels import launch as launch_module
-from s2o_runtime.kernels import prefill as prefill_module
-from s2o_runtime.kernels.prefill import run_prefill
 from s2o_runtime.kernels.splits import DENSITY, FEWEST_KEYS, LAST, SPLIT_BYTES, SPLITS, count_key_splits
-from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, TILE, TILES, call_of, drawn, inputs, relative_error
+from support.kernels import HOPPER, ON_GPU, PLAIN, TILE, inputs, relative_error
 from support.layouts import as_transformers
-from support.marks import INTERPRETED, all_but_first, pairwise
-from support.paging import PagedBatch
 
 SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
@@ -88,134 +82,6 @@ def test_warming_up_compiles_what_splits():
         assert splits_of(*SPLIT_CALL, dense, heads) > 1
     assert split_calls(config_of(TILE)) == [SPLIT_CALL]
     assert split_calls(LayerConfig.uniform(4)) == split_calls(config_of(TILE).as_dense()) == []
-
-
-def split(monkeypatch, splits):
-    """Split every call with dense heads and others; returns a list with a 1 for every combination."""
-    combined = []
-    combine = prefill_module.combine
-    monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: splits)
-    monkeypatch.setattr(prefill_module, "combine", lambda *arguments: combined.append(1) or combine(*arguments))
-    return combined
-
-
-def unsplit(call, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(prefill_module, "count_key_splits", lambda *_: 1)
-        return run_prefill(call)
-
-
-def compare(split_outputs, whole):
-    """Hold a split call against the same one whole.
-
-    In 16 bits the other heads run another form of the kernel: a sum may round otherwise, and a stop come a chunk later.
-    """
-    (out, visited, lse), (whole_out, whole_visited, whole_lse) = split_outputs, whole
-    assert out.isfinite().all()
-    if out.dtype == torch.float32:
-        assert torch.equal(visited, whole_visited)
-        assert torch.equal(out[:, OTHERS], whole_out[:, OTHERS])
-        assert torch.equal(lse[:, OTHERS], whole_lse[:, OTHERS])
-        torch.testing.assert_close(out, whole_out, rtol=1e-4, atol=1e-5)
-    else:
-        assert int((visited != whole_visited).sum()) <= -(-visited.numel() // 100)
-        assert relative_error(out[:, DENSE], whole_out[:, DENSE].float()) <= 4e-3  # two roundings to bf16, each 2^-9
-        assert relative_error(out[:, OTHERS], whole_out[:, OTHERS].float()) <= 2e-2
-    torch.testing.assert_close(lse[:, DENSE], whole_lse[:, DENSE], rtol=0, atol=1e-4)
-
-
-CALLS = [
-    pytest.param((batch, 4, 2, q_len, kv_len, starts), id=f"B{batch}-q{q_len}-k{kv_len}")
-    for batch, q_len, kv_len, starts in (
-        [(1, 700, 9001, None), (1, 1, 3000, None), (2, 500, 2500, [2300, 17]), (1, 2048, 20000, None)]
-        if ON_GPU
-        else [(1, 60, 211, None), (2, 70, 171, [171, 120]), (1, 100, 211, None), (1, 1, 250, None)]
-    )
-]
-FEATURES = ["plain", "sinks", "cap", "int8"]
-
-
-@SLOW
-@pytest.mark.parametrize(
-    ("shape", "splits", "features", "tile", "head_dim"),
-    pairwise(CALLS, [4, 16], FEATURES, TILES[::2], mark=EXHAUSTIVE, count=5),
-)
-def test_a_split_call_equals_the_reference(shape, splits, features, tile, head_dim, monkeypatch):
-    """With 16 splits of at most 7 tiles, most are empty."""
-    q, k, v, kv_start = drawn(shape, head_dim)
-    config = config_of(tile, scores="int8" if features == "int8" else "input")
-    options = {"sinks": torch.tensor([1.0, 9.0, -2.0, 3.0], device=DEVICE)} if features in ("sinks", "int8") else {}
-    options |= {"softcap": 3.0} if features == "cap" else {}
-    call = call_of(q, k, v, config, kv_start, lse=True, **options)
-    whole = unsplit(call, monkeypatch)
-    combined = split(monkeypatch, splits)
-    ours = run_prefill(call)
-    assert combined == [1]
-    compare(ours, whole)
-    expected = s2o_attention_reference(q, k, v, config, kv_start=kv_start, **options)
-    if ours[0].dtype == torch.float32:
-        torch.testing.assert_close(ours[0][:, DENSE], expected.out[:, DENSE], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ours[2][:, DENSE], expected.lse[:, DENSE], rtol=1e-4, atol=1e-4)
-    else:
-        assert relative_error(ours[0][:, DENSE], expected.out[:, DENSE].float()) <= (
-            8e-3 if features == "int8" else 6e-3
-        )
-    alone, _, none = run_prefill(replace(call, with_lse=False))  # whose splits have a log-sum-exp all the same
-    assert none is None
-    assert relative_error(alone, ours[0].float()) <= 1e-3
-
-
-@INTERPRETED
-def test_fp16_outputs_are_rounded_once(monkeypatch):
-    q, k, v = inputs(1, 4, 2, 60, 400, 64, torch.float16)
-    split(monkeypatch, 8)
-    out, _, _ = run_prefill(call_of(q, k, v, config_of(TILE)))
-    expected = s2o_attention_reference(q.double(), k.double(), v.double(), config_of(TILE)).out
-    # weights and output are each rounded to 11 bits, relative to values of |v| <= 4
-    torch.testing.assert_close(out[:, DENSE].double(), expected[:, DENSE], rtol=2e-3, atol=4 * 2**-10)
-
-
-@SLOW
-@pytest.mark.parametrize(("tile", "head_dim"), all_but_first(TILES[::2], EXHAUSTIVE))
-def test_packed_sequences_and_pages_change_nothing(tile, head_dim, monkeypatch):
-    """One has no tokens, one so few keys that splits are empty, one no more keys than queries.
-
-    In pages bit for bit, on a GPU also recorded and replayed, as the kernels read the same numbers.
-    """
-    q_lens, k_lens = ([700, 1, 300, 130], [9000, 40, 300, 2222]) if ON_GPU else ([70, 1, 66], [171, 40, 66])
-    batch = PagedBatch(q_lens, k_lens, heads=4, head_dim=head_dim, dtype=DTYPE, device=DEVICE)
-    config = config_of(tile)
-    forget_plans()
-    combined = split(monkeypatch, 8)
-    monkeypatch.delattr("s2o_runtime.attention.paged.gather_keys")  # no copy is made
-    packed = batch.packed(config, backend="triton", return_lse=True)
-    for _ in range(3 if ON_GPU else 1):
-        ours = batch.paged(config, total_k=len(batch.k), backend="triton", return_lse=True)
-        assert torch.equal(ours.out, packed.out)
-        assert torch.equal(ours.lse, packed.lse)
-    assert combined
-    forget_plans()
-    for rows, keys in zip(slices_of(q_lens), slices_of(k_lens), strict=True):
-        part = [tensor.transpose(0, 1)[None] for tensor in (batch.q[rows], batch.k[keys], batch.v[keys])]
-        whole = unsplit(call_of(*part, config, lse=True), monkeypatch)
-        own = packed.out[rows].transpose(0, 1)[None], whole[1], packed.lse[:, rows][None]
-        compare(own, whole)
-
-
-def slices_of(lengths):
-    ends = list(itertools.accumulate(lengths))
-    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-
-
-@SLOW
-def test_every_slice_of_rows_is_split(monkeypatch):
-    q, k, v = inputs(1, 4, 2, 200, 430, 64)
-    call = call_of(q, k, v, config_of(TILE), lse=True)
-    whole = unsplit(call, monkeypatch)
-    combined = split(monkeypatch, 4)
-    monkeypatch.setattr(prefill_module, "WORKSPACE_BYTES", 1)
-    compare(run_prefill(call), whole)
-    assert combined == [1, 1]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")

@@ -41,6 +41,7 @@ SHAPES = [  # batch, query heads, KV heads, queries, keys, first keys that count
             (1, 8, 1, 7, 7, None),
             (1, 4, 4, 1, 1500, None),
             (2, 3, 1, 500, 1100, [1100, 650]),
+            (1, 4, 2, 700, 9001, None),
             (1, 32, 8, 4096, 4096, None),
         ]
         if ON_GPU
