@@ -6,29 +6,25 @@ import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.kernels.keys import read_keys
-from s2o_runtime.kernels.prefill import run_prefill
 from s2o_runtime.quantisation import LEVELS, NARROWEST, SMOOTHING, quantise, quantise_keys
 from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
-from s2o_runtime.tiles import list_candidate_tiles
 from support.kernels import (
     DEVICE,
     DTYPES,
     ON_GPU,
     PLAIN,
     TILE,
-    agree,
     call_of,
     inputs,
-    mixed_config,
     relative_error,
     starts_of,
 )  # fmt: skip
 from support.layouts import edges_of
-from support.marks import all_but_first, pairwise
+from support.marks import all_but_first
 
 SLOW = pytest.mark.slow(reason="more shapes of the kernels in Triton's interpreter, seconds each")
 
@@ -104,18 +100,6 @@ def test_the_log_sum_exp_has_what_keys_lost():
     ]
     assert (both[1].lse - both[0].lse).abs().amax() < 0.2
     assert relative_error(both[1].out, both[0].out) < 0.05
-
-
-@pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
-@pytest.mark.parametrize(("head_dim", "tau"), pairwise([64, 128, 256], [0.3, 1.0]))
-def test_every_tile_stops_where_the_plain_kernel_does(head_dim, tau):
-    q, k, v = inputs(1, 4, 2, 3000, 3000, head_dim)
-    for tile in {replace(tile, chunk=2) for tile in list_candidate_tiles(head_dim, torch.cuda.get_device_capability())}:
-        config = mixed_config(4, tau, tile=tile, scores="int8")
-        warps = 4 if tile.block_m == 64 and head_dim <= 128 else 8
-        plain = config.with_tile(TileConfig(tile.block_m, tile.block_n, 2, warps, 1))
-        ours, theirs = (run_prefill(call_of(q, k, v, each, lse=True)) for each in (config, plain))
-        agree(ours, theirs, tile.block_m, lse_error=1e-3, apart=0.01)
 
 
 @pytest.mark.parametrize("dtype", all_but_first(DTYPES, SLOW))

@@ -211,26 +211,22 @@ OPTIONS = (None, "auto", False, False)  # scale, backend, return_stats, return_l
 
 def test_calls_that_differ_in_anything_but_memory_have_plans_of_their_own(gpu):
     q, k, v = (torch.randn(1, 1, 100, 64) for _ in "qkv")
-    base = find_repeated_call((q, k, v, None), CONFIG, OPTIONS)
-    assert base is find_repeated_call((q.clone(), k.clone(), v.clone(), None), CONFIG, OPTIONS)
-    other = LayerConfig.uniform(1, tau=0.6, segment=64, tile=CONFIG.tile)
-    start = torch.zeros(1, dtype=torch.int64)
-    views = torch.cat((q, q), 3)[..., :64]
-    of_tensors = [
-        (q[:, :, :64], k, v, None),
-        (q, k[:, :, :99], v[:, :, :99], None),
-        (views, k, v, None),
-        (q, k, v.half(), None),
-        (q, k, v.to("meta"), None),
-        (q, k, v, start),
-        (q, k, v, start.int()),
-    ]
-    of_options = [(0.1, "auto", False, False), (None, "triton", False, False), (None, "auto", True, False)]
-    of_options += [(None, "auto", False, True), (*OPTIONS, 100, 100), (*OPTIONS, 100, 101)]
-    calls = [base, find_repeated_call((q, k, v, None), other, OPTIONS)]
-    calls += [find_repeated_call(tensors, CONFIG, OPTIONS) for tensors in of_tensors]
-    calls += [find_repeated_call((q, k, v, None), CONFIG, options) for options in of_options]
-    assert len(set(map(id, calls))) == len(calls) == 15
+    start, views = torch.zeros(1, dtype=torch.int64), torch.cat((q, q), 3)[..., :64]
+    plain = (q, k, v, None)
+    calls = [(plain, CONFIG, OPTIONS), (plain, LayerConfig.uniform(1, tau=0.6, segment=64, tile=PLAIN), OPTIONS)]
+    calls += [
+        (tensors, CONFIG, OPTIONS)
+        for tensors in (
+            (q[:, :, :64], k, v, None), (q, k[:, :, :99], v[:, :, :99], None), (views, k, v, None),
+            (q, k, v.half(), None), (q, k, v.to("meta"), None), (q, k, v, start), (q, k, v, start.int()),
+        )
+    ]  # fmt: skip
+    calls += [(plain, CONFIG, (0.1, *OPTIONS[1:])), (plain, CONFIG, (None, "triton", False, False))]
+    calls += [(plain, CONFIG, (None, "auto", *kept)) for kept in ((True, False), (False, True))]
+    calls += [(plain, CONFIG, (*OPTIONS, 100, longest)) for longest in (100, 101)]
+    known = [find_repeated_call(*call) for call in calls]
+    assert len(set(map(id, known))) == len(calls) == 15
+    assert known[0] is find_repeated_call((q.clone(), k.clone(), v.clone(), None), CONFIG, OPTIONS)
 
 
 def test_gradients_and_other_tensor_types_have_no_plan(gpu, monkeypatch):

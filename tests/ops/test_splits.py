@@ -9,32 +9,15 @@ from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.attention.replay import forget_plans
 from s2o_runtime.attention.warmup import SPLIT_CALL, split_calls, warmup
 from s2o_runtime.call import Call
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule
+from s2o_runtime.config import HeadConfig, LayerConfig
 from s2o_runtime.devices import Resources, get_resources
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels.splits import DENSITY, FEWEST_KEYS, LAST, SPLIT_BYTES, SPLITS, count_key_splits
 from s2o_runtime.reference.dense import exact_attention
-from support.kernels import HOPPER, ON_GPU, PLAIN, TILE, inputs, relative_error
+from support.kernels import HOPPER, ON_GPU, PLAIN, inputs, mixed_config, relative_error
 from support.layouts import as_transformers
 
-SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
-EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
-
-pytestmark = pytest.mark.usefixtures("nan_filled")
-
 GPU = Resources(132, 50 << 20)
-DENSE, OTHERS = [1, 3], [0, 2]
-
-
-def config_of(tile, **layer):
-    """Two dense heads between others of both stop rules."""
-    heads = (
-        HeadConfig(1.0, tile.rows, representatives=16, tail="mean"),
-        HeadConfig(mode="dense"),
-        HeadConfig(0.5, 2 * tile.rows, stop_rule=StopRule.PAPER),
-        HeadConfig(mode="dense"),
-    )
-    return LayerConfig(heads, tile, **layer)
 
 
 def splits_of(q_len, kv_len, dense=2, heads=8, batch=1, gpu=GPU):
@@ -80,8 +63,8 @@ def test_splits_are_few_enough_and_short_enough(dense, heads, batch):
 def test_warming_up_compiles_what_splits():
     for heads, dense in ((4, 1), (8, 2), (64, 32), (128, 64)):
         assert splits_of(*SPLIT_CALL, dense, heads) > 1
-    assert split_calls(config_of(TILE)) == [SPLIT_CALL]
-    assert split_calls(LayerConfig.uniform(4)) == split_calls(config_of(TILE).as_dense()) == []
+    assert split_calls(mixed_config(4, 1.0)) == [SPLIT_CALL]
+    assert split_calls(LayerConfig.uniform(4)) == split_calls(mixed_config(4, 1.0).as_dense()) == []
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs compiled kernels")
@@ -89,7 +72,7 @@ def test_warming_up_compiles_what_splits():
 def test_nothing_compiles_after_warmup_and_a_replay_is_the_call(tile):
     gpu = get_resources(torch.device("cuda"))
     assert splits_of(128 * max(1, gpu.sm_count // 8), 131072, gpu=gpu) >= 4  # programs of an eighth of this GPU's SMs
-    config = config_of(tile)
+    config, dense = mixed_config(4, 1.0, tile=tile), [2]
     warmup(config, kv_heads=2, head_dim=128)
     known = len(launch_module._compiled)
     forget_plans()
@@ -101,4 +84,4 @@ def test_nothing_compiles_after_warmup_and_a_replay_is_the_call(tile):
     replayed = s2o_attention(other, k, v, config, backend="triton")
     forget_plans()
     assert torch.equal(replayed, s2o_attention(other, k, v, config, backend="triton"))
-    assert relative_error(replayed[:, DENSE], exact_attention(other, k, v)[:, DENSE]) <= 6e-3
+    assert relative_error(replayed[:, dense], exact_attention(other, k, v)[:, dense]) <= 6e-3
