@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from s2o_runtime.tiles import find_tile_obstacle
-from support.kernels import ON_GPU, count_replays
+from support.kernels import ON_GPU
 
 
 @pytest.fixture(autouse=True)
@@ -14,9 +14,3 @@ def _gpu_runs_the_tile(request):
         obstacle = find_tile_obstacle(given["tile"], given.get("head_dim", 128), torch.cuda.get_device_capability())
         if obstacle:
             pytest.skip(obstacle)
-
-
-@pytest.fixture
-def replays(monkeypatch):
-    """For every call that has a plan, whether the plan is used."""
-    return count_replays(monkeypatch)

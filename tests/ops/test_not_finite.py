@@ -7,8 +7,10 @@ a key that it skips.
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.compute import window_attention
@@ -56,6 +58,13 @@ def nan_rows(q, k, v, start, window):
     return (bad_scores | bad_values).any(-1)
 
 
+def drop_nan(monkeypatch):
+    """Make maxima and minima drop NaN, as on a GPU; in the interpreter those of two tensors do not."""
+    for name, function in (("maxnumf", np.fmax), ("minnumf", np.fmin)):
+        binary = lambda self, lhs, rhs, function=function: self.binary_op(lhs, rhs, function)  # noqa: E731
+        monkeypatch.setattr(InterpreterBuilder, f"create_{name}", binary)
+
+
 @pytest.mark.parametrize(
     ("path", "where", "bad", "position", "tile"),
     pairwise(PATHS[:5], ["q", "k", "v"], BAD, POSITIONS, [PLAIN])
@@ -71,8 +80,6 @@ def test_where_dense_attention_is_nan_s2o_is(path, where, bad, position, tile, m
         out = {"dense": dense_attention, "exact": exact_attention}[path](q, k, v, kv_start=start)
     else:
         if not ON_GPU:
-            from support.interpreter import drop_nan
-
             drop_nan(monkeypatch)
         if path == "splits":
             monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: 3)
