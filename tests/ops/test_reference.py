@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from s2o_runtime.attention import compute
@@ -92,8 +92,12 @@ def density_of(visited, case, q, k, v, kv_start):
     return measure_density(visited, case.config, call_shape(q, k, v), kv_start)
 
 
+PADDED = LayerConfig((HeadConfig(0.4, 64, tail="mean"),), TileConfig(64, 32, 1))  # whose first segment is padding only
+
+
 @examples(40)
 @given(attention_cases(), st.sampled_from([False, False, True]))
+@example(AttentionCase((1, 1, 1, 180, 0, 16, 16), (100,), PADDED, (None, None, False)), False)
 def test_the_reference_is_the_naive_loops(case, paper_literal):
     """Output, log-sum-exps and density; permuted queries leave the tiles that density counts."""
     (q, k, v), options = case.tensors(), case.arguments()
