@@ -2,7 +2,7 @@
 #   PYTHON=python3   use an existing environment instead (nothing is installed)
 # make check: lint, types and the fast tests. make test: all tests but the exhaustive ones. make test-all: lint and all.
 # make weight: the code of each room beside its cap; `make check` prints it too.
-#   TESTS="tests/kernels tests/proof" names the folders, with any of the three.
+#   TESTS="tests/ops tests/proof" names the folders, with any of the three.
 # make aot: the kernels, compiled for all GPU generations with the oldest and the newest supported Triton; with
 #   AOT_OPTIONS=--quick the largest configuration of each kernel only. make aot-quick: that with the newest Triton alone.
 # make transformers: its tests with the oldest and the newest supported transformers, and with the packages that quantised
@@ -28,7 +28,7 @@ QUANTISERS := optimum-quanto==0.2.7 ninja==1.13.2 bitsandbytes==0.50.2 torchao==
 BUILT := gptqmodel==7.7.0 optimum==2.3.0 pypcre==0.6.4 tokenicer==0.0.14 logbar==0.4.15 device-smi==0.5.7 defuser==0.0.28
 BUILT += requests==2.34.2 urllib3==2.8.0 charset-normalizer==3.5.2 idna==3.20
 LOADERS := accelerate==1.15.0 psutil==7.2.2 peft==0.21.2 gguf==0.19.0
-LOADING_TESTS := tests/model/test_loading.py tests/model/test_quantised.py tests/attention/test_windowed.py
+LOADING_TESTS := tests/model/test_loading.py tests/model/test_quantised.py tests/ops/test_windowed.py
 STAMP := $(VENV)/.installed
 ifdef PYTHON
   RUN := PYTHONPATH=. $(PYTHON)
@@ -107,7 +107,7 @@ transformers: $(OTHERS)
 
 transformers-quick:
 	$(MAKE) --keep-going transformers CACHES= TRANSFORMERS_OPTIONS='-m "not slow and not exhaustive"' \
-		LOADING_TESTS="tests/model/test_loading.py tests/attention/test_windowed.py"
+		LOADING_TESTS="tests/model/test_loading.py tests/ops/test_windowed.py"
 
 $(TRANSFORMERS:%=transformers-%): transformers-%: build/transformers-%/.installed $(CACHES)
 	OMP_NUM_THREADS=1 PYTHONPATH=build/transformers-$*:$(QUANTISED) $(VENV)/bin/python -m pytest -p no:cacheprovider \

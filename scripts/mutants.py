@@ -146,24 +146,24 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
          "if keys < self.min_length", "if keys <= self.min_length"),
     )),
     # masks
-    ("s2o_runtime/reference/attention.py", "tests/attention/test_last_rows.py -k reference", (
+    ("s2o_runtime/reference/attention.py", "tests/ops/test_reference.py -k naive_loops", (
         ("the last rows are as sparse as others",
          "last = config.find_first_dense_row(shape.q_len)", "last = shape.q_len"),
     )),
-    ("s2o_runtime/reference/attention.py", "tests/reference/test_reference.py", (
+    ("s2o_runtime/reference/attention.py", "tests/ops/test_reference.py", (
         ("a row of the window sees the key after its own",
          "device=k.device) > last_key[..., None]", "device=k.device) > last_key[..., None] + 1"),
         ("the last segment's rows count only to the end of a whole one",
          "end = min(begin + segment, len(q))\n        if", "end = min(begin + segment, len(q) - 1)\n        if"),
     )),
-    ("s2o_runtime/attention/compute.py", "tests/attention/test_windowed.py -k naive", (
+    ("s2o_runtime/attention/compute.py", "tests/ops/test_reference.py -k windows", (
         ("a sliding window holds one key too many", "(key > position - window)", "(key >= position - window)"),
         ("the first row of a block loses the oldest key of its window",
          "shape.offset + begin - window + 1)", "shape.offset + begin - window + 2)"),
         ("the first key behind the padding is hidden",
          "(key >= kv_start[:, None, None])", "(key > kv_start[:, None, None])"),
     )),
-    ("s2o_runtime/huggingface/hf.py", "tests/attention/test_windowed.py -k just_fits", (
+    ("s2o_runtime/huggingface/hf.py", "tests/ops/test_windowed.py -k just_fits", (
         ("a prompt one token longer than a window hides nothing",
          "int(q_offset) + q_length <= int(local)", "int(q_offset) + q_length <= int(local) + 1"),
     )),
@@ -223,7 +223,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
          "min(max(round_up_length(max_k), q_bound + behind), room)", "max(round_up_length(max_k), q_bound + behind)"),
         ("bounds that are shared hide that there is a prefix", "behind = int(max_k > max_q)", "behind = 0"),
     )),
-    ("s2o_runtime/attention/compute.py", "tests/kernels/test_plan.py -k kernels_cannot_write", (
+    ("s2o_runtime/attention/compute.py", "tests/ops/test_plan.py -k kernels_cannot_write", (
         ("a plan is replayed into the queries that it reads", "return laid and out.", "return laid or out."),
     )),
     ("s2o_runtime/vllm/backend.py", "tests/serving/test_vllm_backend.py", (

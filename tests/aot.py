@@ -10,6 +10,7 @@ is imported is the one that is checked: `make aot` runs this with the oldest and
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -317,7 +318,12 @@ def cases() -> list[Case]:
         + page_cases()
         + split_cases(chosen)
         + of_variant(chosen, INT8, INT8_KERNELS)
-        + rounding_cases()
+        + [  # what rounds keys to 8 bits
+            Case(kernel, capability, head_dim, variant=INT8)
+            for kernel, capability, head_dim in itertools.product(
+                ("channel_ranges", "quantise_keys"), SHARED_MEMORY, HEAD_DIMS
+            )
+        ]
         + of_variant(chosen, PAGED, PAGED_KERNELS)
         + [
             replace(case, variant=variant)
@@ -359,26 +365,23 @@ def block_sparse_cases() -> list[Case]:
                     shapes = {skip_tile(head_dim, pair, rows, 64) for rows in skipped_rows}
                 else:
                     shapes = {block_sparse_tile(head_dim, pair, block, block) for block in (64, 128)}
-                chosen += [
-                    Case(
-                        "block_sparse", capability, head_dim,
-                        TileConfig(tile.block_m, tile.block_n, 1, tile.warps, tile.stages), variant=variant,
-                    )
-                    for tile in sorted(shapes)
-                ]  # fmt: skip
+                tiles = map(_as_tile, sorted(shapes))
+                chosen += [Case("block_sparse", capability, head_dim, tile, variant=variant) for tile in tiles]
     return chosen
 
 
 def antidiagonal_cases() -> list[Case]:
     """XAttention's two kernels: the first with head dims of one step, of one and a part, and of two."""
     chosen: list[Case] = []
-    for capability in SHARED_MEMORY:
-        tile = antidiagonal_tile(divmod(capability, 10))
-        shape = TileConfig(tile.block_m, tile.block_n, 1, tile.warps, tile.stages)
-        for variant in ANTIDIAGONAL_VARIANTS:
-            chosen += [Case("antidiagonal", capability, dim, shape, variant=variant) for dim in (64, 96, 128)]
-            chosen.append(Case("mass", capability, variant=variant))
+    for capability, variant in itertools.product(SHARED_MEMORY, ANTIDIAGONAL_VARIANTS):
+        tile = _as_tile(antidiagonal_tile(divmod(capability, 10)))
+        chosen += [Case("antidiagonal", capability, dim, tile, variant=variant) for dim in (64, 96, 128)]
+        chosen.append(Case("mass", capability, variant=variant))
     return chosen
+
+
+def _as_tile(shape: Any) -> TileConfig:
+    return TileConfig(shape.block_m, shape.block_n, 1, shape.warps, shape.stages)
 
 
 def split_cases(chosen: list[Case]) -> list[Case]:
@@ -406,16 +409,6 @@ def of_variant(chosen: list[Case], variant: str, others: tuple[str, ...] = ()) -
     )
 
 
-def rounding_cases() -> list[Case]:
-    """What rounds keys to 8 bits."""
-    return [
-        Case(kernel, capability, head_dim, variant=INT8)
-        for kernel in ("channel_ranges", "quantise_keys")
-        for capability in SHARED_MEMORY
-        for head_dim in HEAD_DIMS
-    ]
-
-
 def page_cases() -> list[Case]:
     """The copy of keys and values out of pages, with a head dim that is no power of two too."""
     return [
@@ -435,104 +428,83 @@ def compile_case(case: Case) -> Compiled:
     from s2o_runtime.kernels.rank import means, order, scores
     from scripts.bench.baselines.kernels import antidiagonal, block_sparse, mean_keys
 
-    head_dim, rows, tile, variant = case.head_dim, case.rows, case.tile, ALL_VARIANTS[case.variant]
+    head_dim, rows, tile, name = case.head_dim, case.rows, case.tile, case.kernel
+    switches = ALL_VARIANTS[case.variant]
     constants: dict[str, object] = {
-        "GROUP": 4,
-        "D": head_dim,
-        "BN": 64,
-        "SAMPLES": order.SAMPLES,
-        "BUCKETS": order.BUCKETS,
-        "EDGES": tail.EDGES,
-        "WARPS": order.ORDER_WARPS,
-        "R": case.representatives,
-        "BR": rows,
-        **variant,
-    }
-    types = POINTERS | (INT8_POINTERS if "INT8" in variant else {})
+        "GROUP": 4, "D": head_dim, "BN": 64, "SAMPLES": order.SAMPLES, "BUCKETS": order.BUCKETS, "EDGES": tail.EDGES,
+        "WARPS": order.ORDER_WARPS, "R": case.representatives, "BR": rows, **switches,
+    }  # fmt: skip
+    types = POINTERS | (INT8_POINTERS if "INT8" in switches else {})
     home: Any
+    more: dict[str, object] = {}  # constants of this kernel
     options: dict[str, int] = {}
-    source = ASTSource
     if tile is not None:
         constants |= {"BM": tile.block_m, "BN": tile.block_n, "STAGES": tile.num_stages}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": primitives.MAX_REGISTERS}
-    name = case.kernel
     match name:
         case "prefill":
             home = prefill
         case "prefill_hopper":
-            home, source = prefill_hopper, GluonASTSource
-            options["maxnreg"] = prefill_hopper.MAX_REGISTERS
+            home, options["maxnreg"] = prefill_hopper, prefill_hopper.MAX_REGISTERS
         case "trace":
-            home = trace
-            constants |= {"STRIDES": trace.STRIDES, "T": 1 << (len(TAUS) - 1).bit_length()}
+            home, more = trace, {"STRIDES": trace.STRIDES, "T": 1 << (len(TAUS) - 1).bit_length()}
         case "block_sparse":
-            home = block_sparse
-            constants |= {"BLOCK_M": 128, "BLOCK_N": 128}
-            constants.setdefault("PACKED", 1)
-            constants |= {"BC": block_sparse.MEANS_AT_ONCE, "MEAN_STAGES": block_sparse.MEAN_STAGES}
+            home, more = block_sparse, {"BLOCK_M": 128, "BLOCK_N": 128, "PACKED": switches.get("PACKED", 1)}
+            more |= {"BC": block_sparse.MEANS_AT_ONCE, "MEAN_STAGES": block_sparse.MEAN_STAGES}
         case "antidiagonal":
-            home = antidiagonal
-            constants |= {"DEPTH": antidiagonal.DEPTH, "SWEEP": antidiagonal.SWEEP}
+            home, more = antidiagonal, {"DEPTH": antidiagonal.DEPTH, "SWEEP": antidiagonal.SWEEP}
         case "mass":
-            home, per = antidiagonal, ANTIDIAGONAL_VARIANTS[case.variant]["PER"]
-            constants |= {"ROWS": per, "BC": antidiagonal.MASS_SCORES // per}
+            per = ANTIDIAGONAL_VARIANTS[case.variant]["PER"]
+            home, more = antidiagonal, {"ROWS": per, "BC": antidiagonal.MASS_SCORES // per}
             options = {"num_warps": antidiagonal.MASS_WARPS}
         case "pool_blocks":
-            home, name = block_sparse, "pool"
-            constants |= {"DP": head_dim, "BLOCK": 128}
+            home, name, more = block_sparse, "pool", {"DP": head_dim, "BLOCK": 128}
             options = {"num_warps": block_sparse.POOL_WARPS}
         case "mean_key_mass":
-            home = mean_keys
-            constants |= {"DP": head_dim, "BM": rows, "BC": mean_keys.KEY_BLOCKS, "BLOCK_N": rows}
-            constants |= {"STAGES": mean_keys.STAGES, "PACKED": 6}
+            home, more = mean_keys, {"DP": head_dim, "BM": rows, "BC": mean_keys.KEY_BLOCKS, "BLOCK_N": rows}
+            more |= {"STAGES": mean_keys.STAGES, "PACKED": 6}
             options = {"num_warps": mean_keys.mass_warps(rows), "num_stages": mean_keys.STAGES}
             options["maxnreg"] = mean_keys.MAX_REGISTERS
         case "choose":
-            home = mean_keys
-            constants |= {"BM": 128, "BC": mean_keys.CHOSEN_AT_ONCE, "BLOCK_N": 128, "PACKED": 6, "PRUNES": True}
-            options = {"num_warps": mean_keys.CHOOSE_WARPS}
+            home, more = mean_keys, {"BM": 128, "BC": mean_keys.CHOSEN_AT_ONCE, "BLOCK_N": 128, "PACKED": 6}
+            more["PRUNES"], options = True, {"num_warps": mean_keys.CHOOSE_WARPS}
         case "gather_pages":
-            home = pages
-            constants |= {"WIDTH": triton.next_power_of_2(head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}
-            options = {"num_warps": pages.GATHER_WARPS}
+            home, options = pages, {"num_warps": pages.GATHER_WARPS}
+            more = {"WIDTH": triton.next_power_of_2(head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}
             types |= FP8_POINTERS if case.variant == "fp8" else {}
         case "channel_ranges" | "quantise_keys":
             home, prefix = keys, "RANGE" if name == "channel_ranges" else "QUANTISE"
-            elements = getattr(keys, f"{prefix}_ELEMENTS")
-            constants |= {"ROWS": elements // head_dim, "PARTS": keys.RANGE_PARTS}
-            options = {"num_warps": getattr(keys, f"{prefix}_WARPS")}
-            types = POINTERS | {"OUT": "i8"}
+            more = {"ROWS": getattr(keys, f"{prefix}_ELEMENTS") // head_dim, "PARTS": keys.RANGE_PARTS}
+            options, types = {"num_warps": getattr(keys, f"{prefix}_WARPS")}, POINTERS | {"OUT": "i8"}
         case "combine":
-            home = splits
-            constants |= {"ROWS": splits.COMBINED_ELEMENTS // head_dim}
+            home, more = splits, {"ROWS": splits.COMBINED_ELEMENTS // head_dim}
             options = {"num_warps": splits.COMBINE_WARPS}
         case "representatives":
-            home = means
-            constants |= {"ROWS": means.count_representative_rows(head_dim), "STAGES": means.REPRESENTATIVE_STAGES}
-            constants["PARTS"] = means.count_parts_at_once(case.representatives)
-            options = {"num_warps": means.REPRESENTATIVE_WARPS}
+            home, options = means, {"num_warps": means.REPRESENTATIVE_WARPS}
+            more = {"ROWS": means.count_representative_rows(head_dim), "STAGES": means.REPRESENTATIVE_STAGES}
+            more["PARTS"] = means.count_parts_at_once(case.representatives)
         case "log_sums":
-            home = scores
-            constants |= {"BK": scores.LOG_SUM_KEYS, "SAMPLE": scores.LOG_SUM_SAMPLE}
+            home, more = scores, {"BK": scores.LOG_SUM_KEYS, "SAMPLE": scores.LOG_SUM_SAMPLE}
             options = {"num_warps": scores.LOG_SUM_WARPS}
         case "scores":
             home = scores
-            constants |= {"WARPS": scores.SCORE_WARPS, "HEADS": scores.count_heads_at_once(case.representatives, 4)}
-            constants["BS"] = scores.count_segments_at_once(rows, case.representatives, head_dim)
+            more = {"WARPS": scores.SCORE_WARPS, "HEADS": scores.count_heads_at_once(case.representatives, 4)}
+            more["BS"] = scores.count_segments_at_once(rows, case.representatives, head_dim)
             options = {"num_warps": scores.SCORE_WARPS, "num_stages": scores.SCORE_STAGES}
             options["maxnreg"] = scores.MAX_REGISTERS
         case "order":
             home, options = order, {"num_warps": order.ORDER_WARPS}
         case "pool":
-            home, options = tail, {"num_warps": tail.POOL_WARPS}
-            constants["ROWS"] = tail.POOL_STEPS
+            home, more, options = tail, {"ROWS": tail.POOL_STEPS}, {"num_warps": tail.POOL_WARPS}
         case "tail":
             home, segments = tail, tail.count_tail_segments(rows, head_dim)
-            constants |= {"BS": segments, "BK": tail.count_tail_steps(segments, head_dim)}
+            more = {"BS": segments, "BK": tail.count_tail_steps(segments, head_dim)}
             options = {"num_warps": segments}
         case "add":
             home, constants, types = tail, {"BLOCK": tail.ADD_BLOCK}, POINTERS | {"OUT": "fp32"}
             options = {"num_warps": tail.ADD_WARPS}
+    source = GluonASTSource if name == "prefill_hopper" else ASTSource
+    constants |= more
     return compile_kernel(getattr(home, f"_{name}"), constants, case.capability, source, options, types)
 
 

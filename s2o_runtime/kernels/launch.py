@@ -23,7 +23,7 @@ from torch import Tensor
 from s2o_runtime.kernels.groups import Strides
 
 # Versions of Triton whose compiled kernels' `run` was called directly on a GPU and compared with `kernel[grid]`
-# (tests/gpu/test_launch_gpu.py). Its parameters are no public interface: with other versions every launch goes through
+# (tests/ops/test_launch.py). Its parameters are no public interface: with other versions every launch goes through
 # Triton, and no call becomes a plan. To add a version, run that test with it.
 TESTED_TRITONS = ((3, 6), (3, 9))
 

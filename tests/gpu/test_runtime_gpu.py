@@ -15,7 +15,6 @@ from s2o_runtime.huggingface.layers import LayerState, attach
 from s2o_runtime.monitor.counters import SAMPLES, Meter
 from s2o_runtime.monitor.drift import DriftMonitor, ErrorLimits, sample_errors
 from s2o_runtime.reference.dense import exact_attention
-from support.gpu import laid_out
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TILE = TileConfig(64, 64, 2, 4, 2)
@@ -23,7 +22,13 @@ CONFIG = LayerConfig.uniform(HEADS, tau=0.5, segment=512, tile=TILE)
 HOST_MICROSECONDS = 25.0  # of bookkeeping beside the op's 45; a few on an idle host, tests may share theirs
 
 
-inputs = partial(laid_out, heads=HEADS, kv_heads=KV_HEADS)
+def inputs(length, batch=1, seed=0):
+    """q, k and v in bf16, laid out as transformers hands them over."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [
+        torch.randn(batch, length, heads, HEAD_DIM, generator=generator, device="cuda").bfloat16().transpose(1, 2)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
 
 
 @pytest.fixture

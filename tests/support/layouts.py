@@ -4,15 +4,19 @@ import itertools
 
 import torch
 
-from support.kernels import inputs
+from support.kernels import DEVICE, inputs
 
 
-def pack(q_lens, k_lens, heads, kv_heads, head_dim, draw=inputs):
+def pack(q_lens, k_lens, heads, kv_heads, head_dim):
     """(parts, (q, k, v, cu_q, cu_k)): sequences on their own, without the empty ones, and packed."""
-    parts = [draw(1, heads, kv_heads, n, m, head_dim) for n, m in zip(q_lens, k_lens, strict=True) if n]
+    parts = [inputs(1, heads, kv_heads, n, m, head_dim) for n, m in zip(q_lens, k_lens, strict=True) if n]
     tensors = [torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3)]
-    edges = [torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32) for lens in (q_lens, k_lens)]
-    return parts, (*tensors, *(edge.to(tensors[0].device) for edge in edges))
+    return parts, (*tensors, *(edges_of(lengths) for lengths in (q_lens, k_lens)))
+
+
+def edges_of(lengths):
+    """Where packed sequences of these lengths begin and end."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
 def unpacked(parts, out):

@@ -10,7 +10,7 @@ import pytest
 
 from s2o_runtime.devices import is_interpreted
 
-INTERPRETED = pytest.mark.skipif(not is_interpreted(), reason="a GPU is here, so kernels are compiled: see tests/gpu")
+INTERPRETED = pytest.mark.skipif(not is_interpreted(), reason="a GPU is here, so kernels are compiled")
 
 
 def all_but_first(values: Iterable[Any], mark: pytest.MarkDecorator, count: int = 1) -> list[Any]:

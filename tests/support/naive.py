@@ -33,21 +33,23 @@ def naive_attention(q, k, v, *, kv_start=None, scale=None, softcap=None, sinks=N
 
 
 def naive_s2o(
-    q, k, v, heads, tile, kv_start=None, paper_literal=False, scale=None, softcap=None, sinks=None
+    q, k, v, config, kv_start=None, paper_literal=False, scale=None, softcap=None, sinks=None
 ):  # fmt: skip
-    """(output, visited pairs per head, causal pairs) in float64, with explicit loops over rows and keys."""
+    """(output, log-sum-exps, computed pairs per head, causal pairs) in float64, with loops over rows and keys."""
 
     def score(keys, query):
         products = keys @ query * (head_dim**-0.5 if scale is None else scale)
         return products if softcap is None else softcap * torch.tanh(products / softcap)
 
     batch, num_heads, q_len, head_dim = q.shape
+    heads, tile = config.heads, config.tile
     kv_len = k.shape[2]
     group = num_heads // k.shape[1]
     offset = kv_len - q_len
     grain = 1 if paper_literal else 4
     q, k, v = (t.double() for t in (q, k, v))
     out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float64)
     pairs = [0] * num_heads
     causal = 0
     for b in range(batch):
@@ -55,6 +57,9 @@ def naive_s2o(
         causal += sum(max(0, offset + i - start + 1) for i in range(q_len))
         for h, head in enumerate(heads):
             keys, values = k[b, h // group], v[b, h // group]
+            dense_from = 0 if head.mode == "dense" else q_len
+            if head.mode == "s2o" and config.last_rows:  # whole programs, which begin at multiples of their rows
+                dense_from = max(0, q_len - config.last_rows) // tile.block_m * tile.block_m
             rows_q = q[b, h]
             sink = 0.0 if sinks is None else math.exp(float(sinks[h]))
             for begin in range(0, q_len, head.segment):
@@ -79,14 +84,16 @@ def naive_s2o(
                         tail = steps[seen["visited"] // grain :] if head.tail == "mean" and not paper_literal else []
                         for i in members:
                             chosen = list(range(window, offset + i + 1)) + order[: seen["kept"]]
+                            if i >= dense_from:
+                                chosen = list(range(start, offset + i + 1))
                             weights = score(keys[chosen], rows_q[i]).exp()
                             total, mass = weights @ values[chosen], weights.sum() + sink
-                            if tail:
+                            if tail and i < dense_from:
                                 added, mean = _tail(score, tail, steps, order, seen, rows_q[i], keys, values, grain)
                                 total, mass = total + added * mean, mass + added
-                            out[b, h, i] = total / mass
-                            pairs[h] += offset + i + 1 - window + seen["visited"]
-    return out, pairs, causal
+                            out[b, h, i], lse[b, h, i] = total / mass, mass.log()
+                            pairs[h] += len(chosen) if i >= dense_from else offset + i + 1 - window + seen["visited"]
+    return out, lse, pairs, causal
 
 
 def _steps(score, rows_q, keys, segment, head, offset, start, window, grain):

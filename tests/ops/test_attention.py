@@ -1,3 +1,5 @@
+"""The op: its backends, when it goes dense, what it refuses, and what it gives beside its output."""
+
 import logging
 import math
 from dataclasses import replace
@@ -7,13 +9,16 @@ import pytest
 import torch
 
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-from s2o_runtime.attention.backend import _log_once
+from s2o_runtime.attention.backend import _log_once, find_dense_reason
+from s2o_runtime.attention.torch_op import read_config
 from s2o_runtime.attention.warmup import warmup
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
+from s2o_runtime.dense_reason import DenseReason
 from s2o_runtime.devices import is_interpreted
 from s2o_runtime.errors import ConfigError, InputError
 from s2o_runtime.reference.attention import s2o_attention_reference
-from support.marks import INTERPRETED
+from s2o_runtime.reference.dense import log_sum_exp
+from s2o_runtime.sequences import CallShape
 from support.naive import naive_attention
 
 TILE = TileConfig(64, 32, 2, 4, 1)
@@ -28,13 +33,13 @@ def config(heads=2, tau=2.0, **kwargs):
     return LayerConfig.uniform(heads, tau=tau, segment=64, tile=TILE, **kwargs)
 
 
-@INTERPRETED
 def test_where_sequences_start_may_be_a_column_of_something_larger():
     q, k, v = (t.repeat(2, 1, 1, 1) for t in inputs(heads=1, q_len=70, kv_len=70))
     starts = torch.tensor([[0, 5], [0, 40]])[:, 1]
-    out = s2o_attention(q, k, v, config(1), kv_start=starts, backend="triton")
-    expected = s2o_attention_reference(q, k, v, config(1), kv_start=starts)[0]
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    for backend in ("reference", *["triton"] * is_interpreted()):
+        out = s2o_attention(q, k, v, config(1), kv_start=starts, backend=backend)
+        expected = s2o_attention_reference(q, k, v, config(1), kv_start=starts.clone())[0]
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_auto_on_a_cpu_is_the_reference_and_more_than_its_output_is_three_fields():
@@ -53,23 +58,15 @@ def test_auto_on_a_cpu_is_the_reference_and_more_than_its_output_is_three_fields
         _ = lse_only.density
 
 
-def test_density_counts_pairs_by_hand():
-    """96 queries, segments of 64, tiles of 32: the second segment visits one chunk, its whole prefix."""
-    q, k, v = inputs(q_len=96, kv_len=96)
-    _, _, stats = s2o_attention(q, k, v, config(tau=1e6), return_stats=True)
-    window = 64 * 65 // 2 + 32 * 33 // 2
-    assert stats.density.tolist() == pytest.approx([(window + 32 * 64) / (96 * 97 / 2)] * 2)
-    _, _, stats = s2o_attention(q, k, v, config(), backend="dense", return_stats=True)
-    assert stats.density.tolist() == [1.0, 1.0]
-
-
 def test_the_density_of_packed_sequences_is_of_all_their_pairs():
-    """96 queries as above, none, and 30, which are a window."""
+    """96 queries, whose second segment visits one chunk, its whole prefix of 64; none; and 30, which are a window."""
     q, k, v = (tensor[0].transpose(0, 1) for tensor in inputs(q_len=126, kv_len=126))
     edges = torch.tensor([0, 96, 96, 126], dtype=torch.int32)
     _, _, stats = s2o_attention_varlen(q, k, v, edges, edges, 96, 96, config(tau=1e6), return_stats=True)
     computed = 64 * 65 // 2 + 32 * 33 // 2 + 32 * 64 + 30 * 31 // 2
     assert stats.density.tolist() == pytest.approx([computed / (96 * 97 / 2 + 30 * 31 / 2)] * 2)
+    dense = s2o_attention_varlen(q, k, v, edges, edges, 96, 96, config(), backend="dense", return_stats=True)
+    assert dense.density.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +75,6 @@ def test_the_density_of_packed_sequences_is_of_all_their_pairs():
         (config(mode="dense"), 150, "every head of the layer is dense"),
         (config(), 64, "the whole prompt fits one segment"),
     ],
-    ids=["dense-layer", "one-segment"],
 )
 def test_auto_goes_dense_when_nothing_can_be_skipped(layer, q_len, reason):
     q, k, v = inputs(q_len=q_len, kv_len=q_len)
@@ -112,19 +108,12 @@ def short_tail(**tile):
 )
 def test_short_tails_of_long_prefixes_are_dense(layer, queries, keys, backend):
     q, k, v = inputs(q_len=queries, kv_len=keys)
-    out, _, stats = s2o_attention(q, k, v, layer, return_stats=True)
+    out, lse, stats = s2o_attention(q, k, v, layer, return_stats=True, return_lse=True)
     assert stats.backend == backend
     if backend == "dense":
+        torch.testing.assert_close(lse, log_sum_exp(q, k), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
         assert "dense is faster on this GPU" in stats.reason
-
-
-def test_a_decode_step_that_needs_log_sum_exps_is_dense_too():
-    q, k, v = inputs(q_len=1)
-    out, lse, stats = s2o_attention(q, k, v, short_tail(min_queries=100), return_lse=True, return_stats=True)
-    assert stats.reason.startswith("fewer than 100 queries")
-    torch.testing.assert_close(lse[0], (q[0] @ k[0].mT * 64**-0.5).logsumexp(-1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
 
 
 def test_each_choice_is_logged_once(caplog):
@@ -149,10 +138,7 @@ Q, K, V = inputs()
         ({"q": Q.int()}, "q is torch.int32: expected a floating point type"),
         ({"config": config(3)}, "describes 3 query heads but q has 2"),
         ({"q": Q[:, :0]}, "q is empty"),
-        (
-            {"q": Q[:, [0, 1, 0]], "k": K[:, [0, 0]], "v": V[:, [0, 0]], "config": config(3)},
-            "cannot share 2 KV heads",
-        ),
+        ({"q": Q[:, [0, 1, 0]], "k": K[:, [0, 0]], "v": V[:, [0, 0]], "config": config(3)}, "cannot share 2 KV heads"),
         ({"q": Q[[0, 0]]}, "expected batch 2"),
         ({"scale": -1.0}, r"scale is -1\.0"),
         ({"backend": "gpu"}, "backend 'gpu' is not known"),
@@ -163,15 +149,9 @@ Q, K, V = inputs()
         ({"sinks": torch.zeros(3)}, r"sinks have shape \(3,\) and type torch.float32: expected .* 2 query heads"),
         ({"sinks": torch.zeros(2, dtype=torch.int64)}, "type torch.int64: expected a floating point number"),
         ({"sinks": torch.zeros(2, device="meta")}, "sinks is a tensor on meta: expected a torch tensor that holds num"),
-        (
-            {"q": Q.to(torch.float8_e4m3fn)},
-            "q is torch.float8_e4m3fn: expected a floating point type of at least 16 bits",
-        ),
-        ({name: tensor.to("meta") for name, tensor in zip("qkv", (Q, K, V), strict=True)}, "q is a tensor on meta"),
-        (
-            {name: tensor.numpy() for name, tensor in zip("qkv", (Q, K, V), strict=True)},
-            "q is a ndarray: expected a torch",
-        ),
+        ({"q": Q.to(torch.float8_e4m3fn)}, "q is torch.float8_e4m3fn: expected a floating .* of at least 16 bits"),
+        ({"q": Q.to("meta"), "k": K.to("meta"), "v": V.to("meta")}, "q is a tensor on meta"),
+        ({"q": Q.numpy(), "k": K.numpy(), "v": V.numpy()}, "q is a ndarray: expected a torch"),
         ({"q": [1.0]}, "q is a list: expected a torch tensor"),
         ({"v": None}, "v is a NoneType: expected a torch tensor"),
         ({"kv_start": [3]}, "kv_start is a list: expected a torch tensor"),
@@ -192,7 +172,6 @@ Q, K, V = inputs()
         ),
         ({"q": Q.clone().requires_grad_(), "backend": "triton"}, "no backward pass"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_input_is_one_sentence_that_names_it(change, message):
     for mode in (torch.enable_grad, torch.no_grad)[: 1 if "backward" in message else 2]:
@@ -228,7 +207,6 @@ def edges(*values):
         ({"config": None}, "config is a NoneType"),
         ({"q": Q.numpy()}, "q is a ndarray"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_bad_edges_of_packed_sequences_are_named_where_they_are_read(change, message, backend):
     call = PACKED | {"cu_seqlens_q": edges(0, 100, 150), "cu_seqlens_k": edges(0, 100, 150), "config": config()}
@@ -246,14 +224,10 @@ def test_bad_edges_of_packed_sequences_are_named_where_they_are_read(change, mes
         ({"device": "meta"}, "q is a tensor on meta"),
         ({"kv_heads": "2"}, "warmup cannot run on cpu"),
         ({"kv_heads": 3}, "2 query heads cannot share 3 KV heads"),
-        (
-            {"dtype": torch.float8_e4m3fn},
-            "q is torch.float8_e4m3fn: expected a floating point type of at least 16 bits",
-        ),
+        ({"dtype": torch.float8_e4m3fn}, "q is torch.float8_e4m3fn: expected a floating .* of at least 16 bits"),
         ({"config": {}}, "config is a dict: expected a LayerConfig"),
         ({"paded": True}, r"warmup\(\) has no argument paded"),
     ],
-    ids=str,
 )
 def test_warmup_says_what_it_cannot_do(change, message):
     with pytest.raises(InputError, match=message):
@@ -270,3 +244,17 @@ def test_a_parameter_as_sinks_is_no_gradient_where_none_is_wanted():
     if is_interpreted():
         with pytest.raises(InputError, match="no backward pass"):
             s2o_attention(q, k, v, config(), sinks=sinks, backend="triton")
+
+
+def test_a_call_of_nothing_but_last_rows_runs_dense():
+    ending = config(1, last_rows=256)
+    reasons = [find_dense_reason(ending, CallShape(1, 1, 1, q_len, 4096, 64, 64), (0, 0)) for q_len in (256, 257)]
+    assert [reason and DenseReason.from_sentence(reason) for reason in reasons] == [DenseReason.FEW_QUERIES, None]
+
+
+def test_last_rows_are_checked_and_part_of_a_config():
+    ending = config(last_rows=512)
+    assert read_config(ending.as_text()) == ending != replace(ending, last_rows=0)
+    assert ending.as_dense().last_rows == 0
+    with pytest.raises(ConfigError, match=r"last_rows 64 is not supported: use one of \(0, 128, 256, 512\)"):
+        LayerConfig.uniform(2, last_rows=64)

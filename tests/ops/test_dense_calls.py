@@ -1,5 +1,6 @@
 """Calls that go dense and come again: nothing is checked or chosen a second time, and nothing else becomes dense."""
 
+import subprocess
 import sys
 
 import pytest
@@ -68,16 +69,13 @@ def test_a_call_that_goes_dense_is_checked_once(queries, keys, config, value_dim
     assert len(checks) == 3
 
 
-def test_the_layers_of_a_decode_step_are_alike(checks):
+def test_the_layers_of_a_decode_step_are_alike_and_those_of_other_calls_are_not(checks):
     q, k, v = inputs(1, 50)
     for config in (CONFIG, OTHER, DENSE):
         close(s2o_attention(q, k, v, config), naive_attention(q, k, v))
     assert len(checks) == 1
     reasons = {s2o_attention(q, k, v, config, return_stats=True).stats.reason for config in (CONFIG, DENSE)}
     assert len(reasons) == 2  # what is asked for statistics is known for each layer by itself
-
-
-def test_a_call_that_goes_dense_in_one_layer_does_not_in_another():
     q, k, v = inputs(128, 300)
     for _ in range(2):
         assert torch.equal(s2o_attention(q, k, v, DENSE), dense_attention(q, k, v))
@@ -113,26 +111,13 @@ def test_calls_that_do_not_fit_are_refused_whatever_came_before():
             s2o_attention(q, k, v, LayerConfig(CONFIG.heads, CONFIG.tile, last_rows=3))
         with pytest.raises(InputError, match="scale is -1"):
             s2o_attention(q, k, v, CONFIG, scale=-1.0)
-
-
-def test_gradients_flow_through_a_call_that_was_known_without_them():
-    q, k, v = inputs(1, 50)
-    for _ in range(2):
-        s2o_attention(q, k, v, CONFIG)
-    q.requires_grad_()
+    q.requires_grad_()  # and gradients flow through what was known without them
     s2o_attention(q, k, v, CONFIG).sum().backward()
     assert q.grad is not None
 
 
-def test_the_decode_steps_kept_are_bounded():
-    q, k, v = inputs(1, STEPS + 30)
-    for keys in range(2, STEPS + 30):
-        s2o_attention(q, k[:, :, :keys], v[:, :, :keys], CONFIG)
-    assert _get_step.cache_info().currsize == STEPS
-
-
 @pytest.mark.parametrize(("queries", "config"), [(1, CONFIG), (40, DENSE)])
-def test_a_known_call_runs_little_python(queries, config):
+def test_a_known_call_runs_little_python_and_few_are_known(queries, config):
     q, k, v = inputs(queries, 40)
     entered = []
     for _ in range(2):
@@ -144,6 +129,10 @@ def test_a_known_call_runs_little_python(queries, config):
             sys.setprofile(None)
         entered.append(len(calls))
     assert entered[1] < MOST_FUNCTIONS < entered[0]
+    q, k, v = inputs(1, STEPS + 30)
+    for keys in range(2, STEPS + 30):
+        s2o_attention(q, k[:, :, :keys], v[:, :, :keys], CONFIG)
+    assert _get_step.cache_info().currsize == STEPS
 
 
 @pytest.fixture
@@ -191,3 +180,14 @@ def test_the_fastest_backends_come_first_and_the_programs_own_order_stays(first,
     finally:
         torch._C._set_sdp_priority_order(before[0])
         torch.backends.cuda.enable_flash_sdp(True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs torch's SDPA on a GPU")
+def test_dense_attention_leaves_the_default_backends_as_they_are():
+    """In cold processes: the order of SDPA's backends after a plain call, with ours before it or not."""
+    plain = "x = torch.zeros(1, 2, 64, 64, dtype=torch.half, device='cuda'); F.scaled_dot_product_attention(x, x, x)"
+    ours = plain.replace("F.scaled_dot_product_attention", "dense_attention") + "; " + plain.split("; ")[1]
+    imports = "import torch, torch.nn.functional as F; from s2o_runtime.reference.dense import dense_attention"
+    programs = [f"{imports}; {calls}; print(torch._C._get_sdp_priority_order())" for calls in (plain, ours)]
+    first, second = (subprocess.run([sys.executable, "-c", text], capture_output=True, check=True) for text in programs)
+    assert first.stdout == second.stdout

@@ -11,6 +11,7 @@ from s2o_runtime.config import HeadConfig
 from s2o_runtime.errors import InputError, ModelError
 from s2o_runtime.huggingface.hf import prefill_mask, s2o_attention_forward
 from s2o_runtime.huggingface.layers import LayerState, attach
+from support.kernels import DEVICE, DTYPE, ON_GPU
 
 CONFIG = LayerConfig.uniform(4, tau=0.5, segment=128)
 TAU_ZERO = LayerConfig.uniform(4, segment=128)
@@ -30,14 +31,14 @@ def inputs(length=300):
 
 
 def test_compiled_calls_are_one_graph():
-    kv_start = torch.tensor([0, 30])
+    kv_start, sinks = torch.tensor([0, 30], device=DEVICE), torch.linspace(-2.0, 9.0, 4, device=DEVICE, dtype=DTYPE)
 
     def call(q, k, v):
-        return s2o_attention(q, k, v, CONFIG, kv_start=kv_start, scale=0.2) * 2
+        return s2o_attention(q, k, v, CONFIG, kv_start=kv_start, scale=0.2, softcap=8.0, sinks=sinks) * 2
 
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for length in (300, 400):
-        q, k, v = inputs(length)
+    compiled = torch.compile(call, backend="inductor" if ON_GPU else "aot_eager", fullgraph=True)
+    for length in (1500, 2000) if ON_GPU else (300, 400):
+        q, k, v = (tensor.to(DEVICE, DTYPE) for tensor in inputs(length))
         torch.testing.assert_close(compiled(q, k, v), call(q, k, v))
 
 

@@ -16,29 +16,10 @@ from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import fingerprint, geometry
 from s2o_runtime.profile import Profile
 from support.architectures import CASES, SLIDING, WINDOW, WINDOWED
-from support.marks import all_but_first, pairwise
-from support.naive import naive_attention
+from support.marks import all_but_first
 
 EXHAUSTIVE = pytest.mark.exhaustive(reason="further architectures, a second each")
 LENGTH, CUT, PADDING = 150, 90, 37
-
-
-@pytest.mark.parametrize(
-    ("window", "scoring", "q_len", "kv_len", "rows"),
-    pairwise([1, 7, 33, 64, 200], ["plain", "softcap", "sinks", "both"], [(65, 65), (20, 70)], [16, 512]),
-)
-def test_it_is_the_naive_attention_of_a_window(scoring, q_len, kv_len, window, rows, monkeypatch):
-    """A batch whose second sequence is padded up to the middle of its keys."""
-    monkeypatch.setattr(compute, "ROWS", rows)
-    rng = torch.Generator().manual_seed(window)
-    q, k, v = (torch.randn(2, h, n, d, generator=rng) for h, n, d in ((4, q_len, 16), (2, kv_len, 16), (2, kv_len, 24)))
-    options = {"scale": 0.4}
-    options |= {"softcap": 1.5} if scoring in ("softcap", "both") else {}
-    options |= {"sinks": torch.linspace(-1, 2, 4)} if scoring in ("sinks", "both") else {}
-    for starts in (None, torch.tensor([0, 30])):
-        ours = window_attention(q, k, v, window, Scoring(**options), starts).double()
-        expected = naive_attention(q, k, v, window=window, kv_start=starts, **options)
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)  # rounding of float32
 
 
 def twins(name):

@@ -1,0 +1,127 @@
+"""S2O's backends for vLLM and SGLang with the real kernels, between fakes of both servers and a dense backend."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from s2o_runtime.monitor.counters import Counters
+from s2o_runtime.profile import save_profile
+from s2o_runtime.quantisation import round_as_cached
+from s2o_runtime.serving import attend as self_test
+from s2o_runtime.serving.fit import Rank
+from s2o_runtime.serving.server import Server, ServerContext, Settings
+from support import fake_sglang, fake_vllm
+from support.fake_server import FakeServer
+from support.server_batches import alone, check_last_rows, check_mixed_batches, served_profile, served_tiles
+
+SERVERS = ["vllm", "sglang"]
+TILES = pytest.mark.parametrize("tile", served_tiles(), ids=str)
+DEVICE = {"dtype": torch.bfloat16, "device": "cuda"}
+
+
+def engine_of(server_name, server, ends=False, **options):
+    """A server's engine and what feeds it a batch: (engine, feed)."""
+    if server_name == "vllm":
+        engine = fake_vllm.FakeEngine(server, pages=2048, ends=ends, **DEVICE, **options)
+        return engine, lambda parts: engine.feed(parts)[0]
+    engine = fake_sglang.FakeEngine(server, slots=32768, width=8192, ends=ends, **DEVICE, **options)
+    mode = fake_sglang.Mode.EXTEND if ends else fake_sglang.Mode.MIXED
+    return engine, lambda parts: engine.feed(parts, mode)
+
+
+@TILES
+@pytest.mark.parametrize(
+    ("server_name", "layout"), [("vllm", "pages of two"), ("vllm", "side by side"), ("sglang", None)]
+)
+def test_mixed_batches_are_each_request_on_its_own(tile, server_name, layout, monkeypatch):
+    monkeypatch.setattr(Counters, "is_sampled", lambda self, layer, is_prompt: True)
+    server = FakeServer(served_profile(tile), Rank(), "cuda", 16384)
+    engine, feed = engine_of(server_name, server, **({"layout": layout} if layout else {}))
+    decoding_first = ("decoding", "tailing", "first", "second")  # as vLLM orders a batch
+    check_mixed_batches(engine, decoding_first if layout else ("first", "second", "decoding", "tailing"), feed)
+    if server_name == "sglang":
+        return
+    seconds = server.counters.seconds()
+    assert set(seconds) == set(server.counters.timed) == {(0, "s2o"), (0, "dense")}
+    assert all(1e-5 < mean < 10 for mean in seconds.values())
+    assert server.counters.densities() == {0: pytest.approx(float(server.counters.sampled[0].density.mean()))}
+
+
+@TILES
+@pytest.mark.parametrize("server_name", SERVERS)
+def test_last_rows_are_exact(tile, server_name):
+    server = FakeServer(served_profile(tile, last_rows=256), Rank(), "cuda", 16384)
+    check_last_rows(*engine_of(server_name, server, ends=True))
+
+
+def served_layer(tile):
+    """A server whose layer is not tested yet, of a profile that was made with an fp8 cache."""
+    profile = replace(served_profile(tile), record={"recipe": {"kv_cache_dtype": "fp8"}})
+    return FakeServer(profile, Rank(), "cuda", 8192, tested=False)
+
+
+@TILES
+@pytest.mark.parametrize("server_name", SERVERS)
+@pytest.mark.parametrize("fp8", [False, True], ids=["16-bits", "fp8"])
+def test_a_layer_passes_its_self_test_and_reads_its_cache(tile, server_name, fp8):
+    """Of 8 bits it gives what keys and values that were rounded beforehand give."""
+    server = served_layer(tile)
+    cache = {"kv_cache_dtype": {"vllm": "fp8", "sglang": "float8_e4m3fn"}[server_name]} if fp8 else {}
+    engine, _ = engine_of(server_name, server, **cache)
+    if fp8 and server_name == "sglang":
+        engine.pool.k, engine.pool.v = (slots.to(torch.float8_e4m3fn) for slots in (engine.pool.k, engine.pool.v))
+    layer = server.fit.layers[0]
+    first, second = engine.add(300), engine.add(4000)
+    engine.outputs([(first, 300)])
+    assert layer.tested
+    assert not layer.rejected
+    for _ in range(3):
+        second.done = 0
+        out = engine.outputs([(second, 4000)]).float()
+    if fp8:
+        second.keys, second.values = (round_as_cached(tensor, "fp8") for tensor in (second.keys, second.values))
+    truth = alone(second, 4000, layer.config(4000)).out.float()
+    assert float((out - truth).square().mean() / truth.square().mean()) <= 2e-5
+    assert "s2o" in {path for path, _ in engine.counted()}
+
+
+@TILES
+@pytest.mark.parametrize("server_name", SERVERS)
+def test_a_layer_that_reads_other_heads_is_refused(tile, server_name, monkeypatch):
+    right = self_test.s2o_attention_paged
+    monkeypatch.setattr(
+        self_test, "s2o_attention_paged", lambda *arguments, **named: right(*arguments, **named).roll(1, 1)
+    )
+    server = served_layer(tile)
+    engine, _ = engine_of(server_name, server)
+    engine.outputs([(engine.add(300), 300)])
+    assert server.fit.layers[0].rejected
+
+
+def test_the_profiling_run_reserves_and_compiles(tmp_path):
+    made = served_profile(served_tiles()[0])
+    save_profile(made, tmp_path / "p.safetensors")
+    sizes = made.geometry
+    config = type("Config", (), {
+        "model_type": sizes.architecture, "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.query_heads,
+        "num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim,
+    })  # fmt: skip
+    context = ServerContext("0", "STOCK", config, None, Rank(), torch.device("cuda"), max_keys=32768)
+    server = Server(Settings(tmp_path / "p.safetensors", strict=False), context)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    server.reserve(torch.empty(8192, 8, 128, **DEVICE))
+    taken = torch.cuda.max_memory_allocated() - before
+    engine_server = FakeServer(made, Rank(), "cuda", 32768)
+    engine = fake_vllm.FakeEngine(engine_server, pages=4096, **DEVICE)
+    request = engine.add(32768)
+    for layer in engine_server.fit.layers:
+        layer.max_length = None
+    engine.cache.normal_()  # what an earlier part of the prompt would have left
+    request.done = 32768 - 8192
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    engine.feed([(request, 8192)])
+    needed = torch.cuda.max_memory_allocated() - before
+    assert needed <= 1.2 * taken, f"reserved {taken >> 20} MiB, 8192 rows behind 32768 keys take {needed >> 20} MiB"

@@ -1,0 +1,336 @@
+"""The baselines' kernels against plain torch in float64, which test_selection.py holds against explicit loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime.interpreter import InterpreterBuilder
+
+from s2o_runtime.errors import InputError
+from s2o_runtime.tiles import SHARED_MEMORY
+from scripts.bench.baselines.flash_prefill import head_mass, log_mass
+from scripts.bench.baselines.kernels import antidiagonal
+from scripts.bench.baselines.kernels.antidiagonal import antidiagonal_mass
+from scripts.bench.baselines.kernels.block_sparse import pool_blocks
+from scripts.bench.baselines.kernels.mean_keys import mean_key_mass, select_by_mass
+from scripts.bench.baselines.pooling import block_means, pool_plain
+from scripts.bench.baselines.run import attend, baseline_attention, select
+from scripts.bench.baselines.selection import Grid
+from scripts.bench.baselines.settings import PBS, Antidiagonal, FlashPrefill, FlashPrefillV2, SkipSoftmax, Sparge
+from scripts.bench.baselines.tiles import antidiagonal_tile, block_sparse_tile, skip_tile
+from scripts.bench.baselines.xattention import block_weights, head_weights
+from support.kernels import DEVICE, DTYPES, ON_GPU, relative_error
+from support.marks import INTERPRETED, all_but_first, pairwise
+
+SLOW = pytest.mark.slow(reason="more cases of a kernel in Triton's interpreter, seconds each")
+EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
+COMPILED = pytest.mark.skipif(not ON_GPU, reason="needs a compiled kernel")
+
+pytestmark = pytest.mark.usefixtures("nan_filled")
+
+HERE = torch.cuda.get_device_capability() if ON_GPU else (9, 0)  # whose tile the interpreter runs
+ODD_DIM = 96 if ON_GPU else 40
+SHAPES = [
+    pytest.param(shape, id="B{}-H{}-KV{}-q{}-k{}-D{}".format(*shape))
+    for shape in (
+        [(1, 4, 2, 1000, 1000, 128), (1, 2, 2, 2049, 2049, 64), (1, 8, 1, 7, 7, 128), (1, 2, 1, 1, 1500, 128)]
+        + [(2, 4, 2, 700, 1999, 128), (1, 3, 1, 900, 900, 96)]
+        if ON_GPU
+        else [(1, 4, 2, 300, 300, 64), (2, 2, 1, 140, 331, 128), (1, 1, 1, 5, 5, 64), (1, 2, 2, 1, 200, 64)]
+        + [(1, 2, 1, 257, 257, 40), (1, 6, 2, 200, 341, 64)]
+    )
+]
+SETTINGS = [
+    PBS(0.6, 128, 64, permute_queries=True),
+    SkipSoftmax(30.0),
+    FlashPrefillV2(0.6, 64, first=0, window=1, last=1),
+    Sparge(0.5, 0.3),
+    SkipSoftmax(1e6, 64),
+    Sparge(1.0, skip=-3.0),
+    Antidiagonal(0.6),
+    FlashPrefill(0.6, 64, window=1, last=1),
+    PBS(0.6, 256, 128),
+    FlashPrefillV2(0.9, first=0, window=1, last=0),
+    FlashPrefillV2(0.6, 64, first=0, window=0, last=1, correct=False),
+]
+
+
+def inputs(batch, heads, kv_heads, q_len, kv_len, head_dim, dtype=DTYPES[0]):
+    """Tensors as transformers hands them over, views of [B, L, H, D]: clustered keys and drifting queries."""
+    generator = torch.Generator(DEVICE).manual_seed(q_len + kv_len + heads)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    topics = normal(16, head_dim)
+    key_topics = topics[torch.arange(kv_len, device=DEVICE) // 96 % 16][:, None]
+    drift = topics[torch.arange(q_len, device=DEVICE) // 256 % 16][:, None]
+    q = normal(batch, q_len, heads, head_dim) + drift
+    k = normal(batch, kv_len, kv_heads, head_dim) * 0.6 + key_topics
+    return [t.to(dtype).transpose(1, 2) for t in (q, k, normal(batch, kv_len, kv_heads, head_dim))]
+
+
+def scale_of(q):
+    return q.shape[3] ** -0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "dtype"),
+    all_but_first(pairwise(SETTINGS, SHAPES, DTYPES, mark=EXHAUSTIVE, count=14), SLOW, 3),
+)
+def test_the_kernel_computes_what_is_selected(settings, shape, dtype):
+    """And leaves out as many pairs as plain torch, which counts half of them as computed.
+
+    Scores on the edge of a skip may fall either way on a GPU: then outputs and what is left out agree closely.
+    """
+    q, k, v = inputs(*shape, dtype)
+    selection = select(q, k, settings)
+    outputs, left_out = [], []
+    for backend, of_type in (("triton", dtype), ("reference", torch.float64)):
+        left_out.append(torch.full((shape[1],), math.nan, dtype=torch.float64, device=DEVICE))
+        tensors = (t.to(of_type) for t in (q, k, v))
+        outputs.append(attend(*tensors, selection, left_out=left_out[-1], backend=backend))
+    (out, truth), (ours_left_out, expected_left_out) = outputs, left_out
+    assert out.dtype == dtype
+    if dtype == torch.float32:
+        torch.testing.assert_close(out.double(), truth, rtol=1e-4, atol=1e-5)
+    else:  # weights and output, each within 2^-8
+        assert relative_error(out, truth.float()) <= (2e-2 if selection.skip and ON_GPU else 6e-3)
+    causal = sum(range(shape[4] - shape[3] + 1, shape[4] + 1))  # pairs of a head in a sequence
+    assert float((ours_left_out - expected_left_out).abs().max()) <= 0.01 * shape[0] * causal * ON_GPU
+    if not ON_GPU and shape[3] > 1:
+        assert (float(ours_left_out.sum()) > 0) == (selection.skip is not None) or shape[4] < 64
+    _, stats = baseline_attention(q, k, v, settings, backend="triton")
+    assert torch.equal(stats.counts, selection.counts)
+    assert (stats.left_out is None) == (selection.skip is None)
+    assert stats.left_out is None or torch.equal(stats.left_out, ours_left_out)
+
+
+def fuse_products(monkeypatch):
+    """Make the interpreter round a float32 product and a sum or difference with it once, as compilers for GPUs do.
+
+    LLVM and ptxas contract `a * b - c` into a fused multiply-add wherever they see it, also where the product is used
+    elsewhere too; there it is rounded by itself.
+    """
+    multiply, add, subtract = (getattr(InterpreterBuilder, f"create_f{name}") for name in ("mul", "add", "sub"))
+
+    def exact(handle):
+        factors = handle.attr.get("factors") or (handle.data, np.ones_like(handle.data))
+        return factors[0].astype(np.longdouble) * factors[1].astype(np.longdouble)
+
+    def product(builder, lhs, rhs):
+        result = multiply(builder, lhs, rhs)
+        if result.data.dtype == np.float32:
+            result.set_attr("factors", (lhs.data, rhs.data))
+        return result
+
+    def fused(unfused, operation):
+        def combined(builder, lhs, rhs):
+            result = unfused(builder, lhs, rhs)
+            if lhs.attr.get("factors") or rhs.attr.get("factors"):
+                result.data = operation(exact(lhs), exact(rhs)).astype(np.float32)
+            return result
+
+        return combined
+
+    monkeypatch.setattr(InterpreterBuilder, "create_fmul", product)
+    monkeypatch.setattr(InterpreterBuilder, "create_fadd", fused(add, np.add))
+    monkeypatch.setattr(InterpreterBuilder, "create_fsub", fused(subtract, np.subtract))
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("q_len", "kv_len", "block"), [(1, 333, 64), (129, 129, 128)], ids=["one", "tile-of-one-row"])
+def test_a_tile_with_a_new_maximum_is_kept_whatever_a_compiler_fuses(q_len, kv_len, block, monkeypatch):
+    """From a factor of the context's length on, tiles without a new maximum are left out, the first one never."""
+    q, k, v = inputs(1, 4, 2, q_len, kv_len, 64)
+    selection = select(q, k, SkipSoftmax(1e9, block))
+    expected = attend(q.double(), k.double(), v.double(), selection, scale=0.3, backend="reference")
+    fuse_products(monkeypatch)
+    out = attend(q, k, v, selection, scale=0.3, backend="triton")
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "head_dim", "block"), [(200, 64, 64), (130, ODD_DIM, 128), (5, 128, 64)])
+def test_pooling_is_that_of_torch(length, head_dim, block):
+    x = inputs(2, 3, 1, length, length, head_dim)[0]
+    rounding = {"rtol": 1e-2, "atol": 1e-2} if ON_GPU else {"rtol": 1e-5, "atol": 1e-6}  # of means to bf16
+    for ours, expected in zip(pool_blocks(x, block), pool_plain(x, block), strict=True):
+        torch.testing.assert_close(ours, expected, **rounding)
+
+
+def by_torch(weights_of, q, k, part, *arguments):
+    """[B, n, row blocks, key blocks] of some query heads in float64; k is read by equally many query heads each."""
+    group, heads = q.shape[1] // k.shape[1], range(part.start, part.stop)
+    return torch.stack([weights_of(q[:, h].double(), k[:, h // group].double(), *arguments) for h in heads], 1)
+
+
+# Products of 16-bit numbers are exact in float32. Tensor cores cut each of at most 512 sums off at 2^-23 of a score, at
+# most 50 here: 1e-3 in a score and in the logarithm of a weight.
+LOGARITHMS = {"rtol": 0, "atol": 1e-3} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}
+WEIGHTS = {"rtol": 1.2e-3, "atol": 1e-7} if ON_GPU else {"rtol": 1e-4, "atol": 1e-7}
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "dtype"),
+    all_but_first(
+        pairwise([*SHAPES, pytest.param((1, 2, 1, 100, 4500, ODD_DIM), id="k4500")], [64, 128], DTYPES), SLOW, 2
+    ),
+)  # fmt: skip
+def test_flash_prefills_weights_are_those_of_torch(shape, block, dtype):
+    q, k, _ = inputs(*shape, dtype)
+    k_mean, grid = block_means(k, block).to(dtype), Grid.plain(q, k, block, block)
+    part = slice(shape[1] // 2, shape[1])
+    ours = mean_key_mass(q, k_mean, part, grid, scale_of(q))
+    torch.testing.assert_close(ours.double(), by_torch(head_mass, q, k_mean, part, grid, scale_of(q)), **LOGARITHMS)
+
+
+def test_packed_weights_are_those_of_torch():
+    q, k, _ = inputs(2, 6, 2, 150, 341, ODD_DIM)
+    k_mean, grid = block_means(k, 64).to(q.dtype), Grid.plain(q, k, 64, 64, packed=True)
+    ours = mean_key_mass(q, k_mean, slice(1, 2), grid, scale_of(q))
+    on_host = (tensor.double().cpu() for tensor in (q, k_mean))  # where no kernel runs
+    expected = log_mass(*on_host, slice(1, 2), grid, scale_of(q))
+    torch.testing.assert_close(ours.double().cpu(), expected, **LOGARITHMS)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    pairwise(
+        [
+            FlashPrefillV2(0.5, 64, first=1, window=2, last=1),
+            FlashPrefillV2(0.0, 128, first=0, window=0, last=0),
+            FlashPrefill(0.7, 64, window=1, last=2),
+        ],
+        [pytest.param(shape, id=f"k{shape[4]}") for shape in ((2, 6, 2, 150, 341, 64), (1, 4, 2, 70, 17000, 16))],
+    ),
+)
+def test_flash_prefills_choice_is_that_of_torch(settings, shape, monkeypatch):
+    """By the same weights, also with a head at a time; what is pruned is what is whole and not chosen."""
+    q, k, _ = inputs(*shape)
+    expected = select(q, k, settings)
+    grid, k_mean = expected.grid, block_means(k, settings.block)
+    monkeypatch.setattr(
+        "scripts.bench.baselines.kernels.mean_keys.parts", lambda n, _: [slice(i, i + 1) for i in range(n)]
+    )
+
+    def mass_of(part):
+        return log_mass(q, k_mean, part, grid, scale_of(q))
+
+    ours = select_by_mass(q, grid, mass_of, settings, expected.mean_keys)
+    assert torch.equal(ours.counts, expected.counts)
+    for at in torch.cartesian_prod(*map(torch.arange, ours.counts.shape)).tolist():
+        count, full = int(ours.counts[tuple(at)]), int(grid.full(q.device)[at[2]])
+        assert torch.equal(ours.blocks[tuple(at)][:count], expected.blocks[tuple(at)][:count])
+        if expected.pruned is not None:
+            assert torch.equal(ours.pruned[tuple(at)][:full], expected.pruned[tuple(at)][:full])
+
+
+CAPABILITIES = [pytest.param(pair, id=f"sm{pair[0]}{pair[1]}") for pair in ([HERE] if ON_GPU else [HERE, (8, 0)])]
+STRIDES = [(8, 128, 128), (16, 64, 64), (64, 64, 64), (4, 256, 256), (8, 64, 256), (16, 128, 64), (64, 256, 256)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "block_m", "block_n", "dtype", "capability"),
+    all_but_first(pairwise(SHAPES, STRIDES, DTYPES, CAPABILITIES, mark=EXHAUSTIVE, count=16), SLOW, 3),
+)
+def test_xattentions_weights_are_those_of_torch(shape, stride, block_m, block_n, dtype, capability):
+    q, k, _ = inputs(*shape, dtype)
+    grid, part = Grid.plain(q, k, block_m, block_n), slice(shape[1] // 2, shape[1])
+    ours = antidiagonal_mass(q, k, part, grid, stride, scale_of(q), capability)
+    torch.testing.assert_close(ours.double(), by_torch(block_weights, q, k, part, grid, stride, scale_of(q)), **WEIGHTS)
+
+
+def test_weights_of_other_layouts():
+    """The last dimension need not be the inner one."""
+    q, k, _ = inputs(1, 2, 1, 200, 260, 64)
+    strange_q, strange_k = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k))
+    assert strange_q.stride(3) != 1
+    grid = Grid.plain(q, k, 64, 64)
+    for weights in (
+        lambda q, k: antidiagonal_mass(q, k, slice(0, 2), grid, 16, scale_of(q), HERE),
+        lambda q, k: mean_key_mass(q, block_means(k, 64).to(q.dtype).contiguous(), slice(0, 2), grid, scale_of(q)),
+    ):
+        torch.testing.assert_close(weights(strange_q, strange_k), weights(q, k), rtol=1e-6, atol=1e-7)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("workspace", "launches"), [(12_000, 2 * 2), pytest.param(1, 4 * 3, marks=SLOW)])
+def test_slices_of_xattentions_weights_change_nothing(workspace, launches, monkeypatch):
+    """1 byte: every row of tiles of every head by itself; otherwise two and then one head."""
+    q, k, _ = inputs(1, 3, 1, 1090, 1100, 64)
+    grid = Grid.plain(q, k, 128, 128)
+    expected = antidiagonal_mass(q, k, slice(0, 3), grid, 8, scale_of(q), HERE)
+    counted, launch = [], antidiagonal.launch
+    monkeypatch.setattr(antidiagonal, "WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(antidiagonal, "launch", lambda *args, **kwargs: counted.append(launch(*args, **kwargs)))
+    assert torch.equal(antidiagonal_mass(q, k, slice(0, 3), grid, 8, scale_of(q), HERE), expected)
+    assert len(counted) == launches
+
+
+def test_every_gpu_has_tiles():
+    for capability in (divmod(number, 10) for number in SHARED_MEMORY):
+        tile = antidiagonal_tile(capability)  # which holds whole blocks of rows and of keys, whatever the settings
+        assert tile.block_m % 64 == tile.block_n % 64 == 0
+        for head_dim in (64, 128):
+            for block_m in (64, 128, 256):
+                for block_n in (64, 128, 256):
+                    tile = block_sparse_tile(head_dim, capability, block_m, block_n)
+                    assert block_m % tile.block_m == block_n % tile.block_n == 0
+            for rows in (64, 128):
+                assert skip_tile(head_dim, capability, rows, 64)[:2] == (rows, 64)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: block_sparse_tile(128, (7, 5), 64, 64), "head_dim 128 on sm_75 has no block-sparse tile: run it with"),
+        (lambda: block_sparse_tile(128, (9, 0), 32, 64), "blocks of 32 x 64 have no block-sparse tile: use multiples"),
+        (
+            lambda: skip_tile(128, (8, 0), 128, 128),
+            "sm_80 has no tile of 128 x 128 for a skip: use 128 x 64 or 64 x 64",
+        ),
+        (lambda: antidiagonal_tile((7, 5)), "sm_75 has no tile for antidiagonal scores: select with plain torch"),
+        (
+            lambda: baseline_attention(*inputs(1, 1, 1, 20, 20, 192), PBS(), backend="triton"),
+            r'head_dim 192 is not supported by the block-sparse kernel .*"reference"',
+        ),
+    ],
+)
+def test_what_has_no_tile_is_refused(call, message):
+    with pytest.raises(InputError, match=message):
+        call()
+
+
+@COMPILED
+def test_block_weights_of_a_million_tokens():
+    """Behind 2^31 elements, the last of 17 heads: offsets need 64 bits, and XAttention's rows come in slices."""
+    long = 1 << 20
+    q, k = (
+        torch.randn(1, long, 17, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)
+    )  # fmt: skip
+    grid, last = Grid.plain(q, k, 128, 128), Grid(256, long, 128, 128, 128, 128)  # the last queries see all keys
+    k_mean = block_means(k, 128).bfloat16()
+    mass = log_mass(q, k_mean, slice(16, 17), grid, 128**-0.5)
+    expected = head_mass(q[:, 16, -256:].double(), k_mean[:, 16].double(), last, 128**-0.5)
+    torch.testing.assert_close(mass[:, 0, -2:].double(), expected, rtol=0, atol=1e-3)
+    weights = head_weights(q, k, slice(16, 17), grid, 16, 128**-0.5)
+    expected = block_weights(q[:, 16, -256:].double(), k[:, 16].double(), last, 16, 128**-0.5)
+    torch.testing.assert_close(weights[:, 0, -2:].double(), expected, rtol=1.2e-3, atol=1e-9)
+
+
+@COMPILED
+def test_memory_at_128k():
+    """Selecting takes less than a GiB besides what it returns and what permuting copies."""
+    q, k, _ = inputs(1, 32, 8, 131072, 131072, 128)
+    for settings in (FlashPrefill(), FlashPrefillV2(), PBS(), Sparge(), Antidiagonal(), SkipSoftmax()):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        selection = select(q, k, settings)
+        torch.cuda.synchronize()
+        held = (selection.blocks, selection.counts, selection.keys, selection.key_order)
+        kept = sum(t.untyped_storage().nbytes() for t in held if t is not None)
+        assert torch.cuda.max_memory_allocated() - before - kept <= 1 << 30, settings
+        del selection, held
