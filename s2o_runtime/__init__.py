@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from s2o_runtime.lazy import load_lazily
-from s2o_runtime.version import __version__ as __version__
+from .lazy import load_lazily
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
-    from s2o_runtime.attention.compute import Attention, AttentionStats
-    from s2o_runtime.attention.paged import s2o_attention_paged
-    from s2o_runtime.attention.warmup import warmup
-    from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-    from s2o_runtime.errors import ConfigError, InputError, ModelError, ProfileError, ResourceError, S2OError
-    from s2o_runtime.huggingface.explanation import Explanation, explain
-    from s2o_runtime.huggingface.hf import patch, patched, register, unpatch
-    from s2o_runtime.monitor.drift import DriftCheck
-    from s2o_runtime.profile import Profile, load_profile, save_profile
+    from .attention.api import s2o_attention, s2o_attention_varlen
+    from .attention.compute import Attention, AttentionStats
+    from .attention.paged import s2o_attention_paged
+    from .attention.warmup import warmup
+    from .config import HeadConfig, LayerConfig, TileConfig
+    from .errors import ConfigError, InputError, ModelError, ProfileError, ResourceError, S2OError
+    from .huggingface.explanation import Explanation, explain
+    from .huggingface.hf import patch, patched, register, unpatch
+    from .monitor.drift import DriftCheck
+    from .profile import Profile, load_profile, save_profile
 
 __all__ = [
     "Attention",

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig
-from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import (
+from .config import HeadConfig, LayerConfig
+from .errors import InputError
+from .sequences import (
     CallShape,
     Packed,
     PageTable,

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from s2o_runtime.errors import ResourceError, S2OError
-from s2o_runtime.fields import SWITCHES, did_you_mean
-from s2o_runtime.logs import emit_line
-from s2o_runtime.version import __version__
+from .errors import ResourceError, S2OError
+from .fields import SWITCHES, did_you_mean
+from .logs import emit_line
+from .version import __version__
 
 OK, BAD_INPUT, NOT_PROVEN, NO_RESOURCE, INTERRUPTED = 0, 2, 3, 4, 130
 EXIT_CODES = {

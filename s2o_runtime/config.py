@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
-from s2o_runtime.errors import ConfigError
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.errors import ConfigError, ResourceError
-from s2o_runtime.sequences import KERNEL_TYPES
-from s2o_runtime.tiles import MIN_CAPABILITY, Capability, format_capability, get_family, list_families
+from .errors import ConfigError, ResourceError
+from .sequences import KERNEL_TYPES
+from .tiles import MIN_CAPABILITY, Capability, format_capability, get_family, list_families
 
 MEMORY_SLACK = 0.1  # of a GPU's memory: drivers and error correction take different parts of it
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from s2o_runtime.errors import ConfigError
+from .errors import ConfigError
 
 SWITCHES = {"true": True, "on": True, "false": False, "off": False}
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}

@@ -7,7 +7,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from s2o_runtime.errors import ConfigError
+from .errors import ConfigError
 
 
 def resolve_destination(path: Path) -> Path:

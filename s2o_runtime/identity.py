@@ -21,9 +21,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from s2o_runtime.errors import ModelError
-from s2o_runtime.fields import pluralize
-from s2o_runtime.layer_kinds import FULL, get_text_config, list_layer_kinds
+from .errors import ModelError
+from .fields import pluralize
+from .layer_kinds import FULL, get_text_config, list_layer_kinds
 
 SAMPLES_PER_TENSOR = 64
 RANDOM = "random-"  # how the fingerprint of random weights starts

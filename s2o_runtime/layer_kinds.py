@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from s2o_runtime.errors import ModelError
+from .errors import ModelError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

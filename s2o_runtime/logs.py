@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from functools import lru_cache
 from typing import Any
 
-from s2o_runtime.errors import ConfigError
+from .errors import ConfigError
 
 VARIABLE = "S2O_LOG"  # "json": everything on standard error is JSON; "text", the default
 FORMATS = ("text", "json")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import KvCacheDtype
+from .config import KvCacheDtype
 
 FP8_MAX = 448.0  # the largest number of e4m3
 LEVELS = 127

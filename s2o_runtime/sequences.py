@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.errors import InputError
+from .config import HeadConfig, LayerConfig, TileConfig
+from .errors import InputError
 
 KERNEL_TYPES = (torch.bfloat16, torch.float16)  # of q, k and v, in every kernel
 

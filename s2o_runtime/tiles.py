@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from s2o_runtime.config import HEAD_DIMS, TileConfig
-from s2o_runtime.errors import InputError
+from .config import HEAD_DIMS, TileConfig
+from .errors import InputError
 
 Capability = tuple[int, int]  # CUDA's compute capability: (9, 0) is sm_90
 

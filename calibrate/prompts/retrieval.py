@@ -38,6 +38,11 @@ class Needle:
     question: str
     code: str
 
+    @property
+    def answer(self) -> str:
+        """The code, as it follows the question."""
+        return f"{self.code}.\n"
+
 
 Facts = tuple[list[str], list[Needle]]  # the lines to hide, in their order, and the needles to ask for
 

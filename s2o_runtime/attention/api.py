@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention import torch_op
-from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend, is_decode
-from s2o_runtime.attention.compute import Attention
-from s2o_runtime.attention.replay import OpOptions, run_call
-from s2o_runtime.call import Call, Scoring, ScoringOptions, without_gradients
-from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import Packed, Starts
+from ..call import Call, Scoring, ScoringOptions, without_gradients
+from ..config import LayerConfig
+from ..errors import InputError
+from ..sequences import Packed, Starts
+from . import torch_op
+from .backend import Backend, BackendChoice, choose_backend, is_decode
+from .compute import Attention
+from .replay import OpOptions, run_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
-from s2o_runtime.call import Call
-from s2o_runtime.config import HEAD_DIMS, LayerConfig
-from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.devices import find_tensor_obstacle, get_capability, is_interpreted
-from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import CallShape, needs_gradients
-from s2o_runtime.tiles import DECODE, MIN_CAPABILITY, Capability, find_tile_obstacle, get_fewest_queries
+from ..call import Call
+from ..config import HEAD_DIMS, LayerConfig
+from ..dense_reason import DenseReason
+from ..devices import find_tensor_obstacle, get_capability, is_interpreted
+from ..errors import InputError
+from ..sequences import CallShape, needs_gradients
+from ..tiles import DECODE, MIN_CAPABILITY, Capability, find_tile_obstacle, get_fewest_queries
 
 Backend = Literal["auto", "triton", "reference", "dense"]
 

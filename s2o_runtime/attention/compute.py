@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.call import PLAIN, Call, Scoring, cap_scores, softmax
-from s2o_runtime.config import HEAD_DIMS, LayerConfig
-from s2o_runtime.devices import launch_on
-from s2o_runtime.errors import InputError
-from s2o_runtime.reference.attention import Attended, s2o_attention_reference
-from s2o_runtime.reference.dense import dense_attention, log_sum_exp, with_sink_key
-from s2o_runtime.sequences import CallShape, call_shape, lay_out, list_sequences, measure_density
-from s2o_runtime.tiles import pad_head_dim
+from ..call import PLAIN, Call, Scoring, cap_scores, softmax
+from ..config import HEAD_DIMS, LayerConfig
+from ..devices import launch_on
+from ..errors import InputError
+from ..reference.attention import Attended, s2o_attention_reference
+from ..reference.dense import dense_attention, log_sum_exp, with_sink_key
+from ..sequences import CallShape, call_shape, lay_out, list_sequences, measure_density
+from ..tiles import pad_head_dim
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def supports_output(out: Tensor, q: Tensor) -> bool:
 
 def _run_kernels(call: Call, given: Tensor | None) -> Attended:
     """Run S2O's kernels; other head dims run as the next larger one that holds q, k and v, filled with zeros."""
-    from s2o_runtime.kernels.prefill import run_prefill
+    from ..kernels.prefill import run_prefill
 
     value_dim, head_dim = call.shape.value_dim, pad_head_dim(call.shape.widest)
     shape = replace(call.shape, head_dim=head_dim, value_dim=head_dim)

@@ -6,12 +6,12 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.call import PLAIN, Scoring
-from s2o_runtime.config import HEAD_DIMS, LayerConfig, TileConfig
-from s2o_runtime.devices import get_capability
-from s2o_runtime.reference.dense import dense_attention, get_preferred_backend
-from s2o_runtime.tiles import list_candidate_tiles
+from ..call import PLAIN, Scoring
+from ..config import HEAD_DIMS, LayerConfig, TileConfig
+from ..devices import get_capability
+from ..reference.dense import dense_attention, get_preferred_backend
+from ..tiles import list_candidate_tiles
+from .api import s2o_attention
 
 
 def fastest_dense_attention(

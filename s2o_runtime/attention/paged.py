@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.api import read_lengths, read_options
-from s2o_runtime.attention.backend import Backend, BackendChoice, choose_backend
-from s2o_runtime.attention.compute import Attention, supports_output
-from s2o_runtime.attention.replay import run_call
-from s2o_runtime.call import Call
-from s2o_runtime.config import HEAD_DIMS, KEY_BLOCK, LayerConfig
-from s2o_runtime.devices import get_capability, is_interpreted, launch_on
-from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import KERNEL_TYPES, Packed, PagedKeys, make_packed_starts
-from s2o_runtime.tiles import FP8_CAPABILITY, MIN_CAPABILITY
+from ..call import Call
+from ..config import HEAD_DIMS, KEY_BLOCK, LayerConfig
+from ..devices import get_capability, is_interpreted, launch_on
+from ..errors import InputError
+from ..sequences import KERNEL_TYPES, Packed, PagedKeys, make_packed_starts
+from ..tiles import FP8_CAPABILITY, MIN_CAPABILITY
+from .api import read_lengths, read_options
+from .backend import Backend, BackendChoice, choose_backend
+from .compute import Attention, supports_output
+from .replay import run_call
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
-    from s2o_runtime.kernels.plan import Recorder
+    from ..kernels.plan import Recorder
 
 IN_PLACE_ELEMENTS = 1 << 31  # of a layer's cache: of one with so many the specialised kernel reads a copy
 ROW_BYTES = 16  # that the specialised kernel copies at once
@@ -180,7 +180,7 @@ def gather_keys(pages: PagedKeys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         compiled = get_capability(device) >= least and dtype in KERNEL_TYPES
     if not compiled:
         return pages.gathered(dtype)
-    from s2o_runtime.kernels.pages import gather_pages  # imports triton
+    from ..kernels.pages import gather_pages  # imports triton
 
     with launch_on(device):
         return gather_pages(pages, dtype)

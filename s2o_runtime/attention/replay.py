@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.backend import Backend, BackendChoice
-from s2o_runtime.attention.compute import Attention, AttentionStats, compute
-from s2o_runtime.call import Call, Scoring
-from s2o_runtime.config import LayerConfig
-from s2o_runtime.reference.dense import run_sdpa
-from s2o_runtime.sequences import CallShape, Starts, check_config
+from ..call import Call, Scoring
+from ..config import LayerConfig
+from ..reference.dense import run_sdpa
+from ..sequences import CallShape, Starts, check_config
+from .backend import Backend, BackendChoice
+from .compute import Attention, AttentionStats, compute
 
 if TYPE_CHECKING:
-    from s2o_runtime.kernels.plan import LaunchPlan, Recorder
+    from ..kernels.plan import LaunchPlan, Recorder
 
 PLANS = 4096  # plans kept, such as those of 32 layers at 128 lengths; one takes about 15 KiB
 STEPS = 64  # kinds of decode steps kept: each has one more key than the last, and its layers follow one another
@@ -130,7 +130,7 @@ class RepeatedCall:
         # the first call compiles kernels and fills caches; the ones after it are recorded, three if need be
         if self._known is not None or not 2 <= self._calls <= 4 or inputs[0] is None or not inputs[0].is_cuda:
             return None
-        from s2o_runtime.kernels.plan import Recorder  # imports triton
+        from ..kernels.plan import Recorder  # imports triton
 
         return Recorder(inputs)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from ..config import HeadConfig, LayerConfig, StopRule, TileConfig
 
 Op = Literal["attention", "layer_attention"]
 _OPS = {

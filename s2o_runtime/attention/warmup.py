@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from s2o_runtime.attention.api import refuse, s2o_attention
-from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import InputError, get_first_line
-from s2o_runtime.sequences import check_config
+from ..config import LayerConfig
+from ..errors import InputError, get_first_line
+from ..sequences import check_config
+from .api import refuse, s2o_attention
 
 # segments in a call, one number for each form of the ranking kernels (`scores.segments_at_once`, `tail.tail_segments`)
 SEGMENTS = (2, 20, 64)

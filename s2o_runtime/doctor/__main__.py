@@ -1,5 +1,5 @@
 """`python -m s2o_runtime.doctor` is s2o-doctor."""
 
-from s2o_runtime.doctor.command import main
+from .command import main
 
 raise SystemExit(main())

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from s2o_runtime.command_line import (
+from ..command_line import (
     BAD_INPUT,
     INTERRUPTED,
     NO_RESOURCE,
@@ -21,7 +21,9 @@ from s2o_runtime.command_line import (
     describe_exit_codes,
     get_exit_code,
 )
-from s2o_runtime.doctor.findings import (
+from ..errors import S2OError
+from ..logs import set_up
+from .findings import (
     Finding,
     Section,
     check_environment,
@@ -30,11 +32,9 @@ from s2o_runtime.doctor.findings import (
     render_json,
     render_text,
 )
-from s2o_runtime.errors import S2OError
-from s2o_runtime.logs import set_up
 
 if TYPE_CHECKING:
-    from s2o_runtime.doctor.profile_check import ModelView
+    from .profile_check import ModelView
 
     FindModel = Callable[[str, Path | None], ModelView]
 
@@ -91,9 +91,9 @@ def examine(
         return [Section("environment", installed)]  # nothing else can be looked at
     sections = [Section("environment", [*installed, *check_variables()])]
 
-    from s2o_runtime.devices import get_device
-    from s2o_runtime.doctor.profile_check import check_device, describe_model, describe_profile, find_model
-    from s2o_runtime.doctor.self_test import run_self_test
+    from ..devices import get_device
+    from .profile_check import check_device, describe_model, describe_profile, find_model
+    from .self_test import run_self_test
 
     where = view = None
     with _report_errors(sections, "device", device):

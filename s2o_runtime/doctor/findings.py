@@ -16,13 +16,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
-from s2o_runtime.errors import S2OError, get_first_line
-from s2o_runtime.fields import did_you_mean
-from s2o_runtime.serving.sources import ServerInterface, find_interface_obstacle
-from s2o_runtime.sglang import compat as sglang_compat
-from s2o_runtime.version import __version__
-from s2o_runtime.vllm import compat as vllm_compat
+from ..command_line import BAD_INPUT, NO_RESOURCE, OK
+from ..errors import S2OError, get_first_line
+from ..fields import did_you_mean
+from ..serving.sources import ServerInterface, find_interface_obstacle
+from ..sglang import compat as sglang_compat
+from ..version import __version__
+from ..vllm import compat as vllm_compat
 
 WIDTH = 120  # columns of the text
 DRIVER = Path("/proc/driver/nvidia/version")  # which driver the kernel has loaded
@@ -133,10 +133,10 @@ def check_environment(*, wants_gpu: bool = True) -> list[Finding]:
 
 def check_variables() -> Iterator[Finding]:
     """Check the variables that are set for S2O: a value that is refused is a problem, and a name that nothing reads."""
-    from s2o_runtime.huggingface.run import read_drift, read_long_prompts
-    from s2o_runtime.profile import load_profile
-    from s2o_runtime.profile.find import list_folders
-    from s2o_runtime.sglang.engine import read_settings
+    from ..huggingface.run import read_drift, read_long_prompts
+    from ..profile import load_profile
+    from ..profile.find import list_folders
+    from ..sglang.engine import read_settings
 
     readers: dict[str, Callable[[], object]] = {
         "S2O_PROFILE": lambda: load_profile(os.environ["S2O_PROFILE"]).check_trained(),

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from s2o_runtime.command_line import BAD_INPUT, NO_RESOURCE, OK
-from s2o_runtime.devices import decide_fit, identify, is_interpreted
-from s2o_runtime.doctor.findings import Finding, Section
-from s2o_runtime.errors import ModelError, ProfileError, ResourceError, get_first_line
-from s2o_runtime.identity import geometry
-from s2o_runtime.layer_kinds import get_max_positions
-from s2o_runtime.monitor.drift import read_error_limits
-from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.profile.record import get_list, list_certified, read_budget
-from s2o_runtime.serving.fit import ANOTHER, COMPARED, Rank, RankProfile, Request, check_model
+from ..command_line import BAD_INPUT, NO_RESOURCE, OK
+from ..devices import decide_fit, identify, is_interpreted
+from ..errors import ModelError, ProfileError, ResourceError, get_first_line
+from ..identity import geometry
+from ..layer_kinds import get_max_positions
+from ..monitor.drift import read_error_limits
+from ..profile import Profile, load_profile
+from ..profile.record import get_list, list_certified, read_budget
+from ..serving.fit import ANOTHER, COMPARED, Rank, RankProfile, Request, check_model
+from .findings import Finding, Section
 
 GIB = 1 << 30
 

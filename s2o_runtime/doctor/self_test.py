@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.compute import Attention
-from s2o_runtime.command_line import NO_RESOURCE, OK
-from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.devices import decide_fit, get_capability, identify, launch_on
-from s2o_runtime.doctor.findings import Finding, describe_error
-from s2o_runtime.reference.dense import dense_attention, exact_attention
-from s2o_runtime.tiles import list_candidate_tiles
+from ..attention.api import s2o_attention
+from ..attention.compute import Attention
+from ..command_line import NO_RESOURCE, OK
+from ..config import HeadConfig, LayerConfig, TileConfig
+from ..devices import decide_fit, get_capability, identify, launch_on
+from ..reference.dense import dense_attention, exact_attention
+from ..tiles import list_candidate_tiles
+from .findings import Finding, describe_error
 
 SEGMENT = 256  # queries; a whole number of rows of every tile
 TAU = 1.0  # of the heads that stop

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from s2o_runtime.huggingface.layers import LayerState, check_model, list_states
-from s2o_runtime.identity import geometry
+from ..identity import geometry
+from .layers import LayerState, check_model, list_states
 
 COLUMNS = ("layer", "path", "calls", "density", "ms", "error", "last", "high", "reason")
 OF_DRIFT = ("error", "last", "high")

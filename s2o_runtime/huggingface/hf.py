@@ -26,14 +26,29 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from s2o_runtime.attention import torch_op
-from s2o_runtime.attention.compute import window_attention
-from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.call import Scoring, without_gradients
-from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.errors import InputError, ModelError, ProfileError
-from s2o_runtime.fields import Rule
-from s2o_runtime.huggingface.layers import (
+from ..attention import torch_op
+from ..attention.compute import window_attention
+from ..attention.dense import fastest_dense_attention
+from ..call import Scoring, without_gradients
+from ..dense_reason import DenseReason
+from ..errors import InputError, ModelError, ProfileError
+from ..fields import Rule
+from ..identity import (
+    find_decoder_attention,
+    find_not_finite,
+    find_offloaded,
+    geometry,
+    get_device_of,
+    list_attention_modules,
+)
+from ..layer_kinds import describe_window, get_chunk, get_max_positions, get_window
+from ..logs import log_once
+from ..monitor.counters import DenseWatch
+from ..monitor.drift import Drift, read_check
+from ..profile import Profile, load_profile
+from ..profile.find import find_profile
+from ..sequences import needs_gradients
+from .layers import (
     STATE,
     Implementations,
     LongPromptPolicy,
@@ -43,30 +58,15 @@ from s2o_runtime.huggingface.layers import (
     make_states,
     pair_states,
 )
-from s2o_runtime.huggingface.layers import LayerState as LayerState
-from s2o_runtime.huggingface.layers import Observer as Observer
-from s2o_runtime.huggingface.layers import ServerLikeState as ServerLikeState
-from s2o_runtime.huggingface.layers import TransformersCall as TransformersCall
-from s2o_runtime.huggingface.layers import attach as attach
-from s2o_runtime.huggingface.layers import detach as detach
-from s2o_runtime.huggingface.layers import get_layer_states as get_layer_states
-from s2o_runtime.huggingface.paged import split_requests
-from s2o_runtime.huggingface.run import SOFT_CAP, attach_profile, find_weights_mismatch, read_available
-from s2o_runtime.identity import (
-    find_decoder_attention,
-    find_not_finite,
-    find_offloaded,
-    geometry,
-    get_device_of,
-    list_attention_modules,
-)
-from s2o_runtime.layer_kinds import describe_window, get_chunk, get_max_positions, get_window
-from s2o_runtime.logs import log_once
-from s2o_runtime.monitor.counters import DenseWatch
-from s2o_runtime.monitor.drift import Drift, read_check
-from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.profile.find import find_profile
-from s2o_runtime.sequences import needs_gradients
+from .layers import LayerState as LayerState
+from .layers import Observer as Observer
+from .layers import ServerLikeState as ServerLikeState
+from .layers import TransformersCall as TransformersCall
+from .layers import attach as attach
+from .layers import detach as detach
+from .layers import get_layer_states as get_layer_states
+from .paged import split_requests
+from .run import SOFT_CAP, attach_profile, find_weights_mismatch, read_available
 
 NAME = "s2o"
 PAGED = f"paged|{NAME}"  # what transformers' continuous batching calls it

@@ -17,24 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from s2o_runtime.attention.api import s2o_attention
-from s2o_runtime.attention.compute import Attention, AttentionStats
-from s2o_runtime.attention.dense import fastest_dense_attention
-from s2o_runtime.call import Scoring, without_gradients
-from s2o_runtime.config import HEAD_DIMS, KvCacheDtype, LayerConfig
-from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.errors import ModelError
-from s2o_runtime.fields import Rule
-from s2o_runtime.identity import find_decoder_attention, list_attention_modules
-from s2o_runtime.layer_kinds import describe_kind, list_layer_kinds
-from s2o_runtime.logs import log_once
-from s2o_runtime.monitor.counters import DenseWatch, Meter
-from s2o_runtime.monitor.drift import Drift, DriftMonitor, check_and_limits
-from s2o_runtime.profile import Profile
-from s2o_runtime.profile.profile import adapt_to_device
-from s2o_runtime.quantisation import round_as_cached
-from s2o_runtime.sequences import CallShape, needs_gradients
-from s2o_runtime.serving.fit import Rank, ServedLayer, get_longest_trusted
+from ..attention.api import s2o_attention
+from ..attention.compute import Attention, AttentionStats
+from ..attention.dense import fastest_dense_attention
+from ..call import Scoring, without_gradients
+from ..config import HEAD_DIMS, KvCacheDtype, LayerConfig
+from ..dense_reason import DenseReason
+from ..errors import ModelError
+from ..fields import Rule
+from ..identity import find_decoder_attention, list_attention_modules
+from ..layer_kinds import describe_kind, list_layer_kinds
+from ..logs import log_once
+from ..monitor.counters import DenseWatch, Meter
+from ..monitor.drift import Drift, DriftMonitor, check_and_limits
+from ..profile import Profile
+from ..profile.profile import adapt_to_device
+from ..quantisation import round_as_cached
+from ..sequences import CallShape, needs_gradients
+from ..serving.fit import Rank, ServedLayer, get_longest_trusted
 
 STATE = "s2o_layer"  # attribute of a patched attention module
 DENSE = "dense"  # in place of a profile's digest, of states that never run S2O

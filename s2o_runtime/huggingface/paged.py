@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from s2o_runtime.errors import ModelError
-from s2o_runtime.huggingface.layers import TransformersCall
+from ..errors import ModelError
+from .layers import TransformersCall
 
 RequestAttention = Callable[[TransformersCall, int | None], Tensor]  # a call, the layer's window -> [1, Lq, Hq, D]
 

@@ -14,10 +14,22 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 
-from s2o_runtime.command_line import BAD_INPUT, Parser, add_information, call_command, describe_exit_codes
-from s2o_runtime.errors import InputError, ModelError, ProfileError
-from s2o_runtime.fields import Rule
-from s2o_runtime.huggingface.layers import (
+from ..command_line import BAD_INPUT, Parser, add_information, call_command, describe_exit_codes
+from ..errors import InputError, ModelError, ProfileError
+from ..fields import Rule
+from ..identity import (
+    explain_mismatch,
+    find_decoder_attention,
+    find_offloaded,
+    fingerprint,
+    geometry,
+    list_attention_modules,
+)
+from ..logs import log_once
+from ..monitor.drift import DriftChoice, read_error_limits
+from ..profile import Profile, load_profile
+from ..profile.find import FoundProfile, explain_no_match, find_profiles, select_profile
+from .layers import (
     DENSE,
     STATE,
     LayerState,
@@ -29,18 +41,6 @@ from s2o_runtime.huggingface.layers import (
     pair_states,
     refuse_config,
 )
-from s2o_runtime.identity import (
-    explain_mismatch,
-    find_decoder_attention,
-    find_offloaded,
-    fingerprint,
-    geometry,
-    list_attention_modules,
-)
-from s2o_runtime.logs import log_once
-from s2o_runtime.monitor.drift import DriftChoice, read_error_limits
-from s2o_runtime.profile import Profile, load_profile
-from s2o_runtime.profile.find import FoundProfile, explain_no_match, find_profiles, select_profile
 
 VARIABLE = "S2O_PROFILE"
 BEYOND = "S2O_BEYOND"
@@ -264,8 +264,8 @@ def build_parser() -> Parser:
 def _execute(args: argparse.Namespace) -> int:
     flags = {"S2O_PROFILE": args.profile, "S2O_BEYOND": args.beyond, "S2O_DRIFT": args.drift}
     os.environ.update({variable: value for variable, value in flags.items() if value is not None})
-    from s2o_runtime.profile.find import VARIABLE as FOLDERS
-    from s2o_runtime.profile.find import list_folders
+    from ..profile.find import VARIABLE as FOLDERS
+    from ..profile.find import list_folders
 
     try:
         read_available()

@@ -20,10 +20,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.huggingface import run
-from s2o_runtime.huggingface.explanation import explain_layers
-from s2o_runtime.huggingface.hf import (
+from ..dense_reason import DenseReason
+from . import run
+from .explanation import explain_layers
+from .hf import (
     CALL,
     PrefillCall,
     is_prefill_mask,
@@ -32,8 +32,8 @@ from s2o_runtime.huggingface.hf import (
     s2o_mask,
     s2o_paged_forward,
 )
-from s2o_runtime.huggingface.layers import STATE, paths_taken
-from s2o_runtime.huggingface.paged import is_batch
+from .layers import STATE, paths_taken
+from .paged import is_batch
 
 NAME = "sdpa"
 PAGED = "paged|sdpa"  # in continuous batching, before transformers 5.19

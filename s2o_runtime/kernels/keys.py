@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime import quantisation
-from s2o_runtime.call import Call
-from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.launch import group_strides, launch
-from s2o_runtime.kernels.primitives import RCP_LEVELS, ROUNDING, SMALLEST, head_pointer, load_sequence
+from .. import quantisation
+from ..call import Call
+from .groups import Strides
+from .launch import group_strides, launch
+from .primitives import RCP_LEVELS, ROUNDING, SMALLEST, head_pointer, load_sequence
 
 RANGE_PARTS = 32  # programs that share the keys of a head; so many ranges each program of `_quantise_keys` reads
 RANGE_ELEMENTS = 8192  # that are loaded at once

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from s2o_runtime.kernels.groups import Strides
+from .groups import Strides
 
 # Versions of Triton whose compiled kernels' `run` was called directly on a GPU and compared with `kernel[grid]`
 # (tests/ops/test_launch.py). Its parameters are no public interface: with other versions every launch goes through

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.kernels.launch import launch, list_strides
-from s2o_runtime.sequences import PagedKeys
+from ..sequences import PagedKeys
+from .launch import launch, list_strides
 
 GATHER_ROWS = 64  # tokens of a program
 GATHER_WARPS = 4

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.kernels.launch import Compiled, Picker, is_hooked, make_picker, observed
+from .launch import Compiled, Picker, is_hooked, make_picker, observed
 
 # Calls that need more workspace are bound by the GPU, and slices of their rows take turns in one piece of memory.
 LARGEST_WORKSPACE = 512 << 20

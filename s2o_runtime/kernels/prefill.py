@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime import config
-from s2o_runtime.call import Call
-from s2o_runtime.devices import Resources, get_resources
-from s2o_runtime.kernels.groups import Heads, Levels, Mode, Ranking, Sizes, Splits, Strides
-from s2o_runtime.kernels.keys import Keys, read_keys
-from s2o_runtime.kernels.launch import Argument, group_strides, launch
-from s2o_runtime.kernels.primitives import (
+from .. import config
+from ..call import Call
+from ..devices import Resources, get_resources
+from ..sequences import CallShape, Starts
+from .groups import Heads, Levels, Mode, Ranking, Sizes, Splits, Strides
+from .keys import Keys, read_keys
+from .launch import Argument, group_strides, launch
+from .primitives import (
     GRAIN,
     LOG2E,
     MAX_REGISTERS,
@@ -45,12 +46,11 @@ from s2o_runtime.kernels.primitives import (
     sum_remaining_mass,
     weigh_tail,
 )
-from s2o_runtime.kernels.rank.means import make_representatives
-from s2o_runtime.kernels.rank.order import BUCKETS, RANK_BYTES, Ranked, order
-from s2o_runtime.kernels.rank.scores import log_sums, score
-from s2o_runtime.kernels.splits import allocate_splits, combine, count_key_splits
-from s2o_runtime.kernels.tail import EDGES, Tail, count_tail_bytes, pool_values, sum_tails
-from s2o_runtime.sequences import CallShape, Starts
+from .rank.means import make_representatives
+from .rank.order import BUCKETS, RANK_BYTES, Ranked, order
+from .rank.scores import log_sums, score
+from .splits import allocate_splits, combine, count_key_splits
+from .tail import EDGES, Tail, count_tail_bytes, pool_values, sum_tails
 
 CACHE_SHARE = 0.7  # of the L2 cache, for the keys and values of the heads that take turns
 WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and logs of a whole call come on top
@@ -341,7 +341,7 @@ def prefill(
     kernel = _prefill
     options = {"maxnreg": MAX_REGISTERS}
     if tile.specialized:
-        from s2o_runtime.kernels import prefill_hopper as hopper
+        from . import prefill_hopper as hopper
 
         kernel = hopper._prefill_hopper
         options = {"maxnreg": hopper.MAX_REGISTERS}

@@ -30,11 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from s2o_runtime import call
-from s2o_runtime.config import StopRule
-from s2o_runtime.kernels import primitives
-from s2o_runtime.kernels.groups import Heads, Levels, Ranking, Splits, Strides
-from s2o_runtime.sequences import Starts
+from .. import call
+from ..config import StopRule
+from ..sequences import Starts
+from . import primitives
+from .groups import Heads, Levels, Ranking, Splits, Strides
 
 # renamed in Triton 3.8, the old name went in 3.9
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

@@ -13,8 +13,8 @@ import math
 import triton
 import triton.language as tl
 
-from s2o_runtime import call, config, quantisation
-from s2o_runtime.config import StopRule
+from .. import call, config, quantisation
+from ..config import StopRule
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))

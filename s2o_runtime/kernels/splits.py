@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
-from s2o_runtime.devices import Resources
-from s2o_runtime.kernels.groups import Splits, Strides
-from s2o_runtime.kernels.launch import Argument, group_strides, launch, list_strides
-from s2o_runtime.kernels.primitives import LN2, RCP_LN2, head_pointer, load_sequence
+from ..call import Call
+from ..devices import Resources
+from .groups import Splits, Strides
+from .launch import Argument, group_strides, launch, list_strides
+from .primitives import LN2, RCP_LN2, head_pointer, load_sequence
 
 DENSITY = 0.25  # the share of its keys that a head that stops is assumed to visit; the true one is not known in advance
 LONGEST = 0.7  # a dense head is split if a program of it takes more than this share of an SM's mean work

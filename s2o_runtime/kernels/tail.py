@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime import config
-from s2o_runtime.call import Call
-from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.launch import group_strides, launch
-from s2o_runtime.kernels.primitives import GRAIN, TAIL, find_window_start, head_pointer, load_cache_rows, load_sequence
-from s2o_runtime.kernels.rank.order import BUCKETS, Ranked
-from s2o_runtime.sequences import Starts
+from .. import config
+from ..call import Call
+from ..sequences import Starts
+from .groups import Strides
+from .launch import group_strides, launch
+from .primitives import GRAIN, TAIL, find_window_start, head_pointer, load_cache_rows, load_sequence
+from .rank.order import BUCKETS, Ranked
 
 EDGES = 16  # of the order's buckets every second one
 TAIL_SEGMENTS = 4, 8  # at once, of few and of many: more read the mean values less often, and are fewer programs

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
-from s2o_runtime.kernels.groups import Levels, Ranking, Sizes, Strides
-from s2o_runtime.kernels.keys import read_keys
-from s2o_runtime.kernels.launch import group_strides, launch, list_strides
-from s2o_runtime.kernels.prefill import WORKSPACE_BYTES, Ranker, slice_rows
-from s2o_runtime.kernels.primitives import (
+from ..call import Call
+from .groups import Levels, Ranking, Sizes, Strides
+from .keys import read_keys
+from .launch import group_strides, launch, list_strides
+from .prefill import WORKSPACE_BYTES, Ranker, slice_rows
+from .primitives import (
     GRAIN,
     LOG2E,
     MAX_REGISTERS,
@@ -34,8 +34,8 @@ from s2o_runtime.kernels.primitives import (
     sum_remaining_mass,
     weigh_tail,
 )
-from s2o_runtime.kernels.rank.order import BUCKETS
-from s2o_runtime.kernels.tail import EDGES
+from .rank.order import BUCKETS
+from .tail import EDGES
 
 STRIDES = 4  # spacings of the stop checks that one pass follows, each twice the one before
 QUANTITIES = 5  # fields of Traced that the kernel writes

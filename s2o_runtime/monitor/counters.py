@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from s2o_runtime.attention.compute import AttentionStats
-from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.monitor.drift import DriftMonitor
+from ..attention.compute import AttentionStats
+from ..dense_reason import DenseReason
+from .drift import DriftMonitor
 
 CALLS = 1000  # of every layer, after which it is judged
 MOST = 0.9  # of the calls: if more than this share is dense, a warning says so

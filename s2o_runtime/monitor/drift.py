@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from s2o_runtime.call import PLAIN, Scoring, cap_scores, softmax
-from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.fields import Rule, check_fields, validated_field
-from s2o_runtime.profile import Profile
-from s2o_runtime.profile.record import ErrorUnit, read_budget, read_limits
+from ..call import PLAIN, Scoring, cap_scores, softmax
+from ..errors import ConfigError, ProfileError
+from ..fields import Rule, check_fields, validated_field
+from ..profile import Profile
+from ..profile.record import ErrorUnit, read_budget, read_limits
 
 Action = Literal["warn", "dense"]
 DriftChoice = Literal["auto", "off", "warn", "dense"]

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from s2o_runtime.lazy import load_lazily
+from ..lazy import load_lazily
 
 if TYPE_CHECKING:
-    from s2o_runtime.profile.file import METADATA_KEY, SCHEMA, load_profile, make_document, save_profile, serialize
-    from s2o_runtime.profile.profile import Profile
-    from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES
+    from .file import METADATA_KEY, SCHEMA, load_profile, make_document, save_profile, serialize
+    from .profile import Profile
+    from .record import BUDGET_KINDS, BUDGET_SCOPES
 
 __all__ = [
     "BUDGET_KINDS",

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from s2o_runtime.config import (
+from ..config import (
     KEY_BLOCK,
     LAST_ROWS,
     REPRESENTATIVES,
@@ -36,14 +36,14 @@ from s2o_runtime.config import (
     Tail,
     TileConfig,
 )
-from s2o_runtime.devices import DeviceIdentity
-from s2o_runtime.errors import InputError, ProfileError
-from s2o_runtime.fields import short_repr
-from s2o_runtime.files import write_atomically
-from s2o_runtime.identity import Geometry, dump_json, join_fingerprint, read_tensor_bytes, split_fingerprint
-from s2o_runtime.lengths import MAX_LENGTH, get_length_step
-from s2o_runtime.profile.profile import Profile
-from s2o_runtime.version import __version__
+from ..devices import DeviceIdentity
+from ..errors import InputError, ProfileError
+from ..fields import short_repr
+from ..files import write_atomically
+from ..identity import Geometry, dump_json, join_fingerprint, read_tensor_bytes, split_fingerprint
+from ..lengths import MAX_LENGTH, get_length_step
+from ..version import __version__
+from .profile import Profile
 
 SCHEMA = 8
 JSON_TYPES = {

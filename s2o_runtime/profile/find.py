@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from s2o_runtime.devices import identify, is_same_product
-from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.identity import geometry
-from s2o_runtime.profile.file import load_profile
-from s2o_runtime.profile.profile import Profile
-from s2o_runtime.profile.record import BudgetKind, list_certified, read_budget
+from ..devices import identify, is_same_product
+from ..errors import ConfigError, ProfileError
+from ..identity import geometry
+from .file import load_profile
+from .profile import Profile
+from .record import BudgetKind, list_certified, read_budget
 
 VARIABLE = "S2O_PROFILES"  # folders, separated as in PATH
 WRITTEN = Path("profiles")  # where s2o-calibrate writes by default, in the folder that it runs in

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from s2o_runtime.config import MAX_CHUNK, HeadConfig, KvCacheDtype, LayerConfig, TileConfig
-from s2o_runtime.devices import DeviceIdentity, decide_fit, identify
-from s2o_runtime.errors import ConfigError, ProfileError
-from s2o_runtime.fields import short_repr
-from s2o_runtime.identity import CONFIG, RANDOM, Geometry
-from s2o_runtime.lengths import STEPS_PER_OCTAVE, get_length_step, is_far_apart
-from s2o_runtime.profile.record import get_object
-from s2o_runtime.tiles import list_candidate_tiles
+from ..config import MAX_CHUNK, HeadConfig, KvCacheDtype, LayerConfig, TileConfig
+from ..devices import DeviceIdentity, decide_fit, identify
+from ..errors import ConfigError, ProfileError
+from ..fields import short_repr
+from ..identity import CONFIG, RANDOM, Geometry
+from ..lengths import STEPS_PER_OCTAVE, get_length_step, is_far_apart
+from ..tiles import list_candidate_tiles
+from .record import get_object
 
 log = logging.getLogger("s2o_runtime")
 

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.call import Scoring, ScoringOptions, cap_scores
-from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.quantisation import Int8Operands
-from s2o_runtime.reference.ranking import RankedPrefix, make_representatives, rank
-from s2o_runtime.sequences import call_shape, check_heads, find_window_start
+from ..call import Scoring, ScoringOptions, cap_scores
+from ..config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
+from ..quantisation import Int8Operands
+from ..sequences import call_shape, check_heads, find_window_start
+from .ranking import RankedPrefix, make_representatives, rank
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from s2o_runtime.call import Scoring, ScoringOptions, cap_scores
-from s2o_runtime.sequences import CallShape, Starts, call_shape, list_sequences
+from ..call import Scoring, ScoringOptions, cap_scores
+from ..sequences import CallShape, Starts, call_shape, list_sequences
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

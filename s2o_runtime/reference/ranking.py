@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.call import cap_scores
+from ..call import cap_scores
 
 
 class RankedPrefix(NamedTuple):

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.backend import Backend
-from s2o_runtime.attention.paged import gather_keys, s2o_attention_paged
-from s2o_runtime.call import Scoring
-from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import S2OError
-from s2o_runtime.lengths import get_length_step
-from s2o_runtime.monitor.counters import Counters
-from s2o_runtime.sequences import FP8_TYPES, PagedKeys
-from s2o_runtime.serving.batch import Batch, BatchSlice, make_call
-from s2o_runtime.serving.fit import TEST_KEYS, ServedLayer
+from ..attention.backend import Backend
+from ..attention.paged import gather_keys, s2o_attention_paged
+from ..call import Scoring
+from ..config import LayerConfig
+from ..errors import S2OError
+from ..lengths import get_length_step
+from ..monitor.counters import Counters
+from ..sequences import FP8_TYPES, PagedKeys
+from .batch import Batch, BatchSlice, make_call
+from .fit import TEST_KEYS, ServedLayer
 
 UNTESTED = "the layer has not passed its self-test yet"
 ROWS, FEWEST_ROWS = 128, 32  # of a prompt that layers are tested on, at most and at least

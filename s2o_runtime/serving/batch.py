@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from s2o_runtime.lengths import get_length_step, round_up_length
-from s2o_runtime.sequences import make_packed_starts
-from s2o_runtime.serving.fit import RankProfile, Request, ServedLayer
+from ..lengths import get_length_step, round_up_length
+from ..sequences import make_packed_starts
+from .fit import RankProfile, Request, ServedLayer
 
 
 @dataclass(frozen=True)

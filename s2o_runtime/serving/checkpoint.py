@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from s2o_runtime.errors import ProfileError
-from s2o_runtime.identity import StoredTensor, compute_sampled_fingerprint, read_stored_tensors
-from s2o_runtime.layer_kinds import get_text_config
+from ..errors import ProfileError
+from ..identity import StoredTensor, compute_sampled_fingerprint, read_stored_tensors
+from ..layer_kinds import get_text_config
 
 BUFFERS = "rotary_emb.inv_freq"  # older checkpoints have it, no model has it as a parameter
 HEAD = "lm_head.weight"  # absent from a model that ties it to its embeddings, but not from every checkpoint

@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.backend import find_dense_reason
-from s2o_runtime.config import KvCacheDtype, LayerConfig
-from s2o_runtime.dense_reason import DenseReason
-from s2o_runtime.devices import get_capability
-from s2o_runtime.errors import ModelError, ProfileError
-from s2o_runtime.identity import RANDOM, compose_fingerprint, explain_mismatch, geometry
-from s2o_runtime.layer_kinds import describe_window, get_text_config
-from s2o_runtime.lengths import get_length_step
-from s2o_runtime.logs import log_once
-from s2o_runtime.monitor.drift import DriftMonitor
-from s2o_runtime.profile import Profile
-from s2o_runtime.profile.profile import adapt_to_device
-from s2o_runtime.sequences import CallShape
-from s2o_runtime.serving.checkpoint import has_known_names, hash_checkpoint
-from s2o_runtime.tiles import find_tile_obstacle, get_fewest_queries
+from ..attention.backend import find_dense_reason
+from ..config import KvCacheDtype, LayerConfig
+from ..dense_reason import DenseReason
+from ..devices import get_capability
+from ..errors import ModelError, ProfileError
+from ..identity import RANDOM, compose_fingerprint, explain_mismatch, geometry
+from ..layer_kinds import describe_window, get_text_config
+from ..lengths import get_length_step
+from ..logs import log_once
+from ..monitor.drift import DriftMonitor
+from ..profile import Profile
+from ..profile.profile import adapt_to_device
+from ..sequences import CallShape
+from ..tiles import find_tile_obstacle, get_fewest_queries
+from .checkpoint import has_known_names, hash_checkpoint
 
 TRUSTED_BEYOND = 1.5  # a profile's settings hold up to this many times its longest calibrated length
 NO_GPU = (0, 0)  # the capability of a CPU

@@ -16,21 +16,21 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from s2o_runtime.attention.api import s2o_attention_varlen
-from s2o_runtime.attention.paged import IN_PLACE_ELEMENTS, gather_keys, s2o_attention_paged
-from s2o_runtime.attention.warmup import SEGMENTS, THREADS, split_calls
-from s2o_runtime.config import LayerConfig
-from s2o_runtime.errors import ConfigError, ModelError, ProfileError, S2OError
-from s2o_runtime.fields import DURATION, Rule, get_rules, validated_field
-from s2o_runtime.monitor.counters import EARLY, Counters, serve_metrics
-from s2o_runtime.monitor.drift import DriftChoice, DriftMonitor, check_and_limits, read_check
-from s2o_runtime.profile import load_profile
-from s2o_runtime.profile.find import find_profile
-from s2o_runtime.sequences import PagedKeys, make_packed_starts
-from s2o_runtime.serving import fit
-from s2o_runtime.serving.attend import exact_config
-from s2o_runtime.serving.fit import NoProfile, Rank, RankProfile
-from s2o_runtime.version import __version__
+from ..attention.api import s2o_attention_varlen
+from ..attention.paged import IN_PLACE_ELEMENTS, gather_keys, s2o_attention_paged
+from ..attention.warmup import SEGMENTS, THREADS, split_calls
+from ..config import LayerConfig
+from ..errors import ConfigError, ModelError, ProfileError, S2OError
+from ..fields import DURATION, Rule, get_rules, validated_field
+from ..monitor.counters import EARLY, Counters, serve_metrics
+from ..monitor.drift import DriftChoice, DriftMonitor, check_and_limits, read_check
+from ..profile import load_profile
+from ..profile.find import find_profile
+from ..sequences import PagedKeys, make_packed_starts
+from ..version import __version__
+from . import fit
+from .attend import exact_config
+from .fit import NoProfile, Rank, RankProfile
 
 PROFILE_VARIABLE = "S2O_PROFILE"
 Beyond = Literal["dense", "s2o"]

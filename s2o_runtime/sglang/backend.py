@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.serving import fit
-from s2o_runtime.serving.attend import LayerCall, attend
-from s2o_runtime.serving.batch import Batch, BatchSlice, SplitRequests
-from s2o_runtime.serving.fit import Request, ServedLayer
-from s2o_runtime.serving.server import Server
-from s2o_runtime.sglang.compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
+from ..serving import fit
+from ..serving.attend import LayerCall, attend
+from ..serving.batch import Batch, BatchSlice, SplitRequests
+from ..serving.fit import Request, ServedLayer
+from ..serving.server import Server
+from .compat import OF_REQUESTS, OF_TOKENS, PROMPTS, WHOLE_ONLY
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.sources import ServerInterface, find_classes, find_method, list_parameters, read_fields
+from ..serving.sources import ServerInterface, find_classes, find_method, list_parameters, read_fields
 
 READ = ("0.5.23",)  # the versions whose sources were read; its engine was run on a CPU
 FLASH = Path("layers/attention/flashattention_backend.py")

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from s2o_runtime.errors import ConfigError, ResourceError
-from s2o_runtime.serving.checkpoint import find_local_folder
-from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, log_start_failures
-from s2o_runtime.serving.sources import find_interface_obstacle
-from s2o_runtime.sglang.backend import SglangApi, mix_in
-from s2o_runtime.sglang.compat import READ, SglangInterface
+from ..errors import ConfigError, ResourceError
+from ..serving.checkpoint import find_local_folder
+from ..serving.fit import Rank
+from ..serving.server import Process, Server, ServerContext, Settings, log_start_failures
+from ..serving.sources import find_interface_obstacle
+from .backend import SglangApi, mix_in
+from .compat import READ, SglangInterface
 
 FLASH_ATTENTION_3 = (8, 9)  # major compute capabilities that SGLang runs it on
 

@@ -26,6 +26,6 @@ def register() -> None:
 
 def create(runner: Any) -> Any:
     """Create the backend of a model runner, for SGLang."""
-    from s2o_runtime.sglang.engine import create_backend
+    from .engine import create_backend
 
     return create_backend(runner)

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from s2o_runtime.errors import InputError
-from s2o_runtime.sequences import FP8_TYPES, find_page_obstacle
-from s2o_runtime.serving import fit
-from s2o_runtime.serving.attend import LayerCall, attend
-from s2o_runtime.serving.batch import Batch, BatchSlice, SplitRequests
-from s2o_runtime.serving.fit import Request, ServedLayer
-from s2o_runtime.serving.server import Server
-from s2o_runtime.vllm.compat import INIT
+from ..errors import InputError
+from ..sequences import FP8_TYPES, find_page_obstacle
+from ..serving import fit
+from ..serving.attend import LayerCall, attend
+from ..serving.batch import Batch, BatchSlice, SplitRequests
+from ..serving.fit import Request, ServedLayer
+from ..serving.server import Server
+from .compat import INIT
 
 EDGES = ("query_start_loc", "query_start_loc_cpu")  # fields with one entry more than there are requests
 OF_TOKENS = ("slot_mapping", "positions")  # fields with one entry for each query row

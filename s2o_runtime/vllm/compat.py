@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from s2o_runtime.serving.sources import ServerInterface, find_classes, list_parameters, read_fields
+from ..serving.sources import ServerInterface, find_classes, list_parameters, read_fields
 
 BACKEND = Path("v1/attention/backend.py")
 FLASH = Path("v1/attention/backends/flash_attn.py")

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from s2o_runtime.sequences import find_page_obstacle
-from s2o_runtime.serving.checkpoint import find_local_folder
-from s2o_runtime.serving.fit import Rank
-from s2o_runtime.serving.server import Process, Server, ServerContext, Settings, log_start_failures
-from s2o_runtime.vllm.backend import VllmApi
+from ..sequences import find_page_obstacle
+from ..serving.checkpoint import find_local_folder
+from ..serving.fit import Rank
+from ..serving.server import Process, Server, ServerContext, Settings, log_start_failures
+from .backend import VllmApi
 
 SECTION = "s2o"  # of --additional-config, which has the settings
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-from s2o_runtime.vllm.backend import mix_in
-from s2o_runtime.vllm.engine import make_api
-from s2o_runtime.vllm.plugin import get_backend_name
+from .backend import mix_in
+from .engine import make_api
+from .plugin import get_backend_name
 
 S2OBackend = mix_in(FlashAttentionBackend, get_backend_name(), make_api())

@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from s2o_runtime.serving.sources import find_interface_obstacle
-from s2o_runtime.vllm.compat import VllmInterface
+from ..serving.sources import find_interface_obstacle
+from .compat import VllmInterface
 
 NAME = "S2O"  # of the backend where vLLM lets plugins name one, else CUSTOM
 FLASH = "s2o_runtime.vllm.flash.S2OBackend"

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
-from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.keys import Keys
-from s2o_runtime.kernels.launch import group_strides, launch
-from s2o_runtime.kernels.primitives import LOG2E, head_pointer, load_sequence, quantise
-from s2o_runtime.sequences import Starts
+from ...call import Call
+from ...sequences import Starts
+from ..groups import Strides
+from ..keys import Keys
+from ..launch import group_strides, launch
+from ..primitives import LOG2E, head_pointer, load_sequence, quantise
 
 REPRESENTATIVE_WARPS = 4
 REPRESENTATIVE_STAGES = 5  # a program's loads are all that it waits for, and few programs run beside it

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime.call import Call
-from s2o_runtime.devices import is_interpreted
-from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.launch import group_strides, launch
-from s2o_runtime.kernels.primitives import GRAIN, find_window_start, load_cache_rows, load_sequence
-from s2o_runtime.kernels.rank.scores import SCORE_LIMIT
-from s2o_runtime.sequences import Starts
+from ...call import Call
+from ...devices import is_interpreted
+from ...sequences import Starts
+from ..groups import Strides
+from ..launch import group_strides, launch
+from ..primitives import GRAIN, find_window_start, load_cache_rows, load_sequence
+from .scores import SCORE_LIMIT
 
 ORDER_WARPS = 4
 SAMPLES = 512  # with 256 or 1024 heads visit about as much; sorting 1024 took up to a third of the kernel's time

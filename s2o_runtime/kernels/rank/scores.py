@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from s2o_runtime import config
-from s2o_runtime.call import Call
-from s2o_runtime.kernels.groups import Strides
-from s2o_runtime.kernels.keys import Keys
-from s2o_runtime.kernels.launch import group_strides, launch
-from s2o_runtime.kernels.primitives import (
+from ... import config
+from ...call import Call
+from ...sequences import Starts
+from ..groups import Strides
+from ..keys import Keys
+from ..launch import group_strides, launch
+from ..primitives import (
     GRAIN,
     MAX_REGISTERS,
     cap_scores,
@@ -26,8 +27,7 @@ from s2o_runtime.kernels.primitives import (
     load_cache_rows,
     load_sequence,
 )
-from s2o_runtime.kernels.rank.means import Representatives
-from s2o_runtime.sequences import Starts
+from .means import Representatives
 
 LOG_SUM_KEYS = 64
 # A denominator moves all scores of a representative alike, so it only says what representatives count against one
