@@ -114,8 +114,9 @@ def launch(
     cacheable = narrow and not reduce(or_, address) & 15
     if compiled is None or not cacheable or is_hooked():
         launched = kernel[grid](*binding.group_tensors(pointers), *numbers, **constants, **options)
-        metadata = getattr(launched, "packed_metadata", None)  # of the interpreter there is none
-        if cacheable and metadata is not None and _is_tested(triton.__version__):
+        is_compiled = hasattr(launched, "packed_metadata")  # nothing is in the interpreter
+        if cacheable and is_compiled and _is_tested(triton.__version__):
+            metadata = launched.packed_metadata
             _compiled[key] = Compiled(launched.run, launched.function, metadata, binding.groups, binding.order)
         if observed.listener is not None:
             observed.listener(None, grid, pointers, ())
