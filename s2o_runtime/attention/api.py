@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -176,18 +177,27 @@ def read_options(function: str, accepted: type, given: dict[str, Any]) -> OpOpti
     accepted: the TypedDict of the op's optional arguments; `return_stats` and `return_lse` come on top. Raises
     InputError if an argument is unknown, or the scale or the cap is no number.
     """
-    if unknown := given.keys() - accepted.__annotations__.keys() - RESULTS:
-        refuse(sorted(unknown), function)
+    names = get_option_names(accepted)
+    if not given.keys() <= names:
+        refuse(sorted(given.keys() - names), function)
     scale, softcap = given.get("scale"), given.get("softcap")
-    if not torch.compiler.is_compiling():  # graphs hold symbols in place of numbers
+    is_number = scale is not None or softcap is not None
+    if is_number and not torch.compiler.is_compiling():  # graphs hold symbols in place of numbers
         try:  # the products refuse texts, which float() would read
             scale = None if scale is None else float(scale * 1.0)
             softcap = None if softcap is None else float(softcap * 1.0)
         except (TypeError, ValueError, RuntimeError):
             raise InputError(f"scale is {scale!r} and softcap {softcap!r}: expected numbers or None") from None
-    scoring = Scoring(scale, softcap, without_gradients(given.get("sinks")))
-    asked = (given.get("backend", "auto"), given.get("return_stats", False), given.get("return_lse", False))
+    sinks = given.get("sinks")
+    scoring = Scoring(scale, softcap, None if sinks is None else without_gradients(sinks))
+    asked = given.get("backend", "auto"), given.get("return_stats", False), given.get("return_lse", False)
     return OpOptions(scoring, *asked, given.get("out"))
+
+
+@cache
+def get_option_names(accepted: type) -> frozenset[str]:
+    """Return the names of an op's optional arguments."""
+    return frozenset(accepted.__annotations__) | RESULTS
 
 
 def read_lengths(*values: int) -> tuple[int, ...]:

@@ -35,8 +35,9 @@ _ALLOCATIONS = (
 )
 
 
-# One launch: its kernel, its grid, a picker from the addresses and groups of a replay, and what follows the pointers.
-Step = tuple[Compiled, tuple[int, int, int], Picker, tuple[Any, ...]]
+# One launch: its launcher, grid, function and metadata, a picker from a replay's addresses and groups, and what follows
+# the pointers. A flat tuple: a replay unpacks one for each launch, of which a call has six to nine.
+Step = tuple[Any, tuple[int, int, int], Any, Any, Picker, tuple[Any, ...]]
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and type of an output
 
 
@@ -82,8 +83,8 @@ class LaunchPlan:
         address += self.constants
         arguments = [*address, *[group(address) for group in self.groups]]
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # as in `launch`
-        for (run, function, metadata, *_), grid, pick, rest in self.steps:
-            run(*grid, stream, function, metadata, None, None, None, *pick(arguments), *rest)
+        for run, (x, y, z), function, metadata, pick, rest in self.steps:
+            run(x, y, z, stream, function, metadata, None, None, None, *pick(arguments), *rest)
         return tuple(outputs)
 
 
@@ -213,7 +214,8 @@ class Recorder:
             for group in compiled.groups:
                 of_group = tuple(indices[member] for member in group)
                 indices.append(group_index.setdefault(of_group, addresses + len(group_index)))
-            steps.append((compiled, grid, make_picker(compiled.order(indices)), rest))
+            pick = make_picker(compiled.order(indices))
+            steps.append((compiled.run, grid, compiled.function, compiled.metadata, pick, rest))
         groups = tuple(make_picker(of_group) for of_group in group_index)
         device = self._inputs[0].device
         return LaunchPlan(device, tuple(layouts), workspace, tuple(derived), constants, groups, tuple(steps))
