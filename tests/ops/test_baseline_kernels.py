@@ -323,6 +323,7 @@ def test_block_weights_of_a_million_tokens():
 @COMPILED
 def test_memory_at_128k():
     """Selecting takes less than a GiB besides what it returns and what permuting copies."""
+    torch.use_deterministic_algorithms(False)  # which `nan_filled` needs, and which take more memory
     q, k, _ = inputs(1, 32, 8, 131072, 131072, 128)
     for settings in (FlashPrefill(), FlashPrefillV2(), PBS(), Sparge(), Antidiagonal(), SkipSoftmax()):
         torch.cuda.synchronize()

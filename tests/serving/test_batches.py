@@ -125,9 +125,14 @@ def expect(engine, parts, last_rows):
     ended = any(request.done == len(request) for request, _ in parts)
     by_sizes = engine.adapters_by_sizes  # vLLM's backends know requests by their sizes alone
     adapted = {(count, request.done) for request, count in parts if request.adapter}
+    left_by_sizes = {}  # of requests alike, the one that is nearest to its end counts for both
+    for request, count in parts:
+        sizes, left = (count, request.done), len(request) - request.done
+        left_by_sizes[sizes] = min(left, left_by_sizes.get(sizes, left))
     for request, count in parts:
         done = request.done
-        left = (len(request) - done) if by_sizes else (0 if ended else last_rows)  # SGLang: if a prompt ends, all may
+        # SGLang: if a prompt ends, all may
+        left = left_by_sizes[count, done] if by_sizes else (0 if ended else last_rows)
         last = max(0, min(count, last_rows - left)) if done >= 128 and count > 1 else 0
         has_adapter = (count, done) in adapted if by_sizes else bool(request.adapter)
         for queries, keys, is_last in ((count - last, done - last, False), (last, done, True)):
