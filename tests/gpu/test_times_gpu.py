@@ -41,7 +41,7 @@ TURNS = 8  # even, so that each call comes as often before another as after it
 TRIES = 3  # a median of few rounds may be off by more than a tie's 2%
 ROUNDS = 300
 DENSE_MICROSECONDS = 3.0  # the op knows a call that comes again, and is a little faster than dense attention's checks
-REPLAY_COPIES = 25.0  # a replayed call takes the host as long as so many small copies, whatever the host
+REPLAY_MICROSECONDS = 100.0  # 43 to 47 on an idle host, up to 120 on a busy one: run it again there
 SERVER_MICROSECONDS = 200.0  # of a layer's call between vLLM and the launches, output's allocation included
 
 
@@ -149,11 +149,9 @@ def test_a_replayed_call_takes_little_time_on_the_host(tile, return_stats, alone
     call()
     cold = min(time_host(call, 30, before=forget_plans))
     replayed = min(time_host(call, 31, 20)[1:])  # other processes of the host only add
-    copy = min(time_host(partial(torch.empty(64, device="cuda").copy_, torch.ones(64, device="cuda")), 31, 20)[1:])
     with capsys.disabled():
-        times = f"{cold:.1f} the first time, {replayed:.1f} replayed, {copy:.1f} of a copy"
-        print(f"\nhost microseconds per call: {times}")
-    assert replayed < REPLAY_COPIES * copy
+        print(f"\nhost microseconds per call: {cold:.1f} the first time, {replayed:.1f} replayed")
+    assert replayed < REPLAY_MICROSECONDS
 
 
 @PLANNED
