@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from calibrate.curves import torch_pass, trace_pass
 from calibrate.curves.curves import (
@@ -27,8 +28,9 @@ from calibrate.model import layers
 from calibrate.model.estimate import wrap_out_of_memory
 from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel
-from calibrate.model.sensitivity import Sensitivity, measure_sensitivity
+from calibrate.model.sensitivity import AnsweredText, Sensitivity, measure_sensitivity
 from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.questions import ask_about
 from calibrate.recipe import Recipe
 from calibrate.timing import FAILURES, measure_medians
 from calibrate.work.executor import Executor, WorkerState, WorkItem, measure_items, open_executor, split_among_workers
@@ -43,7 +45,7 @@ CURVES, PARTS, RANKING_COST, SENSITIVITY = "curves", "curves of prompts", "ranki
 STAGE = "curves"
 ROUNDS = 5
 SENSITIVITY_PROMPTS = 4  # one of each kind of the built-in text; single prompts differ by a factor of two to three
-SENSITIVITY_TOKENS = 2048  # of each, its first ones: a backward pass needs memory
+SENSITIVITY_TOKENS = 2048  # of each, its first ones and questions about them: a backward pass needs memory
 
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
 Entries = Sequence[tuple[Mapping[str, Any], Any]]  # keys and values of one kind in a journal
@@ -293,7 +295,7 @@ def measure_on_prompts(
     item = PromptsSensitivity(hashes, min(length, SENSITIVITY_TOKENS), recipe.seed)
     with open_executor(model) as executor:
         executor.register_prompts(used)
-        return _convert_sensitivity(measure_items([item], executor, journal)[0])
+        return tuple(map(tuple, measure_items([item], executor, journal)[0]))
 
 
 @dataclass(frozen=True)
@@ -314,15 +316,19 @@ class PromptsSensitivity(WorkItem):
         return "sensitivity of all layers"
 
     def run(self, worker: WorkerState) -> Sensitivity:
-        ids = [worker.prompts[prompt].ids[: self.tokens] for prompt in self.prompts]
-        return measure_sensitivity(worker.loaded, ids, self.seed)
+        texts = [
+            join_questions(worker.loaded.tokenizer, worker.prompts[prompt].ids[: self.tokens])
+            for prompt in self.prompts
+        ]
+        return measure_sensitivity(worker.loaded, texts, self.seed)
 
 
-def read_stored_sensitivity(entries: Entries, prompts: set[str | None]) -> Sensitivity | None:
-    """Return the sensitivity that a journal's entries have of some of these prompts, by their hashes; None without."""
-    values = (value for key, value in reversed(entries) if set(key["prompts"]) <= prompts)
-    return next(map(_convert_sensitivity, values), None)
-
-
-def _convert_sensitivity(value: Any) -> Sensitivity:
-    return tuple(tuple(float(head) for head in layer) for layer in value)
+def join_questions(tokenizer: Any, ids: Tensor) -> AnsweredText:
+    """Return a text, int64 [L], with all questions about it and their answers behind it."""
+    joined: list[int] = ids.tolist()
+    rows: list[int] = []
+    for question in ask_about(tokenizer, joined):
+        joined += question.ids
+        rows += range(len(joined) - 1, len(joined) - 1 + len(question.answer))
+        joined += question.answer
+    return AnsweredText(torch.tensor(joined), len(ids), torch.tensor(rows))

@@ -1,11 +1,13 @@
-"""Measure how a model's predictions change with an error in the attention of each head, by one backward pass.
+"""Measure how a model's answers change with an error in the attention of each head, by one backward pass.
 
 To second order, KL(dense || patched) of the next token is half the error's quadratic form with the Fisher information.
-Its diagonal suffices, because the errors of rows and heads are nearly uncorrelated. For one head it is the mean square
-of g, the gradient of log p(tokens) with respect to the head's attention output, where each token is drawn from what the
-model itself predicts at its position:
+Its diagonal is used, as if the errors of rows and heads were uncorrelated: it gives the ratio of layers and heads well
+and the whole several times too small, because errors of rows add up where an answer reads them. For one head it is the
+square of g, the gradient of the answers' log-probability with respect to the head's attention output, where each token
+is drawn from what the model itself predicts at its position:
 
-    KL per token = sum over layers and heads of 0.5 * E|g_row|^2 * mse,   |g_row|^2 summed over the head's D entries.
+    KL per answer token = sum over layers and heads of 0.5 * E|g|^2 * mse / tokens, |g|^2 summed over D and over the
+    rows before the questions: those behind them are exact.
 
 The pass goes layer by layer, like every other (`layers.py`): forward without a graph, where only each layer's input
 is kept, in host memory; then backward, where each layer runs again from its input. So a model of any size needs the
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,60 +42,80 @@ from calibrate.model.models import LoadedModel
 from s2o_runtime.call import Scoring, cap_scores, softmax
 from s2o_runtime.errors import ModelError
 
+
+@dataclass(frozen=True)
+class AnsweredText:
+    """A text and questions about it with their answers, as one sequence.
+
+    ids: int64 [L], of all. text: tokens before the first question. rows: int64 [R], those before each answer's tokens.
+    """
+
+    ids: Tensor
+    text: int
+    rows: Tensor
+
+
 Sensitivity = tuple[tuple[float, ...], ...]  # of each layer and head: nats per token for each unit of the head's mse
 
 
-def measure_sensitivity(loaded: LoadedModel, prompts: Sequence[Tensor], seed: int) -> Sensitivity:
-    """Measure the cost in KL of each head's mean squared error, the mean over prompts.
+def measure_sensitivity(loaded: LoadedModel, texts: Sequence[AnsweredText], seed: int) -> Sensitivity:
+    """Measure the cost in KL of the answers of each head's mean squared error, the mean over texts.
 
-    prompts: token ids, int64 [L] each. Attention's backward pass is dense, so a few thousand tokens are meant. seed: of
-    the tokens that are drawn; the same seed gives the same result.
+    texts: attention's backward pass is dense, so a few thousand tokens each are meant. seed: of the tokens that are
+    drawn; the same seed gives the same result.
 
     Raises:
         ModelError: inf or NaN came up; it names layer and prompt.
         ResourceError: The GPU's memory ran out.
     """
-    longest = max(len(ids) for ids in prompts)
+    longest = max(len(text.ids) for text in texts)
     device, held = loaded.weights.device, loaded.weights.held
     costs: list[tuple[float, ...]] = []
     with with_attention(loaded.model, NAME):
         with torch.no_grad():
-            forward = LayerwiseForward(loaded, begin(loaded, prompts))
-            inputs: list[list[Tensor]] = []  # of each layer, the hidden state of each prompt
+            forward = LayerwiseForward(loaded, begin(loaded, [text.ids for text in texts]))
+            inputs: list[list[Tensor]] = []  # of each layer, the hidden state of each text
             for _ in forward.layers:
                 inputs.append([stream.hidden.cpu() for stream in forward.streams])
                 forward.move()
-        gradients = _compute_prediction_gradients(loaded, forward.streams, seed)
+        gradients = _compute_answer_gradients(loaded, forward.streams, texts, seed)
         for layer in reversed(forward.layers):
             with (
                 put_layer_on_device(loaded, layer),
                 wrap_out_of_memory(device, longest, held, f"weighing layer {layer.number}"),
             ):
                 head_costs = []
-                for prompt, (stream, hidden) in enumerate(zip(forward.streams, inputs.pop(), strict=True)):
+                for number, (stream, hidden) in enumerate(zip(forward.streams, inputs.pop(), strict=True)):
                     before = replace(stream, hidden=hidden.to(device))
-                    gradients[prompt], outputs = _run_backward(layer, before, gradients[prompt])
-                    head_costs += outputs
+                    gradients[number], outputs = _run_backward(layer, before, gradients[number])
+                    head_costs += [_sum_costs(output, texts[number]) for output in outputs]
             if layer.attention is not None:
                 costs.append(tuple(torch.stack(head_costs).mean(0).tolist()))
     return tuple(reversed(costs))
 
 
-def _compute_prediction_gradients(loaded: LoadedModel, streams: Sequence[Stream], seed: int) -> list[Tensor]:
-    """Compute the gradient of drawn tokens' log-probability by each prompt's last hidden state, [1, L, H]."""
+def _compute_answer_gradients(
+    loaded: LoadedModel, streams: Sequence[Stream], texts: Sequence[AnsweredText], seed: int
+) -> list[Tensor]:
+    """Compute the gradient of drawn answers' log-probability by each text's last hidden state, [1, L, H]."""
     generator = torch.Generator().manual_seed(seed)
     gradients = []
     with put_logits_on_device(loaded) as logits, torch.enable_grad():
-        for stream in streams:
-            pieces = []
-            for piece in torch.split(stream.hidden, ROWS, 1):
-                rows = piece.detach().requires_grad_()
+        for stream, text in zip(streams, texts, strict=True):
+            gradient = torch.zeros_like(stream.hidden)
+            for numbers in torch.split(text.rows.to(stream.hidden.device), ROWS):
+                rows = stream.hidden[:, numbers].detach().requires_grad_()
                 log_p = logits(rows)[0].float().log_softmax(-1)
                 drawn = _draw_tokens(log_p.detach(), generator)
-                log_p_drawn = log_p.gather(1, drawn[:, None]).sum()
-                pieces.append(torch.autograd.grad(log_p_drawn, rows)[0])
-            gradients.append(torch.cat(pieces, 1))
+                gradient[:, numbers] = torch.autograd.grad(log_p.gather(1, drawn[:, None]).sum(), rows)[0]
+            gradients.append(gradient)
     return gradients
+
+
+def _sum_costs(gradient: Tensor, text: AnsweredText) -> Tensor:
+    """Return what a head's mse costs each answer token, float64 [Hq], by a gradient [1, Hq, L, D] of all answers."""
+    squares = gradient[0, :, : text.text].double().square().sum((1, 2))
+    return 0.5 * squares / len(text.rows)
 
 
 def _draw_tokens(log_p: Tensor, generator: torch.Generator) -> Tensor:
@@ -108,8 +130,8 @@ def _run_backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tupl
     """Run the backward pass of one layer, given the gradient with respect to the hidden state behind it, [1, L, H].
 
     Returns:
-        The gradient with respect to the hidden state before the layer, and half the mean over rows of the squared norm
-        of that with respect to the attention output, float64 [Hq]; nothing for a layer without full attention.
+        The gradient with respect to the hidden state before the layer, and that with respect to the attention output,
+        [1, Hq, L, D]; nothing for a layer without full attention.
     """
     hidden = before.hidden.detach().requires_grad_()
     outputs: list[Tensor] = []
@@ -129,7 +151,7 @@ def _run_backward(layer: DecoderLayer, before: Stream, gradient: Tensor) -> tupl
         if to_output is None:  # a quantised output projection
             raise _without_gradients(layer)
         check_finite(to_output, "gradient of attention", layer.number, before.prompt)
-    return to_hidden, [0.5 * to_output[0].double().square().sum(-1).mean(-1) for to_output in to_outputs]
+    return to_hidden, to_outputs
 
 
 def _without_gradients(layer: DecoderLayer) -> ModelError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +19,10 @@ import torch
 from calibrate.model.models import LoadedModel, load, load_config
 from calibrate.model.preflight import Preflight, make_preflight
 from calibrate.profiles.stored import check_sizes, read_recipe
+from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import describe_over_limit, find_lost_needles
+from calibrate.proof.answers import measure_answers, summarise_eighths
 from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_probability, compute_mean_of_kinds
 from calibrate.proof.certify import MIN_GROUPS, PromptScorer, TextGroups, count_retrieval
 from calibrate.proof.layers import ConfigSource
@@ -34,6 +36,8 @@ from s2o_runtime.identity import explain_mismatch, geometry
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.profile import adapt_to_device
 from s2o_runtime.profile.record import get_list, read_limits
+
+ANSWERED = 5  # prompts of each length that questions are asked about, of as many kinds of text
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,10 @@ def select_certified_lengths(profile: Profile) -> dict[int, CertifiedLength]:
 class ProofCheck:
     """A proof that was made again.
 
-    lengths: for each length the model's `kl`, `top1` and `needles` and, under "layers", each layer's error and its
-    limit in the budget's unit, its rel_mse, which limit binds (`Recipe.binds`), its density, and whether it is dense.
+    lengths: for each length the model's `kl`, `top1` and `needles`, under "answers" the `kl` of answers behind the
+    finished prefill, that of the `worst_eighth` of the prompts, of a `second_turn` and of `noise` (two dense kernels;
+    None on a CPU), and under "layers" each layer's error and its limit in the budget's unit, its rel_mse, which limit
+    binds (`Recipe.binds`), its density, and whether it is dense. "answers" is None for a model that is read by layer.
     """
 
     lengths: list[dict[str, Any]]
@@ -132,7 +138,11 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
     data = load_prompts(recipe, opened.loaded.tokenizer)
     with opened.start_prover("proving", len(data.held_out), progress) as prover:
         _, proofs = prover.prove(profile, data.held_out, timed=False)
-    lengths = [_compare_with_limits(profile, recipe, length, proof) for length, proof in sorted(proofs.items())]
+        answers = {length: _measure_answers(prover, opened, prompts) for length, prompts in data.held_out.items()}
+    lengths = [
+        _compare_with_limits(profile, recipe, length, proof) | {"answers": answers[length]}
+        for length, proof in sorted(proofs.items())
+    ]
     problems = [
         describe_over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
         for row in lengths
@@ -143,6 +153,20 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
     recorded = read_record(profile).data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
     return ProofCheck(lengths, list(map(str, problems)), same_prompts)
+
+
+def _measure_answers(prover: Prover, opened: LoadedProfile, prompts: Sequence[Prompt]) -> dict[str, Any] | None:
+    """Measure the answers about the first prompts of a length; None where the model is not whole on the device."""
+    if not opened.loaded.weights.resident:
+        return None
+    on_gpu = prover.executor.device.kind == "cuda"
+    kls, *noise = measure_answers(prover, prompts[:ANSWERED], [opened.profile], noise=on_gpu)
+    return {
+        "kl": statistics.fmean(prompt.kl for prompt in kls),
+        "worst_eighth": max(summarise_eighths(kls)),
+        "second_turn": statistics.fmean(kl for prompt in kls for kl in prompt.second),
+        "noise": statistics.fmean(prompt.kl for prompt in noise[0]) if noise else None,
+    }
 
 
 def replace_prompts(recipe: Recipe, prompts: tuple[Path, ...] | None) -> Recipe:

@@ -271,8 +271,15 @@ def show_proof(proof: ProofCheck) -> Iterator[Table | str]:
         "density": lambda row: f"{fmean(layer['density'] for layer in row['layers']):.3f}",
         "needles": COLUMNS["needles"],
         "KL": show("kl", ".1e"),
+        "of answers": lambda row: format_number(row["answers"] and row["answers"]["kl"], ".1e"),
+        "worst eighth": lambda row: format_number(row["answers"] and row["answers"]["worst_eighth"], ".1e"),
+        "noise": lambda row: format_number(row["answers"] and row["answers"]["noise"], ".1e"),
     }
     yield Table.from_rows(proof.lengths, columns, "proven here")
+    yield (
+        "KL: nats per token, of all positions; of answers: of turns that ask about each eighth of a prompt behind its "
+        "finished prefill; noise: of answers, between two dense kernels"
+    )
     if not proof.same_prompts:
         yield "the prompts are not those the profile was proven on"
 

@@ -1,81 +1,70 @@
-"""KL of layers by themselves, against a model that is patched as a whole; what follows for weights; and the secant."""
+"""The limits of layers under a budget of answers: looser where answers feel less, at the scale that was measured."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from calibrate.proof.kl import GROUPS, MAX_FACTOR, MIN_SIGNAL, correct_weights, find_scale, group_layers
-from calibrate.proof.kl import measure_isolated_kl as measure
-from calibrate.search.allocate import ErrorWeights
-from calibrate.work.executor import open_executor
-from support.candidates import candidate
-from support.models import make_profile, patched_kl, stream
-from support.streamed import random_prompts
+from calibrate.curves.curves import Shape, select_rankings
+from calibrate.prompts.prompt import Prompt
+from calibrate.proof import kl
+from calibrate.proof.answers import AnswerKls
+from calibrate.proof.kl import MAX_REL_MSE, MIN_REL_MSE, find_answer_limits, interpolate_budget
+from calibrate.recipe import Budget
+from s2o_runtime.config import TileConfig
+from support.candidates import RECIPE, choice, error_of
 
-AIM, MOST = 4e-3, 5e-3
-
-
-def test_each_group_is_the_model_with_only_its_layers_patched(tiny_folder):
-    loaded, prompts = stream(tiny_folder, True), random_prompts(320)[320]
-    profile = make_profile(loaded.model, 300.0)
-    configs = list(profile.layers[0])
-    with open_executor(loaded) as executor:
-        kls, rounding = measure(executor, prompts, configs)
-    assert len(kls) == len(configs) == 2
-    for layer, kl in enumerate(kls):
-        rows = tuple(config if index == layer else config.as_dense() for index, config in enumerate(configs))
-        alone = replace(profile, layers=(rows,) * len(profile.lengths))
-        assert kl == pytest.approx(patched_kl(loaded.model, alone, prompts), rel=1e-3)
-        assert kl > 1e-5 > 100 * rounding
+TILE = TileConfig()
+SENSITIVITY = ((4.0, 4.0), (0.4, 0.4), (0.0, 0.0))  # nats per unit of mse of each head: the last layer reaches nothing
+PROMPT = Prompt(torch.zeros(1024, dtype=torch.int64))
 
 
-def test_groups_are_adjacent_and_few():
-    assert group_layers(6) == [range(layer, layer + 1) for layer in range(6)]
-    for layers in (9, 28, 80):
-        groups = group_layers(layers)
-        assert len(groups) == GROUPS
-        assert [layer for group in groups for layer in group] == list(range(layers))
-        assert [len(group) for group in groups[:2]] == [1, 1]
-        assert max(map(len, groups[2:])) - min(map(len, groups[2:])) <= 1
+def find_limits(monkeypatch, budget, factor):
+    """The limits of three layers alike, where answers' KL is `factor` times what sensitivities predict."""
+    curves = {(ranking, Shape.from_tile(TILE)): curve for ranking, curve in choice(1e-4).curves.items()}
+    assert select_rankings(curves, 256, Shape.from_tile(TILE))
+    measured = []
+
+    def measure(prover, prompts, sources):
+        costs = [sum(heads) / 2 for heads in SENSITIVITY]  # the curves' heads have errors in one proportion
+        for source in sources:
+            errors = [error_of(source.layer_config(layer, 1024)) for layer in range(3)]
+            measured.append(factor * sum(2 * cost * error for cost, error in zip(costs, errors, strict=True)))
+        return [[AnswerKls((value,), (value,), (0,))] for value in measured[-len(sources) :]]
+
+    monkeypatch.setattr(kl, "measure_answers", measure)
+    recipe = replace(RECIPE, budget=Budget("rel_mse", budget))
+    prover = SimpleNamespace()
+    return find_answer_limits(prover, [curves] * 3, TILE, SENSITIVITY, [PROMPT], recipe), measured
 
 
-def test_weights_become_what_was_measured_less_rounding():
-    begun = candidate().chosen[1024]
-    choices = [replace(choice, weights=ErrorWeights(40.0, (0.5, 1.5))) for choice in begun.choices]
-    begun = replace(begun, choices=choices)
-    first, second = (20.0 * choice.spent for choice in choices)  # as predicted
-
-    def factors(*alone):
-        after = correct_weights(begun, alone)
-        assert [choice.allocation for choice in after.choices] == [choice.allocation for choice in choices]
-        return [choice.weights.layer / 40.0 for choice in after.choices]
-
-    assert factors((3 * first, 0.5 * second), 0.0) == pytest.approx([3.0, 0.5])
-    assert factors((3 * first, first), first) == pytest.approx([2.0, MIN_SIGNAL * first / second])
-    assert factors((1e6 * first, 0.0), 0.0) == [MAX_FACTOR, 1.0]
+def test_a_layer_that_answers_feel_less_may_err_more(monkeypatch):
+    first, second, last = find_limits(monkeypatch, 1e-4, 1.0)[0]
+    assert MIN_REL_MSE <= first < second < last <= MAX_REL_MSE
 
 
-@pytest.mark.parametrize("factor", [0.3, 1.0, 1.5, 3.6, 12.0])
-@pytest.mark.parametrize("power", [0.7, 1.0, 1.3])
-def test_three_passes_find_the_scale(factor, power):
-    """Sensitivities may be off by a factor, and the KL need not be linear in what is spent."""
-
-    def law(scale):
-        return factor * AIM * scale**power
-
-    scale, passes = find_scale(law, AIM, MOST)
-    assert law(scale) == pytest.approx(AIM, rel=0.13)
-    assert law(scale) <= MOST
-    assert passes[0].scale == 1.0
-    assert (len(passes) == 1) == (factor == 1.0)
+def test_the_scale_is_measured(monkeypatch):
+    """Answers that move nine times as much as is predicted get limits that are nine times as tight."""
+    as_predicted, measured = find_limits(monkeypatch, 1e-3, 1.0)
+    underrated, more = find_limits(monkeypatch, 1e-3, 9.0)
+    assert measured == sorted(measured, reverse=True)
+    assert more == pytest.approx([9 * value for value in measured])
+    spent = [
+        sum(2 * c * limit for c, limit in zip((4.0, 0.4), limits, strict=False))
+        for limits in (as_predicted, underrated)
+    ]
+    assert spent[0] / spent[1] == pytest.approx(9, rel=0.35)  # curves have a point for each tau only
 
 
-def test_what_is_proven_is_within_the_budget_where_a_pass_was():
-    """Of a KL that jumps over the aim, the side below it; where none was below, what the secant says."""
-    scale, passes = find_scale(lambda scale: (0.4 if scale < 0.9 else 1.3) * AIM, AIM, MOST)
-    assert min(passes, key=lambda trial: abs(trial.kl - AIM)).kl > MOST
-    assert scale < 0.9
-    scale, passes = find_scale(lambda scale: 2 * MOST * scale**0.1, AIM, MOST)
-    assert scale < min(trial.scale for trial in passes)
-    assert len(find_scale(lambda scale: 0.99 * MOST, 0.9 * MOST, MOST)[1]) == 1  # near enough, and within
-    assert len(find_scale(lambda scale: 1.01 * MOST, MOST, MOST)[1]) == 3
+@pytest.mark.parametrize(
+    ("measured", "aim", "spent"),
+    [
+        ((4e-3, 1e-3, 2.5e-4), 1e-3, 2.5e-3),  # as measured at one of them
+        ((4e-3, 1e-3, 2.5e-4), 2e-3, 5e-3),  # between two, on a line of slope 1
+        ((4e-3, 1e-3, 2.5e-4), 1.25e-4, 3.125e-4),  # below all, the last line goes on
+        ((1e-3, 5e-4, 2.5e-4), 2e-3, 4e-2),  # above all, the first one does, of slope 1/2
+    ],
+)
+def test_what_is_spent_is_read_off_between_what_was_run(measured, aim, spent):
+    assert interpolate_budget((1e-2, 2.5e-3, 6.25e-4), measured, aim) == pytest.approx(spent, rel=1e-6)

@@ -1,0 +1,238 @@
+"""KL(dense || patched) at the rows that answer, behind a finished prefill.
+
+The patched model prefills a prompt once. Each question (`prompts.questions`) is then a turn of its own behind that
+cache, and a further question a second turn behind it. A turn's own rows are dense, as they are where few queries stand
+behind a long prefix, so what differs is what the prefill left in the cache. Answers are the dense model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from calibrate.model.layers import list_decoder_layers
+from calibrate.model.models import LoadedModel
+from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.questions import Question, ask_about
+from calibrate.proof.layers import ConfigSource, LayerConfigAt, LayerHistory, ProofItem, make_layer_state
+from calibrate.proof.verify import Prover
+from calibrate.work.executor import WorkerState, measure_items
+from s2o_runtime.huggingface import hf
+from s2o_runtime.reference.dense import use_sdpa_backend
+
+NOISE = "noise"  # the variant that is dense attention by another kernel
+MAX_REVISIONS = 4  # of a guessed answer, until the dense model would give each of its tokens
+
+
+@dataclass(frozen=True)
+class AnswerKls:
+    """What a variant of the model does to the answers to one prompt's questions, in nats per token.
+
+    first: the mean KL of each question's answer. second: of the next question's, asked behind it. eighths: of each
+    question, the part of the prompt that it is about.
+    """
+
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+    eighths: tuple[int, ...]
+
+    @property
+    def kl(self) -> float:
+        """The mean over the questions."""
+        return statistics.fmean(self.first)
+
+
+def summarise_eighths(prompts: Sequence[AnswerKls]) -> list[float]:
+    """Return the mean KL of the questions about each part of the prompts that has any."""
+    by_eighth: dict[int, list[float]] = {}
+    for prompt in prompts:
+        for eighth, kl in zip(prompt.eighths, prompt.first, strict=True):
+            by_eighth.setdefault(eighth, []).append(kl)
+    return [statistics.fmean(by_eighth[eighth]) for eighth in sorted(by_eighth)]
+
+
+def measure_answers(
+    prover: Prover, prompts: Sequence[Prompt], sources: Sequence[ConfigSource], noise: bool = False
+) -> list[list[AnswerKls]]:
+    """Measure what profiles or candidates do to the answers about prompts of one length.
+
+    Args:
+        prover: its executor holds the whole model.
+        prompts: of one length, at least one.
+        sources: what is compared with the dense model.
+        noise: measure dense attention by another kernel too, as the last of the variants. On a CPU there is none.
+
+    Returns:
+        For each variant the KLs of every prompt.
+
+    Raises:
+        ModelError: the model gave inf or NaN.
+        ResourceError: The GPU's memory ran out.
+    """
+    length, layers = prompts[0].length, range(prover.executor.geometry.layers)
+    prover.executor.register_prompts(prompts)
+    histories = []
+    for source in sources:
+        history = LayerHistory()
+        for layer in layers:
+            history = history.append(LayerConfigAt.from_source(source, None, layer, length))
+        histories.append(history)
+    items = [AnswersItem(length, prompt.sha256, tuple(histories), noise) for prompt in prompts]
+    results = measure_items(items, prover.executor, prover.journal)
+    return [[AnswerKls(*map(tuple, result[variant])) for result in results] for variant in range(len(results[0]))]
+
+
+@dataclass(frozen=True)
+class AnswersItem(ProofItem):
+    """The answers to one prompt's questions by variants of the model, as an item of work.
+
+    Its result is, for each of `variants` and then for the noise, what `AnswerKls` has.
+    """
+
+    prompt: str
+    variants: tuple[LayerHistory, ...]
+    noise: bool = False
+    stage: str = field(default="answers", kw_only=True)
+
+    @property
+    def affinity(self) -> Hashable:
+        return self.prompt
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        runs = [variant.digest for variant in self.variants] + [NOISE] * self.noise
+        return {"prompt": self.prompt, "runs": runs}
+
+    def __str__(self) -> str:
+        return f"answers behind a prompt of {self.length} tokens"
+
+    @torch.no_grad()
+    def run(self, worker: WorkerState) -> list[tuple[list[float], list[float], list[int]]]:
+        self.use_s2o(worker)
+        loaded, ids = worker.loaded, worker.prompts[self.prompt].ids
+        with (
+            self.within_memory(worker, "answering questions"),
+            loaded.weights.put_on_device(loaded.model),
+        ):
+            turns, truth = answer_densely(loaded, ids, ask_about(loaded.tokenizer, ids.tolist()))
+            return [
+                compare_answers(loaded, ids, turns, truth, patch)
+                for patch in (
+                    *(lambda history=history: patch_layers(loaded, history) for history in self.variants),
+                    *[lambda: use_sdpa_backend(SDPBackend.FLASH_ATTENTION)] * self.noise,
+                )
+            ]
+
+
+@dataclass(frozen=True)
+class AnsweredTurns:
+    """Two turns behind a prompt, with the answers that the dense model gives.
+
+    ids: the tokens of both. rows: the rows before each token of the first answer, and of the second.
+    """
+
+    ids: list[int]
+    rows: tuple[slice, slice]
+    eighth: int
+
+
+def answer_densely(
+    loaded: LoadedModel, ids: Tensor, questions: Sequence[Question]
+) -> tuple[list[AnsweredTurns], list[Tensor]]:
+    """Let the dense model answer, each question by itself and then the next one behind it.
+
+    Args:
+        ids: the prompt's token ids, int64 [L].
+
+    Returns:
+        The turns, and the model's log-probabilities at the rows of both answers, float32 [R, V] on the CPU.
+    """
+    cache = prefill(loaded, ids)
+    answers = [revise_answer(loaded, cache, question) for question in questions]
+    turns, truth = [], []
+    for number, question in enumerate(questions):
+        following = (number + 1) % len(questions)
+        first_end = len(question.ids) + len(answers[number])
+        second_begin = first_end + len(questions[following].ids)
+        tokens = [*question.ids, *answers[number], *questions[following].ids, *answers[following]]
+        rows = slice(len(question.ids) - 1, first_end - 1), slice(second_begin - 1, len(tokens) - 1)
+        turns.append(AnsweredTurns(tokens, rows, question.eighth))
+        truth.append(read_log_probs(loaded, cache, turns[-1]).cpu())
+    return turns, truth
+
+
+def revise_answer(loaded: LoadedModel, cache: Any, question: Question) -> list[int]:
+    """Return what the model itself answers: the document's answer, revised until each token is the most likely one.
+
+    Every pass replaces all tokens by the most likely ones, which makes at least one more of them final, so an answer
+    that the document has nearly right takes two or three passes where generation takes one for each token.
+    """
+    answer = question.answer
+    for _ in range(MAX_REVISIONS):
+        logits = follow(loaded, cache, [*question.ids, *answer])
+        likely = logits[len(question.ids) - 1 : -1].argmax(-1).tolist()
+        if likely == answer:
+            break
+        answer = likely
+    return answer
+
+
+def compare_answers(
+    loaded: LoadedModel,
+    ids: Tensor,
+    turns: Sequence[AnsweredTurns],
+    truth: Sequence[Tensor],
+    patch: Callable[[], Any] = nullcontext,
+) -> tuple[list[float], list[float], list[int]]:
+    """Return the fields of `AnswerKls` of a model that is patched during the prefill only."""
+    with patch():
+        cache = prefill(loaded, ids)
+    first, second = [], []
+    for turn, dense in zip(turns, truth, strict=True):
+        log_probs = read_log_probs(loaded, cache, turn)
+        dense = dense.to(log_probs.device)
+        kl = (dense.exp() * (dense - log_probs)).sum(-1, dtype=torch.float64)
+        tokens = turn.rows[0].stop - turn.rows[0].start
+        first.append(float(kl[:tokens].mean()))
+        second.append(float(kl[tokens:].mean()))
+    return first, second, [turn.eighth for turn in turns]
+
+
+def prefill(loaded: LoadedModel, ids: Tensor) -> Any:
+    """Return the cache behind a prompt, int64 [L]."""
+    ids = ids[None].to(loaded.weights.device)
+    return loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def follow(loaded: LoadedModel, cache: Any, tokens: Sequence[int]) -> Tensor:
+    """Return the logits float32 [T, V] of tokens behind a cache, which stays as it is."""
+    ids = torch.tensor([tokens], device=loaded.weights.device)
+    logits: Tensor = loaded.model(input_ids=ids, past_key_values=copy.deepcopy(cache), use_cache=True).logits
+    return logits[0].float()
+
+
+def read_log_probs(loaded: LoadedModel, cache: Any, turn: AnsweredTurns) -> Tensor:
+    """Return the log-probabilities at the rows of both answers, float32 [R, V]."""
+    logits = follow(loaded, cache, turn.ids)
+    return torch.cat([logits[rows] for rows in turn.rows]).log_softmax(-1)
+
+
+@contextmanager
+def patch_layers(loaded: LoadedModel, history: LayerHistory) -> Iterator[None]:
+    """Let every layer of full attention run its configuration inside the block."""
+    layers = [(layer, layer.attention) for layer in list_decoder_layers(loaded.model) if layer.attention is not None]
+    try:
+        for (layer, attention), config in zip(layers, history.configs, strict=True):
+            hf.attach(attention, make_layer_state(layer, config))
+        yield
+    finally:
+        for _, attention in layers:
+            hf.detach(attention)

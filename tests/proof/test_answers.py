@@ -1,0 +1,68 @@
+"""Answers behind a finished prefill: the questions, what a patched prefill does to them, and the layers' limits."""
+
+import pytest
+import torch
+
+from calibrate.model.models import load
+from calibrate.prompts.prompt import Prompt
+from calibrate.prompts.questions import ANSWERED, EIGHTHS, QUOTED, ask_about
+from calibrate.proof.answers import answer_densely, measure_answers, summarise_eighths
+from calibrate.proof.kl import FixedConfigs
+from calibrate.proof.verify import Prover
+from calibrate.work.executor import open_local_executor
+from s2o_runtime.config import LayerConfig
+from support.tiny import save_tiny, tiny_tokenizer
+
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return load(str(save_tiny(tmp_path_factory.mktemp("model") / "tiny")), "cpu")
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return Prompt(torch.randint(3, 98, (LENGTH,), generator=torch.Generator().manual_seed(0)))
+
+
+def test_every_eighth_is_asked_about_in_words_of_the_prompt(prompt):
+    ids, tokenizer = prompt.ids.tolist(), tiny_tokenizer()
+    questions = ask_about(tokenizer, ids)
+    assert [question.eighth for question in questions] == list(range(EIGHTHS))
+    assert questions == ask_about(tokenizer, ids)  # nothing but the tokens decides
+    for question in questions:
+        quote = question.ids[-QUOTED:] + question.answer
+        starts = [at for at in range(LENGTH) if ids[at : at + len(quote)] == quote]
+        assert len(question.answer) == ANSWERED
+        assert [start * EIGHTHS // LENGTH for start in starts] == [question.eighth]
+    assert len(ask_about(tokenizer, ids[:250])) == 2  # a short prompt has room for fewer
+
+
+@torch.no_grad()
+def test_answers_are_those_that_the_dense_model_generates(loaded, prompt):
+    """Each token is the most likely one after those before it, as in greedy generation, or revising has ended."""
+    questions = ask_about(loaded.tokenizer, prompt.ids.tolist())[:2]
+    turns, truth = answer_densely(loaded, prompt.ids, questions)
+    whole = torch.cat([prompt.ids, torch.tensor(turns[0].ids)])
+    rows = LENGTH + torch.cat([torch.arange(len(turns[0].ids))[span] for span in turns[0].rows])
+    logits = loaded.model(whole[None], use_cache=False).logits[0, rows].float().log_softmax(-1)
+    assert torch.allclose(truth[0], logits, atol=1e-4)
+    first = turns[0].rows[0]
+    assert truth[0][0].argmax() == turns[0].ids[first.start + 1]  # at least one token is final after each revision
+
+
+def configs(loaded, taus, last_rows=0):
+    heads = loaded.geometry.query_heads
+    return FixedConfigs(tuple(LayerConfig.uniform(heads, tau=tau, segment=128, last_rows=last_rows) for tau in taus))
+
+
+def test_only_errors_that_reach_later_layers_move_answers(loaded, prompt):
+    """The prefill's rows of the last layer feed nothing that is read; those of the first do."""
+    with open_local_executor(loaded) as executor:
+        sources = [configs(loaded, taus) for taus in ((0.0, 0.0), (0.0, 100.0), (0.5, 0.0), (100.0, 0.0))]
+        exact, last, first, more = (kls[0] for kls in measure_answers(Prover(executor), [prompt], sources))
+    assert max(map(abs, (*exact.first, *exact.second))) < 1e-6
+    assert last == exact
+    assert 1e-6 < first.kl < more.kl
+    assert summarise_eighths([more, more]) == list(more.first)
