@@ -103,16 +103,12 @@ def allocate_together(
     weights: Sequence[ErrorWeights],
     budget: float,
     constraints: SearchConstraints = SearchConstraints(),
-    max_mse: Sequence[float] | None = None,
 ) -> list[Allocation]:
-    """Allocate one budget to several layers: it is the limit of the mean over them of weight times error.
-
-    max_mse: the largest error of a head in each layer, however little it weighs; None for no limit.
-    """
+    """Allocate one budget to several layers: it is the limit of the mean over them of weight times error."""
     counts = [len(next(iter(curves.values())).mse) for curves in layers]  # of heads
     options = [
-        [point for point in list_points(curves, head, constraints) if point.head.mode == "dense" or point.mse <= limit]
-        for curves, count, limit in zip(layers, counts, max_mse or [math.inf] * len(layers), strict=True)
+        list_points(curves, head, constraints)
+        for curves, count in zip(layers, counts, strict=True)
         for head in range(count)
     ]
     head_weights = [

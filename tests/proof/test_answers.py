@@ -1,4 +1,4 @@
-"""Answers behind a finished prefill: the questions, what a patched prefill does to them, and the layers' limits."""
+"""Answers behind a finished prefill: the questions, and how a patched prefill moves the answers."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from calibrate.model.models import load
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import ANSWERED, EIGHTHS, QUOTED, ask_about
 from calibrate.proof.answers import answer_densely, measure_answers, summarise_eighths
-from calibrate.proof.kl import FixedConfigs
 from calibrate.proof.verify import Prover
 from calibrate.work.executor import open_local_executor
 from s2o_runtime.config import LayerConfig
@@ -52,15 +51,22 @@ def test_answers_are_those_that_the_dense_model_generates(loaded, prompt):
     assert truth[0][0].argmax() == turns[0].ids[first.start + 1]  # at least one token is final after each revision
 
 
-def configs(loaded, taus, last_rows=0):
-    heads = loaded.geometry.query_heads
-    return FixedConfigs(tuple(LayerConfig.uniform(heads, tau=tau, segment=128, last_rows=last_rows) for tau in taus))
+class Taus:
+    """A source of configurations: one tau for each layer."""
+
+    kv_cache_dtype, min_length = "auto", 0
+
+    def __init__(self, loaded, *taus):
+        self.configs = [LayerConfig.uniform(loaded.geometry.query_heads, tau=tau, segment=128) for tau in taus]
+
+    def layer_config(self, layer, length):
+        return self.configs[layer]
 
 
 def test_only_errors_that_reach_later_layers_move_answers(loaded, prompt):
     """The prefill's rows of the last layer feed nothing that is read; those of the first do."""
     with open_local_executor(loaded) as executor:
-        sources = [configs(loaded, taus) for taus in ((0.0, 0.0), (0.0, 100.0), (0.5, 0.0), (100.0, 0.0))]
+        sources = [Taus(loaded, *taus) for taus in ((0.0, 0.0), (0.0, 100.0), (0.5, 0.0), (100.0, 0.0))]
         exact, last, first, more = (kls[0] for kls in measure_answers(Prover(executor), [prompt], sources))
     assert max(map(abs, (*exact.first, *exact.second))) < 1e-6
     assert last == exact
