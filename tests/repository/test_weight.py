@@ -18,13 +18,13 @@ UNALLOCATED = "unallocated"  # code lines that no room has yet: a cap that rises
 CAPS: dict[str, tuple[int, float]] = {
     "calibrate": (1754, 9.9),
     "calibrate/commands": (560, 8.8),
-    "calibrate/curves": (643, 12.2),
+    "calibrate/curves": (651, 12.2),
     "calibrate/evaluation": (957, 11.5),
-    "calibrate/model": (1453, 9.6),
+    "calibrate/model": (1462, 9.6),
     "calibrate/profiles": (364, 9.8),
-    "calibrate/prompts": (1013, 11.8),
-    "calibrate/proof": (1550, 10.4),
-    "calibrate/report": (1207, 10.4),
+    "calibrate/prompts": (1037, 11.8),
+    "calibrate/proof": (1609, 10.4),
+    "calibrate/report": (1214, 10.4),
     "calibrate/search": (856, 10.3),
     "calibrate/work": (491, 9.6),
     "s2o_runtime": (1713, 9.9),
@@ -46,7 +46,7 @@ CAPS: dict[str, tuple[int, float]] = {
     "scripts/study": (168, 12.9),
     "tests": (17946, 12.3),
     "tests/support": (1893, 12.2),
-    UNALLOCATED: (130, 0.0),
+    UNALLOCATED: (23, 0.0),
 }
 
 FSTRING_START, FSTRING_END = getattr(token, "FSTRING_START", None), getattr(token, "FSTRING_END", None)
