@@ -34,7 +34,7 @@ MAX_REVISIONS = 4  # of a guessed answer, until the dense model would give each 
 
 @dataclass(frozen=True)
 class AnswerKls:
-    """What a variant of the model does to the answers to one prompt's questions, in nats per token.
+    """The KL of the answers to one prompt's questions, of one variant of the model, in nats per token.
 
     first: the mean KL of each question's answer. second: of the next question's, asked behind it. eighths: of each
     question, the part of the prompt that it is about.

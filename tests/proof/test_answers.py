@@ -1,11 +1,14 @@
 """Answers behind a finished prefill: the questions, and how a patched prefill moves the answers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from calibrate.model.models import load
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import ANSWERED, EIGHTHS, QUOTED, ask_about
+from calibrate.proof import recheck
 from calibrate.proof.answers import answer_densely, measure_answers, summarise_eighths
 from calibrate.proof.verify import Prover
 from calibrate.work.executor import open_local_executor
@@ -61,6 +64,11 @@ class Taus:
 
     def layer_config(self, layer, length):
         return self.configs[layer]
+
+
+def test_a_model_that_is_read_by_layer_is_asked_nothing():
+    opened = SimpleNamespace(loaded=SimpleNamespace(weights=SimpleNamespace(resident=False)))
+    assert recheck._measure_answers(None, opened, []) is None
 
 
 def test_only_errors_that_reach_later_layers_move_answers(loaded, prompt):
