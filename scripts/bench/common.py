@@ -117,16 +117,9 @@ def print_table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]])
 
 
 def run_command(name: str, out: Path, work: Callable[[], None], smaller: str) -> int:
-    """Do `work`, which writes `out`; print what was written, or a failure as one sentence.
+    """Do `work`, which writes `out`; print that, or one sentence that begins with `name`, and return the exit code.
 
-    Args:
-        name: the command's module, with which an error message begins.
-        out: the file that is written.
-        work: does it.
-        smaller: what to use where the GPU's memory runs out.
-
-    Returns:
-        The exit code.
+    smaller: what to use where the GPU's memory runs out.
     """
     try:
         if out.is_dir():

@@ -57,15 +57,10 @@ def sample_rows(length: int, count: int, seed: int) -> Tensor:
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-    """Compute dense attention of some rows in float32, for the cost of these rows.
+    """Compute dense attention of some rows in float32, [B, Hq, R, D], for the cost of these rows.
 
-    Args:
-        q: [B, Hq, Lq, D], any floating type. Query i stands at position Lk - Lq + i.
-        k, v: [B, Hkv, Lk, D].
-        rows: which of the queries, int64 [R], ascending.
-
-    Returns:
-        float32 [B, Hq, R, D].
+    q: [B, Hq, Lq, D], any floating type, query i at position Lk - Lq + i. k, v: [B, Hkv, Lk, D]. rows: int64 [R],
+    ascending, which of the queries.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len = k.shape[1:3]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from scripts.docs.markdown import between, table
+from scripts.docs.fields import between, make_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "architectures.md"
@@ -120,7 +120,7 @@ def as_table(tested: Cells) -> str:
     """Markdown: a row for each model, in the tests' order, a column for each capability."""
     models = dict.fromkeys(model for model, _ in tested)
     rows = [[model, *(tested.get((model, name), UNTESTED) for name in COLUMNS)] for model in models]
-    return table(("", *COLUMNS), rows, "lc")
+    return make_table(("", *COLUMNS), rows, "lc")
 
 
 def shown(text: str) -> dict[tuple[str, str], str]:

@@ -28,7 +28,7 @@ from s2o_runtime.errors import InputError, S2OError
 from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.file import serialize
-from scripts.docs.markdown import between
+from scripts.docs.fields import between
 
 CATALOGUE = Path(__file__).resolve().parents[2] / "profiles"
 INDEX, README = "index.json", "README.md"

@@ -1,8 +1,8 @@
-"""Tables of docs/options.md and of FORMAT.md in s2o_runtime/profile, from the fields that state options and records."""
+"""Markdown tables, those of docs/options.md and FORMAT.md from the fields of options and records, and their places."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args, get_origin
 
 from calibrate.options import Option, format_flag
@@ -14,6 +14,23 @@ SECTIONS = ("predicted", "held_out", "certificate", "retiled")  # fields of the 
 ELSEWHERE = ("recipe",)  # described by the calibrator's options
 
 Row = tuple[str, str, str]  # field, unit, meaning
+
+
+def make_table(names: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
+    """Return a Markdown table of columns by name and cells that are Markdown already.
+
+    align: one letter for each column, l (left), r (right) or c (centre); the last holds for all that follow.
+    """
+    return format_markdown(Table(tuple(names), [tuple(map(Markup, row)) for row in rows], align=align))
+
+
+def between(page: str, start: str, end: str, written: str) -> str:
+    """Return a page with `written` between its lines `start` and `end`; ValueError if the page lacks one of them."""
+    before, opening, rest = page.partition(start)
+    _, closing, after = rest.partition(end)
+    if not opening or not closing:
+        raise ValueError(f"the page has no lines {start} and {end}: put them where the tables belong")
+    return f"{before}{start}\n\n{written}\n\n{end}{after}"
 
 
 def options(stated: Mapping[str, Option]) -> str:

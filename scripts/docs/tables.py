@@ -24,8 +24,7 @@ from s2o_runtime.serving.server import HOST_FLOPS
 from scripts.bench.boards import differences, identity_of
 from scripts.bench.common import BAD_INPUT, OK, Parser
 from scripts.bench.schema import DENSE, FLASH, AttentionEntry, AttentionFile, PrefillFile
-from scripts.docs.fields import codes, options, record
-from scripts.docs.markdown import between, table
+from scripts.docs.fields import between, codes, make_table, options, record
 from scripts.docs.methods_plot import PICTURE, draw_speed, svg
 from scripts.docs.raw import METHODS, ROOT, S2O, Bench, benches, flags, raw, result_file, three
 
@@ -79,7 +78,7 @@ def comparison() -> str:
         cells.append(answered.get(method, ""))
         rows.append([name, *(f"**{cell}**" if method == S2O and cell != "-" else cell for cell in cells)])
     names = [f"{bench.model}, {bench.length} tokens" for bench in columns]
-    return table(("method", *names, f"answers, {asked.model}, {asked.length}"), rows, "lr")
+    return make_table(("method", *names, f"answers, {asked.model}, {asked.length}"), rows, "lr")
 
 
 def answers(bench: Bench) -> dict[str, str]:
@@ -114,7 +113,7 @@ def crossovers() -> str:
     for model, of_model in shares.items():
         cells = [f"{of_model[length]:.0%}" if length in of_model else "-" for length in lengths]
         rows.append([f"share of attention in the dense prefill of {model}", *cells])
-    return table(("", *(f"{length} tokens" for length in lengths)), rows, "lr")
+    return make_table(("", *(f"{length} tokens" for length in lengths)), rows, "lr")
 
 
 def _speedup(entry: AttentionEntry, target: float | str) -> str:
@@ -144,7 +143,7 @@ def speed() -> str:
             times = [three(1e3 * ranking), three(1e3 * (row.seconds - ranking)), bench.faster(row)]
             errors = [f"{row.density:.3f}", f"{row.rel_mse:.1e}"]
             rows.append([bench.model, str(bench.length), f"{budget:.0e}", *errors, *times])
-    return table(names, rows, "lr")
+    return make_table(names, rows, "lr")
 
 
 def certified() -> str:
@@ -160,7 +159,7 @@ def certified() -> str:
             kept = f"{needles['kept']} of {needles['found']}" if needles else "-"
             joint = f"{entry['error_over_limit']:.2f}"
             rows.append([CALIBRATIONS[name], str(length), *kls, joint, kept, prefills[length]])
-    return table(names, rows, "lr")
+    return make_table(names, rows, "lr")
 
 
 def first_token() -> str:
@@ -185,7 +184,7 @@ def first_token() -> str:
                 cells.append(f"{mark}{fmean(measured[False]) / measured[True][0]:.2f}x{mark}" if measured else "")
             times = seconds[length, 8192, 0.0]
             rows.append([model, str(length), *(three(1e3 * fmean(times[s2o])) for s2o in (False, True)), *cells])
-    return table(("model", "tokens", "stock, ms", "S2O, ms", *FIRST_TOKEN), rows, "lr")
+    return make_table(("model", "tokens", "stock, ms", "S2O, ms", *FIRST_TOKEN), rows, "lr")
 
 
 START, END = "<!-- table {}: make tables writes what is between these lines -->", "<!-- /table {} -->"
