@@ -1,1 +1,1 @@
-"""What measures, documents and trains; each is run from the repository as `python -m scripts.FOLDER.NAME`."""
+"""Programs that measure, document and train; each is run from the repository as `python -m scripts.FOLDER.NAME`."""

@@ -269,7 +269,7 @@ def _with_front(folder: Path) -> str:
 
 
 def copy_of_the_sources(folder: Path) -> None:
-    """What the tests need, in a folder of its own."""
+    """Return what the tests need, in a folder of its own."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

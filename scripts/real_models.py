@@ -35,7 +35,7 @@ OF_THE_FILE = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model's weights come from.
+    """The packages that hold a model's weights.
 
     packages: requirements, in the order of the parts that they carry. sha256: of the whole GGUF file.
     context: tokens that it was trained for. byte_pairs: whether the file leaves out a tokenizer's merges, which are

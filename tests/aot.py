@@ -172,7 +172,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiled kernel is made of: instructions by kind, bytes of memory, registers of a thread, layouts.
+    """The parts of a compiled kernel: instructions by kind, bytes of memory, registers of a thread, layouts.
 
     int8: the tensor core instructions among them that multiply 8-bit integers.
     """
@@ -278,7 +278,7 @@ RULES = (pipelined, tensor_cores, int8_products, shared_memory, no_spills, one_k
 
 
 def broken_rules(case: Case, built: Compiled) -> dict[str, str]:
-    """What is wrong with a compiled kernel, by rule."""
+    """Return what is wrong with a compiled kernel, by rule."""
     return {rule.__name__: text for rule in RULES if (text := rule(case, built)) is not None}
 
 

@@ -1,4 +1,4 @@
-"""What the runtime does in an environment with little in it, run by `make bare`.
+"""Tests of the runtime in an environment with little in it, run by `make bare`.
 
     python bare.py op PROFILE             with torch, triton and safetensors alone
     python bare.py patch PROFILE MODEL    with transformers beside them, which brings numpy

@@ -1,4 +1,4 @@
-"""Where there is no GPU, kernels run in Triton's interpreter; that must be said before triton is imported."""
+"""Fixtures of all tests. Without a GPU kernels run in Triton's interpreter, said before triton is imported."""
 
 import gc
 import importlib.util
@@ -79,7 +79,7 @@ def _log():
 
 @pytest.fixture
 def info_log(caplog):
-    """What S2O says of itself at level INFO and above."""
+    """Return what S2O says of itself at level INFO and above."""
     caplog.set_level(logging.INFO, logger="s2o_runtime")
     return caplog
 

@@ -1,4 +1,4 @@
-"""What an installed S2O must do, through its commands in an empty folder, run by `make wheel`.
+"""Tests of an installed S2O, through its commands in an empty folder, run by `make wheel`.
 
     python installed.py runtime    where only torch, triton and safetensors are installed beside it
     python installed.py whole      with the extra calibrate: a calibration of the demo model too

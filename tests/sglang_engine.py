@@ -85,7 +85,7 @@ if os.environ.get(FLASH_VARIABLE) == "1":
 
 @dataclass(frozen=True)
 class EngineCase:
-    """How the engine is started."""
+    """The settings that the engine is started with."""
 
     chunk: int  # tokens of a step
     page: int = 1  # tokens

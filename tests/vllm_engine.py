@@ -24,7 +24,7 @@ LENGTH, GPU_LENGTH, NEEDLES, SEED = 2048, 16384, 8, 1234
 
 @dataclass(frozen=True)
 class EngineCase:
-    """How the engine is started."""
+    """The settings that the engine is started with."""
 
     chunk: int  # tokens of a step
     page: int  # tokens
@@ -125,7 +125,7 @@ def with_last_rows(profile: str, out: str) -> str:
 
 
 def set_environment(case: EngineCase) -> None:
-    """What vLLM reads of it as it is imported."""
+    """Return what vLLM reads of it as it is imported."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if case.processes == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the counters are in this process

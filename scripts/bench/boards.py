@@ -1,4 +1,4 @@
-"""Which setting of each method is fastest, of what was measured: at equal error, at equal retrieval, under chunks.
+"""Find the fastest setting of each method that was measured: at equal error, at equal retrieval, under chunks.
 
 Nothing is interpolated. With each row the command is printed that measures it again.
 """
@@ -56,7 +56,7 @@ def differences(entry: MethodsEntry, evaluation: Mapping[str, Any]) -> dict[str,
 
 
 def identity_of(row: MethodRow) -> str:
-    """What s2o-eval tells a row's variant by: the digest of a profile's file, or a setting's text."""
+    """Return what s2o-eval tells a row's variant by: the digest of a profile's file, or a setting's text."""
     return row.profile or text_of(row.method, row.setting)
 
 
@@ -66,7 +66,7 @@ def text_of(method: str, setting: str) -> str:
 
 
 def candidates(rows: Sequence[MethodRow], errors: Iterable[float]) -> list[MethodRow]:
-    """What is worth running in chunks and on questions: the rows at each error, and each method's fastest of all."""
+    """Return what is worth running in chunks and on questions: the rows at each error, each method's fastest."""
     chosen = [row for board in (*(at_error(rows, error) for error in errors), fastest(rows)) for row in board.values()]
     return [row for row in rows if row in chosen]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where the attention of a profile spends its time: each layer's kernels, on prompts that chose nothing.
+"""Time the parts of a profile's attention: each layer's kernels, on prompts that chose nothing.
 
     python -m scripts.bench.breakdown --data MODEL --profile FILE [--lengths 8192,32768]
 

@@ -1,4 +1,4 @@
-"""What is timed: configurations that reach a density, S2O as published, its kernels taken apart, FlashAttention-2."""
+"""Calls that are timed: configurations that reach a density, S2O as published, its kernels apart, FlashAttention-2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benches and studies share on the command line: options, the machine's description, failures."""
+"""The shared part of the benches' and studies' command lines: options, the machine's description, failures."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class OpenLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstTokenFile(ResultFile):
-    """What both engines, or one of them, did.
+    """The results of both engines, or of one of them.
 
     needles: how many of the hidden codes each engine named; none without --profile.
     summary: where S2O's query rows went, and why. density: of each layer's last sampled call, by the layer's number;
@@ -184,7 +184,7 @@ def names_of(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def file_of(args: argparse.Namespace, s2o: Remote, rows: list[FirstTokens], **more: Any) -> FirstTokenFile:
-    """What is known so far."""
+    """Return what is known so far."""
     settings = {name: value for name, value in vars(args).items() if name not in ("out", "profile")}
     settings["profile"] = None if args.profile is None else str(args.profile)
     return FirstTokenFile(settings=settings, rows=rows, **s2o.call("seen"), **more)
@@ -226,7 +226,7 @@ class Remote:
         self._pool.shutdown()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What a method of the process's `Served` returns. Raises S2OError: a `ResourceError` if the engine fails."""
+        """Return what a method of the process's `Served` returns. Raises S2OError: `ResourceError` if it fails."""
         return self._run(call_served, method, *arguments)
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -454,7 +454,7 @@ def even_profile(args: argparse.Namespace, path: Path) -> Path:
 
 
 class Text:
-    """What prompts are cut from, the same for both engines: held-out sources, or random tokens for random weights."""
+    """The source of prompts, the same for both engines: held-out text, or random tokens for random weights."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.rng = random.Random(7)

@@ -217,7 +217,7 @@ def all_layers(
 
 
 def command(args: argparse.Namespace, key: Key, path: Path | None, length: int, chunk: int | None) -> str:
-    """What measures one setting again, beside dense attention."""
+    """Return what measures one setting again, beside dense attention."""
     words = ["python", "-m", NAME, "--data", args.data, "--lengths", str(length), "--methods", "dense"]
     words += ["--profile", str(path)] if path else {DENSE: [], FLASH: ["flash"]}.get(key[0], [text_of(*key)])
     words += ["--chunks", str(chunk)] if chunk else []
@@ -246,7 +246,7 @@ def settings_of(methods: Sequence[str], device: torch.device) -> Settings:
 
 
 def key_of(path: Path) -> Key:
-    """What the bench calls a profile: its budget, its file and whether it was proven.
+    """Return what the bench calls a profile: its budget, its file and whether it was proven.
 
     Raises:
         InputError: the profile does not state its budget.

@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultFile:
-    """What all files state: when, where and with which versions they were measured.
+    """The fields that all files state: when, where and with which versions they were measured.
 
     program: the command, without its options, that measures such a file. settings: its options. device: a
     `DeviceIdentity`, or only the device's name.

@@ -41,7 +41,7 @@ CLOSED_LICENCES = re.compile(r"\b(GPL|LGPL|AGPL|GNU|Proprietary|NVIDIA|Commercia
 
 @dataclass(frozen=True)
 class TextSource:
-    """What was read, and how much of it."""
+    """The sources that were read, and how much of them."""
 
     name: str
     version: str

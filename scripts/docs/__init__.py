@@ -1,1 +1,1 @@
-"""What writes documentation: tables and pictures of what was measured, tested and stated in code, and the site."""
+"""Writers of documentation: tables and pictures of what was measured, tested and stated in code, and the site."""

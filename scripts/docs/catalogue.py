@@ -109,7 +109,7 @@ def overviews(catalogue: Path) -> dict[Path, str]:
 
 
 def _entry(catalogue: Path, path: Path) -> dict[str, Any]:
-    """What the index says of a profile: what it is for, its digest and what it saves."""
+    """Return what the index says of a profile: what it is for, its digest and what it saves."""
     profile = load_profile(path)
     record = read_record(profile)
     summed = summarise_profile(profile)

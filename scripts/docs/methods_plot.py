@@ -61,6 +61,6 @@ def draw_speed(compared: Bench, figure: Figure) -> None:
 
 
 def _beats(row: MethodRow, other: MethodRow) -> bool:
-    """Whether a row is no slower and no less exact than another, and one of both by more than nothing."""
+    """Return whether a row is no slower and no less exact than another, and one of both by more than nothing."""
     pairs = [(row.seconds, other.seconds), (row.rel_mse, other.rel_mse)]
     return all(mine <= its for mine, its in pairs) and any(mine < its for mine, its in pairs)

@@ -67,11 +67,11 @@ class Bench:
         return [row for row in self.entry.rows if row.method == method]
 
     def faster(self, row: MethodRow | None) -> str:
-        """How many times faster than dense attention a row is; "-" for none."""
+        """Return how many times faster than dense attention a row is; "-" for none."""
         return "-" if row is None else f"{self.dense / row.seconds:.2f}x"
 
     def faster_between(self, method: str, error: float) -> str:
-        """How many times faster than dense attention a method is at a rel_mse of `error`, between its settings.
+        """Return how many times faster than dense attention a method is at a rel_mse of `error`, between its settings.
 
         Time over error is taken for straight on log axes between the two nearest settings of which no other of the
         method is both faster and more exact. "-" where the error is not between two.
@@ -117,7 +117,7 @@ def raw(name: str) -> Any:
 
 
 def flags(command: str) -> str:
-    """What a command of s2o-calibrate asks for that is off by default, as Markdown; empty if there is nothing."""
+    """Return what a command of s2o-calibrate asks for that is off by default, as Markdown; empty for nothing."""
     words = command.split()
     names = [f"--scores {value}" for name, value in pairwise(words) if name == "--scores"]
     names += ["--linear-tails"] if "--linear-tails" in words else []

@@ -48,7 +48,7 @@ def links(text: str) -> list[tuple[str, str, str]]:
 
 
 def source_of(page: str) -> PurePosixPath:
-    """Where a page of the site is in the repository."""
+    """Return where a page of the site is in the repository."""
     path = PurePosixPath(page)
     return path.relative_to(OUTSIDE) if path.parts[0] == OUTSIDE else "docs" / path
 

@@ -58,7 +58,7 @@ FIRST_TOKEN = {  # tokens of a chunk, and the share of the prompt that is cached
 
 
 def compared() -> list[Bench]:
-    """What README compares methods on: a real model first."""
+    """Return what README compares methods on: a real model first."""
     return [*benches(*REAL), *(bench for bench in benches(*DEMO) if bench.length > 8192)]
 
 
@@ -128,7 +128,7 @@ def _prefill(entry: Mapping[str, object]) -> str:
 
 
 def _times(entry: Mapping[str, object]) -> str:
-    """How many times faster a whole prefill became."""
+    """Return how many times faster a whole prefill became."""
     return f"{entry['dense_prefill_seconds'] / entry['prefill_seconds']:.2f}x"  # type: ignore[operator]
 
 

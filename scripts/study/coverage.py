@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How often the certificate's two claims hold, and what doubt costs, on made-up losses; no model, no GPU.
+"""Count how often the certificate's two claims hold, and what doubt costs, on made-up losses; no model, no GPU.
 
     python -m scripts.study.coverage [--rounds 2000] > docs/results/coverage-bounds.txt
 
@@ -89,7 +89,7 @@ SHAPES: Mapping[str, Draw] = {
 def covered(
     draw: Draw, texts: int, rounds: int, kinds: int = 4, layers: int = LAYERS, seed: int = 0
 ) -> tuple[float, float]:
-    """How often both claims hold with so many texts of each length: of means, and of the share of texts."""
+    """Return how often both claims hold with so many texts of each length: of means, and of the share of texts."""
     rng, names, cells = np.random.default_rng(seed), [*map(str, range(kinds))] * (texts // kinds), layers * len(LENGTHS)
     means_of_kinds = np.resize(KINDS, kinds) / np.resize(KINDS, kinds).mean()
     confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], RECIPE, layers)
@@ -105,7 +105,7 @@ def covered(
 
 
 def grouped(rounds: int, seed: int = 0) -> tuple[float, float]:
-    """How often means hold where eight prompts are of two novels a kind: counted by prompt, and by group."""
+    """Return how often means hold where eight prompts are of two novels a kind: counted by prompt, and by group."""
     rng, kinds = np.random.default_rng(seed), [*"abcd"] * 8
     confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], RECIPE, LAYERS)
     by_prompt = by_group = 0

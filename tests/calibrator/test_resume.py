@@ -22,7 +22,7 @@ LONG = 120  # seconds that nothing here should take
 
 
 def entries(path):
-    """What a journal holds, also while it is written; nothing if its tables are not there yet."""
+    """Return what a journal holds, also while it is written; nothing if its tables are not there yet."""
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=LONG)) as database:
             return database.execute("SELECT kind, key, value, tensors FROM entries ORDER BY rowid").fetchall()
@@ -31,7 +31,7 @@ def entries(path):
 
 
 def run_whole(folder, cwd):
-    """How many measurements were reused when nothing disturbed `s2o-calibrate`, in this process."""
+    """Return how many measurements were reused when nothing disturbed `s2o-calibrate`, in this process."""
     outcome = called(calibrate.main, "--model", folder, *OPTIONS, cwd=cwd)
     assert outcome.returncode == 0, outcome
     result = json.loads(outcome.stdout)

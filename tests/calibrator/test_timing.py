@@ -1,4 +1,4 @@
-"""When timing stops, with clocks that are made up; which layers need which kernels, and compiling them beforehand."""
+"""Tests of when timing stops, with made-up clocks, and of the kernels that are compiled beforehand."""
 
 import itertools
 import math

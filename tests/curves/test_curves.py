@@ -101,7 +101,7 @@ def predicts(captured, method, tile, tail, last_rows=0):
 
 
 def test_int8_scores_cost_what_they_do_to_dense_attention():
-    """Where a threshold leaves next to nothing out, the rounding is left; where a prompt is one segment it is all."""
+    """If a threshold leaves next to nothing out, the rounding is left; if a prompt is one segment it is all."""
     captured = prompt()
     shape = Shape(64, 128)
     for segment in (256, 2048):

@@ -433,7 +433,7 @@ def run_of_calibrator(arguments):
     ],
 )  # fmt: skip
 def test_a_profile_and_a_model(run, profile, model, expected, capsys, tmp_path):
-    """Whether they fit one another, and what a calibration would find of an alias."""
+    """They fit one another or not, and an alias shows what a calibration would find."""
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     save_profile(replace(load_profile(DEMO_PROFILE), fingerprint="random-1"), tmp_path / "random.safetensors")

@@ -176,7 +176,7 @@ def test_answers_and_perplexity_are_those_of_the_predictions(demo):
 
 
 def generated(model, ids, count):
-    """What a model writes greedily, each token by a forward pass over all before it, which is S2O's for the prompt."""
+    """Return a model's greedy text, each token by a pass over all before it, which is S2O's for the prompt."""
     with torch.no_grad():
         outputs = model.generate(ids[None], max_new_tokens=count, min_new_tokens=count, do_sample=False)
     return outputs[0, len(ids) :].tolist()

@@ -1,4 +1,4 @@
-"""What is only of interest on a GPU: models and servers with compiled kernels, memory, times."""
+"""Fixtures of tests that only matter on a GPU: models and servers with compiled kernels, memory, times."""
 
 import os
 

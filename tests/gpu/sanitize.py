@@ -124,13 +124,13 @@ def paged_cache() -> float:
 
 
 def off_dense(out: Tensor, wanted: Tensor) -> float:
-    """How far the dense head is off; the others rank more coarsely than the reference, and must be numbers."""
+    """Return how far the dense head is off; the others rank more coarsely than the reference, and must be numbers."""
     assert bool(out.isfinite().all())
     return relative_error(out[DENSE], wanted[DENSE].float())
 
 
 def trace() -> float:
-    """How many numbers of a trace are NaN, and how often a higher threshold visits more than a lower one."""
+    """Return how many numbers of a trace are NaN, and how often a higher threshold visits more than a lower one."""
     q, k, v = inputs()
     config = LayerConfig.uniform(HEADS, segment=256, tail="mean", representatives=16, tile=PLAIN)
     truth = exact_attention(q, k, v).to(q.dtype)
@@ -157,7 +157,7 @@ def pooling() -> float:
 
 
 def mean_keys() -> float:
-    """How far the logarithms of FlashPrefill's block weights are off; infinite ones must be the same."""
+    """Return how far the logarithms of FlashPrefill's block weights are off; infinite ones must be the same."""
     q, k, _ = inputs()
     worst, scale = 0.0, HEAD_DIM**-0.5
     for block in (64, 128):

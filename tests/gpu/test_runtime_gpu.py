@@ -1,4 +1,4 @@
-"""What a patched layer costs on a GPU beside its attention: bookkeeping on the host, the drift check on the device."""
+"""Tests of what a patched layer costs on a GPU beside its attention: bookkeeping and the drift check."""
 
 import time
 from functools import partial

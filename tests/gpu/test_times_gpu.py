@@ -69,7 +69,7 @@ def last(qkv, queries, keys):
 
 
 def slower_every_time(qkv, config, keys, limit):
-    """How fast dense attention is over the op, of the calls that are slower than `limit` in each of the tries."""
+    """Return how fast dense attention is over the op, of the calls that are slower than `limit` in every try."""
     calls = [(queries, count) for count in keys for queries in QUERIES if queries <= count]
     for _ in range(TRIES):
         ratios = {}

@@ -131,7 +131,7 @@ def in_pieces(model: Any, ids: torch.Tensor, edges: Sequence[int], memory: Any) 
 
 
 def expected_of_pieces(name: str, eager: Any, ids: torch.Tensor, edges: Sequence[int], memory: Any) -> torch.Tensor:
-    """What eager attention makes of the whole prompt; of the same pieces where a layer's linear attention, which is
+    """Return eager attention of the whole prompt; of the same pieces where a layer's linear attention, which is
     transformers' own, goes through a piece in another way than through the whole, with another rounding."""
     return in_pieces(eager, ids, edges, memory) if LINEAR in CASES[name].reasons else eager(ids).logits
 

@@ -42,7 +42,7 @@ def _memory(monkeypatch):
 
 
 def batching(tokens):
-    """How transformers generates, in batches of at most `tokens` new tokens."""
+    """Return how transformers generates, in batches of at most `tokens` new tokens."""
     config = ContinuousBatchingConfig(block_size=16, num_blocks=512, max_batch_tokens=tokens, return_logprobs=True)
     generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     return {"generation_config": generation, "continuous_batching_config": config}
@@ -157,7 +157,7 @@ def test_models_that_the_profile_is_not_of_have_transformers_own(taken_over, mon
 
 
 def batch(cache, queries, keys, **changes):
-    """What transformers passes to every layer: the edges of the requests' queries and keys, and the cache."""
+    """Return what transformers passes to every layer: the edges of the requests' queries and keys, and the cache."""
     edges = {
         "cu_seq_lens_q": torch.tensor(queries, dtype=torch.int32),
         "cu_seq_lens_k": {"full_attention": torch.tensor(keys, dtype=torch.int32)},

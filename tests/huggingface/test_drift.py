@@ -162,7 +162,7 @@ def test_every_nth_call_is_checked_and_layers_take_turns(plain):
 
 
 def test_a_check_changes_nothing_and_works_in_and_out_of_inference_mode(plain):
-    """What a program draws and computes stays the same; a copy starts anew."""
+    """A program draws and computes the same with it; a copy starts anew."""
     profile, ids, results = budgeted(make_profile(plain, 0.5), 1.0), prompt(), []
     for drift in (None, OFTEN):
         with patched(plain, profile, drift=drift), torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What a patched model says it did, against what the operator returns; and its warnings where it hardly runs S2O."""
+"""Tests of what a patched model says it did, against what the operator returns, and of its warnings."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""What patching does to a transformers model; that outputs are eager's is in test_architectures.py."""
+"""Tests of what patching does to a transformers model; that outputs are eager's is in test_architectures.py."""
 
 import copy
 import dataclasses

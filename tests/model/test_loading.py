@@ -217,7 +217,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 
 def test_a_profile_is_verified_with_code_of_the_model_if_it_is_trusted(tmp_path, capsys, monkeypatch):
-    """What the profile's own recipe says of trust does not count: a profile may be another's."""
+    """The profile's own recipe has no word on trust: a profile may be another's."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     own_model, out = save_tiny(tmp_path / "own_model"), tmp_path / "p.safetensors"
     (own_model / "own.py").write_text(OWN_CODE)

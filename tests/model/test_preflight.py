@@ -1,4 +1,4 @@
-"""What the plan says of a model by its configuration alone."""
+"""Tests of what the plan says of a model by its configuration alone."""
 
 import json
 from dataclasses import replace

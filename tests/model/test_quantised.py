@@ -149,7 +149,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 def test_it_is_loaded_as_a_whole_keeps_its_fingerprint_and_is_calibrated(checkpoint, tmp_path):
-    """What is loaded computes nearly what it was made of; running it changes nothing that names it, nor naming
+    """A loaded model computes nearly what it was made of; running it changes nothing that names it, nor naming
     it what it computes."""
     model, folder = checkpoint
     loaded, out = load(str(folder), "cpu"), tmp_path / "p.safetensors"

@@ -70,7 +70,7 @@ def hand_copies(layer, arguments, named):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
 def test_a_layer_that_gets_a_copy_of_the_mask_passes(name, monkeypatch):
-    """What S2O gets for it is a copy too, of which nothing but the numbers is left, as when the model is patched."""
+    """S2O gets a copy of it too, of which nothing but the numbers is left, as when the model is patched."""
     held = loaded(CASES[name].config)
     for layer in held.model.model.layers:
         layer.register_forward_pre_hook(hand_copies, with_kwargs=True)

@@ -30,7 +30,7 @@ def nothing_known():
 
 @pytest.fixture
 def checks(monkeypatch):
-    """How often calls were checked."""
+    """Return how often calls were checked."""
     seen = []
     original = api.Call.from_tensors
 

@@ -49,7 +49,7 @@ def arguments(x, out, bias=None):
 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_arguments_are_bound_by_name_whatever_their_order(has_bias):
-    """What is absent and a group of tensors among them."""
+    """Absent arguments and a group of tensors are among them."""
     x, bias = torch.randn(3, 2, 5, 16, device=DEVICE)[:, :1], torch.randn(16, device=DEVICE) if has_bias else None
     out = torch.full((3, 5, 16), torch.nan, device=DEVICE)
     given = arguments(x, out, bias)

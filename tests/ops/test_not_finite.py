@@ -49,7 +49,7 @@ def inputs(where="q", bad=0.0, position=0, on_host=False):
 
 
 def nan_rows(q, k, v, start, window):
-    """Which rows of dense attention are NaN, bool [B, Hq, L]: a softmax over visible keys alone."""
+    """Return which rows of dense attention are NaN, bool [B, Hq, L]: a softmax over visible keys alone."""
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=q.device).tril().triu(1 - window)
     seen = seen & (torch.arange(LENGTH, device=q.device) >= start[:, None, None])[:, None]
     scores = (q.double() @ k.double().mT).masked_fill(~seen, -math.inf)

@@ -101,7 +101,7 @@ def test_a_sampled_denominator_is_near_the_exact_one(monkeypatch):
     all_but_first([(2, 64, [30], 560), (3, 64, [30, 0], 230), (1, 128, None, 560), (1, 256, None, 230)], SLOW),
 )
 def test_tail_sums_are_those_of_the_order(splits, head_dim, starts, q_len, monkeypatch):
-    """Whether a program sums four segments or eight, of which the last one has one."""
+    """A program sums four segments or eight, of which the last one has one."""
     monkeypatch.setattr(tail_module, "count_tail_splits", lambda programs, steps: splits)
     q, k, v = inputs(len(starts or [0]), 2, 1, q_len, 700 if q_len > 500 else 500, head_dim)
     heads = (HeadConfig(1.0, 64, representatives=16, tail="mean"), HeadConfig(1.0, 128, tail="mean"))

@@ -1,4 +1,4 @@
-"""What every baseline selects and computes in plain torch, against explicit loops of its paper; and its settings."""
+"""Tests of the baselines in plain torch, against explicit loops of their papers, and of their settings."""
 
 import math
 from dataclasses import replace

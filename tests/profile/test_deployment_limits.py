@@ -1,4 +1,4 @@
-"""What a profile does where nothing was proven: another GPU, longer prompts, a model that is not quite its own."""
+"""Tests of a profile where nothing was proven: another GPU, longer prompts, a model that is not quite its own."""
 
 import dataclasses
 from pathlib import Path

@@ -61,7 +61,7 @@ def write(profile, path):
 
 
 def taken(caplog):
-    """What the log says was taken: exactly one line."""
+    """Return what the log says was taken: exactly one line."""
     (line,) = (message for message in caplog.messages if message.startswith("S2O takes the profile "))
     return line.removeprefix("S2O takes the profile ")
 
@@ -141,7 +141,7 @@ OF_SERVERS = MISFITS | {
 
 @pytest.fixture
 def misfit(request, profile, mine):
-    """What is said of a misfit, whose profile is the only one that there is."""
+    """Return what is said of a misfit, whose profile is the only one that there is."""
     change, sentence = OF_SERVERS[request.param]
     if change is not None:
         write(change(profile), mine / "p.safetensors")

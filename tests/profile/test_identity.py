@@ -51,7 +51,7 @@ def random_model(config, seed=1, made=AutoModelForCausalLM):
 
 
 def refusal(model, profile):
-    """Why strict patching refuses a model; None if it does not. Patching without strict never does."""
+    """Return why strict patching refuses a model; None if it does not. Patching without strict never does."""
     try:
         patch(model, profile, strict=True, drift=None)
         return None

@@ -48,7 +48,7 @@ DOCUMENT, TENSORS = document_of(DATA), load(DATA)  # of a profile that nobody ch
 
 
 def outcome(data, folder):
-    """What loading bytes ends in: a profile, or the sentence of a ProfileError; anything else is a bug."""
+    """Return what loading bytes ends in: a profile, or the sentence of a ProfileError; anything else is a bug."""
     path = folder / "fuzzed.safetensors"
     path.write_bytes(data)
     try:
@@ -283,7 +283,7 @@ def test_files_are_bounded_and_strict(tmp_path, data, message):
 
 
 def test_fields_that_are_not_known_are_ignored(tmp_path):
-    """What later versions may add without another schema."""
+    """Later versions may add these without another schema."""
     document = DOCUMENT | {"new": [1], "device": DOCUMENT["device"] | {"driver": "x"}}
     assert outcome(digested(document, TENSORS), tmp_path) == profile()
 

@@ -114,7 +114,7 @@ def test_a_profile_is_found_by_its_models_name(run, tmp_path, monkeypatch):
 
 @SLOW
 def test_a_head_is_explained_by_its_curve(calibrated, run):
-    """What a head's curve says is what the report says; what keeps it back follows from its points."""
+    """A head's curve says what the report says; what keeps it back follows from its points."""
     report = json.loads(calibrated.with_name("demo.report.json").read_text())
     rows = report["lengths"][0]["layers"]
     seen = set()

@@ -54,7 +54,7 @@ CURVES = {}
 
 
 def measure_once(prompt, rankings, shapes, last_rows=0):
-    """What `measure` gives, once for each argument: prompts of one length are the same in every test."""
+    """Return what `measure` gives, once for each argument: prompts of one length are the same in every test."""
     key = (prompt.q.shape, tuple(rankings), tuple(shapes), last_rows)
     if key not in CURVES:
         CURVES[key] = measure(prompt, rankings, shapes, last_rows)

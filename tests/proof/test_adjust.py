@@ -51,7 +51,7 @@ ERRORS = st.floats(0, 50) | st.just(math.nan)  # times the limit
 
 
 def spent(candidate, length, layer):
-    """What grows with the error that a layer may have: at a bucket its budget, elsewhere a threshold."""
+    """Return what grows with the error that a layer may have: at a bucket its budget, elsewhere a threshold."""
     config = candidate.layer_config(layer, length)
     if config.is_dense:
         return 0.0
@@ -132,7 +132,7 @@ def test_slow_prefills_are_a_problem_on_a_gpu_only_and_where_not_all_is_dense():
     ids=["shortest", "middle", "checked"],
 )
 def test_lost_needles_cost_half_the_budget(lost, halved, again):
-    """What was tightened at those lengths starts again; at others it stays."""
+    """A layer that was tightened at those lengths starts again; at others it stays."""
     begun = BEGUN
     for length in (768, 2048):
         begun = tighten_layer(begun, length, 0, proof_of(2 * begun.limits[length, 0]))
@@ -338,7 +338,7 @@ def test_a_length_that_stayed_slower_than_dense_is_no_failure(slow_layers):
 
 @pytest.mark.parametrize(("needles", "problems"), [(None, 0), ((2, 2), 0), ((1, 2), 0), ((0, 2), 1)])
 def test_what_the_certificate_left_slower_becomes_dense_and_needles_it_lost_are_a_problem(needles, problems):
-    """What is written must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
+    """A written profile must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
     begun = timed(with_proofs(candidate("cuda")))
     prover = PretendedProver(needles=lambda *_: needles, seconds=lambda *_: (0.1, 0.2))
     left = remeasure(prover, PROMPTS, begun, begun.with_share(0, 512, 0.0))

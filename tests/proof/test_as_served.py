@@ -35,7 +35,7 @@ RECIPE_CHUNK, OTHER = 256, 128  # of a calibration's recipe, and of who proves i
 
 @dataclass(frozen=True)
 class Layers:
-    """What each layer runs: `short` up to 200 keys, `long` beyond."""
+    """The configuration of each layer: `short` up to 200 keys, `long` beyond."""
 
     short: LayerConfig
     long: LayerConfig

@@ -121,7 +121,7 @@ def shown_by_patching(model, config, ids):
 
 @pytest.mark.parametrize("plenty", [True, False], ids=["memory is plenty", "memory is scarce"])
 def test_what_was_revised_is_what_is_proven(tiny_folder, plenty, monkeypatch):
-    """Where memory is plenty, a layer that is revised is compared with the same dense attention again."""
+    """If memory is plenty, a layer that is revised is compared with the same dense attention again."""
     asked, computed = [], []
     monkeypatch.setattr(layers, "has_plenty_of_memory", lambda device: plenty)
 

@@ -108,7 +108,7 @@ def write(summary, profile_path):
 
 
 def printed(summary, width=120):
-    """What the terminal shows."""
+    """Return what the terminal shows."""
     console = Console(file=StringIO(), width=width)
     page.print_report(typed(summary), console)
     return console.file.getvalue()
@@ -134,7 +134,7 @@ def summary():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """What is written of the report of `summary`, by name; tests only read it."""
+    """Return what is written of the report of `summary`, by name; tests only read it."""
     folder = tmp_path_factory.mktemp("report") / "new"
     return {path.name: path for path in write(made(), folder / "rel-mse-0.001.safetensors")}
 
@@ -144,7 +144,7 @@ def layers_of(summary):
 
 
 def words(summary):
-    """What the terminal shows, every space alike."""
+    """Return what the terminal shows, every space alike."""
     return " ".join(printed(summary, 140).split())
 
 
@@ -387,7 +387,7 @@ def test_every_file_is_written_atomically(tmp_path, monkeypatch):
 
 
 class Structure(HTMLParser):
-    """What a browser sees of a page: what is open, what cells say, and all that could be loaded from elsewhere."""
+    """A page as a browser sees it: what is open, what cells say, and all that could be loaded from elsewhere."""
 
     def __init__(self, page):
         super().__init__(convert_charrefs=True)

@@ -27,7 +27,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def understood(program, arguments):
-    """Whether the program's parser takes the arguments; also if it then prints something and ends."""
+    """Return whether the program's parser takes the arguments; also if it then prints something and ends."""
     if ">" in arguments:
         arguments = arguments[: arguments.index(">")]
     if program == "s2o-calibrate" and arguments[:1] == [calibrate.DOCTOR]:
@@ -41,7 +41,7 @@ def understood(program, arguments):
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_commands_are_understood(path):
-    """What is typed is what the program's parser takes, a target of the Makefile, or a file that exists."""
+    """Everything typed is taken by the program's parser, a target of the Makefile, or a file that exists."""
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for (program, *arguments), _ in commands_of(path):
         if program in PARSERS:

@@ -1,4 +1,4 @@
-"""Which room may import which: down only, and no circle of files."""
+"""Tests of which room may import which: down only, and no circle of files."""
 
 import ast
 import json
@@ -133,7 +133,7 @@ def imported_by(path: Path) -> set[str]:
 
 
 def test_no_test_file_imports_another():
-    """What several of them need is in tests/support."""
+    """Anything that several of them need is in tests/support."""
     test_files = {path.stem: path for path in Path(__file__).parents[1].rglob("test_*.py")}
     upward = {name: imported_by(path) & {*test_files, "conftest"} for name, path in test_files.items()}
     assert not {name: modules for name, modules in upward.items() if modules}
@@ -146,7 +146,7 @@ def test_only_evaluations_import_scripts():
 
 
 def names_in(module):
-    """What a module defines or imports, at its top or in a branch there."""
+    """Return what a module defines or imports, at its top or in a branch there."""
     names = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -1,4 +1,4 @@
-"""What a host of the repository reads: workflows, templates, citation, image."""
+"""Tests of what a host of the repository reads: workflows, templates, citation, image."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""How the code reads: verbs for functions, docstrings that stand alone, signatures that a caller can follow.
+"""Tests of how the code reads: verbs for functions, docstrings that stand alone, signatures that a caller can follow.
 
 Run as a script, it prints the names that break a rule.
 """
@@ -28,15 +28,18 @@ QUESTIONS = frozenset({"what", "who", "whether", "how", "why", "which", "where",
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+PACKAGES = ("s2o_runtime", "calibrate")
+
+
 @cache
-def trees():
-    """The syntax trees of the packages by path in the repository."""
-    paths = [path for package in ("s2o_runtime", "calibrate") for path in sorted((ROOT / package).rglob("*.py"))]
+def trees(folders):
+    """The syntax trees of folders by path in the repository."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def nodes(kinds):
-    return [(path, node) for path, tree in trees().items() for node in ast.walk(tree) if isinstance(node, kinds)]
+def nodes(kinds, folders=PACKAGES):
+    return [(path, node) for path, tree in trees(folders).items() for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def has_decorator(node, pattern):
@@ -68,8 +71,9 @@ def parameters(node):
 
 
 def count_docstrings():
-    """How many docstrings there are, and how many begin with a question word."""
-    docstrings = [text for _, node in nodes(DOCUMENTED) if (text := ast.get_docstring(node))]
+    """Return how many docstrings there are, and how many begin with a question word."""
+    documented = nodes(DOCUMENTED, (*PACKAGES, "tests", "scripts"))
+    docstrings = [text for _, node in documented if (text := ast.get_docstring(node))]
     return len(docstrings), sum(map(asks, docstrings))
 
 

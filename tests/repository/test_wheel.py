@@ -1,4 +1,4 @@
-"""What is in the wheel; `make wheel` runs it in empty environments."""
+"""Tests of what is in the wheel; `make wheel` runs it in empty environments."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What all commands share: examples in the help, logs as JSON, progress in a log file, colours."""
+"""Tests of what all commands share: examples in the help, logs as JSON, progress in a log file, colours."""
 
 import io
 import json

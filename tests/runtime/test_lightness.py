@@ -1,4 +1,4 @@
-"""What the runtime adds to a program that has torch and transformers anyway: milliseconds, each in a cold process.
+"""Tests of what the runtime adds to a program with torch and transformers: milliseconds, each in a cold process.
 
 Processor time, and the least of several runs: other programs on the machine lengthen a run and never shorten it.
 """

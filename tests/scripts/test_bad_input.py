@@ -1,4 +1,4 @@
-"""What a bench cannot use is one sentence with its name, before anything is measured."""
+"""Tests of what a bench cannot use: one sentence with its name, before anything is measured."""
 
 import pytest
 

@@ -49,7 +49,7 @@ def test_densities_are_reached_and_rates_follow(measured):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs the kernels on CPU tensors, in Triton's interpreter")
 def test_the_parts_make_the_whole():
-    """What is timed without the ranking computes what the whole call computes."""
+    """A call that is timed without the ranking computes what the whole call computes."""
     q, k, v = torch.randn(1, 1, 128, 64), torch.randn(1, 1, 128, 64), torch.randn(1, 1, 128, 64)
     config = LayerConfig.uniform(1, tau=1e6, segment=64, tile=TileConfig(64, 32, 1, 4, 2))
     rank, (prefill,) = kernel_parts(q, k, v, [config])

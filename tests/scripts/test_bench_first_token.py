@@ -30,12 +30,12 @@ SETTINGS = {  # of the times that docs/serving.md states
 
 
 def alike(prompt, other):
-    """How many of their first tokens are the same."""
+    """Return how many of their first tokens are the same."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(prompt, other, strict=False))))
 
 
 class FakeEngine:
-    """What the bench uses of vllm.LLM, its engine and its scheduler, in one.
+    """The parts of vllm.LLM, its engine and its scheduler that the bench uses, in one.
 
     A step takes a second, half of it with S2O, and the first two prompts of a length and chunk take more. A step that
     generates takes a tenth. Codes that are asked for are looked up.

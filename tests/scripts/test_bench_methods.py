@@ -147,7 +147,7 @@ ROWS = [
 
 
 def test_a_board_has_the_fastest_measured_setting_of_each_method():
-    """What computes everything, or was not proven, does not count."""
+    """A row that computes everything, or was not proven, does not count."""
     assert boards.at_error(ROWS, 1e-3) == {DENSE: ROWS[0], "pbs": ROWS[1], CALIBRATED: ROWS[5]}
     assert boards.at_error(ROWS, 1e-2) == {DENSE: ROWS[0], "pbs": ROWS[2], CALIBRATED: ROWS[5]}
     assert boards.candidates(ROWS, [1e-3, 1e-2]) == [*ROWS[:4], ROWS[5]]

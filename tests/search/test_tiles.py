@@ -1,4 +1,4 @@
-"""Which tiles get trials, and where dense attention stops being faster, on a GPU whose times are made up."""
+"""Tests of which tiles get trials, and where dense attention stops being faster, on a GPU whose times are made up."""
 
 from dataclasses import replace
 
@@ -67,7 +67,7 @@ def find(journal, segments=(256, 512), length=LENGTH, geometry=GEOMETRY, device=
 
 
 def get_excluded(caplog):
-    """Why tiles get no trial, by their shapes."""
+    """Return why tiles get no trial, by their shapes."""
     names = {str(replace(tile, chunk=1)): shape_of(tile) for tile in CANDIDATES}
     return {names[record.args[0]]: record.args[1] for record in caplog.records if "gets no trial" in record.msg}
 
@@ -173,7 +173,7 @@ def test_a_layer_is_timed_with_its_dearest_ranking_and_not_dense_where_it_was_fa
     ],
 )
 def test_the_fewest_queries_that_win_behind_every_prefix(monkeypatch, ranking, density, expected):
-    """Where dense attention takes 1 for each pair, and S2O `ranking` for each key and segment."""
+    """Dense attention takes 1 for each pair, and S2O `ranking` for each key and segment."""
 
     def seconds(kind, geometry, device, queries, keys):
         return ranking * keys * -(-queries // kind.head.segment), queries * keys - queries * (queries - 1) / 2

@@ -1,4 +1,4 @@
-"""Which servers are known by their sources, and what the plugins do in their processes; no server is here."""
+"""Tests of which servers are known by their sources, and what the plugins do in their processes; no server is here."""
 
 import pickle
 import re

@@ -47,7 +47,7 @@ def test_a_layer_is_dense_until_a_prompt_has_tested_it(untested):
 
 
 def test_a_chunk_behind_a_prefix_tests_a_layer_and_a_short_prompt_does_not(untested):
-    """Where a layer could be sparse but cannot be tested, it is dense all the same."""
+    """If a layer could be sparse but cannot be tested, it is dense all the same."""
     engine = untested()
     short, chunked = engine.add(TEST_KEYS - 1), engine.add(TEST_KEYS + FEWEST_ROWS)
     engine.outputs([(short, TEST_KEYS - 1)])

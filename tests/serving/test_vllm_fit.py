@@ -172,7 +172,7 @@ UNPROVEN = '"strict": false to serve it unproven$'
 
 
 def compared(calibrated, config, folder):
-    """What is said of a comparison where it does not refuse, and why strict refuses; None if it does not."""
+    """Return what is said of a comparison where it does not refuse, and why strict refuses; None if it does not."""
     said = check_model(calibrated, config, folder, ())
     try:
         assert check_model(calibrated, config, folder) == said

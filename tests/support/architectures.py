@@ -55,7 +55,7 @@ class Case:
 
     @property
     def others(self) -> str:
-        """How many layers of other kinds there are, as `explain` says it."""
+        """Return how many layers of other kinds there are, as `explain` says it."""
         counts = Counter(KINDS[reason] for reason in self.reasons if reason in KINDS)
         return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 

@@ -1,4 +1,4 @@
-"""What several test files read and takes long to make: made once for all processes of a run of the tests."""
+"""Files that several tests read and that take long to make: made once for all processes of a run of the tests."""
 
 import os
 import shutil

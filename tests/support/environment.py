@@ -7,7 +7,7 @@ from s2o_runtime.huggingface import layers, run, sdpa
 
 
 def forget():
-    """What this process knows of S2O_PROFILE and of the models that got it."""
+    """Return what this process knows of S2O_PROFILE and of the models that got it."""
     logs.log_once.cache_clear()
     run._read.clear()
     run.attached.clear()

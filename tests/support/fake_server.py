@@ -1,4 +1,4 @@
-"""What fakes of both servers have: a server with a profile, and random prompts that share a cache."""
+"""The common part of both servers' fakes: a server with a profile, and random prompts that share a cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeServer:
 
 
 def context(model_config: Any, **changes: Any) -> ServerContext:
-    """Where a vLLM on a CPU would serve a model of this configuration."""
+    """Return where a vLLM on a CPU would serve a model of this configuration."""
     known = {
         "engine": "vLLM 0.32.0",
         "stock": "STOCK",
@@ -111,7 +111,7 @@ class Requests:
         return self.requests[-1]
 
     def lay_out(self, parts: list[tuple[Request, int]]) -> Layout:
-        """Where the next so many tokens of each request are."""
+        """Return where the next so many tokens of each request are."""
         counts, starts = [count for _, count in parts], [request.done for request, _ in parts]
         lengths = [start + count for start, count in zip(starts, counts, strict=True)]
         positions = [torch.arange(start, end) for start, end in zip(starts, lengths, strict=True)]

@@ -1,4 +1,4 @@
-"""What S2O's backend meets in SGLang, without SGLang: batches of requests with a cache, and a stock backend.
+"""The surroundings of S2O's backend in SGLang, without SGLang: requests with a cache, and a stock backend.
 
 On a GPU the same classes drive the real kernels.
 """

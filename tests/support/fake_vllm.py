@@ -1,4 +1,4 @@
-"""What S2O's backend meets in vLLM, without vLLM: a batch of requests with a cache, and classes on the plain backend.
+"""The surroundings of S2O's backend in vLLM, without vLLM: requests with a cache, classes on the plain backend.
 
 On a GPU the same classes drive the real kernels.
 """
@@ -140,7 +140,7 @@ class FakeEngine(Requests):
         return min((len(request) - keys for request in self.find(queries, keys)), default=None) if self.ends else None
 
     def adapted(self, queries: int, keys: int) -> bool:
-        """Whether such a request has an adapter."""
+        """Return whether such a request has an adapter."""
         return any(request.adapter for request in self.find(queries, keys))
 
     def prepare(self, parts: list[tuple[Request, int]], padding: int = 0, layer: int = 0) -> Prepared:

@@ -37,7 +37,7 @@ def values_of(profile: Profile) -> list[Any]:
 
 
 def field_paths(value: Any, path: str = "") -> set[str]:
-    """Where the values of a document are: {"a": [{"b": 1}]} -> {"a[].b"}; a list of plain values is one field."""
+    """Return where a document's values are: {"a": [{"b": 1}]} -> {"a[].b"}; a list of plain values is one field."""
     if isinstance(value, dict):
         return {leaf for name, item in value.items() for leaf in field_paths(item, f"{path}.{name}".lstrip("."))}
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):

@@ -24,7 +24,7 @@ SOURCES = {"vllm": ".", "sglang": "srt"}  # in the package
 
 
 def folder(server: str) -> Path:
-    """Where a server's interfaces are recorded."""
+    """Return where a server's interfaces are recorded."""
     return Path(__file__).parent.parent / f"{server}_interfaces"
 
 

@@ -67,7 +67,7 @@ def drawn(shape, head_dim, dtype=DTYPE):
 
 
 def starts_of(starts):
-    """Where sequences start, on the device."""
+    """Return where sequences start, on the device."""
     return None if starts is None else torch.tensor(starts, device=DEVICE)
 
 
@@ -83,7 +83,7 @@ def mixed_config(heads, tau, stop_rule=StopRule.REST, tile=PLAIN, **layer):
 
 
 def call_of(q, k, v, config, kv_start=None, scale=None, lse=False, **features):
-    """What the kernels are launched with for these tensors."""
+    """Return what the kernels are launched with for these tensors."""
     return Call.from_tensors(q, k, v, config, scoring=Scoring(scale, **features), kv_start=kv_start, with_lse=lse)
 
 
@@ -100,7 +100,7 @@ def prefix_of(call, b, h, n):
 
 
 def ranking_of(call, ranking, tail, b, h, n):
-    """What the kernels made of a segment's ranking, as the reference wants it."""
+    """Return what the kernels made of a segment's ranking, as the reference wants it."""
     start, first = prefix_of(call, b, h, n)
     steps = (first - start) // KEY_BLOCK
     order = ranking.order[b, h, n, :steps].long()[:, None] + torch.arange(KEY_BLOCK, device=DEVICE)

@@ -15,7 +15,7 @@ def pack(q_lens, k_lens, heads, kv_heads, head_dim):
 
 
 def edges_of(lengths):
-    """Where packed sequences of these lengths begin and end."""
+    """Return where packed sequences of these lengths begin and end."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 

@@ -85,7 +85,7 @@ def padded_batch(side="left", length=LENGTH):
 
 
 def paths(model):
-    """What the patched model's layers ran since they were patched, and why."""
+    """Return what the patched model's layers ran since they were patched, and why."""
     return {(row["path"], row["reason"]) for row in explain(model)}
 
 

@@ -124,7 +124,7 @@ def _tail(score, tail, steps, order, seen, row_q, keys, values, grain):
 
 
 def _one_tile(score, members, window, order, rows_q, keys, offset, head, tile, paper_literal, sink):
-    """How many keys of the order a tile of rows visits, where its last chunk began, and how many it keeps."""
+    """Return how many keys of the order a tile of rows visits, where its last chunk began, and how many it keeps."""
     sums = {i: float(score(keys[window : offset + i + 1], rows_q[i]).exp().sum()) + sink for i in members}
     chunk = tile.block_n if paper_literal else tile.block_n * tile.chunk
     done = begun = 0

@@ -27,7 +27,7 @@ def command(module, *arguments):
 
 
 def called(main, *arguments, cwd):
-    """What `main(argv)` returned in a folder, and what it wrote, as a finished process would have it."""
+    """Return what `main(argv)` returned in a folder, and what it wrote, as a finished process would have it."""
     terminate, typed = signal.getsignal(signal.SIGTERM), sys.argv
     sys.argv = [f"{main.__module__}.py", *map(str, arguments)]
     out, err = io.StringIO(), io.StringIO()

@@ -50,7 +50,7 @@ CERTIFICATE = {
 
 
 def document_of(data):
-    """What a profile's bytes say, as JSON gives it."""
+    """Return what a profile's bytes say, as JSON gives it."""
     size = int.from_bytes(data[:8], "little")
     return json.loads(json.loads(data[8 : 8 + size])["__metadata__"][METADATA_KEY])
 

@@ -1,4 +1,4 @@
-"""What the requests of a server batch come to, each computed on its own from contiguous tensors."""
+"""The outputs of a server batch's requests, each computed on its own from contiguous tensors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What tests of streamed proofs feed to a small model: random prompts, and layers with one configuration each."""
+"""Inputs of streamed proofs of a small model: random prompts, and layers with one configuration each."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ def uniform(tau):
 
 @dataclass(frozen=True)
 class Layers:
-    """What each layer runs, the same at every length."""
+    """The configuration of each layer, the same at every length."""
 
     configs: tuple[LayerConfig, ...]
     kv_cache_dtype: str = "auto"

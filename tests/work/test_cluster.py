@@ -203,7 +203,7 @@ def executor_on():
 
 
 def test_a_run_is_for_one_kind_of_gpu(executor_on):
-    """Which of the workers' that is."""
+    """The kind is that of all workers, or the one of theirs that is named."""
     assert executor_on(H100, H100)[0].device == H100
     assert executor_on(H100, H200, target="h200")[0].device == H200
     with pytest.raises(ConfigError, match=r"target_gpu 'A100' is no worker's: there are NVIDIA H100 \(sm_90, 132 SMs"):

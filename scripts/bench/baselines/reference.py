@@ -90,7 +90,7 @@ def _visited_keys(selection: Selection, b: int, head: int, kv_head: int, i: int,
 
 
 def _skipped(scores: Tensor, keys: Tensor, skip: Skip) -> Tensor:
-    """Which scores [rows, keys] are in tiles where none comes within `skip.limit` of its row's maximum so far.
+    """Return which scores [rows, keys] are in tiles where none comes within `skip.limit` of its row's maximum so far.
 
     Tiles are `skip.rows` rows by the keys of one block of `skip.keys`; blocks come in ascending order, unpermuted.
     """

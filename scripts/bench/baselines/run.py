@@ -41,7 +41,7 @@ SELECTORS: dict[type, Callable[..., Selection]] = {  # called with q, k and the 
 
 
 class BaselineStats(NamedTuple):
-    """What one call did.
+    """The statistics of one call.
 
     Attributes:
         backend: the code that ran: "triton" or "reference".
@@ -202,7 +202,7 @@ def choose_backend(q: Tensor, k: Tensor, v: Tensor, backend: Backend) -> tuple[L
 
 
 def _kernel_obstacle(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the kernel cannot do a call, or None if it can."""
+    """Return why the kernel cannot do a call, or None if it can."""
     if needs_gradients(q, k, v):
         return "the kernel has no backward pass and gradients are enabled"
     if q.shape[3] > HEAD_DIM:

@@ -1,4 +1,4 @@
-"""What a baseline decided: for every block of query rows the key blocks that it computes.
+"""The decision of a baseline: for every block of query rows the key blocks that it computes.
 
 Key blocks come in two kinds. Among those whose keys all rows of a row block see, the baseline chooses. Those behind
 them, which touch the diagonal, are always computed, with a mask. So every row sees at least one key.
@@ -34,7 +34,7 @@ class Skip(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Where the blocks of a call lie; query i stands at position kv_len - q_len + i.
+    """The places of a call's blocks; query i stands at position kv_len - q_len + i.
 
     Attributes:
         q_len, kv_len: queries and keys of a sequence.
@@ -81,19 +81,19 @@ class Grid:
         return torch.arange(0, self.rows * self.block_m, self.block_m, device=device)
 
     def full(self, device: torch.device) -> Tensor:
-        """How many key blocks, from the first on, every row of a row block sees whole: int64 [rows]."""
+        """Return how many key blocks, from the first on, every row of a row block sees whole: int64 [rows]."""
         first_position = self.first_row(device) // self.row_unit * self.row_unit // self.packed + self.offset
         return (first_position + 1) // self.key_unit * (self.key_unit // self.block_n)
 
     def visible(self, device: torch.device) -> Tensor:
-        """How many key blocks, from the first on, any row of a row block sees a part of: int64 [rows]."""
+        """Return how many key blocks, from the first on, any row of a row block sees a part of: int64 [rows]."""
         last_row = (self.first_row(device) // self.row_unit + 1) * self.row_unit - 1
         last_position = (last_row // self.packed + self.offset).clamp_max(self.kv_len - 1)
         units = last_position // self.key_unit + 1
         return (units * (self.key_unit // self.block_n)).clamp_max(self.columns)
 
     def rows_of(self, device: torch.device) -> Tensor:
-        """How many rows each row block has, int64 [rows]."""
+        """Return how many rows each row block has, int64 [rows]."""
         return (self.q_len * self.packed - self.first_row(device)).clamp_max(self.block_m)
 
 
@@ -185,7 +185,7 @@ def parts(n: int, elements: int) -> Iterator[slice]:
 
 
 def of_query_heads(x: Tensor, group: int, part: slice) -> Tensor:
-    """What some query heads read of x [B, Hkv, ...], whose KV heads are each read by `group` of them: [B, n, ...]."""
+    """Return what query heads read of x [B, Hkv, ...], whose KV heads are each read by `group` of them: [B, n, ...]."""
     return x.repeat_interleave(group, 1)[:, part]
 
 

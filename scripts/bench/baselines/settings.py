@@ -29,7 +29,7 @@ class _Settings:
         """Raise ConfigError for options that do not fit one another."""
 
     def runs_dense(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, stays dense when a model runs with these settings."""
+        """Return whether this layer, counted from 0, stays dense when a model runs with these settings."""
         return False
 
     def __str__(self) -> str:

@@ -32,7 +32,7 @@ NOWHERE = tl.constexpr(1 << 30)  # the position of a key that does not exist
 
 
 class BlockLists(NamedTuple):
-    """Which key blocks each row block computes: the tensors of `selection.Selection`."""
+    """The key blocks that each row block computes: the tensors of `selection.Selection`."""
 
     blocks: Tensor
     counts: Tensor
@@ -68,7 +68,7 @@ class BlockSparseSizes(NamedTuple):
 
 
 class BlockSparseMode(NamedTuple):
-    """What the baselines' kernel is compiled to do; `_block_sparse` says what each changes."""
+    """The options that the baselines' kernel is compiled with; `_block_sparse` says what each changes."""
 
     KEYS_MOVED: bool
     ROWS_MOVED: bool

@@ -171,7 +171,7 @@ def _choose(
 def select_by_mass(
     q: Tensor, grid: Grid, mass_of: Callable[[slice], Tensor], settings: FlashPrefill, mean_keys: Tensor | None
 ) -> Selection:
-    """What `flash_prefill.select` selects, given weights.
+    """Return what `flash_prefill.select` selects, given weights.
 
     Args:
         q: [B, Hq, Lq, D].
