@@ -2,7 +2,8 @@
 
 The patched model prefills a prompt once. Each question (`prompts.questions`) is then a turn of its own behind that
 cache, and a further question a second turn behind it. A turn's own rows are dense, as they are where few queries stand
-behind a long prefix, so what differs is what the prefill left in the cache. Answers are the dense model's own.
+behind a long prefix, so what differs is what the prefill left in the cache. Answers are the dense model's own, or the
+document's, revised towards them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from calibrate.model.layers import list_decoder_layers
+from calibrate.model.logits import compare_log_probs
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import Question, ask_about
@@ -118,10 +120,7 @@ class AnswersItem(ProofItem):
     def run(self, worker: WorkerState) -> list[tuple[list[float], list[float], list[int]]]:
         self.use_s2o(worker)
         loaded, ids = worker.loaded, worker.prompts[self.prompt].ids
-        with (
-            self.within_memory(worker, "answering questions"),
-            loaded.weights.put_on_device(loaded.model),
-        ):
+        with self.within_memory(worker, "answering questions"), loaded.weights.put_on_device(loaded.model):
             turns, truth = answer_densely(loaded, ids, ask_about(loaded.tokenizer, ids.tolist()))
             return [
                 compare_answers(loaded, ids, turns, truth, patch)
@@ -173,7 +172,8 @@ def revise_answer(loaded: LoadedModel, cache: Any, question: Question) -> list[i
     """Return what the model itself answers: the document's answer, revised until each token is the most likely one.
 
     Every pass replaces all tokens by the most likely ones, which makes at least one more of them final, so an answer
-    that the document has nearly right takes two or three passes where generation takes one for each token.
+    that the document has nearly right takes two or three passes where generation takes one for each token. After
+    `MAX_REVISIONS` passes the answer is taken as it is.
     """
     answer = question.answer
     for _ in range(MAX_REVISIONS):
@@ -190,7 +190,7 @@ def compare_answers(
     ids: Tensor,
     turns: Sequence[AnsweredTurns],
     truth: Sequence[Tensor],
-    patch: Callable[[], Any] = nullcontext,
+    patch: Callable[[], AbstractContextManager[None]],
 ) -> tuple[list[float], list[float], list[int]]:
     """Return the fields of `AnswerKls` of a model that is patched during the prefill only."""
     with patch():
@@ -198,8 +198,7 @@ def compare_answers(
     first, second = [], []
     for turn, dense in zip(turns, truth, strict=True):
         log_probs = read_log_probs(loaded, cache, turn)
-        dense = dense.to(log_probs.device)
-        kl = (dense.exp() * (dense - log_probs)).sum(-1, dtype=torch.float64)
+        kl = compare_log_probs(dense.to(log_probs.device), log_probs).kl
         tokens = turn.rows[0].stop - turn.rows[0].start
         first.append(float(kl[:tokens].mean()))
         second.append(float(kl[tokens:].mean()))

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from s2o_runtime.kernels.plan import LaunchPlan
+from support.kernels import count_replays
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,4 @@ def alone():
 @pytest.fixture
 def replays(monkeypatch):
     """For every call that has a plan, whether the plan is used."""
-    used, replay = [], LaunchPlan.replay
-
-    def counted(plan, inputs):
-        outputs = replay(plan, inputs)
-        used.append(outputs is not None)
-        return outputs
-
-    monkeypatch.setattr(LaunchPlan, "replay", counted)
-    return used
+    return count_replays(monkeypatch)

@@ -25,9 +25,9 @@ from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import pages, prefill, splits, tail
 from s2o_runtime.kernels import plan as plan_module
 from s2o_runtime.kernels.launch import is_hooked, launch, observed
-from s2o_runtime.kernels.plan import LaunchPlan, Recorder
+from s2o_runtime.kernels.plan import Recorder
 from s2o_runtime.kernels.rank import means, order, scores
-from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, mixed_config
+from support.kernels import DEVICE, DTYPE, HOPPER, ON_GPU, PLAIN, count_replays, mixed_config
 from support.layouts import edges_of
 from support.paging import LAYOUTS, PagedBatch
 
@@ -277,19 +277,6 @@ def at_address(address, like):
         return type(like)._make(map(at_address, address, like))
     dtype = like.dtype
     return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
-
-
-def count_replays(monkeypatch):
-    """Collect, for every call that has a plan, whether the plan is used."""
-    used, replay = [], LaunchPlan.replay
-
-    def counted(plan, inputs):
-        outputs = replay(plan, inputs)
-        used.append(outputs is not None)
-        return outputs
-
-    monkeypatch.setattr(LaunchPlan, "replay", counted)
-    return used
 
 
 @pytest.fixture

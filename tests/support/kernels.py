@@ -9,6 +9,7 @@ import torch
 from s2o_runtime.call import Call, Scoring
 from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.kernels.keys import read_keys
+from s2o_runtime.kernels.plan import LaunchPlan
 from s2o_runtime.kernels.prefill import Ranker, run_prefill
 from s2o_runtime.kernels.rank.order import BUCKETS
 from s2o_runtime.kernels.tail import EDGES
@@ -157,3 +158,16 @@ def agree(ours, expected, block_m, *, error=6e-3, lse_error=4e-3, apart=0.02, ex
 def relative_error(out, truth):
     """|out - truth| / |truth|"""
     return float((out.float() - truth).norm() / truth.norm().clamp_min(1e-6))
+
+
+def count_replays(monkeypatch):
+    """Collect, for every call that has a plan, whether the plan is used."""
+    used, replay = [], LaunchPlan.replay
+
+    def counted(plan, inputs):
+        outputs = replay(plan, inputs)
+        used.append(outputs is not None)
+        return outputs
+
+    monkeypatch.setattr(LaunchPlan, "replay", counted)
+    return used
