@@ -24,7 +24,7 @@ from s2o_runtime.config import (
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
 from s2o_runtime.lengths import MAX_LENGTH, is_far_apart
-from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit
+from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit, get_error_unit
 
 SEGMENTS = (256, 512, 1024, 2048)
 SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves on a GPU
@@ -96,7 +96,7 @@ class Budget:
     @property
     def unit(self) -> ErrorUnit:
         """The unit of a layer's errors and limits."""
-        return self.kind
+        return get_error_unit(self.kind)
 
     def error(self, mse: float, dense_power: float) -> float:
         """Return a layer's error in the budget's `unit`, from its mse and the dense output's mean square."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from s2o_runtime.profile.record import BudgetKind, BudgetScope, ErrorUnit
+from s2o_runtime.profile.record import BudgetKind, BudgetScope, ErrorUnit, get_error_unit
 
 if TYPE_CHECKING:
     from s2o_runtime.profile import Profile  # which needs torch
@@ -120,7 +120,10 @@ def update_record(profile: Profile, **changes: Any) -> dict[str, Any]:
 class RecordedBudget(RecordNode):
     """The error that the calibration was allowed."""
 
-    kind: BudgetKind | None = record_field("`mse` or `rel_mse`: the unit of `value` and of every `limit`")
+    kind: BudgetKind | None = record_field(
+        "the unit of `value`: `mse`, `rel_mse`, or `kl` (nats per token, at the rows that answer); every `limit` is an "
+        "`mse` for the first, else a `rel_mse`"
+    )
     value: float | None = record_field("the error allowed", "its kind")
     ceiling_rel_mse: float | None = record_field(
         "beside an `mse` the largest `rel_mse`: a layer's `limit` is the smaller of `value` and this times the mean "
@@ -131,7 +134,7 @@ class RecordedBudget(RecordNode):
     @property
     def unit(self) -> ErrorUnit | None:
         """The unit of a layer's errors and limits; None if no budget is recorded."""
-        return self.kind
+        return None if self.kind is None else get_error_unit(self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from ..call import PLAIN, Scoring, cap_scores, softmax
 from ..errors import ConfigError, ProfileError
 from ..fields import Rule, check_fields, validated_field
 from ..profile import Profile
-from ..profile.record import ErrorUnit, read_budget, read_limits
+from ..profile.record import ErrorUnit, get_error_unit, read_budget, read_limits
 
 Action = Literal["warn", "dense"]
 DriftChoice = Literal["auto", "off", "warn", "dense"]
@@ -107,12 +107,12 @@ def read_error_limits(profile: Profile) -> list[ErrorLimits]:
     """Return the limits that each layer's held-out proof was held to, or the budget where the record lacks a layer's.
 
     Raises:
-        ProfileError: the record has no budget, or a budget for the mean over the layers and no limits.
+        ProfileError: the record has no budget, or one that is no layer's own and no limits.
     """
     budget, layers = read_budget(profile.record), profile.geometry.layers
     if budget.kind is None or budget.value is None or not 0 < budget.value < math.inf:
         raise ProfileError("the profile's record names no budget that drift could be held to: calibrate again")
-    unit = budget.kind
+    unit = get_error_unit(budget.kind)
     # a file that S2O did not write may have limits that nothing can be compared with
     usable = [
         {
@@ -124,7 +124,7 @@ def read_error_limits(profile: Profile) -> list[ErrorLimits]:
     ]
     if all(usable):
         return [ErrorLimits(unit, {length: limit for length, limit in row.items() if limit}) for row in usable]
-    if budget.scope != "layer":
+    if budget.scope != "layer" or budget.kind != unit:  # a KL is no layer's error
         raise ProfileError(
             "the profile's record does not say what each layer may have of the model's budget: prove it by "
             "calibrating with this budget"

@@ -18,7 +18,7 @@ from ..fields import short_repr
 from ..identity import CONFIG, RANDOM, Geometry
 from ..lengths import STEPS_PER_OCTAVE, get_length_step, is_far_apart
 from ..tiles import list_candidate_tiles
-from .record import get_object
+from .record import Reads, get_object, read_budget
 
 log = logging.getLogger("s2o_runtime")
 
@@ -60,6 +60,11 @@ class Profile:
     def kv_cache_dtype(self) -> KvCacheDtype:
         """The type of the server's KV cache that the profile was made for."""
         return "fp8" if get_object(self.record, "recipe").get("kv_cache_dtype") == "fp8" else "auto"
+
+    @property
+    def reads(self) -> Reads:
+        """The rows of a prompt's output that the budget is about: "answers" of a budget in KL, "all" of any other."""
+        return "answers" if read_budget(self.record).kind == "kl" else "all"
 
     @property
     def config_unknown(self) -> str | None:

@@ -11,10 +11,11 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 T = TypeVar("T")
 
 ErrorUnit = Literal["mse", "rel_mse"]  # of a layer's error
-BudgetKind = ErrorUnit
+BudgetKind = Literal["mse", "rel_mse", "kl"]  # "kl": nats per token at the rows that answer
 BudgetScope = Literal["layer", "model"]
 BUDGET_KINDS: tuple[BudgetKind, ...] = get_args(BudgetKind)
 BUDGET_SCOPES: tuple[BudgetScope, ...] = get_args(BudgetScope)
+Reads = Literal["all", "answers"]  # the rows of a prompt's output that a budget is about, and a caller may read
 
 
 class AllowedError(NamedTuple):
@@ -26,6 +27,11 @@ class AllowedError(NamedTuple):
     ceiling: float | None
 
 
+def get_error_unit(kind: BudgetKind) -> ErrorUnit:
+    """Return the unit of the layers' errors and limits under a budget of this kind."""
+    return "mse" if kind == "mse" else "rel_mse"
+
+
 def read_budget(record: Mapping[str, Any]) -> AllowedError:
     """Return the error that the calibration was allowed."""
     budget = get_object(record, "budget")
@@ -35,7 +41,7 @@ def read_budget(record: Mapping[str, Any]) -> AllowedError:
 
 
 def read_limits(record: Mapping[str, Any], layer: int) -> dict[int, float]:
-    """Return a layer's limits in the budget's unit, by the lengths in tokens at which the proof gives one."""
+    """Return a layer's limits in `get_error_unit`, by the lengths in tokens at which the proof gives one."""
     limits: dict[int, float] = {}
     for proven in get_list(record, "held_out", dict):
         for proof in get_list(proven, "layers", dict)[layer : layer + 1]:

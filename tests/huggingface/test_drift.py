@@ -185,11 +185,12 @@ def record(*limits, kind="mse", scope="layer", value=1e-4):
     }
 
 
-def test_allowed_errors_are_the_limits_of_the_proof(plain):
+@pytest.mark.parametrize(("kind", "unit"), [("mse", "mse"), ("kl", "rel_mse")])
+def test_allowed_errors_are_the_limits_of_the_proof(plain, kind, unit):
     profile = make_profile(plain, 0.5)
-    limits = record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), scope="model")
+    limits = record((128, (0.1, 0.2)), (1024, (0.3, 0.0)), kind=kind, scope="model")
     first, second = read_error_limits(dataclasses.replace(profile, record=limits))
-    assert first.unit == "mse"
+    assert first.unit == unit
     assert [first.at(length) for length in (1, 128, 360, 370, 10**6)] == [0.1, 0.1, 0.1, 0.3, 0.3]
     assert second.at(10**6) == 0.2  # a limit of 0 is a dense layer's
     assert [limits.at(LENGTH) for limits in read_error_limits(budgeted(profile, 0.7))] == [0.7, 0.7]
@@ -201,6 +202,7 @@ def test_allowed_errors_are_the_limits_of_the_proof(plain):
         ({}, "names no budget that drift could be held to"),
         (record(value=float("nan")), "names no budget"),
         (record(scope="model"), "does not say what each layer may have of the model's budget"),
+        (record(kind="kl"), "does not say what each layer may have of the model's budget"),
         (record((-1, (0.1, 0.1)), (128, ("a", True)), scope="model"), "does not say what each layer may have"),
         ({"budget": {"kind": "mse", "value": 1, "scope": "model"}, "held_out": [3, {"layers": 4}]}, "does not say"),
     ],

@@ -92,6 +92,7 @@ def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(
         "mine/a": recorded(profile, "rel_mse", 1e-2),
         "mine/y": recorded(longer, "mse", 1e-4),
         "mine/x": recorded(profile, "mse", 1e-4),
+        "mine/k": recorded(profile, "kl", 1e-9),
         "mine/1": recorded(profile, "rel_mse", 1e-6, certified=False),
         "mine/2": replace(profile, record={}),
         "mine/3": replace(profile, record={"budget": {"kind": "mse"}}),
@@ -104,7 +105,7 @@ def test_of_several_the_folder_the_certificate_the_budget_and_the_length_decide(
     names = [candidate.path.relative_to(tmp_path).with_suffix("").as_posix() for candidate in candidates]
     assert dict(zip(names, (candidate.profile for candidate in candidates), strict=True)) == in_order
     assert names == list(in_order)
-    assert [str(candidate).partition(" of ")[2] for candidate in candidates[4:7]] == [
+    assert [str(candidate).partition(" of ")[2] for candidate in candidates[5:8]] == [
         "tiny (not certified, rel_mse 1e-06)", "tiny (not certified)", "tiny (not certified)"
     ]  # fmt: skip
     patch(model)
