@@ -22,7 +22,7 @@ from torch import Tensor
 
 from calibrate.compiling import start_compiling
 from calibrate.curves.curves import Shape
-from calibrate.curves.measure import measure_model, measure_prompt
+from calibrate.curves.measure import measure_model, measure_on_prompts, measure_prompt
 from calibrate.journal import Journal
 from calibrate.model.layers import Captured
 from calibrate.model.models import LoadedModel, load, load_config, load_tokenizer
@@ -32,10 +32,12 @@ from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.prompts import load_prompts
 from calibrate.proof.adjust import make_slower_dense, prove_and_adjust, remeasure, without_slower_lengths
 from calibrate.proof.certify import TextGroups, certify, check_groups
+from calibrate.proof.certify_answers import certify_answers
 from calibrate.proof.state import Candidate, make_record
 from calibrate.proof.verify import Prover
-from calibrate.recipe import Recipe
-from calibrate.search.choice import LayerPlan
+from calibrate.proof.weigh import check_noise, make_answer_budgets, scale_to_answers
+from calibrate.recipe import DEFAULT_BUDGET, Recipe
+from calibrate.search.choice import LayerBudget, LayerPlan
 from calibrate.search.choose import SearchResult, choose
 from calibrate.search.study import open_storage
 from calibrate.search.tiles import LONGEST, Layer, choose_tiles, draw_inputs, measure_crossovers
@@ -115,6 +117,10 @@ def calibrate(
         )
         prover, held_out = Prover(executor, journal, recipe.chunk, progress), prompts.held_out
         log.info("calibrating for %s", executor.device)
+        holds_answers = recipe.budget.kind == "kl"
+        if holds_answers:
+            with clock.time_phase("measuring noise", progress):
+                recipe = check_noise(prover, held_out, recipe, DEFAULT_BUDGET.value)
 
         with clock.time_phase("measuring"):
             tiles = {
@@ -128,13 +134,27 @@ def calibrate(
                 curves = measure_model(executor, prompts.calibration, shapes, recipe, journal, step)
             if journal.reused:
                 log.info("resumed: %d measurements reused", journal.reused)
+        if holds_answers:
+            with clock.time_phase("weighing layers by answers", progress):
+                sensitivity = measure_on_prompts(executor, prompts.calibration, recipe, journal)
+                budgets = make_answer_budgets(prover, held_out, curves, tiles, sensitivity, recipe)
+        else:
+            budgets = {
+                length: [LayerBudget.from_recipe(layer, recipe) for layer in layers]
+                for length, layers in curves.items()
+            }
         with clock.time_phase("searching"):
             with show_progress("searching", None, "trial", shown=progress) as step:
-                chosen = choose(executor, curves, tiles, prompts=prompts, recipe=recipe, journal=journal, on_trial=step)
+                chosen = choose(
+                    executor, curves, tiles, budgets, prompts=prompts, recipe=recipe, journal=journal, on_trial=step
+                )
             if executor.device.kind == "cuda":  # on a CPU nothing is timed
                 chosen = _with_crossovers(executor, chosen, journal)
             model = executor.name, executor.geometry, executor.fingerprint, executor.device
             candidate = Candidate(recipe, *model, chosen)
+        if holds_answers:
+            with clock.time_phase("measuring answers", progress):
+                candidate = scale_to_answers(prover, held_out, candidate)
         with clock.time_phase("proving"):
             texts = {length: len(TextGroups.from_prompts(of_length)) for length, of_length in prompts.certify.items()}
             proven = prove_and_adjust(prover, held_out, candidate, texts)
@@ -144,7 +164,8 @@ def calibrate(
             certified = make_slower_dense(proven, lengths=False)
             if prompts.certify:
                 with clock.time_phase("certifying"):
-                    certified = certify(prover, prompts.certify, certified)
+                    certify_candidate = certify_answers if holds_answers else certify
+                    certified = certify_candidate(prover, prompts.certify, certified)
                     proven = remeasure(prover, held_out, proven, certified)
             elif certified is not proven:
                 with clock.time_phase("measuring again"):

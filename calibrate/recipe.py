@@ -24,9 +24,10 @@ from s2o_runtime.config import (
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
 from s2o_runtime.lengths import MAX_LENGTH, is_far_apart
-from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit, get_error_unit
+from s2o_runtime.profile.record import BUDGET_KINDS, BudgetKind, ErrorUnit, get_error_unit
 
 SEGMENTS = (256, 512, 1024, 2048)
+MAX_REL_MSE = 2e-2  # of any layer and head under a budget of answers: what text unlike the calibration's may do
 SAMPLED_ROWS = 32768  # of a longer prompt, about so many rows make its curves on a GPU
 DEFAULT_LENGTHS = {"cuda": (8192, 32768), "cpu": (1024, 2048)}  # tokens, by the kind of the device
 DEFAULT_LAST_ROWS, LAST_PART = 256, 32  # rows that run dense by default, and one in so many of a prompt at most
@@ -39,6 +40,7 @@ MAX_COUNT = 1_000_000  # prompts or trials; no run finishes so many
 MAX_SEED = (1 << 63) - 1  # the largest that a profile's record holds
 MAX_MSE = 1e6  # an error of 1000 in every number, where outputs of attention are hardly beyond 100
 MAX_ROW_ERROR = 1000.0  # norms of the row
+MAX_KL = 10.0  # nats per token, where answers have nothing in common
 MAX_SECONDS = 366 * 86400.0  # a year
 MAX_GPUS = 128  # of one machine; without GPUs as many processes are started
 GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
@@ -46,17 +48,23 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "output", "many GPUs",
 )  # fmt: skip
 REPORT = ("report.json", "density.png", "frontier.png", "time.png", "report.md", "report.html")
-REMOVED = ("linear_tails", "representatives", "grains")  # settings of shipped profiles, which decide nothing here
+REMOVED = (
+    "linear_tails",
+    "representatives",
+    "grains",
+    "scope",
+)  # settings of shipped profiles, which decide nothing here
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The error of its attention that a layer is allowed.
+    """The error that a calibration is allowed: of the model's answers, or of each layer's attention.
 
     Args:
-        kind: "mse" is the mean squared difference from dense attention over the operator's whole output; "rel_mse" is
-            the same divided by the dense output's mean square, which carries over between models.
+        kind: "kl" is KL(dense || patched) in nats per token at the rows that answer, behind a finished prefill. "mse"
+            is the mean squared difference from dense attention over a layer's whole output; "rel_mse" is the same
+            divided by the dense output's mean square, which carries over between models.
         value: above 0, in the kind's unit.
         ceiling: the largest rel_mse beside an mse, so that a layer of small outputs keeps them; None or 0: no ceiling.
 
@@ -70,15 +78,16 @@ class Budget:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Budget:
-        """Return the budget of budget_mse with ceiling_rel_mse or budget_rel_mse; without any the default.
+        """Return the budget that is given; without any the default one, which random weights have of errors alone.
 
         Raises ConfigError for two budgets, or a ceiling beside another budget than an mse.
         """
-        kinds = [kind for kind in BUDGET_KINDS if f"budget_{kind}" in options] or [DEFAULT_BUDGET.kind]
+        default = RANDOM_BUDGET if options.get("random_weights") else DEFAULT_BUDGET
+        kinds = [kind for kind in BUDGET_KINDS if f"budget_{kind}" in options] or [default.kind]
         if len(kinds) > 1:
             raise ConfigError(f"budget_{kinds[0]} and budget_{kinds[1]} are both given: choose one")
         ceiling = options.get("ceiling_rel_mse", DEFAULT_CEILING if kinds == ["mse"] else None) or None
-        return cls(kinds[0], options.get(f"budget_{kinds[0]}", DEFAULT_BUDGET.value), ceiling).validate()
+        return cls(kinds[0], options.get(f"budget_{kinds[0]}", default.value), ceiling).validate()
 
     def validate(self) -> Budget:
         """Return the budget itself, or raise ConfigError."""
@@ -103,7 +112,12 @@ class Budget:
         return mse if self.unit == "mse" else mse / max(dense_power, 1e-30)  # a layer may have no output at all
 
     def limit(self, dense_power: float) -> float:
-        """Return a layer's error limit in the budget's `unit`, by the mean square of its dense output."""
+        """Return a layer's largest error limit in the budget's `unit`, by the mean square of its dense output.
+
+        Under a budget of answers each layer is given its own (`calibrate.proof.weigh`).
+        """
+        if self.kind == "kl":
+            return MAX_REL_MSE
         return min(self.value, self.ceiling * max(dense_power, 1e-30)) if self.ceiling else self.value
 
     def as_json(self) -> dict[str, Any]:
@@ -115,7 +129,8 @@ class Budget:
         return f"{self.kind.replace('_', '-')}-{self.value:g}"
 
 
-DEFAULT_BUDGET = Budget("rel_mse", 1e-3)
+DEFAULT_BUDGET = Budget("kl", 2e-3)
+RANDOM_BUDGET = Budget("rel_mse", 1e-3)  # the default of random weights, whose answers are noise
 DEFAULT_CEILING = 1e-2
 
 
@@ -129,18 +144,22 @@ def _format_budget(recipe: Recipe) -> str:
 class Recipe:
     """One calibration run: every field is an option of s2o-calibrate, which its `Option` describes.
 
-    The field `budget` is one of the options budget_mse (with ceiling_rel_mse) and budget_rel_mse, `scope`
-    is the option budget_scope and `needles` the option keep_needles. docs/options.md lists all of them.
+    The field `budget` is one of the options budget_kl, budget_mse (with ceiling_rel_mse) and budget_rel_mse, and
+    `needles` is the option keep_needles. docs/options.md lists all of them.
 
     >>> from pathlib import Path
     >>> Recipe.from_options({"model": "demo", "lengths": (1024, 2048), "out": Path("p.safetensors")}).budget
-    Budget(kind='rel_mse', value=0.001, ceiling=None)
+    Budget(kind='kl', value=0.002, ceiling=None)
     """
 
     # fmt: off
     model: str = option(
         Rule(str), "an alias such as demo or qwen2.5-7b, a local folder, or a hub id", INPUT, example="demo")
     budget: Budget = either(
+        Option(Rule(float, 0, MAX_KL, above=True), "what the model's answers may change behind a prompt: KL(dense || "
+            "patched) in nats per token, at the rows that answer", PROOF, name="budget_kl",
+            default_text=f"{DEFAULT_BUDGET.value:g}, or twice what two dense kernels differ by", example="2e-3",
+            label="budget", plan_text=_format_budget),
         Option(Rule(float, 0, MAX_MSE, above=True), "mean squared error of its attention that a layer may have", PROOF,
             name="budget_mse", example="1e-4", label="budget", plan_text=_format_budget),
         Option(Rule(float, 0, 1, optional=True), "with budget_mse, what a layer's error may be relative to the mean "
@@ -148,8 +167,8 @@ class Recipe:
             name="ceiling_rel_mse", default_text=f"{DEFAULT_CEILING:g}", example="1e-2", label="budget",
             plan_text=_format_budget),
         Option(Rule(float, 0, 1, above=True), "the same relative to the mean square of the dense output", PROOF,
-            name="budget_rel_mse", default_text=f"{DEFAULT_BUDGET.value:g}", example="1e-3", label="budget",
-            plan_text=_format_budget),
+            name="budget_rel_mse", default_text=f"{RANDOM_BUDGET.value:g} with --random-weights", example="1e-3",
+            label="budget", plan_text=_format_budget),
     )
     lengths: tuple[int, ...] = option(
         Rule(int, 1, MAX_LENGTH, unit=TOKENS, many=True), "prompt lengths to calibrate", INPUT, example="8192,32768",
@@ -202,10 +221,6 @@ class Recipe:
     tails: tuple[bool, ...] = option(
         Rule(bool, many=True), "whether a head may, must or must not add an estimate of what it skips", SPACE,
         default=(False, True), metavar="on,off")
-    scope: str = option(
-        Rule(str, allowed=BUDGET_SCOPES),
-        "the budget holds for every layer, or for the mean over the model's layers", PROOF,
-        default="layer", name="budget_scope")
     check_lengths: tuple[int, ...] | None = option(
         Rule(int, 1, MAX_LENGTH, unit=TOKENS, optional=True, many=True, empty=True),
         "lengths to prove without calibrating them, or none", PROOF,
@@ -284,6 +299,8 @@ class Recipe:
     def from_record(cls, settings: Mapping[str, Any], out: Path) -> Recipe:
         """Return the recipe that made this `record`. Raises what a foreign one leads to: KeyError, TypeError, ..."""
         settings = {"last_rows": 0} | dict(settings)  # of versions before there were any
+        if settings.get("scope") == "model":
+            raise ValueError("its budget is of all layers together, which this version does not have")
         if "domains" not in settings:
             raise ValueError("its prompts are built-in text of a version of S2O before 0.2, which this one has not")
         by_field = {entry.field: entry for entry in OPTIONS.values()}
@@ -295,12 +312,12 @@ class Recipe:
 
     @property
     def recorded_budget(self) -> RecordedBudget:
-        """The budget and its scope as a profile records them."""
-        return RecordedBudget.from_json(self.budget.as_json() | {"scope": self.scope})
+        """The budget as a profile records it."""
+        return RecordedBudget.from_json(self.budget.as_json())
 
     def binds(self, limit: float) -> ErrorUnit | None:
-        """Return the unit of the smaller limit, of an mse and its ceiling; None where a layer's limit is neither."""
-        if not self.budget.ceiling or self.scope == "model":  # layers share the model's budget
+        """Return the unit of the smaller limit, of an mse and its ceiling; None for other budgets."""
+        if not self.budget.ceiling:
             return None
         return "mse" if limit >= self.budget.value else "rel_mse"
 
@@ -373,6 +390,10 @@ class Recipe:
                     f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
                     "not tell apart: leave one out"
                 )
+        if self.budget.kind == "kl":
+            for name, reason in (("random_weights", "whose answers are noise"), ("per_prompt", "which limits layers")):
+                if getattr(self, name):
+                    yield f"a budget of answers, {self.budget}, does not go with {name}, {reason}: use budget_rel_mse"
         domains = format_value(self.domains)
         if self.prompts is not None and self.domains is not None:
             yield f"domains {domains} are of the built-in text, but prompts are given: leave one out"

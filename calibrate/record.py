@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from s2o_runtime.profile.record import BudgetKind, BudgetScope, ErrorUnit, get_error_unit
+from s2o_runtime.profile.record import BudgetKind, ErrorUnit, get_error_unit
 
 if TYPE_CHECKING:
     from s2o_runtime.profile import Profile  # which needs torch
@@ -129,7 +129,6 @@ class RecordedBudget(RecordNode):
         "beside an `mse` the largest `rel_mse`: a layer's `limit` is the smaller of `value` and this times the mean "
         "square of its dense output; absent without a ceiling"
     )
-    scope: BudgetScope | None = record_field("`layer`: of every layer; `model`: of the mean over layers")
 
     @property
     def unit(self) -> ErrorUnit | None:
@@ -258,6 +257,32 @@ class CertifiedRetrieval(RecordNode):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CertifiedAnswers(RecordNode):
+    """The KL(dense, patched) of the answers about the certify prompts, behind a finished prefill, a group of text as
+    one value."""
+
+    mean: float | None = record_field("over prompts, kinds of text in equal parts", "nats per token")
+    bound: float | None = record_field(
+        "upper bound for the mean over prompts like these of the smaller of the KL and ten times the budget; at most "
+        "the budget",
+        "nats per token",
+    )
+    worst_eighth: float | None = record_field(
+        "mean over the questions about the eighth of the prompts with the largest one; at most twice the budget",
+        "nats per token",
+    )
+    second_turn: float | None = record_field("mean of questions asked behind another question", "nats per token")
+    above: int | None = record_field("groups of text above ten times the budget")
+    share_above: float | None = record_field("upper bound for the share of such prompts (Clopper-Pearson)", "share")
+    noise: float | None = record_field(
+        "mean between two dense kernels, on the first prompts; absent on a CPU", "nats per token"
+    )
+    spent: float | None = record_field(
+        "of what was adjusted to be spent, what the certificate left; absent if its first bound held", "share"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CertifiedDomain(RecordNode):
     """One kind of text among the certify prompts."""
 
@@ -292,6 +317,7 @@ class CertifiedLength(RecordNode):
     top1: float | None = record_field(
         "the least share of a prompt's positions with the same most likely token", "share"
     )
+    answers: CertifiedAnswers | None = record_field("of a budget in `kl` only; then no layer has a claim of its own")
     retrieval: CertifiedRetrieval | None = record_field("absent if the prompts ask for no needles")
     domains: tuple[CertifiedDomain, ...] | None = record_field("the same by kind of text")
     layers: tuple[CertifiedLayer, ...] | None = record_field("one entry for each layer, in their order")

@@ -11,12 +11,10 @@ from calibrate.recipe import Budget, Recipe
 from calibrate.record import PredictedLength, update_record
 from calibrate.search.choice import (
     CalibrationDense,
+    LayerBudget,
     LayerPlan,
     SearchPoint,
-    allocate_model_budget,
-    budget_mse,
     build_plan,
-    compute_weights,
 )
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.errors import InputError
@@ -54,6 +52,11 @@ def rebudget(
     before = read_recipe(old, profile)
     guard = before.worst_rows if worst_rows is None else worst_rows
     after = replace(before, budget=budget, out=out, worst_rows=guard).validate()
+    if budget.kind == "kl":
+        raise InputError(
+            "a budget of answers is measured on the model, not predicted from curves: run "
+            f"{calibrate_command(after)}, which takes the curves from the journal"
+        )
     journal = journal or before.journal_path
     stored = read_stored_curves(old, before, journal, calibrate_command(after))
     choices = {length: _choose_layers(stored, length, after, journal) for length in after.lengths}
@@ -91,16 +94,16 @@ def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Pa
             )
         choice = _apply_budget(curves, config, stored.recipe, after)
         choices.append(replace(choice, last_rows=after.count_last_rows(length)))
-    return allocate_model_budget(choices, after)[0] if after.scope == "model" else choices
+    return choices
 
 
 def _apply_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) -> LayerPlan:
     """Return a layer as it was in segment and tile, with its new budget spent."""
-    budget = budget_mse(compute_weights(curves, after), after)
-    choice = build_plan(SearchPoint(config.segment, config.tile, config.scores), curves, after)
+    budget = LayerBudget.from_recipe(curves, after)
+    choice = build_plan(SearchPoint(config.segment, config.tile, config.scores), curves, budget)
     if choice.config.is_dense:
         return choice if choice.why_dense else choice.as_dense(CalibrationDense.NO_GAIN)
-    if config.is_dense and budget <= budget_mse(compute_weights(curves, before), before):
+    if config.is_dense and budget.mse <= LayerBudget.from_recipe(curves, before).mse:
         return choice.as_dense(CalibrationDense.WAS_DENSE)
     if config.is_dense and choice.cost >= WINS:
         return choice.as_dense(CalibrationDense.NO_CLEAR_GAIN)

@@ -32,7 +32,7 @@ from calibrate.proof.state import (
 )
 from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
-from calibrate.search.choice import CalibrationDense, make_constraints
+from calibrate.search.choice import CalibrationDense
 
 RETRIES = 2  # attempts after the first one, when every layer kept its limit but a whole length did not hold
 TIGHTENINGS = 4  # of one layer at one length over its limit; the last one makes the layer dense
@@ -64,7 +64,9 @@ def prove_and_adjust(
         ModelError: inf or NaN came up in the model.
         ResourceError: The GPU's memory ran out.
     """
-    lengths, adjust = frozenset(prompts), partial(adjust_layer, texts=texts or {})
+    lengths, adjust = frozenset(prompts), tighten_layer
+    if candidate.recipe.budget.kind != "kl":  # else layers spend what was measured on answers, all together
+        adjust = partial(adjust_layer, texts=texts or {})
     for attempt in range(RETRIES + 1):
         with prover.show_progress("proving on held-out prompts", len(lengths)) as shown:
             attempted = {length: prompts[length] for length in prompts if length in lengths}
@@ -159,7 +161,7 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
     Returns:
         The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
     """
-    chosen, buckets, constraints = dict(candidate.chosen), candidate.recipe.lengths, make_constraints(candidate.recipe)
+    chosen, buckets = dict(candidate.chosen), candidate.recipe.lengths
     slower = select_lengths(candidate.problems, ProblemKind.SLOWER)
     lost = select_lengths(candidate.problems, ProblemKind.LOST_NEEDLES) - slower
     halved = {
@@ -171,7 +173,7 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
             if length in slower
             else choice
             if choice.why_dense
-            else choice.spending(0.5 * choice.budget_mse, constraints)
+            else choice.spending(0.5 * choice.budget.mse)
             for choice in chosen[length].choices
         ]
         chosen[length] = replace(chosen[length], choices=choices)

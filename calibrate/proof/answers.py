@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +24,17 @@ from calibrate.model.logits import compare_log_probs
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.prompts.questions import Question, ask_about
-from calibrate.proof.layers import ConfigSource, LayerConfigAt, LayerHistory, ProofItem, make_layer_state
+from calibrate.proof.layers import (
+    KEPT_WITHIN,
+    ConfigSource,
+    LayerConfigAt,
+    LayerHistory,
+    ProofItem,
+    make_layer_state,
+)
 from calibrate.proof.verify import Prover
 from calibrate.work.executor import WorkerState, measure_items
+from s2o_runtime.errors import ResourceError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.reference.dense import use_sdpa_backend
 
@@ -35,16 +43,25 @@ MAX_REVISIONS = 4  # of a guessed answer, until the dense model would give each 
 
 
 @dataclass(frozen=True)
-class AnswerKls:
-    """The KL of the answers to one prompt's questions, of one variant of the model, in nats per token.
+class PromptAnswers:
+    """The answers to one prompt's questions by one variant of the model, beside the dense model's.
 
-    first: the mean KL of each question's answer. second: of the next question's, asked behind it. eighths: of each
-    question, the part of the prompt that it is about.
+    first: the mean KL of each question's answer, in nats per token. second: of the next question's, asked behind it.
+    eighths: of each question, the part of the prompt that it is about. found: the needles that the prompt itself asks
+    for and the dense model finds. kept: those of them that this variant finds too, or nearly (`layers.KEPT_WITHIN`).
     """
 
     first: tuple[float, ...]
     second: tuple[float, ...]
     eighths: tuple[int, ...]
+    found: int
+    kept: int
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PromptAnswers:
+        """Return the answers that an item of work or a journal has as JSON."""
+        parts: dict[str, Any] = {name: tuple(part) if isinstance(part, list) else part for name, part in value.items()}
+        return cls(**parts)
 
     @property
     def kl(self) -> float:
@@ -52,7 +69,7 @@ class AnswerKls:
         return statistics.fmean(self.first)
 
 
-def summarise_eighths(prompts: Sequence[AnswerKls]) -> list[float]:
+def summarise_eighths(prompts: Sequence[PromptAnswers]) -> list[float]:
     """Return the mean KL of the questions about each part of the prompts that has any."""
     by_eighth: dict[int, list[float]] = {}
     for prompt in prompts:
@@ -63,7 +80,7 @@ def summarise_eighths(prompts: Sequence[AnswerKls]) -> list[float]:
 
 def measure_answers(
     prover: Prover, prompts: Sequence[Prompt], sources: Sequence[ConfigSource], noise: bool = False
-) -> list[list[AnswerKls]]:
+) -> list[list[PromptAnswers]]:
     """Measure what profiles or candidates do to the answers about prompts of one length.
 
     Args:
@@ -89,14 +106,14 @@ def measure_answers(
         histories.append(history)
     items = [AnswersItem(length, prompt.sha256, tuple(histories), noise) for prompt in prompts]
     results = measure_items(items, prover.executor, prover.journal)
-    return [[AnswerKls(*map(tuple, result[variant])) for result in results] for variant in range(len(results[0]))]
+    return [[PromptAnswers.from_json(result[variant]) for result in results] for variant in range(len(results[0]))]
 
 
 @dataclass(frozen=True)
 class AnswersItem(ProofItem):
     """The answers to one prompt's questions by variants of the model, as an item of work.
 
-    Its result is, for each of `variants` and then for the noise, what `AnswerKls` has.
+    Its result is, for each of `variants` and then for the noise, what `PromptAnswers` has.
     """
 
     prompt: str
@@ -117,13 +134,18 @@ class AnswersItem(ProofItem):
         return f"answers behind a prompt of {self.length} tokens"
 
     @torch.no_grad()
-    def run(self, worker: WorkerState) -> list[tuple[list[float], list[float], list[int]]]:
+    def run(self, worker: WorkerState) -> list[dict[str, Any]]:
         self.use_s2o(worker)
-        loaded, ids = worker.loaded, worker.prompts[self.prompt].ids
+        loaded, prompt = worker.loaded, worker.prompts[self.prompt]
+        if not loaded.weights.resident:
+            raise ResourceError(
+                f"the weights of {loaded.name} do not fit on {loaded.weights.device} as a whole, which answers are "
+                "measured with: use --budget-rel-mse 1e-3, which reads them layer by layer"
+            )
         with self.within_memory(worker, "answering questions"), loaded.weights.put_on_device(loaded.model):
-            turns, truth = answer_densely(loaded, ids, ask_about(loaded.tokenizer, ids.tolist()))
+            dense = answer_densely(loaded, prompt)
             return [
-                compare_answers(loaded, ids, turns, truth, patch)
+                asdict(compare_answers(loaded, prompt, dense, patch))
                 for patch in (
                     *(lambda history=history: patch_layers(loaded, history) for history in self.variants),
                     *[lambda: use_sdpa_backend(SDPBackend.FLASH_ATTENTION)] * self.noise,
@@ -132,40 +154,49 @@ class AnswersItem(ProofItem):
 
 
 @dataclass(frozen=True)
-class AnsweredTurns:
+class AnsweredTurn:
     """Two turns behind a prompt, with the answers that the dense model gives.
 
-    ids: the tokens of both. rows: the rows before each token of the first answer, and of the second.
+    ids: the tokens of both. rows: the rows before each token of the first answer, and of the second. log_probs: of the
+    dense model at these rows, float32 [R, V] on the CPU.
     """
 
     ids: list[int]
     rows: tuple[slice, slice]
     eighth: int
+    log_probs: Tensor
 
 
-def answer_densely(
-    loaded: LoadedModel, ids: Tensor, questions: Sequence[Question]
-) -> tuple[list[AnsweredTurns], list[Tensor]]:
-    """Let the dense model answer, each question by itself and then the next one behind it.
+@dataclass(frozen=True)
+class DenseAnswers:
+    """The dense model's answers: to questions behind a prompt, and the needles that it finds at the prompt's end.
 
-    Args:
-        ids: the prompt's token ids, int64 [L].
-
-    Returns:
-        The turns, and the model's log-probabilities at the rows of both answers, float32 [R, V] on the CPU.
+    needles: of each one its rows among the prompt's last ones, its tokens int64 [T] and their log-probability in nats.
     """
-    cache = prefill(loaded, ids)
+
+    turns: list[AnsweredTurn]
+    needles: list[tuple[slice, Tensor, float]]
+
+
+def answer_densely(loaded: LoadedModel, prompt: Prompt) -> DenseAnswers:
+    """Let the dense model answer, each question by itself and then the next one behind it."""
+    cache, last = prefill(loaded, prompt)
+    questions = ask_about(loaded.tokenizer, prompt.ids.tolist())
     answers = [revise_answer(loaded, cache, question) for question in questions]
-    turns, truth = [], []
+    turns = []
     for number, question in enumerate(questions):
         following = (number + 1) % len(questions)
         first_end = len(question.ids) + len(answers[number])
         second_begin = first_end + len(questions[following].ids)
         tokens = [*question.ids, *answers[number], *questions[following].ids, *answers[following]]
         rows = slice(len(question.ids) - 1, first_end - 1), slice(second_begin - 1, len(tokens) - 1)
-        turns.append(AnsweredTurns(tokens, rows, question.eighth))
-        truth.append(read_log_probs(loaded, cache, turns[-1]).cpu())
-    return turns, truth
+        turns.append(AnsweredTurn(tokens, rows, question.eighth, read_log_probs(loaded, cache, tokens, rows).cpu()))
+    needles, before = [], prompt.length - len(last)
+    for first, end in prompt.answers:  # the row before each token predicts it
+        span, needle = slice(first - 1 - before, end - 1 - before), prompt.ids[first:end].to(last.device)
+        if last[span].argmax(-1).equal(needle):
+            needles.append((span, needle, _sum_log_probs(last[span], needle)))
+    return DenseAnswers(turns, needles)
 
 
 def revise_answer(loaded: LoadedModel, cache: Any, question: Question) -> list[int]:
@@ -186,29 +217,39 @@ def revise_answer(loaded: LoadedModel, cache: Any, question: Question) -> list[i
 
 
 def compare_answers(
-    loaded: LoadedModel,
-    ids: Tensor,
-    turns: Sequence[AnsweredTurns],
-    truth: Sequence[Tensor],
-    patch: Callable[[], AbstractContextManager[None]],
-) -> tuple[list[float], list[float], list[int]]:
-    """Return the fields of `AnswerKls` of a model that is patched during the prefill only."""
+    loaded: LoadedModel, prompt: Prompt, dense: DenseAnswers, patch: Callable[[], AbstractContextManager[None]]
+) -> PromptAnswers:
+    """Compare the answers of a model that is patched during the prefill only."""
     with patch():
-        cache = prefill(loaded, ids)
+        cache, last = prefill(loaded, prompt)
     first, second = [], []
-    for turn, dense in zip(turns, truth, strict=True):
-        log_probs = read_log_probs(loaded, cache, turn)
-        kl = compare_log_probs(dense.to(log_probs.device), log_probs).kl
+    for turn in dense.turns:
+        log_probs = read_log_probs(loaded, cache, turn.ids, turn.rows)
+        kl = compare_log_probs(turn.log_probs.to(log_probs.device), log_probs).kl
         tokens = turn.rows[0].stop - turn.rows[0].start
         first.append(float(kl[:tokens].mean()))
         second.append(float(kl[tokens:].mean()))
-    return first, second, [turn.eighth for turn in turns]
+    kept = sum(
+        last[rows].argmax(-1).equal(tokens) or log_prob - _sum_log_probs(last[rows], tokens) < KEPT_WITHIN
+        for rows, tokens, log_prob in dense.needles
+    )
+    eighths = tuple(turn.eighth for turn in dense.turns)
+    return PromptAnswers(tuple(first), tuple(second), eighths, len(dense.needles), kept)
 
 
-def prefill(loaded: LoadedModel, ids: Tensor) -> Any:
-    """Return the cache behind a prompt, int64 [L]."""
-    ids = ids[None].to(loaded.weights.device)
-    return loaded.model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+def prefill(loaded: LoadedModel, prompt: Prompt) -> tuple[Any, Tensor]:
+    """Return the cache behind a prompt, and the log-probabilities from the row before its first needle on.
+
+    The latter are float32 [R, V], of the last row alone where the prompt asks for no needle.
+    """
+    ids = prompt.ids[None].to(loaded.weights.device)
+    rows = prompt.length + 1 - min((first for first, _ in prompt.answers), default=prompt.length)
+    outputs = loaded.model(input_ids=ids, use_cache=True, logits_to_keep=rows)
+    return outputs.past_key_values, outputs.logits[0].float().log_softmax(-1)
+
+
+def _sum_log_probs(log_probs: Tensor, tokens: Tensor) -> float:
+    return float(log_probs.gather(1, tokens[:, None]).double().sum())
 
 
 def follow(loaded: LoadedModel, cache: Any, tokens: Sequence[int]) -> Tensor:
@@ -218,10 +259,10 @@ def follow(loaded: LoadedModel, cache: Any, tokens: Sequence[int]) -> Tensor:
     return logits[0].float()
 
 
-def read_log_probs(loaded: LoadedModel, cache: Any, turn: AnsweredTurns) -> Tensor:
-    """Return the log-probabilities at the rows of both answers, float32 [R, V]."""
-    logits = follow(loaded, cache, turn.ids)
-    return torch.cat([logits[rows] for rows in turn.rows]).log_softmax(-1)
+def read_log_probs(loaded: LoadedModel, cache: Any, tokens: Sequence[int], rows: Sequence[slice]) -> Tensor:
+    """Return the log-probabilities at some rows of tokens behind a cache, float32 [R, V]."""
+    logits = follow(loaded, cache, tokens)
+    return torch.cat([logits[part] for part in rows]).log_softmax(-1)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend
 from calibrate.model.layers import DecoderLayer, Stream
 from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
+from calibrate.proof.answers import PromptAnswers
 from calibrate.proof.bounds import (
     BUDGET_SEQUENCE,
     CONFIDENCE,
@@ -35,7 +36,7 @@ from calibrate.proof.bounds import (
     count_allowed_above,
     count_texts_for,
 )
-from calibrate.proof.layers import ProofItem, compare_variants
+from calibrate.proof.layers import PromptAgreement, ProofItem, compare_variants
 from calibrate.proof.state import Candidate, Problem, ProblemKind
 from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
@@ -238,7 +239,7 @@ class MeanCertifier:
             self.proofs[layer] = proof
         self.layers[layer] = CertifiedLayer(
             mean=statistics.fmean(errors) if holds else 0.0,
-            bound=_keep_finite(bound) if holds else 0.0,
+            bound=keep_finite(bound) if holds else 0.0,
             spent=(None if fraction == 1 else fraction) if holds else 0.0,
             density=proof.density if holds else 1.0,
             limit=limit,
@@ -290,18 +291,19 @@ def build_certificate(
         groups=len(groups),
         tokens=len(proof.prompts) * length,
         share=bound_share(len(groups), above, 1 - CONFIDENCE) if sparse else None,
-        error_over_limit=_keep_finite(times) if sparse else None,
-        kl=_keep_finite(times * scorer.kl_unit) if sparse else None,
+        error_over_limit=keep_finite(times) if sparse else None,
+        kl=keep_finite(times * scorer.kl_unit) if sparse else None,
         mean_kl=proof.kl,
         top1=min(agreement.top1 for agreement in proof.agreements),
-        retrieval=count_retrieval(proof),
+        retrieval=count_retrieval(proof.prompts, proof.agreements),
         noise_floor=noise_floor,
         domains=_summarise_domains(proof, means, scorer),
         layers=tuple(means.layers[layer] for layer in range(len(proof.layers))),
     )
 
 
-def _keep_finite(value: float) -> float | None:
+def keep_finite(value: float) -> float | None:
+    """Return a number as JSON has it: None where it is not finite."""
     return value if math.isfinite(value) else None
 
 
@@ -336,11 +338,13 @@ def _summarise_domains(proof: LengthProof, means: MeanCertifier, scorer: PromptS
     )
 
 
-def count_retrieval(proof: LengthProof) -> CertifiedRetrieval | None:
+def count_retrieval(
+    prompts: Sequence[Prompt], agreements: Sequence[PromptAgreement | PromptAnswers]
+) -> CertifiedRetrieval | None:
     """Count the needles that a length's prompts keep; None if no prompt asks for any."""
-    if not any(prompt.answers for prompt in proof.prompts):
+    if not any(prompt.answers for prompt in prompts):
         return None
-    found, kept = (sum(getattr(agreement, name) for agreement in proof.agreements) for name in ("found", "kept"))
+    found, kept = (sum(getattr(agreement, name) for agreement in agreements) for name in ("found", "kept"))
     low, high = compute_share_interval(kept, found, CONFIDENCE)
     return CertifiedRetrieval(found=found, kept=kept, low=low, high=high)
 

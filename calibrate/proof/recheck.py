@@ -25,7 +25,9 @@ from calibrate.proof.adjust import describe_over_limit, find_lost_needles
 from calibrate.proof.answers import measure_answers, summarise_eighths
 from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_probability, compute_mean_of_kinds
 from calibrate.proof.certify import MIN_GROUPS, PromptScorer, TextGroups, count_retrieval
+from calibrate.proof.certify_answers import CAP, build_answer_certificate
 from calibrate.proof.layers import ConfigSource
+from calibrate.proof.state import Problem, ProblemKind
 from calibrate.proof.verify import LengthProof, Prover
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.record import CertifiedLength, CertifiedRetrieval, read_record
@@ -35,7 +37,7 @@ from s2o_runtime.fields import pluralize
 from s2o_runtime.identity import explain_mismatch, geometry
 from s2o_runtime.profile import Profile, load_profile
 from s2o_runtime.profile.profile import adapt_to_device
-from s2o_runtime.profile.record import get_list, read_limits
+from s2o_runtime.profile.record import read_budget, read_limits
 
 ANSWERED = 5  # prompts of each length that questions are asked about, of as many kinds of text
 
@@ -97,8 +99,6 @@ def open_profile(
     recipe = recipe if chunk is None else replace(recipe, chunk=chunk)
     if needs_certificate:
         recipe = replace(recipe, num_certify=recipe.num_certify or OPTIONS["num_certify"].default)
-    if recipe.scope == "model" and not get_list(profile.record, "held_out", dict):
-        raise InputError(f"{path} does not say what each layer may have of the model's budget: calibrate with it")
     profile, rejected = adapt_to_device(profile, torch.device(device))
     if rejected is not None:
         raise InputError(f"{path} cannot be proven here: {rejected}")
@@ -150,6 +150,10 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
         if not (layer["error"] <= layer["limit"] or layer["dense"])  # also where it is no number
     ]
     problems += find_lost_needles(proofs, recipe)
+    for length, measured in answers.items():
+        if recipe.budget.kind == "kl" and measured and not measured["kl"] <= recipe.budget.value:
+            text = f"answers about {length} tokens have a KL of {measured['kl']:.1e}, {recipe.budget} is allowed"
+            problems.append(Problem(ProblemKind.NOT_SHOWN, length, text))
     recorded = read_record(profile).data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
     return ProofCheck(lengths, list(map(str, problems)), same_prompts)
@@ -249,9 +253,48 @@ def verify_certificate(opened: LoadedProfile, seed: int, *, progress: bool = Fal
             )
     proofs: dict[int, LengthProof] = {}
     with opened.start_prover("certifying", len(certified), progress) as prover:
+        if recipe.budget.kind == "kl":
+            checks = tuple(_check_answers(prover, fresh[length], profile, entry) for length, entry in certified.items())
+            return CertificateCheck(checks, tuple(problem for check in checks for problem in check.problems))
         for length in certified:  # one after another: the hidden states of all prompts are in memory
             proofs |= prover.prove(profile, {length: fresh[length]}, timed=False, stage="certifying")[1]
     return compare_certificate(profile, recipe, certified, proofs)
+
+
+def _check_answers(
+    prover: Prover, prompts: Sequence[Prompt], profile: Profile, certified: CertifiedLength
+) -> LengthCheck:
+    """Compare what is certified of the answers at one length with those about fresh prompts."""
+    (answers,) = measure_answers(prover, prompts, [profile])
+    budget, length, groups = (
+        read_budget(profile.record).value or 0.0,
+        prompts[0].length,
+        TextGroups.from_prompts(prompts),
+    )
+    measured, problems = build_answer_certificate(prompts, answers, budget, CONFIDENCE), []
+    values = groups.mean_per_group([min(max(prompt.kl, 0.0), CAP * budget) for prompt in answers])
+    if bound_mean_below(values, groups.kinds, CONFIDENCE) > budget:
+        problems.append(f"at {length} tokens answers have a mean KL of {measured.mean:.1e}, {budget:g} is certified")
+    share = 1 - ((certified.answers and certified.answers.share_above) or 0.0)
+    above = measured.above or 0
+    chance = compute_excess_probability(above, len(groups), share)
+    if chance < 1 - CONFIDENCE:
+        problems.append(
+            f"at {length} tokens {above} of {len(groups)} groups of text have a prompt above {CAP:g} times the budget, "
+            f"which chance gives in {chance:.1%} of cases"
+        )
+    return LengthCheck(
+        length=length,
+        prompts=len(prompts),
+        groups=len(groups),
+        means=(measured.mean or 0.0) / budget,
+        broken=bool(problems),
+        above=above,
+        chance=chance,
+        mean_kl=measured.mean or 0.0,
+        retrieval=count_retrieval(prompts, answers),
+        problems=(*problems, *_compare_retrieval(length, certified, count_retrieval(prompts, answers))),
+    )
 
 
 def compare_certificate(
@@ -290,11 +333,18 @@ def _compare_length(
             f"{certified.error_over_limit:.2f} times its limit or a KL over {certified.kl or 0:.1e}, which chance "
             f"gives in {chance:.1%} of cases"
         )
-    before, now = certified.retrieval, count_retrieval(proof)
-    if before and before.low is not None and now and now.found and now.high is not None and now.high < before.low:
-        problems.append(
-            f"at {length} tokens {now.kept} of {now.found} needles are kept, at least {before.low:.0%} is certified"
-        )
+    now = count_retrieval(proof.prompts, proof.agreements)
+    problems += _compare_retrieval(length, certified, now)
     return LengthCheck(
         length, len(proof.prompts), len(groups), means, broken, above, chance, proof.kl, now, tuple(problems)
     )
+
+
+def _compare_retrieval(length: int, certified: CertifiedLength, now: CertifiedRetrieval | None) -> list[str]:
+    """Return the problem of needles of which fresh prompts keep fewer than is certified, if they do."""
+    before = certified.retrieval
+    if before and before.low is not None and now and now.found and now.high is not None and now.high < before.low:
+        return [
+            f"at {length} tokens {now.kept} of {now.found} needles are kept, at least {before.low:.0%} is certified"
+        ]
+    return []

@@ -13,7 +13,7 @@ from calibrate.proof.bounds import CONFIDENCE
 from calibrate.proof.verify import LengthProof
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, CertifiedLength, PredictedLength, ProvenLayer, ProvenLength, Record
-from calibrate.search.choice import CalibrationDense, make_constraints
+from calibrate.search.choice import CalibrationDense
 from calibrate.search.choose import SearchResult
 from calibrate.versions import collect_versions
 from s2o_runtime.config import KvCacheDtype, LayerConfig
@@ -168,9 +168,7 @@ class Candidate:
         if length in chosen:
             choices = list(chosen[length].choices)
             choices[layer] = (
-                choices[layer].spending(choices[layer].spent * share, make_constraints(self.recipe))
-                if share
-                else choices[layer].as_dense(why_dense)
+                choices[layer].spending(choices[layer].spent * share) if share else choices[layer].as_dense(why_dense)
             )
             chosen[length] = replace(chosen[length], choices=choices)
         return replace(self, chosen=chosen, overrides=overrides)

@@ -19,7 +19,7 @@ from calibrate.proof.verify import LayerProof, LengthProof
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, ProvenLength, read_record
 from calibrate.report.plan import list_options
-from calibrate.search.choice import LayerPlan, make_constraints
+from calibrate.search.choice import LayerPlan
 from calibrate.versions import collect_versions
 from s2o_runtime.config import HeadConfig, Tail
 from s2o_runtime.identity import split_fingerprint
@@ -108,11 +108,11 @@ class LengthReport:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """The error that was allowed, of each layer or of the model; `ceiling` is the largest rel_mse beside an mse."""
+    """The error that was allowed; `ceiling` is the largest rel_mse beside an mse."""
 
-    kind: BudgetKind  # the unit of the layers' errors and limits too
+    kind: BudgetKind
     value: float
-    scope: str
+    unit: ErrorUnit  # of the layers' errors and limits
     ceiling: float | None = None
 
 
@@ -175,7 +175,7 @@ def make_report(recipe: Recipe, result: Result, command: str | None = None) -> R
         problems=tuple(map(str, result.problems)),
         architecture=str(result.profile.geometry),
         device=str(result.device),
-        budget=BudgetReport(recipe.budget.kind, recipe.budget.value, recipe.scope, recipe.budget.ceiling or None),
+        budget=BudgetReport(**_copy_fields(recipe.budget, "kind", "value", "unit", "ceiling")),
         worst_rows=recipe.worst_rows or None,
         calibration_seconds=round(sum(result.seconds.values()), 3),
         phases={name: round(seconds, 3) for name, seconds in result.seconds.items()},
@@ -239,8 +239,7 @@ def _report_prediction(recipe: Recipe, choices: Sequence[LayerPlan], index: int)
     choice, power = choices[index], dense_power(choices[index].curves)
     # The frontier is computed here and not by the search, because which choice and which budget a layer ends with is
     # known only after the proof has tightened them.
-    constraints = make_constraints(recipe)
-    allocations = [choice.spending(choice.budget_mse * times, constraints).allocation for times in FRONTIER]
+    allocations = [choice.spending(choice.budget.mse * times).allocation for times in FRONTIER]
     return {
         "why_dense": choice.dense_sentence,
         "predicted_error": recipe.budget.error(choice.allocation.mse, power),
@@ -277,7 +276,7 @@ def summarise_profile(profile: Profile) -> dict[str, Any]:
     if record.budget and record.budget.value is not None:
         ceiling = record.budget.ceiling_rel_mse
         within = "" if ceiling is None else f" and rel_mse {ceiling:g}"
-        budget = f"{record.budget.kind} {record.budget.value:g}{within} ({record.budget.scope})"
+        budget = f"{record.budget.kind} {record.budget.value:g}{within}"
     return {
         "model": profile.model_name,
         "architecture": str(profile.geometry),

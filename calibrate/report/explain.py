@@ -11,10 +11,11 @@ from calibrate.curves.curves import Curves, Shape, dense_power, select_rankings
 from calibrate.profiles.stored import calibrate_command, read_recipe, read_stored_curves
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import Point, list_points
-from calibrate.search.choice import budget_mse, compute_weights, make_constraints
+from calibrate.search.choice import make_constraints
 from s2o_runtime.config import HeadConfig, LayerConfig, convert_to_json
 from s2o_runtime.errors import InputError
 from s2o_runtime.profile import Profile
+from s2o_runtime.profile.record import read_limits
 
 
 def explain_head(
@@ -50,7 +51,7 @@ def explain_head(
                 "error stayed over the limit"
             )
         elif recipe and curves:
-            row |= _explain_curve(curves, config, head, recipe)
+            row |= _explain_curve(curves, config, head, recipe, read_limits(profile.record, layer).get(length))
         else:
             row["why"] = missing
         rows.append(row)
@@ -71,14 +72,19 @@ def format_head(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         yield f"  {row['why']}"
 
 
-def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> dict[str, Any]:
-    """Return a head's density and error as its curve predicts them, and what keeps it from the next cheaper setting."""
+def _explain_curve(
+    curves: Curves, config: LayerConfig, head: int, recipe: Recipe, limit: float | None
+) -> dict[str, Any]:
+    """Return a head's density and error as its curve predicts them, and what keeps it from the next cheaper setting.
+
+    limit: of the layer's error; None where the record has none.
+    """
     curves_of_methods = select_rankings(curves, config.segment, Shape.from_tile(config.tile), config.scores)
     power = dense_power(curves_of_methods)
     constraints = make_constraints(recipe)
     guarded = list_points(curves_of_methods, head, constraints)
     free = list_points(curves_of_methods, head, replace(constraints, worst_rows=None))
-    here = next((point for point in guarded if _is_same_setting(point.head, config.heads[head])), None)
+    here = next((point for point in (*guarded, *free) if _is_same_setting(point.head, config.heads[head])), None)
     if here is None:
         return {
             "why": "its setting is none that its curve was measured at (it was tightened, or taken from other lengths)"
@@ -91,8 +97,7 @@ def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recip
         return next((point for point in points if point.cost < here.cost), None)
 
     after, unguarded = cheaper(guarded), cheaper(free)
-    spend = recipe.budget.error(budget_mse(compute_weights(curves, recipe), recipe), power)
-    spender = "the layer" if recipe.scope == "layer" else "all layers in the mean"
+    spend = recipe.margin * (recipe.budget.limit(power) if limit is None else limit)
     parts = []
     if unguarded is None:
         parts.append("no setting that was measured is cheaper")
@@ -105,7 +110,7 @@ def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recip
     if after is not None:
         parts.append(
             f"limited by the budget: the next setting, {_format_point(after)}, would raise its error from "
-            f"{error(here)} to {error(after)}, and {spender} may spend {spend:.2e} {recipe.budget.unit} in the mean "
+            f"{error(here)} to {error(after)}, and the layer may spend {spend:.2e} {recipe.budget.unit} in the mean "
             "over heads, of which others make more"
         )
     why = "; ".join(parts)

@@ -172,7 +172,7 @@ def make_head_maps(report: Report) -> list[HeadMap]:
     return [
         HeadMap("tau", threshold, format_tau, TAUS[0], TAUS[-1]),
         HeadMap("density", lambda head: head.density, lambda value: f"{value:.2f}", 0.0, 1.0, logarithmic=False),
-        HeadMap(report.budget.kind, lambda head: head.error, short, highest / 10**DECADES, highest),
+        HeadMap(report.budget.unit, lambda head: head.error, short, highest / 10**DECADES, highest),
     ]
 
 
@@ -271,9 +271,10 @@ def draw_frontier(figure: Figure, report: Report) -> None:
     bottom = max(min([*errors, budget.value]) / 3, LOWEST * budget.value)  # curves fall towards density 1
     size = (5.5, 4.2) if len(report.lengths) == 1 else (4.2, 3.6)
     titles = [length.label for length in report.lengths]
-    all_axes = add_panels(figure, titles, size, x="density", y=budget.kind, sharey=True)
+    all_axes = add_panels(figure, titles, size, x="density", y=budget.unit, sharey=True)
     for axes, length in zip(all_axes, report.lengths, strict=True):
-        axes.axhline(budget.value, color="black", lw=1, ls="--", label="budget")
+        if budget.kind == budget.unit:
+            axes.axhline(budget.value, color="black", lw=1, ls="--", label="budget")
         for number, layer in enumerate(length.layers):
             colour = layer_colours.cmap(number / max(1, last) * DARK)
             curve = [point for point in layer.frontier or () if min(point) > 0]  # as the budget rises

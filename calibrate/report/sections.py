@@ -377,7 +377,7 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
         "segment": show("segment", "d"),
         "tile": lambda layer: layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
         "density": show("density", ".3f"),
-        report.budget.kind: show("error", ".2e"),
+        report.budget.unit: show("error", ".2e"),
         "rel\nmse": show("held_out_rel_mse", ".0e"),
         "error /\nlimit": show("error_over_limit", ".0%"),
         "binds": lambda layer: BINDS[layer.binds],
@@ -394,8 +394,7 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
 
 
 def make_overview_table(report: Report) -> Table:
-    """Return one row a length; the error is the largest of any layer, or their mean if the budget is of the model."""
-    combine, name = (max, "largest") if report.budget.scope == "layer" else (fmean, "mean")
+    """Return one row a length; the error is the largest of any layer."""
 
     def attention_speedup(length: LengthReport) -> str:
         if length.attention_seconds is not None:
@@ -404,13 +403,11 @@ def make_overview_table(report: Report) -> Table:
         return "-" if predicted is None else Number(f"{predicted:.2f}x predicted", predicted)
 
     errors: Columns = {
-        f"{name}\n{report.budget.kind}": lambda length: format_number(
-            combine(row.error for row in length.layers), ".2e"
-        )
+        f"largest\n{report.budget.unit}": lambda length: format_number(max(row.error for row in length.layers), ".2e")
     }
     if report.budget.kind == "mse":
-        errors[f"{name}\nrel_mse"] = lambda length: format_number(
-            combine(layer.held_out_rel_mse for layer in length.layers), ".2e"
+        errors["largest\nrel_mse"] = lambda length: format_number(
+            max(layer.held_out_rel_mse for layer in length.layers), ".2e"
         )
     columns: Columns = {
         "length": lambda length: Number(f"{length.length}{'' if length.calibrated else ' checked'}", length.length),

@@ -37,6 +37,7 @@ class SearchConstraints:
     # times its equal part of the budget that a head may spend: a layer whose error lies in one or two heads is the
     # first to break on text unlike the calibration's
     head_cap: float = math.inf
+    head_mse: float = math.inf  # the largest `Point.mse`
 
 
 @dataclass(frozen=True)
@@ -95,20 +96,23 @@ def allocate(
 
     curves: of every ranking that a head may choose. weights: of its heads; that of the layer does not count here.
     """
-    return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, constraints)[0]
+    return allocate_together([curves], [replace(weights, layer=1.0)], budget_mse, [constraints])[0]
 
 
 def allocate_together(
     layers: Sequence[Mapping[RankingConfig, Curve]],
     weights: Sequence[ErrorWeights],
     budget: float,
-    constraints: SearchConstraints = SearchConstraints(),
+    constraints: Sequence[SearchConstraints],
 ) -> list[Allocation]:
-    """Allocate one budget to several layers: it is the limit of the mean over them of weight times error."""
+    """Allocate one budget to several layers: it is the limit of the mean over them of weight times error.
+
+    constraints: of each layer; the head cap is the first one's.
+    """
     counts = [len(next(iter(curves.values())).mse) for curves in layers]  # of heads
     options = [
-        list_points(curves, head, constraints)
-        for curves, count in zip(layers, counts, strict=True)
+        list_points(curves, head, of_layer)
+        for curves, count, of_layer in zip(layers, counts, constraints, strict=True)
         for head in range(count)
     ]
     head_weights = [
@@ -116,7 +120,7 @@ def allocate_together(
         for layer_weights, count in zip(weights, counts, strict=True)
         for head_weight in layer_weights.heads or (1.0,) * count
     ]
-    points = iter(_choose_points(options, head_weights, budget * len(layers), constraints.head_cap))
+    points = iter(_choose_points(options, head_weights, budget * len(layers), constraints[0].head_cap))
     return [Allocation(tuple(islice(points, count))) for count in counts]
 
 
@@ -133,7 +137,7 @@ def list_points(curves: Mapping[RankingConfig, Curve], head: int, constraints: S
             candidates += [
                 Point(mse, density + extra, density, row, config)
                 for mse, density, row, config in by_tau
-                if row <= limit
+                if row <= limit and mse <= constraints.head_mse
             ]
     points = [make_dense_point(next(iter(curves)).segment, *_find_rounding_error(curves, head))]
     for point in sorted(candidates, key=lambda point: point[:2]):

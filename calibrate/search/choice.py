@@ -6,8 +6,7 @@ representatives and tail then follow from its curves and the budget, exactly (`a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from calibrate.search.allocate import (
     ErrorWeights,
     SearchConstraints,
     allocate,
-    allocate_together,
 )
 from calibrate.timing import Timing
 from s2o_runtime.config import LayerConfig, Scores, Tail, TileConfig
@@ -32,7 +30,6 @@ class CalibrationDense(Enum):
     """Reasons of a calibration to make a layer dense, with their sentences; `s2o_runtime.dense_reason` is for calls."""
 
     NO_GAIN = "no head gains anything within the budget"
-    OTHERS_GAIN = "other layers gain more"
     ROUNDING_COSTS = "int8 scores alone cost more than the budget"
     PREDICTED_SLOWER = "predicted no faster than dense"
     TIMED_SLOWER = "the layer was timed slower than dense"
@@ -55,23 +52,41 @@ class SearchPoint(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LayerBudget:
+    """The error that one layer may have at one length, and how its heads may spend it."""
+
+    limit: float  # of the layer's mean error, in the unit of the recipe's budget
+    mse: float  # what the heads may spend, as mean squared error with `weights`
+    constraints: SearchConstraints
+    weights: ErrorWeights = field(default_factory=ErrorWeights)
+
+    @classmethod
+    def from_recipe(cls, curves: Curves, recipe: Recipe) -> LayerBudget:
+        """Return what a budget of errors allows the layer with these curves."""
+        budget, power = recipe.budget, dense_power(curves)
+        limit = budget.limit(power)
+        # larger where a ceiling allows the layer less than the budget's value
+        weights = ErrorWeights(budget.error(1.0, power) * (budget.value / limit))
+        return cls(limit, budget.value * recipe.margin / weights.layer, make_constraints(recipe), weights)
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """The settings of one layer at one length, with their predictions."""
 
     point: SearchPoint  # its scores are "input" where the layer is dense as a whole
     curves: Mapping[RankingConfig, Curve]  # of every ranking that a head could choose
-    budget_mse: float  # what the heads may spend, as mean squared error with `weights`
+    budget: LayerBudget
     allocation: Allocation
     timing: Timing | None = None  # of the layer's attention; None on a CPU, and after the allocation changed
     why_dense: CalibrationDense | None = None  # None if the layer was not made dense as a whole
     measured: str = ""  # on the measurement that made it dense, in place of the reason's own sentence
-    weights: ErrorWeights = field(default_factory=ErrorWeights)
     last_rows: int = 0  # dense ones at a prompt's end, as the curves were measured
 
     @property
     def spent(self) -> float:
-        """Predicted spending of the heads, in the unit of `budget_mse`."""
-        return self.weights.mean(self.allocation)
+        """Predicted spending of the heads, in the unit of the budget's `mse`."""
+        return self.budget.weights.mean(self.allocation)
 
     @property
     def config(self) -> LayerConfig:
@@ -97,12 +112,12 @@ class LayerPlan:
         why = self.why_dense or (CalibrationDense.NO_GAIN if self.config.is_dense else None)
         return self.measured or (why and why.value)
 
-    def spending(self, budget_mse: float, constraints: SearchConstraints) -> LayerPlan:
-        """Return the same search point with another budget; dense where int8 scores alone cost more than that."""
-        allocation = allocate(self.curves, budget_mse, constraints, self.weights)
-        spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
+    def spending(self, mse: float) -> LayerPlan:
+        """Return the same search point with more or less to spend; dense where int8 scores alone cost more."""
+        allocation = allocate(self.curves, mse, self.budget.constraints, self.budget.weights)
+        spending = replace(self, budget=replace(self.budget, mse=mse), allocation=allocation, timing=None)
         # only rounded scores can be over: other errors are allocated as far as the budget goes
-        is_over = self.point.scores != "input" and spending.spent > budget_mse
+        is_over = self.point.scores != "input" and spending.spent > mse
         return spending.as_dense(CalibrationDense.ROUNDING_COSTS) if is_over else spending
 
     def as_dense(self, why: CalibrationDense, measured: str = "") -> LayerPlan:
@@ -136,54 +151,12 @@ class LayerPlan:
 
 
 def make_constraints(recipe: Recipe) -> SearchConstraints:
-    """Return a recipe's limits on heads. One budget over the model has no equal parts: it goes where it saves most."""
+    """Return a recipe's limits on heads."""
     tails: tuple[Tail, ...] = tuple("mean" if has_tail else "none" for has_tail in recipe.tails)
-    return SearchConstraints(tails, recipe.worst_rows or None, HEAD_CAP if recipe.scope == "layer" else math.inf)
+    return SearchConstraints(tails, recipe.worst_rows or None, HEAD_CAP)
 
 
-def compute_weights(curves: Curves, recipe: Recipe) -> ErrorWeights:
-    """Return the weight that converts one layer's errors to the unit of a recipe's budget."""
-    budget, power = recipe.budget, dense_power(curves)
-    # larger where a ceiling allows the layer less than the budget's value
-    return ErrorWeights(budget.error(1.0, power) * (budget.value / budget.limit(power)))
-
-
-def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
-    """Return a layer's budget without its margin, as mean squared error weighted by head."""
-    return recipe.budget.value * recipe.margin / weights.layer
-
-
-def build_plan(point: SearchPoint, curves: Curves, recipe: Recipe, last_rows: int = 0) -> LayerPlan:
-    """Spend a layer's budget at one search point, without timing it. last_rows: as `Choice.last_rows`."""
+def build_plan(point: SearchPoint, curves: Curves, budget: LayerBudget, last_rows: int = 0) -> LayerPlan:
+    """Spend a layer's budget at one search point, without timing it. last_rows: as `LayerPlan.last_rows`."""
     point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile), point.scores)
-    weights = compute_weights(curves, recipe)
-    unspent = LayerPlan(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
-    return unspent.spending(budget_mse(weights, recipe), make_constraints(recipe))
-
-
-def allocate_model_budget(choices: Sequence[LayerPlan], recipe: Recipe) -> tuple[list[LayerPlan], list[float]]:
-    """Spend a recipe's budget, the limit of the mean over all layers, where it saves most.
-
-    Layers that are dense for a reason which another budget does not change take no part.
-
-    Returns:
-        The layers' choices, and the limit of each: its spending with the margin given back, in the budget's unit.
-    """
-    live = [layer for layer, choice in enumerate(choices) if choice.why_dense is None]
-    if not live:
-        return list(choices), [recipe.budget.value] * len(choices)
-    allocations = allocate_together(
-        [choices[layer].curves for layer in live],
-        [choices[layer].weights for layer in live],
-        recipe.budget.value * recipe.margin * len(choices) / len(live),
-        make_constraints(recipe),
-    )
-    after, limits = list(choices), [0.0] * len(choices)
-    for layer, allocation in zip(live, allocations, strict=True):
-        spent = choices[layer].weights.mean(allocation)
-        after[layer] = choice = replace(choices[layer], allocation=allocation, timing=None, budget_mse=spent)
-        if choice.config.is_dense:
-            after[layer] = choice.as_dense(CalibrationDense.OTHERS_GAIN)
-        else:
-            limits[layer] = recipe.budget.error(allocation.mse, dense_power(choice.curves)) / recipe.margin
-    return after, limits
+    return LayerPlan(point, point_curves, budget, Allocation(()), last_rows=last_rows).spending(budget.mse)

@@ -15,7 +15,7 @@ import torch
 from sklearn.cluster import AgglomerativeClustering
 
 from calibrate.compiling import compile_ahead, get_kernel_form, with_tiles
-from calibrate.curves.curves import Curves, Shape, dense_power, select_rankings
+from calibrate.curves.curves import Curves, Shape, select_rankings
 from calibrate.curves.measure import LayersCurves, get_forward
 from calibrate.journal import Journal, gpu_key
 from calibrate.model.estimate import measure_free_memory
@@ -24,11 +24,8 @@ from calibrate.prompts.prompt import PromptSet
 from calibrate.recipe import Recipe
 from calibrate.search.allocate import allocate
 from calibrate.search.choice import (
+    LayerBudget,
     LayerPlan,
-    allocate_model_budget,
-    budget_mse,
-    compute_weights,
-    make_constraints,
 )
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import FAILURES, MAX_SLOWDOWN, Timing, describe_failure, time_against_dense
@@ -60,6 +57,7 @@ def choose(
     executor: Executor,
     curves: LayersCurves,
     tiles: Mapping[int, Sequence[TileConfig]],
+    budgets: Mapping[int, Sequence[LayerBudget]],
     *,
     prompts: PromptSet,
     recipe: Recipe,
@@ -75,6 +73,7 @@ def choose(
         executor: times calls; its device is the one that is chosen for.
         curves: of every layer at every length.
         tiles: those that get trials, by length, the safe default first.
+        budgets: of every layer at every length.
         prompts, recipe, journal: the first calibration prompt of each length is used; the journal keeps the times.
         on_trial: called after each trial with a text for a progress bar.
 
@@ -109,10 +108,12 @@ def choose(
     groups: dict[int, list[list[int]]] = {}
     for length in recipe.lengths:
         executor.register_prompts([prompts.calibration[length][0]])
-        groups[length] = group_layers(_predict_costs(curves[length], length, Shape.from_tile(tiles[length][0]), recipe))
-        for layer, layer_curves in enumerate(curves[length]):
+        groups[length] = group_layers(
+            _predict_costs(curves[length], budgets[length], length, Shape.from_tile(tiles[length][0]), recipe)
+        )
+        for layer, (layer_curves, budget) in enumerate(zip(curves[length], budgets[length], strict=True)):
             timer = partial(time_config, length, layer) if on_gpu else None
-            searches[length, layer] = LayerSearch(layer, length, layer_curves, recipe, tiles[length], timer)
+            searches[length, layer] = LayerSearch(layer, length, layer_curves, budget, recipe, tiles[length], timer)
     leaders = {length: [searches[length, group[0]] for group in groups[length]] for length in groups}
     first_trials = [search.build_plan(search.default).config for length in groups for search in leaders[length]]
     likely = tuple({get_kernel_form(config): config for config in first_trials}.values())  # one for each kernel
@@ -128,25 +129,26 @@ def choose(
     chosen = {}
     for length in groups:
         choices = [pending[length, layer].result() for layer in range(len(curves[length]))]
-        limits = [recipe.budget.limit(dense_power(layer_curves)) for layer_curves in curves[length]]
-        if recipe.scope == "model":
-            choices, limits = allocate_model_budget(choices, recipe)
+        limits = [budget.limit for budget in budgets[length]]
         failures = sum((search.failures for search in leaders[length]), Counter[str]())
         trials = tuple(search.trials for search in leaders[length])
         chosen[length] = SearchResult(choices, limits, groups[length], failures, trials)
     return chosen
 
 
-def _predict_costs(curves: Sequence[Curves], length: int, shape: Shape, recipe: Recipe) -> list[list[float]]:
+def _predict_costs(
+    curves: Sequence[Curves], budgets: Sequence[LayerBudget], length: int, shape: Shape, recipe: Recipe
+) -> list[list[float]]:
     """Return every layer's cost with one tile shape and the first scores, at all segments and `BUDGETS`."""
-    constraints = make_constraints(recipe)
     costs: list[list[float]] = []
-    for layer_curves in curves:
-        budget = budget_mse(compute_weights(layer_curves, recipe), recipe)
+    for layer_curves, budget in zip(curves, budgets, strict=True):
         costs.append([])
         for segment in recipe.select_segments(length):
             segment_curves = select_rankings(layer_curves, segment, shape, recipe.scores[0])
-            costs[-1] += [allocate(segment_curves, share * budget, constraints).cost for share in BUDGETS]
+            costs[-1] += [
+                allocate(segment_curves, share * budget.mse, budget.constraints, budget.weights).cost
+                for share in BUDGETS
+            ]
     return costs
 
 

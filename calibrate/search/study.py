@@ -25,6 +25,7 @@ from calibrate.curves.curves import Curves, Shape
 from calibrate.recipe import Recipe
 from calibrate.search.choice import (
     CalibrationDense,
+    LayerBudget,
     LayerPlan,
     SearchPoint,
     build_plan,
@@ -108,6 +109,7 @@ class LayerSearch:
     layer: int
     length: int
     curves: Curves
+    budget: LayerBudget
     recipe: Recipe
     tiles: Sequence[TileConfig]  # those that get trials, the safe default first
     timer: Timer | None = None  # on this layer's inputs; None on a CPU
@@ -186,7 +188,8 @@ class LayerSearch:
         """Return the choice at one point, not timed; tiles of one shape have the same curves."""
         key = point.segment, point.scores, Shape.from_tile(point.tile)
         if key not in self._allocated:
-            self._allocated[key] = build_plan(point, self.curves, self.recipe, self.recipe.count_last_rows(self.length))
+            last_rows = self.recipe.count_last_rows(self.length)
+            self._allocated[key] = build_plan(point, self.curves, self.budget, last_rows)
         choice = self._allocated[key]
         return replace(choice, point=choice.point._replace(tile=point.tile))
 

@@ -154,7 +154,8 @@ def _check_proof(profile: Profile) -> list[Finding]:
     text, budget, proof = "no budget is recorded", read_budget(record), record.get("proof")
     if budget.value is not None:
         ceiling = "" if budget.ceiling is None else f" and rel_mse {budget.ceiling:g}"
-        text = f"{budget.kind} {budget.value:g}{ceiling} for every {budget.scope or 'layer'}"
+        held = "answers" if budget.kind == "kl" else "every layer"
+        text = f"{budget.kind} {budget.value:g}{ceiling} for {held}"
     text += f", {proof if isinstance(proof, str) else 'not proven'}"
     counts = ", ".join(f"{row.get('prompts')} prompts of {row.get('length')} tokens" for row in list_certified(record))
     advice = "" if counts else "nothing is certified: s2o-calibrate certifies by default"

@@ -124,7 +124,7 @@ def read_error_limits(profile: Profile) -> list[ErrorLimits]:
     ]
     if all(usable):
         return [ErrorLimits(unit, {length: limit for length, limit in row.items() if limit}) for row in usable]
-    if budget.scope != "layer" or budget.kind != unit:  # a KL is no layer's error
+    if budget.kind != unit:  # a KL is no layer's error
         raise ProfileError(
             "the profile's record does not say what each layer may have of the model's budget: prove it by "
             "calibrating with this budget"

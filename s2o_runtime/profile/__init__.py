@@ -12,11 +12,10 @@ from ..lazy import load_lazily
 if TYPE_CHECKING:
     from .file import METADATA_KEY, SCHEMA, load_profile, make_document, save_profile, serialize
     from .profile import Profile
-    from .record import BUDGET_KINDS, BUDGET_SCOPES
+    from .record import BUDGET_KINDS
 
 __all__ = [
     "BUDGET_KINDS",
-    "BUDGET_SCOPES",
     "METADATA_KEY",
     "SCHEMA",
     "Profile",
@@ -29,7 +28,7 @@ __all__ = [
 _HOMES = {
     "file": ("METADATA_KEY", "SCHEMA", "make_document", "load_profile", "save_profile", "serialize"),
     "profile": ("Profile",),
-    "record": ("BUDGET_KINDS", "BUDGET_SCOPES"),
+    "record": ("BUDGET_KINDS",),
 }
 
 __getattr__ = load_lazily(__name__, _HOMES)

@@ -12,9 +12,7 @@ T = TypeVar("T")
 
 ErrorUnit = Literal["mse", "rel_mse"]  # of a layer's error
 BudgetKind = Literal["mse", "rel_mse", "kl"]  # "kl": nats per token at the rows that answer
-BudgetScope = Literal["layer", "model"]
 BUDGET_KINDS: tuple[BudgetKind, ...] = get_args(BudgetKind)
-BUDGET_SCOPES: tuple[BudgetScope, ...] = get_args(BudgetScope)
 Reads = Literal["all", "answers"]  # the rows of a prompt's output that a budget is about, and a caller may read
 
 
@@ -23,7 +21,6 @@ class AllowedError(NamedTuple):
 
     kind: BudgetKind | None
     value: float | None
-    scope: BudgetScope | None
     ceiling: float | None
 
 
@@ -33,11 +30,12 @@ def get_error_unit(kind: BudgetKind) -> ErrorUnit:
 
 
 def read_budget(record: Mapping[str, Any]) -> AllowedError:
-    """Return the error that the calibration was allowed."""
+    """Return the error that the calibration was allowed; none of an earlier version's budget of all layers together."""
     budget = get_object(record, "budget")
+    if budget.get("scope") == "model":
+        return AllowedError(None, None, None)
     kind = next((kind for kind in BUDGET_KINDS if kind == budget.get("kind")), None)
-    scope = next((scope for scope in BUDGET_SCOPES if scope == budget.get("scope")), None)
-    return AllowedError(kind, _number(budget, "value"), scope, _number(budget, "ceiling_rel_mse"))
+    return AllowedError(kind, _number(budget, "value"), _number(budget, "ceiling_rel_mse"))
 
 
 def read_limits(record: Mapping[str, Any], layer: int) -> dict[int, float]:

@@ -1,0 +1,152 @@
+"""The certificate of a budget of answers, measured on prompts that had no part in choosing what layers may err.
+
+With the certificate's confidence, for prompts like these, kinds of text in equal parts: the mean of the smaller of the
+answers' KL and `CAP` times the budget is at most the budget, and no more than a share of prompts is above `CAP` times
+it. The questions of one prompt, and the prompts of one group of text, are one value. Where it does not hold, all layers
+spend less, on the same prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from calibrate.prompts.prompt import Prompt
+from calibrate.proof.answers import PromptAnswers, measure_answers, summarise_eighths
+from calibrate.proof.bounds import (
+    CONFIDENCE,
+    SPEND_FRACTIONS,
+    bound_mean,
+    bound_share,
+    compute_attempt_confidence,
+    compute_mean_of_kinds,
+)
+from calibrate.proof.certify import (
+    HOPELESS,
+    TextGroups,
+    check_groups,
+    count_retrieval,
+    find_lost_retrieval,
+    keep_finite,
+)
+from calibrate.proof.state import Candidate, Problem, ProblemKind
+from calibrate.proof.verify import Prompts, Prover
+from calibrate.record import CertifiedAnswers, CertifiedDomain, CertifiedLength
+from calibrate.search.choice import CalibrationDense
+
+CAP = 10.0  # times the budget: a prompt above it counts with so much in the mean, and by itself
+EIGHTH_ROOM = 2.0  # times the budget that answers about one eighth of the prompts may have in the mean
+
+log = logging.getLogger("calibrate")
+
+
+def certify_answers(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
+    """Certify the answers behind what was proven, with less of what layers spend where that does not hold.
+
+    Args:
+        prover, prompts: measures the certify prompts, by length in tokens.
+        proven: a proof that holds.
+
+    Returns:
+        The candidate with its certificate, as reduced for it, and a problem for each length where the budget or
+        retrieval is not shown.
+    """
+    candidate, certificates = proven, dict[int, CertifiedLength]()
+    problems = list[Problem | None](proven.problems)
+    for length in candidate.lengths:
+        length_prompts = prompts.get(length, ())
+        if problem := check_groups(length, length_prompts):
+            problems.append(problem)
+            continue
+        candidate, certificates[length] = _certify_length(prover, length_prompts, candidate)
+        problems.append(find_budget_missed(certificates[length], candidate.recipe.budget.value))
+        problems.append(find_lost_retrieval(length, certificates[length].retrieval, candidate.recipe))
+    return replace(candidate, certificates=certificates, problems=tuple(problem for problem in problems if problem))
+
+
+def _certify_length(
+    prover: Prover, prompts: Sequence[Prompt], candidate: Candidate
+) -> tuple[Candidate, CertifiedLength]:
+    """Return the candidate that spends as much as can be certified, and its certificate; of the least if none can."""
+    length, budget, first_bound = prompts[0].length, candidate.recipe.budget.value, 0.0
+    for fraction in SPEND_FRACTIONS:
+        # the last fraction is always tried; a KL falls more slowly than what is spent
+        if fraction not in (SPEND_FRACTIONS[0], SPEND_FRACTIONS[-1]) and fraction * first_bound > HOPELESS * budget:
+            continue
+        reduced = candidate
+        for layer in range(candidate.geometry.layers if fraction < 1 else 0):
+            reduced = reduced.with_share(layer, length, fraction, CalibrationDense.OVER_BOUND)
+        on_gpu = prover.executor.device.kind == "cuda"
+        answers, *noise = measure_answers(prover, prompts, [reduced], noise=on_gpu and fraction == 1)
+        confidence = compute_attempt_confidence(fraction, candidate.recipe, 1)
+        certified = build_answer_certificate(prompts, answers, budget, confidence)
+        if fraction == 1:
+            first_bound = certified.bound or 0.0
+            floor = statistics.fmean(prompt.kl for prompt in noise[0]) if noise else None
+        spent = None if fraction == 1 else fraction
+        entry = replace(describe_prompts(prompts, answers), answers=replace(certified, noise=floor, spent=spent))
+        log.info("%d tokens at %.0f%% of what layers spend: %s", length, 100 * fraction, certified)
+        if find_budget_missed(entry, budget) is None:
+            break
+    return reduced, entry
+
+
+def build_answer_certificate(
+    prompts: Sequence[Prompt], answers: Sequence[PromptAnswers], budget: float, confidence: float
+) -> CertifiedAnswers:
+    """Return what prompts of one length show of the answers about them.
+
+    budget: in nats per token. confidence: of the bound of the mean.
+    """
+    groups = TextGroups.from_prompts(prompts)
+    kls = [max(prompt.kl, 0.0) for prompt in answers]  # NaN stays
+    values = groups.mean_per_group([kl if math.isnan(kl) else min(kl, CAP * budget) for kl in kls])
+    above = sum(not kl <= CAP * budget for kl in groups.max_per_group(kls))
+    return CertifiedAnswers(
+        mean=compute_mean_of_kinds(groups.mean_per_group(kls), groups.kinds),
+        bound=keep_finite(bound_mean(values, groups.kinds, confidence)),
+        worst_eighth=max(summarise_eighths(answers)),
+        second_turn=statistics.fmean(kl for prompt in answers for kl in prompt.second),
+        above=above,
+        share_above=1 - bound_share(len(groups), above, 1 - CONFIDENCE),
+    )
+
+
+def describe_prompts(prompts: Sequence[Prompt], answers: Sequence[PromptAnswers]) -> CertifiedLength:
+    """Return a certificate of prompts of one length that says all but what is certified of the answers."""
+    groups, by_domain = TextGroups.from_prompts(prompts), dict[str, list[int]]()
+    for number, prompt in enumerate(prompts):
+        by_domain.setdefault(prompt.domain, []).append(number)
+    return CertifiedLength(
+        length=prompts[0].length,
+        prompts=len(prompts),
+        groups=len(groups),
+        tokens=sum(prompt.length for prompt in prompts),
+        retrieval=count_retrieval(prompts, answers),
+        domains=tuple(
+            CertifiedDomain(
+                domain=domain,
+                prompts=len(numbers),
+                groups=groups.kinds.count(domain),
+                kl=statistics.fmean(answers[number].kl for number in numbers),
+            )
+            for domain, numbers in sorted(by_domain.items())
+        ),
+    )
+
+
+def find_budget_missed(entry: CertifiedLength, budget: float) -> Problem | None:
+    """Return the problem of a length whose certificate does not keep to the budget of answers; None if it does."""
+    certified, length = entry.answers or CertifiedAnswers(), entry.length or 0
+    for what, value, allowed in (
+        ("the bound of the answers' mean KL", certified.bound, budget),
+        ("the mean KL of answers about the worst eighth of the prompts", certified.worst_eighth, EIGHTH_ROOM * budget),
+    ):
+        if value is None or not value <= allowed:
+            found = "not finite" if value is None else f"{value:.1e} nats per token"
+            text = f"at {length} tokens {what} is {found}, {allowed:.1e} is allowed"
+            return Problem(ProblemKind.NOT_SHOWN, length, text)
+    return None

@@ -1,0 +1,221 @@
+"""Spend a budget of answers: what each layer may err, by what its errors do to the answers.
+
+An error matters as far as it reaches an answer through the keys and values of later layers. How far differs between
+layers by a factor of 100, which one backward pass tells (`model.sensitivity`); how much all layers may err together is
+measured, because that pass underrates it several times.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from calibrate.curves.curves import Curves, Shape, dense_power, select_rankings
+from calibrate.curves.measure import LayersCurves
+from calibrate.model.sensitivity import Sensitivity
+from calibrate.prompts.prompt import Prompt
+from calibrate.proof.answers import PromptAnswers, measure_answers
+from calibrate.proof.bounds import SPEND_FRACTIONS, compute_attempt_confidence, estimate_mean_bound
+from calibrate.proof.state import Candidate
+from calibrate.proof.verify import Prompts, Prover
+from calibrate.recipe import MAX_REL_MSE, Recipe
+from calibrate.search.allocate import Allocation, ErrorWeights, allocate_together
+from calibrate.search.choice import LayerBudget, make_constraints
+from s2o_runtime.config import KvCacheDtype, LayerConfig, TileConfig
+from s2o_runtime.errors import ConfigError
+
+PROMPTS = 5  # of each length that a scale is measured on
+NOISE_PROMPTS = 2  # that two dense kernels are compared on
+NOISE_ROOM = 2.0  # times the noise, below which the default budget does not go
+SHARES = (1.0, 0.25, 0.0625)  # of the budget that the sensitivities predict: what is measured
+SLOPES = (0.5, 2.0)  # that the logarithm of a measured KL may have in that of the predicted one
+TARGET = 0.9  # of the budget: where the certificate's bound is to come out
+MIN_WEIGHT = 1e-6  # of the mean head's: a head that moves no answer may err as much as any may
+KNEE = 0.1  # of the mean layer's weight: behind it single rows are not guarded, because no answer reads them
+MIN_REL_MSE = 1e-5  # the least limit of a layer
+NO_CHANGE_WITHIN = 1.05  # a scale that is off by no more than this factor stays as it is
+KL_FOR_ERROR = 0.8  # a KL of answers grows roughly with this power of all layers' errors
+MAX_STEP = 3.0  # times as much, or as little, in one change of the scale
+
+log = logging.getLogger("calibrate")
+
+
+def check_noise(prover: Prover, prompts: Prompts, recipe: Recipe, default: float) -> Recipe:
+    """Return the recipe with a budget of answers that is above what two dense kernels differ by.
+
+    Args:
+        prover, prompts: measures the adjust prompts, by length in tokens.
+        recipe: its budget is a KL.
+        default: the budget that is raised to twice the noise where it is below; another one was named by a user.
+
+    Raises ConfigError for a named budget below the noise. On a CPU the noise is not known, which the log says.
+    """
+    if prover.executor.device.kind != "cuda":
+        log.info("the noise of two dense kernels is not known on a CPU: the budget of answers is taken as it is")
+        return recipe
+    length = min(prompts)
+    (answers,) = measure_answers(prover, prompts[length][:NOISE_PROMPTS], [], noise=True)
+    noise = max(statistics.fmean(prompt.kl for prompt in answers), 0.0)
+    budget = recipe.budget.value
+    if budget == default and budget < NOISE_ROOM * noise:
+        log.warning("two dense kernels differ by %.1e nats: the budget of answers is %.1e", noise, NOISE_ROOM * noise)
+        return replace(recipe, budget=replace(recipe.budget, value=NOISE_ROOM * noise))
+    if budget < noise:
+        raise ConfigError(
+            f"budget_kl {budget:g} is below the model's own noise, {noise:.1e} nats per token between two dense "
+            f"kernels at {length} tokens: allow at least {NOISE_ROOM * noise:.1e}"
+        )
+    return recipe
+
+
+def weigh_heads(costs: Sequence[float], layers: int) -> ErrorWeights:
+    """Return the weights with which the mean over so many layers of weight times error is the predicted KL.
+
+    costs: of each head of a layer, in nats per token for each unit of its mse.
+    """
+    mean = max(statistics.fmean(costs), 1e-30)
+    heads = [max(cost / mean, MIN_WEIGHT) for cost in costs]
+    return ErrorWeights(layers * mean * sum(heads), tuple(cost * len(heads) / sum(heads) for cost in heads))
+
+
+def make_answer_budgets(
+    prover: Prover,
+    prompts: Prompts,
+    curves: LayersCurves,
+    tiles: Mapping[int, Sequence[TileConfig]],
+    sensitivity: Sensitivity,
+    recipe: Recipe,
+) -> dict[int, list[LayerBudget]]:
+    """Divide a budget of answers among the layers of each length.
+
+    Args:
+        prover, prompts: measures the adjust prompts, by length in tokens; `PROMPTS` of each length are used.
+        curves: of every layer at every length.
+        tiles: of each length, the one that trials begin with first.
+        sensitivity: of every layer and head.
+        recipe: its budget is a KL.
+
+    Returns:
+        What each layer may spend, by length.
+    """
+    return {
+        length: _divide_budget(prover, prompts[length], of_length, tiles[length][0], sensitivity, recipe)
+        for length, of_length in curves.items()
+    }
+
+
+def _divide_budget(
+    prover: Prover,
+    prompts: Sequence[Prompt],
+    curves: Sequence[Curves],
+    tile: TileConfig,
+    sensitivity: Sensitivity,
+    recipe: Recipe,
+) -> list[LayerBudget]:
+    length, budget = prompts[0].length, recipe.budget.value
+    segments = recipe.select_segments(length)
+    segment = segments[min(1, len(segments) - 1)]
+    rankings = [select_rankings(layer, segment, Shape.from_tile(tile), recipe.scores[0]) for layer in curves]
+    powers = [dense_power(layer) for layer in curves]
+    weights = [weigh_heads(heads, len(curves)) for heads in sensitivity]
+    costs = [of_layer.layer * power for of_layer, power in zip(weights, powers, strict=True)]  # of a unit of rel_mse
+    mean_cost, base = statistics.fmean(costs), replace(make_constraints(recipe), head_cap=math.inf)
+    constraints = [
+        replace(base, head_mse=MAX_REL_MSE * power, worst_rows=base.worst_rows if cost >= KNEE * mean_cost else None)
+        for cost, power in zip(costs, powers, strict=True)
+    ]
+
+    def allocate(kl: float) -> list[Allocation]:
+        return allocate_together(rankings, weights, kl, constraints)
+
+    predicted = [share * budget for share in SHARES]
+    last_rows = recipe.count_last_rows(length)
+    sources = [
+        FixedConfigs(
+            tuple(LayerConfig(layer.heads, tile, recipe.scores[0], last_rows).validate() for layer in allocate(kl)),
+            recipe.kv_cache_dtype,
+        )
+        for kl in predicted
+    ]
+    answers = measure_answers(prover, prompts[:PROMPTS], sources)
+    measured = [statistics.fmean(prompt.kl for prompt in of_source) for of_source in answers]
+    aim = find_aim(answers[-1], prompts[:PROMPTS], recipe)
+    spent = interpolate_budget(predicted, measured, aim)
+    log.info("%d tokens: predicted KL of answers %s, measured %s: %.1e is spent", length, predicted, measured, spent)
+    return [
+        LayerBudget(
+            limit=min(max(allocation.mse / power / recipe.margin, MIN_REL_MSE), MAX_REL_MSE / recipe.margin),
+            mse=of_layer.mean(allocation),
+            constraints=of_constraints,
+            weights=of_layer,
+        )
+        for allocation, power, of_layer, of_constraints in zip(
+            allocate(spent), powers, weights, constraints, strict=True
+        )
+    ]
+
+
+class FixedConfigs:
+    """A source of configurations: one for each layer, whatever the length."""
+
+    min_length = 0
+
+    def __init__(self, configs: Sequence[LayerConfig], kv_cache_dtype: KvCacheDtype) -> None:
+        self.configs, self.kv_cache_dtype = configs, kv_cache_dtype
+
+    def layer_config(self, layer: int, length: int) -> LayerConfig:
+        """Return a layer's configuration."""
+        return self.configs[layer]
+
+
+def interpolate_budget(predicted: Sequence[float], measured: Sequence[float], aim: float) -> float:
+    """Return the predicted KL at which the measured one is `aim`, on lines through logarithms of falling pairs."""
+    points = [(math.log(x), math.log(max(y, 1e-30))) for x, y in zip(predicted, measured, strict=True)]
+    goal = math.log(aim)
+    # the first pair of neighbours whose lower end is below the aim; beyond all of them the last pair goes on
+    high, low = next((pair for pair in pairwise(points) if pair[1][1] <= goal), (points[-2], points[-1]))
+    slope = min(max((high[1] - low[1]) / (high[0] - low[0]), SLOPES[0]), SLOPES[1])
+    start = high if abs(high[1] - goal) < abs(low[1] - goal) else low
+    return math.exp(start[0] + (goal - start[1]) / slope)
+
+
+def find_aim(answers: Sequence[PromptAnswers], prompts: Sequence[Prompt], recipe: Recipe) -> float:
+    """Return the mean KL at which the bound of the certificate can be expected to be `TARGET` of the budget.
+
+    answers: of these adjust prompts, by which prompts differ.
+    """
+    if recipe.num_certify < 2:
+        return TARGET * recipe.budget.value
+    kls, kinds = [max(prompt.kl, 0.0) for prompt in answers], [prompt.domain for prompt in prompts]
+    confidence = compute_attempt_confidence(SPEND_FRACTIONS[0], recipe, 1)
+    bound = estimate_mean_bound(kls, kinds, recipe.num_certify, confidence)
+    return TARGET * recipe.budget.value * statistics.fmean(kls) / bound if bound else TARGET * recipe.budget.value
+
+
+def scale_to_answers(prover: Prover, prompts: Prompts, candidate: Candidate) -> Candidate:
+    """Return the candidate whose layers spend so much more, or less, that its answers are where they may be.
+
+    The search chose other segments and tiles than the budgets were measured with.
+
+    prover, prompts: measures the adjust prompts, by length in tokens.
+    """
+    recipe = candidate.recipe
+    for length in recipe.lengths:
+        used = prompts[length][-PROMPTS:]  # others than before, as far as there are
+        (answers,) = measure_answers(prover, used, [candidate])
+        kl = max(statistics.fmean(prompt.kl for prompt in answers), 1e-30)
+        times = (find_aim(answers, used, recipe) / kl) ** (1 / KL_FOR_ERROR)
+        times = min(max(times, 1 / MAX_STEP), MAX_STEP)
+        log.info("%d tokens: KL of answers %.1e as chosen, %.2f times that may be spent", length, kl, times)
+        if 1 / NO_CHANGE_WITHIN <= times <= NO_CHANGE_WITHIN:
+            continue
+        for layer in range(candidate.geometry.layers):
+            candidate = candidate.with_share(layer, length, times)
+        limits = [min(times * limit, MAX_REL_MSE / recipe.margin) for limit in candidate.chosen[length].limits]
+        chosen = {**candidate.chosen, length: replace(candidate.chosen[length], limits=limits)}
+        candidate = replace(candidate, chosen=chosen)
+    return candidate
