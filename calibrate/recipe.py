@@ -48,12 +48,8 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "output", "many GPUs",
 )  # fmt: skip
 REPORT = ("report.json", "density.png", "frontier.png", "time.png", "report.md", "report.html")
-REMOVED = (
-    "linear_tails",
-    "representatives",
-    "grains",
-    "scope",
-)  # settings of shipped profiles, which decide nothing here
+# settings of shipped profiles, which decide nothing here
+REMOVED = ("linear_tails", "representatives", "grains", "scope", "per_prompt")
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
@@ -196,10 +192,6 @@ class Recipe:
         Rule(int, 0, MAX_COUNT),
         "further prompts of each length that the finished profile is certified on; 0: no certificate", PROOF,
         default=20, plan_text="{} of each length", unset="none")
-    per_prompt: bool = option(
-        Rule(bool), "hold every layer to its limit on single prompts, over all rows and over those that answer, not in "
-        "the mean over prompts: of at least 90% of prompts, or as large a share as the certify prompts can show", PROOF,
-        default=False, plan_text="within the limit", unset="stated, not limited")
     seed: int = option(Rule(int, 0, MAX_SEED), "seed of prompts and random weights", INPUT, default=0)
     trials: int = option(
         Rule(int, 1, MAX_COUNT), "most trials of the search for each group of like layers at each length", SPACE,
@@ -390,10 +382,8 @@ class Recipe:
                     f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
                     "not tell apart: leave one out"
                 )
-        if self.budget.kind == "kl":
-            for name, reason in (("random_weights", "whose answers are noise"), ("per_prompt", "which limits layers")):
-                if getattr(self, name):
-                    yield f"a budget of answers, {self.budget}, does not go with {name}, {reason}: use budget_rel_mse"
+        if self.budget.kind == "kl" and self.random_weights:
+            yield f"random weights have no answers that a budget ({self.budget}) could hold: use budget_rel_mse"
         domains = format_value(self.domains)
         if self.prompts is not None and self.domains is not None:
             yield f"domains {domains} are of the built-in text, but prompts are given: leave one out"

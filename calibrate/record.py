@@ -310,10 +310,6 @@ class CertifiedLength(RecordNode):
         "KL(dense, patched) of the next token, mean over a prompt's positions; absent where it is 0", "nats"
     )
     mean_kl: float | None = record_field("the same, mean over the prompts", "nats")
-    noise_floor: float | None = record_field(
-        "mean KL between two dense implementations on the first two prompts; absent where rounding is negligible",
-        "nats",
-    )
     top1: float | None = record_field(
         "the least share of a prompt's positions with the same most likely token", "share"
     )

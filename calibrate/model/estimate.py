@@ -109,6 +109,10 @@ GROUPS = 2.4  # groups of like layers at a length, over the square root of how m
 TRIED = 0.7  # of the trials that a recipe allows: fewer points than that are promising at long lengths
 PROOFS = 1.8  # how often a layer is proven, with those that are revised, which need dense attention once
 ATTEMPTS = 1.25  # how often a layer is certified, with those whose bound is over its limit at first
+TURNS = 16  # passes of questions behind a prompt's cache, of the dense model and of each variant
+TURN, TURN_TOKENS = 0.035, 120  # seconds of such a pass on a GPU, and its tokens
+ANSWERED = 5  # prompts of a length that a scale is measured on
+WEIGHED, WEIGHED_FORWARDS = 4, 5  # prompts that sensitivities are measured on, and forward passes that one takes
 SCRATCH = 3  # rows of an MLP that are in memory at a time: its two factors and their product
 
 
@@ -183,6 +187,10 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     def time_both(length: int) -> float:  # both models together, with every layer's errors
         return 2 * time_forward(length) + layers * (time_attention(length) + length / rates.tokens)
 
+    def time_answers(length: int, variants: int) -> float:  # about one prompt
+        turn = on_gpu * TURN + time_forward(TURN_TOKENS) + layers * time_attention(length) * 2 * TURN_TOKENS / length
+        return (1 + variants) * (time_forward(length) + TURNS * turn)
+
     weights = sizes.parameters * number_width(recipe.device) / (DRAWN if recipe.random_weights else READ)
     read = 0.0 if sizes.resident else weights
     measuring = read + on_gpu * COMPILING
@@ -199,12 +207,23 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     proven = sorted({*recipe.lengths, *recipe.checked_lengths})
     timing = on_gpu * layers * sum(TRIAL + TIMED_LAYERS * time_attention(length) for length in proven)
     proving = read + timing + PROOFS * recipe.held_out * sum(map(time_both, proven))
-    certifying = read + ATTEMPTS * recipe.num_certify * sum(map(time_both, proven)) * (3 if recipe.per_prompt else 1)
+    noise = weighing = scaling = 0.0
+    if recipe.budget.kind == "kl":
+        certifying = ATTEMPTS * recipe.num_certify * sum(time_answers(length, 1 + on_gpu) for length in proven)
+        noise = on_gpu * 2 * time_answers(min(recipe.lengths), 1)
+        weighing = WEIGHED * WEIGHED_FORWARDS * time_forward(min(recipe.lengths))
+        weighing += ANSWERED * sum(time_answers(length, 3) for length in recipe.lengths)
+        scaling = ANSWERED * sum(time_answers(length, 1) for length in recipe.lengths)
+    else:
+        certifying = read + ATTEMPTS * recipe.num_certify * sum(map(time_both, proven))
     shared = recipe.gpus if recipe.gpus and on_gpu else 1  # workers on a CPU share its threads
     seconds = {
         "loading the model": START * (1 + on_gpu) + weights - read,
+        "measuring noise": noise / shared,
         "measuring": measuring / shared,
+        "weighing layers by answers": weighing / shared,
         "searching": searching / shared,
+        "measuring answers": scaling / shared,
         "proving": proving / shared,
         "certifying": certifying / shared if recipe.num_certify else 0.0,
     }

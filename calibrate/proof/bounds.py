@@ -5,9 +5,7 @@ Texts count as independent draws from what will come, which is as true as they a
 - Every layer's mean error is within its limit, at every length. A layer whose bound is over its limit is tried with
   less of its budget. All attempts at all layers and lengths share the error probability (Bonferroni), so the claim
   holds for all that is accepted, together.
-- At least a share of texts keep within the errors that were measured on these, whatever their distribution. Where that
-  is to be the limit itself, configurations are tried from the safest on until one fails: then each attempt may use the
-  whole error probability (a fixed sequence: A. N. Angelopoulos et al., "Learn then test", 2021).
+- At least a share of texts keep within the errors that were measured on these, whatever their distribution.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from calibrate.recipe import Recipe
 CONFIDENCE = 0.95  # of each of the two claims, and of the interval for retrieval
 SHARE = 0.9  # of texts that the second claim is about, where they are enough to show it
 SPEND_FRACTIONS = (1.0, 0.85, 0.7, 0.5, 0.35)  # of its budget that a layer is tried with, until its bound holds
-BUDGET_SEQUENCE = (0.5, 0.7, 0.85, 1.0)  # of all layers' spending, the safest first, if single prompts have limits
 USUAL_SPREAD, USUAL_WEIGHT = 0.2, 1  # of prompts of one kind, over their mean; as good as so many values
 OWN_VARIANCE = 8  # texts of a kind: with fewer of any, all kinds count with one variance, relative to their means
 
@@ -29,13 +26,12 @@ OWN_VARIANCE = 8  # texts of a kind: with fewer of any, all kinds count with one
 def compute_attempt_confidence(fraction: float, recipe: Recipe, layers: int) -> float:
     """Return the confidence of a bound at one attempt, with one of `SPEND_FRACTIONS`, at a layer and length.
 
-    recipe: says how many lengths are certified, and whether each is tried at all of `BUDGET_SEQUENCE`.
+    recipe: says how many lengths are certified.
     layers: of the model, with full attention.
     """
     # half of the risk is the first attempt's, because most layers need no other
     part = 0.5 if fraction == SPEND_FRACTIONS[0] else 0.5 / (len(SPEND_FRACTIONS) - 1)
-    passes = len(BUDGET_SEQUENCE) if recipe.per_prompt else 1
-    return 1 - part * (1 - CONFIDENCE) / (layers * len(recipe.all_lengths) * passes)
+    return 1 - part * (1 - CONFIDENCE) / (layers * len(recipe.all_lengths))
 
 
 def bound_mean(values: Sequence[float], kinds: Sequence[str], confidence: float) -> float:

@@ -15,17 +15,11 @@ import logging
 import math
 import statistics
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import torch
-from torch.nn.attention import SDPBackend
-
-from calibrate.model.layers import DecoderLayer, Stream
-from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof.answers import PromptAnswers
 from calibrate.proof.bounds import (
-    BUDGET_SEQUENCE,
     CONFIDENCE,
     SHARE,
     SPEND_FRACTIONS,
@@ -36,20 +30,16 @@ from calibrate.proof.bounds import (
     count_allowed_above,
     count_texts_for,
 )
-from calibrate.proof.layers import PromptAgreement, ProofItem, compare_variants
+from calibrate.proof.layers import PromptAgreement
 from calibrate.proof.state import Candidate, Problem, ProblemKind
 from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.record import CertifiedDomain, CertifiedLayer, CertifiedLength, CertifiedRetrieval
 from calibrate.search.choice import CalibrationDense
-from calibrate.work.executor import WorkerState, measure_items
 from s2o_runtime.fields import pluralize
-from s2o_runtime.reference.dense import use_sdpa_backend
 
 MIN_GROUPS = 3  # of text, below which no mean is bounded: Student's quantile for two is above 6
 HOPELESS = 1.2  # times the limit: a fraction is skipped if the first bound predicts that its own would be above that
-KL_ROOM = 2.0  # times the KL of adjust prompts at the limit: more differs between single prompts than among so few
-NOISE_PROMPTS = 2  # prompts that the noise floor is measured on
 
 log = logging.getLogger("calibrate")
 
@@ -94,8 +84,7 @@ class PromptScorer:
     def from_proof(cls, candidate: Candidate, length: int) -> PromptScorer:
         """Return the scorer of a length from what the adjust prompts showed.
 
-        Its KL is the largest KL over the largest error on these, so that neither of the two decides alone. With single
-        prompts held to limits it has room (`KL_ROOM`).
+        Its KL is the largest KL over the largest error on these, so that neither of the two decides alone.
         """
         proof = candidate.proofs[length]
         limits = tuple(
@@ -104,8 +93,7 @@ class PromptScorer:
         )
         by_errors = cls(candidate.recipe, limits, math.inf)
         largest = max(by_errors.scores(proof), default=0.0) or 1.0
-        kl = max(proof.kls, default=0.0) / largest * (KL_ROOM if candidate.recipe.per_prompt else 1.0)
-        return replace(by_errors, kl_unit=kl or math.inf)
+        return replace(by_errors, kl_unit=max(proof.kls, default=0.0) / largest or math.inf)
 
     def scores(self, proof: LengthProof) -> list[float]:
         """Return each prompt's score: the larger of its largest error over the limit, and its KL over the unit.
@@ -137,7 +125,7 @@ def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
         stated, retrieval does not hold, or a budget is shown to be broken.
     """
     candidate, certificates = proven, dict[int, CertifiedLength]()
-    recipe, problems = proven.recipe, list[Problem | None](proven.problems)
+    problems = list[Problem | None](proven.problems)
     with prover.show_progress("certifying", len(candidate.lengths)) as shown:
         for length in candidate.lengths:  # one after another: the hidden states of all prompts are in memory
             length_prompts = prompts.get(length, ())
@@ -145,54 +133,16 @@ def certify(prover: Prover, prompts: Prompts, proven: Candidate) -> Candidate:
                 problems.append(problem)
                 continue
             scorer = PromptScorer.from_proof(candidate, length)
-            means, proof = certify_length(shown, candidate, length, length_prompts, scorer)
-            items = [NoiseFloor(length, prompt.sha256) for prompt in length_prompts[:NOISE_PROMPTS]]
-            kls = [result["kl"] for result in measure_items(items, prover.executor, prover.journal)]
-            noise_floor = None if None in kls else max(0.0, statistics.fmean(kls))
+            means = MeanCertifier(candidate, length, TextGroups.from_prompts(length_prompts))
+            _, proofs = shown.prove(candidate, {length: length_prompts}, means.revise, timed=False, stage="certifying")
             candidate = means.result()
-            certificates[length] = build_certificate(length, proof, means, scorer, noise_floor)
-            above, groups = scorer.groups_over(proof), len(TextGroups.from_prompts(length_prompts))
-            if recipe.per_prompt and above > count_allowed_above(groups, 1 - CONFIDENCE):
-                text = (
-                    f"at {length} tokens {above} of {groups} groups of text have a prompt that is over a layer's "
-                    f"limit, also with {BUDGET_SEQUENCE[0]:.0%} of what layers were adjusted to spend"
-                )
-                problems.append(Problem(ProblemKind.NOT_SHOWN, length, text))
-            problems.append(find_lost_retrieval(length, certificates[length].retrieval, recipe))
+            certificates[length] = build_certificate(length, proofs[length], means, scorer)
+            problems.append(find_lost_retrieval(length, certificates[length].retrieval, candidate.recipe))
     return replace(
         candidate,
         certificates=dict(sorted(certificates.items())),
         problems=tuple(problem for problem in problems if problem),
     )
-
-
-def certify_length(
-    prover: Prover, candidate: Candidate, length: int, prompts: Sequence[Prompt], scorer: PromptScorer
-) -> tuple[MeanCertifier, LengthProof]:
-    """Certify the means of one length, on its certify prompts.
-
-    Where single prompts have limits too, more and more is spent, from the safest on, as long as enough groups of text
-    are within all of them.
-
-    Returns:
-        The certified spending of each layer, and the measurements of layers as they were adjusted: of the last of
-        `BUDGET_SEQUENCE` before one failed, or of the safest if that one failed.
-    """
-    accepted, groups = None, TextGroups.from_prompts(prompts)
-    for share in BUDGET_SEQUENCE if candidate.recipe.per_prompt else (1.0,):
-        reduced = candidate
-        for layer in range(candidate.geometry.layers if share < 1 else 0):
-            reduced = reduced.with_share(layer, length, share)
-        means = MeanCertifier(reduced, length, groups)
-        _, proofs = prover.prove(reduced, {length: prompts}, means.revise, timed=False, stage="certifying")
-        proof = proofs[length]
-        above = scorer.groups_over(proof)
-        log.info("%d tokens at %.0f%% of what layers spend: %d of %d over", length, 100 * share, above, len(groups))
-        if above > count_allowed_above(len(groups), 1 - CONFIDENCE):
-            return accepted or (means, proof)
-        accepted = means, proof
-    assert accepted is not None
-    return accepted
 
 
 class MeanCertifier:
@@ -273,17 +223,14 @@ def check_groups(length: int, prompts: Sequence[Prompt]) -> Problem | None:
     return Problem(ProblemKind.TOO_FEW, length, text)
 
 
-def build_certificate(
-    length: int, proof: LengthProof, means: MeanCertifier, scorer: PromptScorer, noise_floor: float | None
-) -> CertifiedLength:
+def build_certificate(length: int, proof: LengthProof, means: MeanCertifier, scorer: PromptScorer) -> CertifiedLength:
     """Build the certificate of one length.
 
-    proof: the certify prompts' measurements of layers as they were adjusted. noise_floor: the mean KL between two dense
-    implementations, in nats; None where there is one only.
+    proof: the certify prompts' measurements of layers as they were adjusted.
     """
-    recipe, groups = scorer.recipe, TextGroups.from_prompts(proof.prompts)
-    above = scorer.groups_over(proof) if recipe.per_prompt else count_allowed_above(len(groups), 1 - CONFIDENCE)
-    times = 1.0 if recipe.per_prompt else sorted(groups.max_per_group(scorer.scores(proof)), reverse=True)[above]
+    groups = TextGroups.from_prompts(proof.prompts)
+    above = count_allowed_above(len(groups), 1 - CONFIDENCE)
+    times = sorted(groups.max_per_group(scorer.scores(proof)), reverse=True)[above]
     sparse = any(limit is not None for limit in scorer.limits)
     return CertifiedLength(
         length=length,
@@ -296,7 +243,6 @@ def build_certificate(
         mean_kl=proof.kl,
         top1=min(agreement.top1 for agreement in proof.agreements),
         retrieval=count_retrieval(proof.prompts, proof.agreements),
-        noise_floor=noise_floor,
         domains=_summarise_domains(proof, means, scorer),
         layers=tuple(means.layers[layer] for layer in range(len(proof.layers))),
     )
@@ -359,46 +305,3 @@ def find_lost_retrieval(length: int, retrieval: CertifiedRetrieval | None, recip
         f"at {length} tokens the patched model keeps {retrieval.kept} of the {retrieval.found} needles that dense finds"
         f", so with {CONFIDENCE:.0%} confidence no more than {retrieval.high:.0%}; {recipe.needles:.0%} are asked for",
     )
-
-
-@dataclass(frozen=True)
-class NoiseFloor(ProofItem):
-    """The KL of one prompt between the dense model and the same with another implementation of dense attention.
-
-    Two exact implementations differ by rounding alone: a KL of that size says nothing about sparse attention. Its
-    result has it as `kl`: None in float32 and on a CPU, where rounding is too small to say anything.
-    """
-
-    prompt: str
-    stage: str = field(default="noise", kw_only=True)
-
-    @property
-    def affinity(self) -> Hashable:
-        return self.prompt
-
-    @property
-    def inputs(self) -> dict[str, str]:
-        return {"prompt": self.prompt}
-
-    def __str__(self) -> str:
-        return f"noise of rounding at {self.length} tokens"
-
-    def run(self, worker: WorkerState) -> dict[str, float | None]:
-        loaded = worker.loaded
-        if loaded.weights.device.type != "cuda" or loaded.model.dtype == torch.float32:
-            return {"kl": None}
-        self.use_s2o(worker)
-        with self.within_memory(worker, "measuring what rounding does"):
-            return {"kl": measure_noise(loaded, worker.prompts[self.prompt], SDPBackend.FLASH_ATTENTION)}
-
-
-def measure_noise(loaded: LoadedModel, prompt: Prompt, backend: SDPBackend) -> float:
-    """Return the KL between the dense model and the same, whose full attention another backend computes."""
-
-    def run_through_backend(layer: DecoderLayer, stream: Stream) -> Stream:
-        with use_sdpa_backend(backend):
-            return layer.dense(stream)
-
-    variants = [lambda layer: None if layer.attention is None else run_through_backend]
-    ((agreement,),) = compare_variants(loaded, [prompt], variants)
-    return agreement.kl

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, Protocol
@@ -29,12 +29,10 @@ from calibrate.model.layers import (
     DecoderLayer,
     LayerwiseForward,
     Stream,
-    Through,
     begin,
     put_layer_on_device,
 )
 from calibrate.model.logits import compare_log_probs, count_rows_at_once, put_logits_on_device
-from calibrate.model.models import LoadedModel
 from calibrate.prompts.prompt import Prompt
 from calibrate.work.executor import WorkerState, WorkItem
 from s2o_runtime.attention.dense import fastest_dense_attention
@@ -235,36 +233,6 @@ class PromptForward:
         patched, dense = self._forward.streams
         with put_logits_on_device(self._worker.loaded) as logits:
             return compare(self._prompt, dense.hidden, patched.hidden, logits)
-
-
-@torch.no_grad()
-def compare_variants(
-    loaded: LoadedModel,
-    prompts: Sequence[Prompt],
-    variants: Sequence[Callable[[DecoderLayer], Through | None]],
-    guard: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext(),
-) -> list[list[PromptAgreement]]:
-    """Move prompts of one length through the dense model and variants of it in lockstep, and compare predictions.
-
-    Args:
-        variants: how each runs a layer, given the layer; None where it is as the model has it.
-        guard: a context for each layer, given the layer's number in words.
-
-    Returns:
-        For each prompt, each variant's agreement with the dense model.
-    """
-    streams = [stream for stream in begin(loaded, [prompt.ids for prompt in prompts]) for _ in (None, *variants)]
-    forward = LayerwiseForward(loaded, streams)
-    for layer in forward.layers:
-        with guard(f"layer {layer.number}"):
-            forward.move([None, *(variant(layer) for variant in variants)] * len(prompts))
-    agreements = []
-    with put_logits_on_device(loaded) as logits:
-        for index, prompt in enumerate(prompts):
-            first = index * (len(variants) + 1)
-            dense, *others = forward.streams[first : first + len(variants) + 1]
-            agreements.append([compare(prompt, dense.hidden, other.hidden, logits) for other in others])
-    return agreements
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,8 @@ class LayerProof:
         return [prompt.error(budget) for prompt in self.of_prompts]
 
     def limited_error(self, recipe: Recipe) -> float:
-        """Return the error that a recipe holds to the layer's limit: the mean, or the largest of any prompt."""
-        if not recipe.per_prompt:
-            return self.error(recipe.budget)
-        return max(prompt.max_error(recipe.budget) for prompt in self.of_prompts)
+        """Return the error that a recipe holds to the layer's limit."""
+        return self.error(recipe.budget)
 
 
 @dataclass(frozen=True)

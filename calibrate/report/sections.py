@@ -91,8 +91,7 @@ def _describe_certified(length: CertifiedLength, confidence: float) -> str:
             f"these keep every layer within {times}its limit, over all rows and over those that answer, "
             f"and the KL within {format_number(length.kl, '.1e')} nats, together"
         )
-    noise = "" if length.noise_floor is None else f" (two dense implementations: {length.noise_floor:.1e})"
-    text += f"; these had a mean KL of {format_number(length.mean_kl, '.1e')}{noise}"
+    text += f"; these had a mean KL of {format_number(length.mean_kl, '.1e')}"
     retrieval = length.retrieval
     if retrieval is None or not retrieval.found:
         return f"{length.length} tokens: {text}; retrieval not proven"
@@ -128,7 +127,6 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
         "of prompts": lambda length: "-" if length.share is None else round_down(length.share),
         "error /\nlimit": show("error_over_limit", ".2f"),
         "KL": show("kl", ".1e"),
-        "noise": show("noise_floor", ".1e"),
         "least\ntop-1": show("top1", ".2%"),
         "kept": lambda length: (
             "-" if length.retrieval is None else format_kept(length.retrieval.kept or 0, length.retrieval.found or 0)

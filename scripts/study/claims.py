@@ -31,16 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--lengths", (8192,), "tokens", type=int_list("8192,32768"), metavar="N,N")
     add("--seeds", (1,), "of a calibration each", type=int_list("1,2,3"), metavar="N,N")
     add("--fresh", 64, "prompts of each length to ask", type=int, metavar="N")
-    parser.add_argument("--per-prompt", action="store_true", help="hold single prompts to the limits")
     args = parser.parse_args(argv)
     console, broken = open_console(), 0
     for seed in args.seeds:
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "p.safetensors"
-            result = calibrate(
-                args.model, lengths=args.lengths, seed=seed, per_prompt=args.per_prompt, out=out, progress=False
-            )
+            result = calibrate(args.model, lengths=args.lengths, seed=seed, out=out, progress=False)
             print(f"seed {seed}: calibrated in {time.monotonic() - begun:.0f} s", flush=True)
             print_lines([describe_gain(result.report), *map(str, result.problems)], console)
             if not result.written:
