@@ -45,7 +45,7 @@ CURVES, PARTS, RANKING_COST, SENSITIVITY = "curves", "curves of prompts", "ranki
 STAGE = "curves"
 ROUNDS = 5
 SENSITIVITY_PROMPTS = 4  # one of each kind of the built-in text; single prompts differ by a factor of two to three
-SENSITIVITY_TOKENS = 2048  # of each, its first ones and questions about them: a backward pass needs memory
+SENSITIVITY_TOKENS = 4096  # of each, its first ones and questions about them: a backward pass needs memory
 
 LayersCurves = dict[int, list[Curves]]  # length -> layer by layer
 Entries = Sequence[tuple[Mapping[str, Any], Any]]  # keys and values of one kind in a journal
