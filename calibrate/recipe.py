@@ -23,7 +23,7 @@ from s2o_runtime.config import (
 )
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
-from s2o_runtime.lengths import MAX_LENGTH, is_far_apart
+from s2o_runtime.lengths import MAX_LENGTH
 from s2o_runtime.profile.record import BUDGET_KINDS, BUDGET_SCOPES, BudgetKind, ErrorUnit
 
 SEGMENTS = (256, 512, 1024, 2048)
@@ -310,9 +310,7 @@ class Recipe:
         if self.check_lengths is not None:
             return self.check_lengths
         between = ((a, round(math.sqrt(a * b) / CHECK_STEP) * CHECK_STEP, b) for a, b in pairwise(self.lengths))
-        return tuple(
-            check for shorter, check, longer in between if is_far_apart(shorter, check) and is_far_apart(check, longer)
-        )
+        return tuple(check for shorter, check, longer in between if shorter < check < longer)
 
     @property
     def all_lengths(self) -> tuple[int, ...]:
@@ -366,12 +364,6 @@ class Recipe:
                 yield (
                     f"check length {length} is below {self.lengths[0]}, the shortest that is calibrated, where "
                     "prompts stay dense: use a longer one"
-                )
-        for shorter, longer in pairwise(sorted(self.lengths + self.checked_lengths)):
-            if not is_far_apart(shorter, longer):
-                yield (
-                    f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
-                    "not tell apart: leave one out"
                 )
         domains = format_value(self.domains)
         if self.prompts is not None and self.domains is not None:

@@ -17,7 +17,7 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -153,18 +153,16 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
     """Change the lengths at which a proof failed as a whole.
 
     A length whose prefill was slower than the dense one becomes dense. Any other length that lost needles gets half
-    its budget; if it is only checked, the buckets around it do. Layers of checked lengths beside them start again from
-    what is interpolated.
+    its budget; if it is only checked, the bucket that it follows does. Layers of checked lengths that follow one of
+    these start again from it.
 
     Returns:
-        The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
+        The new candidate, and the lengths to prove again: those that changed, and those that follow them.
     """
-    chosen, buckets, constraints = dict(candidate.chosen), candidate.recipe.lengths, make_constraints(candidate.recipe)
+    chosen, constraints = dict(candidate.chosen), make_constraints(candidate.recipe)
     slower = select_lengths(candidate.problems, ProblemKind.SLOWER)
     lost = select_lengths(candidate.problems, ProblemKind.LOST_NEEDLES) - slower
-    halved = {
-        bucket for length in lost for bucket in ([length] if length in chosen else find_neighbours(length, buckets))
-    }
+    halved = {candidate.find_bucket(length) for length in lost}
     for length in chosen.keys() & (halved | slower):
         choices = [
             choice.as_dense(CalibrationDense.SLOWER_PREFILL)
@@ -176,9 +174,7 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
         ]
         chosen[length] = replace(chosen[length], choices=choices)
     changed = halved | slower
-    changed |= {
-        length for length in candidate.recipe.checked_lengths if changed & set(find_neighbours(length, buckets))
-    }
+    changed |= {length for length in candidate.recipe.checked_lengths if candidate.find_bucket(length) in changed}
     changed_candidate = replace(
         candidate,
         chosen=chosen,
@@ -188,13 +184,6 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
         first_errors={key: error for key, error in candidate.first_errors.items() if key[0] not in changed},
     )
     return changed_candidate, frozenset(changed)
-
-
-def find_neighbours(length: int, buckets: Sequence[int]) -> list[int]:
-    """Return the buckets next to a length, below and above; one beyond the last bucket."""
-    below = [bucket for bucket in buckets if bucket < length]
-    above = [bucket for bucket in buckets if bucket > length]
-    return below[-1:] + above[:1]
 
 
 def judge(candidate: Candidate) -> tuple[Problem, ...]:
@@ -266,7 +255,7 @@ def make_slower_dense(candidate: Candidate, *, layers: bool = True, lengths: boo
     slower_lengths -= {length for length, _ in slower_layers}
     dense = [key for key in sorted(candidate.configs) if key in slower_layers or key[0] in slower_lengths]
     if dense:
-        # Checked lengths are fixed first, or what is interpolated there would follow the buckets that become dense.
+        # Checked lengths are fixed first, or they would follow the buckets that become dense.
         fixed = {key: config for key, config in candidate.configs.items() if key[0] not in candidate.chosen}
         candidate = replace(candidate, overrides={**candidate.overrides, **fixed})
     for length, layer in dense:
