@@ -123,8 +123,9 @@ class ProofCheck:
 
     lengths: for each length the model's `kl`, `top1` and `needles`, under "answers" the `kl` of answers behind the
     finished prefill, that of the `worst_eighth` of the prompts, of a `second_turn` and of `noise` (two dense kernels;
-    None on a CPU), and under "layers" each layer's error and its limit in the budget's unit, its rel_mse, which limit
-    binds (`Recipe.binds`), its density, and whether it is dense. "answers" is None for a model that is read by layer.
+    None on a CPU), and under "layers" each layer's error (`LayerProof.limited_error`), whether it is that of an eighth,
+    and its limit in the budget's unit, its rel_mse, which limit binds (`Recipe.binds`), its density, and whether it is
+    dense. "answers" is None for a model that is read by layer.
     """
 
     lengths: list[dict[str, Any]]
@@ -144,7 +145,7 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
         for length, proof in sorted(proofs.items())
     ]
     problems = [
-        describe_over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
+        describe_over_limit(row["length"], layer["layer"], layer["error"], layer["limit"], layer["in_eighth"])
         for row in lengths
         for layer in row["layers"]
         if not (layer["error"] <= layer["limit"] or layer["dense"])  # also where it is no number
@@ -189,6 +190,7 @@ def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: L
             {
                 "layer": profile.geometry.get_layer_number(index),
                 "error": layer.limited_error(recipe),
+                "in_eighth": layer.is_held_by_eighth(recipe),
                 "limit": limit,
                 "rel_mse": layer.rel_mse,
                 "binds": recipe.binds(limit),

@@ -86,7 +86,13 @@ def test_show_says_what_was_proven(calibrated, run):
     assert length["error_over_limit"] == max(layer.rel_mse / layer.limit for layer in layers)
     assert length["dense_heads"] == sum(head.mode == "dense" for layer in profile.layers[0] for head in layer.heads)
     assert length["needles"] == [1, 1]
+    for layer, parts in zip(layers, length["parts"], strict=True):
+        assert parts["eighths"] == [eighth / layer.limit for eighth in layer.eighths]
+        assert max(parts["eighths"]) <= 1.5
+        assert parts["places"] == [place / layer.rel_mse for place in layer.places if layer.rel_mse]
     _, table = run("show", calibrated)
+    assert re.search(r"512 tokens: by eighth of the prompt layer \d+ errs most: (\d+% ){8}of its limit\n", table)
+    assert re.search(r"512 tokens: by row of a segment layer \d+ errs most, times its mean: \S+ in row 0, ", table)
     assert re.search(rf"{length['density']:.3f} +held out", table)
     assert "prompts below 512 tokens stay dense" in table
 

@@ -190,6 +190,24 @@ def test_single_prompts_and_the_rows_that_answer_are_held_to_the_limit_if_the_re
         assert tighten_layer(single, 512, 0, proof).first_errors == {(512, 0): proof.limited_error(single.recipe)}
 
 
+def test_the_largest_eighth_of_the_prompts_is_held_to_half_as_much_again():
+    limit, error = BEGUN.limits[512, 0], 0.5 * BEGUN.limits[512, 0]
+    within, over = (
+        replace(proof_of(error), eighths=((error, 1.0),) * 6 + ((times * limit, 1.0), (0.0, 1.0)))
+        for times in (1.499, 1.53)
+    )
+    assert tighten_layer(BEGUN, 512, 0, within) is None
+    tightened = tighten_layer(BEGUN, 512, 0, over)
+    assert tightened.first_errors == {(512, 0): pytest.approx(1.02 * limit)}
+    assert spent(tightened, 512, 0) == pytest.approx(BEGUN.chosen[512].choices[0].spent * BEGUN.recipe.margin / 1.02)
+    assert compute_allowed_growth(within, limit, BEGUN.recipe, 2, 0) < 1  # an eighth keeps the margin too
+    begun = with_proofs(BEGUN, {512: {"layers": (over, proof_of(1e-5))}})
+    said = "layer 0 at 512 tokens has an error of 1.53e-04 in an eighth of the prompts, 1.50e-04 is allowed"
+    assert [str(problem) for problem in judge(begun)] == [said]
+    assert over.limited_error(replace(BEGUN.recipe, per_prompt=True)) == pytest.approx(1.02 * limit)
+    assert math.isnan(replace(over, mse=math.nan).limited_error(BEGUN.recipe))
+
+
 def test_rows_that_are_off_too_far_are_no_reason_to_give_and_one_to_take_back():
     assert BEGUN.recipe.worst_rows == 0.7
     assert adjust_layer(BEGUN, 512, 0, proof_of(1e-9, worst=0.71)) is None
