@@ -92,9 +92,7 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     limit, times = candidate.limits[key], candidate.tightened[key]
     if error <= limit or candidate.layer_config(layer, length).is_dense:
         return None
-    log.info(
-        "%s: tightened", describe_over_limit(length, layer, error, limit, proof.is_held_by_eighth(candidate.recipe))
-    )
+    log.info("%s: tightened", describe_over_limit(length, layer, proof, limit, candidate.recipe))
     is_last = times == TIGHTENINGS - 1
     share = 0.0 if is_last or not math.isfinite(error) else candidate.recipe.margin * limit / error
     return replace(
@@ -199,14 +197,14 @@ def judge(candidate: Candidate) -> tuple[Problem, ...]:
 
 def find_layers_over_limit(candidate: Candidate) -> tuple[Problem, ...]:
     """Find the layers that are not dense and whose error is over their limit."""
+    recipe = candidate.recipe
     return tuple(
-        describe_over_limit(
-            length, candidate.geometry.get_layer_number(layer), error, limit, proof.is_held_by_eighth(candidate.recipe)
-        )
+        describe_over_limit(length, candidate.geometry.get_layer_number(layer), proof, limit, recipe)
         for length, length_proof in candidate.proofs.items()
         for layer, proof in enumerate(length_proof.layers)
-        for error, limit in ((proof.limited_error(candidate.recipe), candidate.limits[length, layer]),)
-        if not error <= limit and not candidate.layer_config(layer, length).is_dense  # also where it is no number
+        for limit in (candidate.limits[length, layer],)
+        # also where it is no number
+        if not proof.limited_error(recipe) <= limit and not candidate.layer_config(layer, length).is_dense
     )
 
 
@@ -305,16 +303,13 @@ def without_slower_lengths(prover: Prover, prompts: Prompts, proven: Candidate) 
     return remeasure(prover, prompts, proven, changed)
 
 
-def describe_over_limit(length: int, layer: int, error: float, limit: float, in_eighth: bool) -> Problem:
-    """Return the problem of a layer whose error (`LayerProof.limited_error`) is over its limit, in the budget's unit.
-
-    in_eighth: whether the error is that of the largest eighth (`LayerProof.is_held_by_eighth`).
-    """
-    where, times = (" in an eighth of the prompts", EIGHTH_OVER_LIMIT) if in_eighth else ("", 1.0)
-    text = (
-        f"layer {layer} at {length} tokens has an error of {times * error:.2e}{where}, {times * limit:.2e} is allowed"
-    )
-    return Problem(ProblemKind.OVER_LIMIT, length, text)
+def describe_over_limit(length: int, layer: int, proof: LayerProof, limit: float, recipe: Recipe) -> Problem:
+    """Return the problem of a layer whose error is over its limit, both in the budget's unit."""
+    error, eighth = proof.whole_error(recipe), proof.find_largest_eighth(recipe.budget)
+    text = f"{error:.2e}, {limit:.2e} is allowed"
+    if eighth > EIGHTH_OVER_LIMIT * error:
+        text = f"{eighth:.2e} in an eighth of the prompts, {EIGHTH_OVER_LIMIT * limit:.2e} is allowed there"
+    return Problem(ProblemKind.OVER_LIMIT, length, f"layer {layer} at {length} tokens has an error of {text}")
 
 
 def find_lost_needles(proofs: Mapping[int, LengthProof], recipe: Recipe) -> tuple[Problem, ...]:

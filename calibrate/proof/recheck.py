@@ -123,9 +123,9 @@ class ProofCheck:
 
     lengths: for each length the model's `kl`, `top1` and `needles`, under "answers" the `kl` of answers behind the
     finished prefill, that of the `worst_eighth` of the prompts, of a `second_turn` and of `noise` (two dense kernels;
-    None on a CPU), and under "layers" each layer's error (`LayerProof.limited_error`), whether it is that of an eighth,
-    and its limit in the budget's unit, its rel_mse, which limit binds (`Recipe.binds`), its density, and whether it is
-    dense. "answers" is None for a model that is read by layer.
+    None on a CPU), and under "layers" each layer's error and its limit in the budget's unit, its rel_mse, which limit
+    binds (`Recipe.binds`), its density, whether it is dense, and the `problem` of one that is over its limit.
+    "answers" is None for a model that is read by layer.
     """
 
     lengths: list[dict[str, Any]]
@@ -144,16 +144,11 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
         _compare_with_limits(profile, recipe, length, proof) | {"answers": answers[length]}
         for length, proof in sorted(proofs.items())
     ]
-    problems = [
-        describe_over_limit(row["length"], layer["layer"], layer["error"], layer["limit"], layer["in_eighth"])
-        for row in lengths
-        for layer in row["layers"]
-        if not (layer["error"] <= layer["limit"] or layer["dense"])  # also where it is no number
-    ]
-    problems += find_lost_needles(proofs, recipe)
+    problems = [layer["problem"] for row in lengths for layer in row["layers"] if layer["problem"]]
+    problems += map(str, find_lost_needles(proofs, recipe))
     recorded = read_record(profile).data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
-    return ProofCheck(lengths, list(map(str, problems)), same_prompts)
+    return ProofCheck(lengths, problems, same_prompts)
 
 
 def _measure_answers(prover: Prover, opened: LoadedProfile, prompts: Sequence[Prompt]) -> dict[str, Any] | None:
@@ -188,16 +183,21 @@ def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: L
         "needles": proof.needles,
         "layers": [
             {
-                "layer": profile.geometry.get_layer_number(index),
-                "error": layer.limited_error(recipe),
-                "in_eighth": layer.is_held_by_eighth(recipe),
+                "layer": number,
+                "error": layer.whole_error(recipe),
                 "limit": limit,
                 "rel_mse": layer.rel_mse,
                 "binds": recipe.binds(limit),
                 "density": layer.density,
-                "dense": profile.layer_config(index, length).is_dense,
+                "dense": is_dense,
+                # also where the error is no number
+                "problem": None
+                if is_dense or layer.limited_error(recipe) <= limit
+                else str(describe_over_limit(length, number, layer, limit, recipe)),
             }
             for index, (layer, limit) in enumerate(zip(proof.layers, limits, strict=True))
+            for number in (profile.geometry.get_layer_number(index),)
+            for is_dense in (profile.layer_config(index, length).is_dense,)
         ],
     }
 

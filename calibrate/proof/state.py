@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from itertools import starmap
 
 from calibrate.prompts.prompt import PromptSet
 from calibrate.proof.bounds import CONFIDENCE
@@ -222,8 +221,7 @@ def make_record(prompts: PromptSet, proven: Candidate) -> Record:
                     binds=recipe.binds(proven.limits[length, index]),
                     tightened=proven.tightened[length, index],
                     first_error=proven.first_errors.get((length, index)),
-                    eighths=tuple(starmap(recipe.budget.error, layer.eighths)),
-                    places=tuple(starmap(recipe.budget.error, layer.places)),
+                    **layer.compare_parts(recipe.budget, proven.limits[length, index]),
                 )
                 for index, layer in enumerate(proof.layers)
             ),

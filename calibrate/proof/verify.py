@@ -117,23 +117,28 @@ class LayerProof:
         return [prompt.error(budget) for prompt in self.of_prompts]
 
     def limited_error(self, recipe: Recipe) -> float:
-        """Return the error that a recipe holds to the layer's limit.
+        """Return the error that a recipe holds to the layer's limit: the whole or, scaled down, the largest eighth."""
+        # in this order a NaN stays
+        return max(self.whole_error(recipe), self.find_largest_eighth(recipe.budget) / EIGHTH_OVER_LIMIT)
 
-        It is the mean, or the largest of any prompt, or that of the largest eighth if this is over what it may be.
-        """
-        return max(self._error_as_a_whole(recipe), self._largest_eighth(recipe))  # in this order a NaN stays
-
-    def is_held_by_eighth(self, recipe: Recipe) -> bool:
-        """Return whether the largest eighth decides `limited_error`."""
-        return self._largest_eighth(recipe) > self._error_as_a_whole(recipe)
-
-    def _error_as_a_whole(self, recipe: Recipe) -> float:
+    def whole_error(self, recipe: Recipe) -> float:
+        """Return the error over whole prompts that a recipe limits: the mean, or the largest of any prompt."""
         if not recipe.per_prompt:
             return self.error(recipe.budget)
         return max(prompt.max_error(recipe.budget) for prompt in self.of_prompts)
 
-    def _largest_eighth(self, recipe: Recipe) -> float:
-        return max((recipe.budget.error(*eighth) for eighth in self.eighths), default=0.0) / EIGHTH_OVER_LIMIT
+    def find_largest_eighth(self, budget: Budget) -> float:
+        """Return the error of the eighth that errs most."""
+        return max(starmap(budget.error, self.eighths), default=0.0)
+
+    def compare_parts(self, budget: Budget, limit: float) -> dict[str, Any]:
+        """Return the errors of `eighths` over the layer's limit and those of `places` over its mean error, by these
+        names; none where there is nothing to divide by."""
+        error = self.error(budget)
+        return {
+            "eighths": tuple(budget.error(*part) / limit for part in self.eighths if limit),
+            "places": tuple(budget.error(*part) / error for part in self.places if error),
+        }
 
 
 @dataclass(frozen=True)

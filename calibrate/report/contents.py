@@ -10,7 +10,6 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import starmap
 from statistics import fmean
 from typing import Any
 
@@ -44,27 +43,6 @@ class HeadReport:
 
 
 @dataclass(frozen=True)
-class LayerParts:
-    """One layer's error in each eighth of the prompts over its limit, and by place in the segment over its mean."""
-
-    layer: int
-    eighths: tuple[float, ...]
-    places: tuple[float, ...]
-
-    @classmethod
-    def from_errors(
-        cls, layer: int, eighths: Sequence[float] | None, limit: float | None,
-        places: Sequence[float] | None, error: float | None,
-    ) -> LayerParts:  # fmt: skip
-        """Divide a layer's errors; those that are not recorded are left out, as those of a layer that is exact."""
-        return cls(
-            layer,
-            tuple(eighth / limit for eighth in eighths or ()) if limit else (),
-            tuple(place / error for place in places or ()) if error else (),
-        )
-
-
-@dataclass(frozen=True)
 class LayerReport:
     """One layer at one length, as proven; what is predicted is None where nothing was timed or it was only checked."""
 
@@ -93,13 +71,8 @@ class LayerReport:
     heads: tuple[HeadReport, ...]  # empty at a length that was only checked
     frontier: tuple[tuple[float, float], ...] | None  # (density, error) of other budgets, by rising budget
     binds: ErrorUnit | None = None  # which of its two limits `limit` is; None of a budget without a ceiling
-    eighths: tuple[float, ...] = ()  # the error over each eighth of the prompts
-    places: tuple[float, ...] = ()  # over the rows from each of `layers.PLACES` in their segments on
-
-    @property
-    def parts(self) -> LayerParts:
-        """The layer's errors by eighth and by place."""
-        return LayerParts.from_errors(self.layer, self.eighths, self.limit, self.places, self.error)
+    eighths: tuple[float, ...] = ()  # the error over each eighth of the prompts, over the limit
+    places: tuple[float, ...] = ()  # over the rows from each of `layers.PLACES` in their segments on, over `error`
 
 
 @dataclass(frozen=True)
@@ -254,8 +227,7 @@ def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof
         limit=limit,
         error_over_limit=error / limit if limit else 0.0,
         binds=recipe.binds(limit),
-        eighths=tuple(starmap(recipe.budget.error, proof.eighths)),
-        places=tuple(starmap(recipe.budget.error, proof.places)),
+        **proof.compare_parts(recipe.budget, limit),
         held_out_mse=proof.mse,
         held_out_rel_mse=proof.rel_mse,
         tightened=result.tightened[length, index],
@@ -331,7 +303,7 @@ def _summarise_length(profile: Profile, length: int) -> dict[str, Any]:
     heads = [head for layer in bucket for head in layer.heads]
     source, densities = record.densities(length, profile.geometry.layers)
     proven, unit = record.find_proven(length) or ProvenLength(), (record.budget and record.budget.unit) or "mse"
-    layers, number = (proven.layers or ())[: profile.geometry.layers], profile.geometry.get_layer_number
+    layers = proven.layers or ()
     errors = [error / layer.limit for layer in layers if (error := layer.error(unit)) is not None and layer.limit]
     return {
         "length": length,
@@ -346,10 +318,8 @@ def _summarise_length(profile: Profile, length: int) -> dict[str, Any]:
         "kl": proven.kl,
         "top1": proven.top1,
         "prefill_speedup": divide(proven.dense_prefill_seconds, proven.prefill_seconds),
-        "parts": [
-            asdict(LayerParts.from_errors(number(index), layer.eighths, layer.limit, layer.places, layer.error(unit)))
-            for index, layer in enumerate(layers)
-        ],
+        "layer_eighths": [layer.eighths or () for layer in layers],
+        "layer_places": [layer.places or () for layer in layers],
     }
 
 

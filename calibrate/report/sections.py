@@ -16,7 +16,7 @@ from calibrate.proof.layers import EIGHTHS, PLACES
 from calibrate.proof.recheck import CertificateCheck, ProofCheck
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, Record, read_record
-from calibrate.report.contents import LayerParts, LengthReport, Report, divide, summarise_profile
+from calibrate.report.contents import LengthReport, Report, divide, summarise_profile
 from calibrate.tables import Number, Table, format_integer, format_kept, format_number
 from s2o_runtime.config import convert_to_json
 from s2o_runtime.fields import pluralize
@@ -200,6 +200,13 @@ COLUMNS: Columns = {
 }
 
 
+PLACE_ROWS = ("row 0", *(f"{first}-{last - 1}" for first, last in pairwise(PLACES[1:])), "later rows")  # of a segment
+PARTS = (  # of one of `summary`'s lengths: a list of each layer's errors by part, what they are, and their format
+    ("layer_eighths", "by eighth of the prompts, of its limit", ".0%"),
+    ("layer_places", f"by row of a segment ({', '.join(PLACE_ROWS)}), times its mean", ".2g"),
+)
+
+
 def show_summary(profile: Profile) -> Iterator[Table | str]:
     """Yield the summary in lines and a table, with what was proven."""
     contents, record = summarise_profile(profile), read_record(profile)
@@ -214,9 +221,13 @@ def show_summary(profile: Profile) -> Iterator[Table | str]:
         count = contents["unsupported_heads"]
         yield f"dense here: {count} heads, whose tail, grain or representatives this version does not have"
     yield Table.from_rows(contents["lengths"], COLUMNS)
+    numbers = profile.geometry.layer_numbers or range(profile.geometry.layers)
     for length in contents["lengths"]:
-        sentences = describe_parts([LayerParts(**layer) for layer in length["parts"]])
-        yield from (f"{length['length']} tokens: {sentence}" for sentence in sentences)
+        for name, text, form in PARTS:
+            layers = [(number, parts) for number, parts in zip(numbers, length[name], strict=False) if parts]
+            for number, parts in sorted(layers, key=lambda layer: max(layer[1]))[-1:]:
+                shown = " ".join(format(part, form) for part in parts)
+                yield f"{length['length']} tokens: layer {number} errs most {text}: {shown}"
     yield "tau: a head stops visiting keys once the rest would add less than this to its denominator; more skips more"
     yield f"prompts below {profile.min_length} tokens stay dense"
 
@@ -311,7 +322,6 @@ def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
 
 DETAILS = ("tails", "repr.", "tile", "binds")  # columns that the terminal leaves to the report
 BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one
-PLACE_ROWS = ("row 0", *(f"{first}-{last - 1}" for first, last in pairwise(PLACES[1:])), "later rows")  # of a segment
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
 WORTHWHILE = 1.05  # times dense's speed
@@ -398,35 +408,20 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
     )
 
 
-def describe_parts(layers: Sequence[LayerParts]) -> list[str]:
-    """Describe the layer that errs most in an eighth of the prompts, and the one that errs most at a place."""
-    by_eighth = max(layers, key=lambda layer: max(layer.eighths, default=0.0), default=None)
-    by_place = max(layers, key=lambda layer: max(layer.places, default=0.0), default=None)
-    sentences = []
-    if by_eighth and by_eighth.eighths:
-        shares = " ".join(f"{share:.0%}" for share in by_eighth.eighths)
-        sentences.append(f"by eighth of the prompt layer {by_eighth.layer} errs most: {shares} of its limit")
-    if by_place and by_place.places:
-        ratios = ", ".join(f"{ratio:.2g} in {rows}" for rows, ratio in zip(PLACE_ROWS, by_place.places, strict=False))
-        sentences.append(f"by row of a segment layer {by_place.layer} errs most, times its mean: {ratios}")
-    return sentences
-
-
 def make_parts_table(report: Report) -> Table:
-    """Return one row for each length and layer that errs: by eighth of the prompts over its limit, by place over its
-    mean."""
-
-    def show_part(parts: Callable[[LayerParts], Sequence[float]], index: int, form: str) -> Callable[[Any], str]:
-        return lambda row: format(parts(row[1])[index], form)
-
-    columns: Columns = {
-        "length": lambda row: format_integer(row[0]),
-        "layer": lambda row: format_integer(row[1].layer),
-        **{f"eighth {1 + index}": show_part(lambda layer: layer.eighths, index, ".0%") for index in range(EIGHTHS)},
-        **{rows: show_part(lambda layer: layer.places, index, ".2g") for index, rows in enumerate(PLACE_ROWS)},
-    }
-    rows = [(length.length, layer.parts) for length in report.lengths for layer in length.layers]
-    return Table.from_rows([row for row in rows if row[1].eighths and row[1].places], columns)
+    """Return a row for each length and layer that errs: by eighth over its limit, by row of a segment over its mean."""
+    names = ("length", "layer", *(f"eighth {number}" for number in range(1, EIGHTHS + 1)), *PLACE_ROWS)
+    rows = [
+        (
+            *map(format_integer, (length.length, layer.layer)),
+            *(format_number(share, ".0%") for share in layer.eighths),
+            *(format_number(ratio, ".2g") for ratio in layer.places),
+        )
+        for length in report.lengths
+        for layer in length.layers
+        if layer.eighths and layer.places
+    ]
+    return Table(names, rows)
 
 
 def make_overview_table(report: Report) -> Table:
@@ -477,7 +472,7 @@ def list_length_notes(report: Report, length: LengthReport, *, studies: bool = F
         if layer.why_dense:
             reasons.setdefault(layer.why_dense, []).append(layer.layer)
     notes += [f"{format_layers(numbers)} dense: {reason}" for reason, numbers in reasons.items()]
-    notes += [*_describe_limits(report, length), *describe_parts([layer.parts for layer in length.layers])]
+    notes += _describe_limits(report, length)
     if tightened := [layer.layer for layer in length.layers if layer.tightened]:
         notes.append(f"{format_layers(tightened)} tightened by what the prompts of this table showed")
     if studies and (shared := [format_layers(group) for group in length.groups if len(group) > 1]):
