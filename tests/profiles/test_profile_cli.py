@@ -221,7 +221,7 @@ def recorded(profile, recipe, **changes):
 @pytest.mark.parametrize(
     ("change", "seed", "code", "said"),
     [
-        (careless, (), 3, r"the proof failed \(layer 0 at 512 tokens has error of .* in an eighth .*, 1.50e-03 is"),,
+        (careless, (), 3, r"the proof failed \(layer 0 at 512 tokens has an error of .* in an eighth .*, 1.50e-03 is"),
         # of three fresh prompts hardly a mean is surely above its bound
         (lambda profile: recorded(careless(profile), {"num_certify": 6}), ("--seed", 5), 3,
          r"the certificate does not hold \(layer \d at 512 tokens: its mean error is .*, its limit 1.00e-03"),
