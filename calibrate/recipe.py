@@ -23,7 +23,7 @@ from s2o_runtime.config import (
 )
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
-from s2o_runtime.lengths import MAX_LENGTH, is_far_apart
+from s2o_runtime.lengths import MAX_LENGTH
 from s2o_runtime.profile.record import BUDGET_KINDS, BudgetKind, ErrorUnit, get_error_unit
 
 SEGMENTS = (256, 512, 1024, 2048)
@@ -319,9 +319,7 @@ class Recipe:
         if self.check_lengths is not None:
             return self.check_lengths
         between = ((a, round(math.sqrt(a * b) / CHECK_STEP) * CHECK_STEP, b) for a, b in pairwise(self.lengths))
-        return tuple(
-            check for shorter, check, longer in between if is_far_apart(shorter, check) and is_far_apart(check, longer)
-        )
+        return tuple(check for shorter, check, longer in between if shorter < check < longer)
 
     @property
     def all_lengths(self) -> tuple[int, ...]:
@@ -375,12 +373,6 @@ class Recipe:
                 yield (
                     f"check length {length} is below {self.lengths[0]}, the shortest that is calibrated, where "
                     "prompts stay dense: use a longer one"
-                )
-        for shorter, longer in pairwise(sorted(self.lengths + self.checked_lengths)):
-            if not is_far_apart(shorter, longer):
-                yield (
-                    f"lengths {shorter} and {longer} are less than an eighth of an octave apart, which a profile does "
-                    "not tell apart: leave one out"
                 )
         if self.budget.kind == "kl" and self.random_weights:
             yield f"random weights have no answers that a budget ({self.budget}) could hold: use budget_rel_mse"

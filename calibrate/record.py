@@ -192,6 +192,13 @@ class ProvenLayer(RecordNode):
         "how often the layer was tightened at this length because it was over its limit"
     )
     first_error: float | None = record_field("the error before the layer was tightened", "the budget's kind")
+    eighths: tuple[float, ...] | None = record_field(
+        "the error over the rows of each eighth of the prompts, over `limit`; at most 1.5"
+    )
+    places: tuple[float, ...] | None = record_field(
+        "the error over rows 0, 1 to 7, 8 to 31, 32 to 127 and the others of a segment, without last rows, over that "
+        "of all rows; 0 without such rows, empty of a layer that is exact"
+    )
 
     def error(self, unit: ErrorUnit) -> float | None:
         """The error in a budget's unit."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 MAX_LENGTH = 1 << 24  # tokens of a prompt that a profile may have settings for
-STEPS_PER_OCTAVE = 8
 BOUNDS_PER_OCTAVE = 16
 LEAST_BOUND_STEP = 64
 
 
-def get_length_step(length: int) -> int:
-    """Return the length's step on a log scale of eight steps to the octave; equal steps share a configuration."""
-    return round(math.log2(max(1, length)) * STEPS_PER_OCTAVE)
+def find_nearest(lengths: Sequence[int], length: int) -> int:
+    """Return the index of the length that is nearest on a log scale; of two equally near, the longer.
+
+    lengths: ascending, at least one.
+    """
+    # two lengths are equally near to their geometric mean; whole numbers leave no tie to rounding
+    return sum(length * length >= shorter * longer for shorter, longer in pairwise(lengths))
 
 
 def round_up_length(length: int) -> int:
@@ -23,8 +27,3 @@ def round_up_length(length: int) -> int:
     """
     step = max(LEAST_BOUND_STEP, (1 << length.bit_length() >> 1) // BOUNDS_PER_OCTAVE)
     return -(-length // step) * step
-
-
-def is_far_apart(shorter: int, longer: int) -> bool:
-    """Return whether a profile can tell two lengths apart."""
-    return get_length_step(shorter) < get_length_step(longer)

@@ -136,10 +136,11 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("the digest leaves the tensors out", "digest.update(read_tensor_bytes(tensor))", "pass"),
     )),
     ("s2o_runtime/profile/profile.py", "tests/profile/test_profile.py", (
-        ("between unlike buckets the larger threshold is taken",
-         "tau=min(near.tau, distant.tau)", "tau=max(near.tau, distant.tau)"),
-        ("thresholds are mixed although the buckets check the stop unlike",
-         " and config.tile.stride == other_config.tile.stride", ""),
+        ("every length runs the shortest bucket's settings", "find_nearest(self.lengths, length)", "0"),
+    )),
+    ("s2o_runtime/lengths.py", "tests/profile/test_profile.py", (
+        ("of two buckets equally near the shorter decides",
+         "length * length >= shorter * longer", "length * length > shorter * longer"),
     )),
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
         ("the shortest calibrated length itself is too short",
@@ -173,7 +174,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     )),
     # who computes what in a server
     ("s2o_runtime/serving/fit.py", "tests/serving/test_vllm_fit.py", (
-        ("a server's last rows begin one row late", "self._last_rows[step] - left", "self._last_rows[step] - left - 1"),
+        ("a server's last rows begin one row late", "keys)] - left", "keys)] - left - 1"),
     )),
     ("s2o_runtime/serving/batch.py", "tests/serving/test_batches.py", (
         ("a request without its last rows sees their keys",
@@ -204,7 +205,7 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("the keys of a slice are those of its last request",
          "max(max_k, request.keys), total_k + request.keys", "max(max_k, request.keys), request.keys"),
         ("requests of unlike lengths share a configuration",
-         "(own_step != step or", "((own_step is None) != (step is None) or"),
+         "(own_bucket != bucket or", "((own_bucket is None) != (bucket is None) or"),
         ("a request that only fills up a CUDA graph is given to S2O",
          "if request.queries > 0 else \"\"", "if request.queries > 0 else None"),
     )),

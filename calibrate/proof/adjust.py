@@ -17,7 +17,7 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from calibrate.proof.state import (
     ProblemKind,
     select_lengths,
 )
-from calibrate.proof.verify import LayerProof, LengthProof, Prompts, Prover
+from calibrate.proof.verify import EIGHTH_OVER_LIMIT, LayerProof, LengthProof, Prompts, Prover
 from calibrate.recipe import Recipe
 from calibrate.search.choice import CalibrationDense
 
@@ -94,7 +94,7 @@ def tighten_layer(candidate: Candidate, length: int, layer: int, proof: LayerPro
     limit, times = candidate.limits[key], candidate.tightened[key]
     if error <= limit or candidate.layer_config(layer, length).is_dense:
         return None
-    log.info("%s: tightened", describe_over_limit(length, layer, error, limit))
+    log.info("%s: tightened", describe_over_limit(length, layer, proof, limit, candidate.recipe))
     is_last = times == TIGHTENINGS - 1
     share = 0.0 if is_last or not math.isfinite(error) else candidate.recipe.margin * limit / error
     return replace(
@@ -155,18 +155,16 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
     """Change the lengths at which a proof failed as a whole.
 
     A length whose prefill was slower than the dense one becomes dense. Any other length that lost needles gets half
-    its budget; if it is only checked, the buckets around it do. Layers of checked lengths beside them start again from
-    what is interpolated.
+    its budget; if it is only checked, the bucket that it follows does. Layers of checked lengths that follow one of
+    these start again from it.
 
     Returns:
-        The new candidate, and the lengths to prove again: those that changed, and those checked beside them.
+        The new candidate, and the lengths to prove again: those that changed, and those that follow them.
     """
-    chosen, buckets = dict(candidate.chosen), candidate.recipe.lengths
+    chosen = dict(candidate.chosen)
     slower = select_lengths(candidate.problems, ProblemKind.SLOWER)
     lost = select_lengths(candidate.problems, ProblemKind.LOST_NEEDLES) - slower
-    halved = {
-        bucket for length in lost for bucket in ([length] if length in chosen else find_neighbours(length, buckets))
-    }
+    halved = {candidate.find_bucket(length) for length in lost}
     for length in chosen.keys() & (halved | slower):
         choices = [
             choice.as_dense(CalibrationDense.SLOWER_PREFILL)
@@ -178,9 +176,7 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
         ]
         chosen[length] = replace(chosen[length], choices=choices)
     changed = halved | slower
-    changed |= {
-        length for length in candidate.recipe.checked_lengths if changed & set(find_neighbours(length, buckets))
-    }
+    changed |= {length for length in candidate.recipe.checked_lengths if candidate.find_bucket(length) in changed}
     changed_candidate = replace(
         candidate,
         chosen=chosen,
@@ -190,13 +186,6 @@ def tighten(candidate: Candidate) -> tuple[Candidate, frozenset[int]]:
         first_errors={key: error for key, error in candidate.first_errors.items() if key[0] not in changed},
     )
     return changed_candidate, frozenset(changed)
-
-
-def find_neighbours(length: int, buckets: Sequence[int]) -> list[int]:
-    """Return the buckets next to a length, below and above; one beyond the last bucket."""
-    below = [bucket for bucket in buckets if bucket < length]
-    above = [bucket for bucket in buckets if bucket > length]
-    return below[-1:] + above[:1]
 
 
 def judge(candidate: Candidate) -> tuple[Problem, ...]:
@@ -210,12 +199,14 @@ def judge(candidate: Candidate) -> tuple[Problem, ...]:
 
 def find_layers_over_limit(candidate: Candidate) -> tuple[Problem, ...]:
     """Find the layers that are not dense and whose error is over their limit."""
+    recipe = candidate.recipe
     return tuple(
-        describe_over_limit(length, candidate.geometry.get_layer_number(layer), error, limit)
+        describe_over_limit(length, candidate.geometry.get_layer_number(layer), proof, limit, recipe)
         for length, length_proof in candidate.proofs.items()
         for layer, proof in enumerate(length_proof.layers)
-        for error, limit in ((proof.limited_error(candidate.recipe), candidate.limits[length, layer]),)
-        if not error <= limit and not candidate.layer_config(layer, length).is_dense  # also where it is no number
+        for limit in (candidate.limits[length, layer],)
+        # also where it is no number
+        if not proof.limited_error(recipe) <= limit and not candidate.layer_config(layer, length).is_dense
     )
 
 
@@ -268,7 +259,7 @@ def make_slower_dense(candidate: Candidate, *, layers: bool = True, lengths: boo
     slower_lengths -= {length for length, _ in slower_layers}
     dense = [key for key in sorted(candidate.configs) if key in slower_layers or key[0] in slower_lengths]
     if dense:
-        # Checked lengths are fixed first, or what is interpolated there would follow the buckets that become dense.
+        # Checked lengths are fixed first, or they would follow the buckets that become dense.
         fixed = {key: config for key, config in candidate.configs.items() if key[0] not in candidate.chosen}
         candidate = replace(candidate, overrides={**candidate.overrides, **fixed})
     for length, layer in dense:
@@ -314,10 +305,13 @@ def without_slower_lengths(prover: Prover, prompts: Prompts, proven: Candidate) 
     return remeasure(prover, prompts, proven, changed)
 
 
-def describe_over_limit(length: int, layer: int, error: float, limit: float) -> Problem:
+def describe_over_limit(length: int, layer: int, proof: LayerProof, limit: float, recipe: Recipe) -> Problem:
     """Return the problem of a layer whose error is over its limit, both in the budget's unit."""
-    text = f"layer {layer} at {length} tokens has an error of {error:.2e}, {limit:.2e} is allowed"
-    return Problem(ProblemKind.OVER_LIMIT, length, text)
+    error, eighth = proof.error(recipe.budget), proof.find_largest_eighth(recipe.budget)
+    text = f"{error:.2e}, {limit:.2e} is allowed"
+    if eighth > EIGHTH_OVER_LIMIT * error:
+        text = f"{eighth:.2e} in an eighth of the prompts, {EIGHTH_OVER_LIMIT * limit:.2e} is allowed there"
+    return Problem(ProblemKind.OVER_LIMIT, length, f"layer {layer} at {length} tokens has an error of {text}")
 
 
 def find_lost_needles(proofs: Mapping[int, LengthProof], recipe: Recipe) -> tuple[Problem, ...]:

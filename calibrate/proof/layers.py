@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from calibrate.curves.curves import compute_relative_errors, tile_worst
@@ -43,6 +44,8 @@ from s2o_runtime.huggingface import hf
 UNPACKED_HISTORIES = 16  # that a process keeps
 ANSWER_ROWS, ANSWER_PART = 256, 8  # the rows that answer: so many last ones, and one in so many at most
 TILE_ROWS = 64  # rows of which the worst counts
+EIGHTHS = 8  # parts of a prompt whose errors are told apart
+PLACES = (0, 1, 8, 32, 128)  # the rows of a segment from which on its errors are told apart
 KEPT_WITHIN = 1.0  # nats that an answer's log-probability may fall by
 
 
@@ -86,6 +89,28 @@ def measure_row_errors(out: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
         squares[1] += power
         relative[head] = compute_relative_errors(squared, power)
     return squares / (heads * value_dim), relative
+
+
+def measure_places(squares: Tensor, calls: Iterable[tuple[int, LayerConfig]]) -> list[list[float]]:
+    """Compute the errors by the rows' place in their segments, without rows that are dense as a call's last.
+
+    Args:
+        squares: the squared error and the dense output's square of each row, float64 [2, L].
+        calls: the last row and the configuration of each call that computed these rows, in order.
+
+    Returns:
+        The mean squared error and the mean square of the rows from each of `PLACES` to the next; 0 without such rows.
+    """
+    rows = torch.cat([squares, torch.ones_like(squares[:1])])
+    sums, begin = rows.new_zeros(len(rows), len(PLACES)), 0
+    bounds = torch.tensor(PLACES, device=rows.device)
+    for end, config in calls:
+        count = config.find_first_dense_row(end - begin)
+        in_segment = torch.arange(count, device=rows.device) % config.segment
+        places = torch.bucketize(in_segment, bounds, right=True) - 1
+        sums += rows[:, begin : begin + count] @ F.one_hot(places, len(PLACES)).to(rows)
+        begin = end
+    return (sums[:2] / sums[2].clamp(min=1)).T.tolist()
 
 
 @dataclass(frozen=True)
@@ -267,8 +292,9 @@ class LayerProofItem(ProofItem):
     """One prompt at one layer, as an item of work.
 
     Its result has the mean squared error and the mean square of the dense output over all rows as `all_rows`, the same
-    over the rows that answer as `last_rows`, the largest relative error of a row in each tile of rows as `tiles`,
-    float32 [tiles], and the mean density over heads as `density`.
+    over the rows that answer as `last_rows`, over each eighth of the rows as `eighths` and by place in the segment
+    (`measure_places`) as `places`, the largest relative error of a row in each tile of rows as `tiles`, float32
+    [tiles], and the mean density over heads as `density`.
     """
 
     prompt: str  # its hash
@@ -290,6 +316,7 @@ class LayerProofItem(ProofItem):
             "before": self.before.digest,
             "runs": self.config.digest,
             "last": count_answer_rows(self.length),
+            "parts": [EIGHTHS, *PLACES],
         }
 
     def __str__(self) -> str:
@@ -305,6 +332,8 @@ class LayerProofItem(ProofItem):
             answers = squares[:, self.length - count_answer_rows(self.length) :].contiguous()
             result["all_rows"] = tuple(squares.mean(1).tolist())
             result["last_rows"] = tuple(answers.mean(1).tolist())
+            result["eighths"] = [eighth.mean(1).tolist() for eighth in squares.tensor_split(EIGHTHS, 1)]
+            result["places"] = measure_places(squares, self.config.by_keys or ((self.length, self.config.config),))
             result["tiles"] = tile_worst(relative, TILE_ROWS).flatten().cpu()
 
         number = worker.loaded.geometry.get_layer_number(self.layer)

@@ -27,7 +27,6 @@ from calibrate.proof.bounds import CONFIDENCE, bound_mean_below, compute_excess_
 from calibrate.proof.certify import MIN_GROUPS, PromptScorer, TextGroups, count_retrieval
 from calibrate.proof.certify_answers import CAP, build_answer_certificate
 from calibrate.proof.layers import ConfigSource
-from calibrate.proof.state import Problem, ProblemKind
 from calibrate.proof.verify import LengthProof, Prover
 from calibrate.recipe import OPTIONS, Recipe
 from calibrate.record import CertifiedLength, CertifiedRetrieval, read_record
@@ -124,7 +123,8 @@ class ProofCheck:
     lengths: for each length the model's `kl`, `top1` and `needles`, under "answers" the `kl` of answers behind the
     finished prefill, that of the `worst_eighth` of the prompts, of a `second_turn` and of `noise` (two dense kernels;
     None on a CPU), and under "layers" each layer's error and its limit in the budget's unit, its rel_mse, which limit
-    binds (`Recipe.binds`), its density, and whether it is dense. "answers" is None for a model that is read by layer.
+    binds (`Recipe.binds`), its density, whether it is dense, and the `problem` of one that is over its limit.
+    "answers" is None for a model that is read by layer.
     """
 
     lengths: list[dict[str, Any]]
@@ -143,20 +143,16 @@ def verify_proof(opened: LoadedProfile, *, progress: bool = False) -> ProofCheck
         _compare_with_limits(profile, recipe, length, proof) | {"answers": answers[length]}
         for length, proof in sorted(proofs.items())
     ]
-    problems = [
-        describe_over_limit(row["length"], layer["layer"], layer["error"], layer["limit"])
-        for row in lengths
-        for layer in row["layers"]
-        if not (layer["error"] <= layer["limit"] or layer["dense"])  # also where it is no number
+    problems = [layer["problem"] for row in lengths for layer in row["layers"] if layer["problem"]]
+    problems += map(str, find_lost_needles(proofs, recipe))
+    problems += [
+        f"answers about {length} tokens have a KL of {measured['kl']:.1e}, {recipe.budget.value:g} is allowed"
+        for length, measured in answers.items()
+        if recipe.budget.kind == "kl" and measured and not measured["kl"] <= recipe.budget.value
     ]
-    problems += find_lost_needles(proofs, recipe)
-    for length, measured in answers.items():
-        if recipe.budget.kind == "kl" and measured and not measured["kl"] <= recipe.budget.value:
-            text = f"answers about {length} tokens have a KL of {measured['kl']:.1e}, {recipe.budget} is allowed"
-            problems.append(Problem(ProblemKind.NOT_SHOWN, length, text))
     recorded = read_record(profile).data
     same_prompts = recorded is not None and data.record().held_out == recorded.held_out
-    return ProofCheck(lengths, list(map(str, problems)), same_prompts)
+    return ProofCheck(lengths, problems, same_prompts)
 
 
 def _measure_answers(prover: Prover, opened: LoadedProfile, prompts: Sequence[Prompt]) -> dict[str, Any] | None:
@@ -191,15 +187,21 @@ def _compare_with_limits(profile: Profile, recipe: Recipe, length: int, proof: L
         "needles": proof.needles,
         "layers": [
             {
-                "layer": profile.geometry.get_layer_number(index),
-                "error": layer.limited_error(recipe),
+                "layer": number,
+                "error": layer.error(recipe.budget),
                 "limit": limit,
                 "rel_mse": layer.rel_mse,
                 "binds": recipe.binds(limit),
                 "density": layer.density,
-                "dense": profile.layer_config(index, length).is_dense,
+                "dense": is_dense,
+                # also where the error is no number
+                "problem": None
+                if is_dense or layer.limited_error(recipe) <= limit
+                else str(describe_over_limit(length, number, layer, limit, recipe)),
             }
             for index, (layer, limit) in enumerate(zip(proof.layers, limits, strict=True))
+            for number in (profile.geometry.get_layer_number(index),)
+            for is_dense in (profile.layer_config(index, length).is_dense,)
         ],
     }
 

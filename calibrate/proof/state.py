@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -19,6 +19,7 @@ from calibrate.versions import collect_versions
 from s2o_runtime.config import KvCacheDtype, LayerConfig
 from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
+from s2o_runtime.lengths import find_nearest
 from s2o_runtime.profile import Profile
 
 LengthAndLayer = tuple[int, int]
@@ -129,17 +130,21 @@ class Candidate:
             for layer in range(self.geometry.layers)
         }
 
+    def find_bucket(self, length: int) -> int:
+        """Return the calibrated length that a length follows: itself, or the one nearest to it."""
+        return self.recipe.lengths[find_nearest(self.recipe.lengths, length)]
+
     def layer_config(self, layer: int, length: int) -> LayerConfig:
         """Return a layer's configuration at a length.
 
-        A length that is not calibrated follows the buckets around it as the runtime would interpolate them, unless the
-        layer was changed at this very length or the length is dense as a whole.
+        A length that is not calibrated follows the bucket nearest to it, unless the layer was changed at this very
+        length or the length is dense as a whole.
         """
         if (length, layer) in self.overrides:
             return self.overrides[length, layer]
         if length in self.chosen:
             return self.chosen[length].choices[layer].config
-        config = self._buckets.layer_config(layer, length)
+        config = self.layer_config(layer, self.find_bucket(length))
         return config.as_dense() if length in self.dense_lengths else config
 
     def with_share(
@@ -177,21 +182,14 @@ class Candidate:
         """Return the profile of this candidate, without a record.
 
         It has the calibrated lengths. If a layer was changed at a checked length, or a checked length is dense, it
-        has every length, each as it was proven: one new bucket changes what is interpolated at the other lengths.
+        has every length, each as it was proven: one new bucket may be nearer to another checked length.
         """
-        interpolated = not self.dense_lengths and all(length in self.chosen for length, _ in self.overrides)
-        return self._build_profile_at(self.recipe.lengths if interpolated else sorted(self.lengths))
-
-    @cached_property
-    def _buckets(self) -> Profile:
-        """The calibrated lengths alone, from which the runtime interpolates the others."""
-        return self._build_profile_at(self.recipe.lengths)
-
-    def _build_profile_at(self, lengths: Sequence[int]) -> Profile:
+        follow = not self.dense_lengths and all(length in self.chosen for length, _ in self.overrides)
+        lengths = self.recipe.lengths if follow else tuple(sorted(self.lengths))
         layers = range(self.geometry.layers)
         configs = tuple(tuple(self.layer_config(layer, length) for layer in layers) for length in lengths)
         return Profile(
-            self.model_name, self.geometry, self.fingerprint, self.device, lengths=tuple(lengths), layers=configs
+            self.model_name, self.geometry, self.fingerprint, self.device, lengths=lengths, layers=configs
         ).validate()
 
 
@@ -221,6 +219,7 @@ def make_record(prompts: PromptSet, proven: Candidate) -> Record:
                     binds=recipe.binds(proven.limits[length, index]),
                     tightened=proven.tightened[length, index],
                     first_error=proven.first_errors.get((length, index)),
+                    **layer.compare_parts(recipe.budget, proven.limits[length, index]),
                 )
                 for index, layer in enumerate(proof.layers)
             ),

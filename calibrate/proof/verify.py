@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ from s2o_runtime.call import Scoring
 GPU_ROUNDS = 3
 LAYER_FLUSHES = 96  # work ahead of a whole layer, about 4 ms: in a prefill the GPU is busy while a layer is launched
 LONG_SECONDS = 0.02  # a call that takes longer is timed once: its scatter is small
+EIGHTH_OVER_LIMIT = 1.5  # times its limit that a layer's error may be in any eighth of the prompts
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,18 @@ class LayerProof:
     dense_seconds: float | None = None
     of_prompts: tuple[PromptErrors, ...] = ()  # of each prompt
     kinds: tuple[str, ...] = ()  # of text, of each prompt
+    # mean squared error and mean square of the dense output, means over the prompts
+    eighths: tuple[tuple[float, float], ...] = ()  # of each eighth of the rows
+    places: tuple[tuple[float, float], ...] = ()  # of the rows from each of `layers.PLACES` in their segments on
 
     @classmethod
     def from_results(cls, prompts: Sequence[Prompt], results: Sequence[Mapping[str, Any]]) -> LayerProof:
         """Summarise the results of a layer's items (`LayerProofItem`) on these prompts, without times."""
+
+        def average_parts(name: str) -> tuple[tuple[float, float], ...]:
+            parts = zip(*(result[name] for result in results), strict=True)
+            return tuple((statistics.fmean(mses), statistics.fmean(powers)) for mses, powers in starmap(zip, parts))
+
         return cls(
             mse=statistics.fmean(result["all_rows"][0] for result in results),
             dense_power=statistics.fmean(result["all_rows"][1] for result in results),
@@ -89,6 +99,8 @@ class LayerProof:
             worst=float(select_worst(torch.cat([result["tiles"] for result in results]))),
             of_prompts=tuple(PromptErrors(tuple(result["all_rows"]), tuple(result["last_rows"])) for result in results),
             kinds=tuple(prompt.domain for prompt in prompts),
+            eighths=average_parts("eighths"),
+            places=average_parts("places"),
         )
 
     @property
@@ -105,8 +117,22 @@ class LayerProof:
         return [prompt.error(budget) for prompt in self.of_prompts]
 
     def limited_error(self, recipe: Recipe) -> float:
-        """Return the error that a recipe holds to the layer's limit."""
-        return self.error(recipe.budget)
+        """Return the error that a recipe holds to the layer's limit: the whole or, scaled down, the largest eighth."""
+        # in this order a NaN stays
+        return max(self.error(recipe.budget), self.find_largest_eighth(recipe.budget) / EIGHTH_OVER_LIMIT)
+
+    def find_largest_eighth(self, budget: Budget) -> float:
+        """Return the error of the eighth that errs most."""
+        return max(starmap(budget.error, self.eighths), default=0.0)
+
+    def compare_parts(self, budget: Budget, limit: float) -> dict[str, Any]:
+        """Return the errors of `eighths` over the layer's limit and those of `places` over its mean error, by these
+        names; none where there is nothing to divide by."""
+        error = self.error(budget)
+        return {
+            "eighths": tuple(budget.error(*part) / limit for part in self.eighths if limit),
+            "places": tuple(budget.error(*part) / error for part in self.places if error),
+        }
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ class LayerReport:
     heads: tuple[HeadReport, ...]  # empty at a length that was only checked
     frontier: tuple[tuple[float, float], ...] | None  # (density, error) of other budgets, by rising budget
     binds: ErrorUnit | None = None  # which of its two limits `limit` is; None of a budget without a ceiling
+    eighths: tuple[float, ...] = ()  # the error over each eighth of the prompts, over the limit
+    places: tuple[float, ...] = ()  # over the rows from each of `layers.PLACES` in their segments on, over `error`
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,7 @@ def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof
         limit=limit,
         error_over_limit=error / limit if limit else 0.0,
         binds=recipe.binds(limit),
+        **proof.compare_parts(recipe.budget, limit),
         held_out_mse=proof.mse,
         held_out_rel_mse=proof.rel_mse,
         tightened=result.tightened[length, index],
@@ -314,6 +317,8 @@ def _summarise_length(profile: Profile, length: int) -> dict[str, Any]:
         "kl": proven.kl,
         "top1": proven.top1,
         "prefill_speedup": divide(proven.dense_prefill_seconds, proven.prefill_seconds),
+        "layer_eighths": [layer.eighths or () for layer in layers],
+        "layer_places": [layer.places or () for layer in layers],
     }
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from statistics import fmean
 from textwrap import shorten
 from typing import Any
 
 from calibrate.model.preflight import Preflight
 from calibrate.progress import format_duration
+from calibrate.proof.layers import EIGHTHS, PLACES
 from calibrate.proof.recheck import CertificateCheck, ProofCheck
 from calibrate.recipe import Recipe
 from calibrate.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, Record, read_record
@@ -197,6 +198,13 @@ COLUMNS: Columns = {
 }
 
 
+PLACE_ROWS = ("row 0", *(f"{first}-{last - 1}" for first, last in pairwise(PLACES[1:])), "later rows")  # of a segment
+PARTS = (  # of one of `summary`'s lengths: a list of each layer's errors by part, what they are, and their format
+    ("layer_eighths", "by eighth of the prompts, of its limit", ".0%"),
+    ("layer_places", f"by row of a segment ({', '.join(PLACE_ROWS)}), times its mean", ".2g"),
+)
+
+
 def show_summary(profile: Profile) -> Iterator[Table | str]:
     """Yield the summary in lines and a table, with what was proven."""
     contents, record = summarise_profile(profile), read_record(profile)
@@ -211,6 +219,13 @@ def show_summary(profile: Profile) -> Iterator[Table | str]:
         count = contents["unsupported_heads"]
         yield f"dense here: {count} heads, whose tail, grain or representatives this version does not have"
     yield Table.from_rows(contents["lengths"], COLUMNS)
+    numbers = profile.geometry.layer_numbers or range(profile.geometry.layers)
+    for length in contents["lengths"]:
+        for name, text, form in PARTS:
+            layers = [(number, parts) for number, parts in zip(numbers, length[name], strict=False) if parts]
+            for number, parts in sorted(layers, key=lambda layer: max(layer[1]))[-1:]:
+                shown = " ".join(format(part, form) for part in parts)
+                yield f"{length['length']} tokens: layer {number} errs most {text}: {shown}"
     yield "tau: a head stops visiting keys once the rest would add less than this to its denominator; more skips more"
     yield f"prompts below {profile.min_length} tokens stay dense"
 
@@ -389,6 +404,22 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
         length.label.replace("tokens", "tokens, as adjusted"),
         wrap=None if brief else "repr.",
     )
+
+
+def make_parts_table(report: Report) -> Table:
+    """Return a row for each length and layer that errs: by eighth over its limit, by row of a segment over its mean."""
+    names = ("length", "layer", *(f"eighth {number}" for number in range(1, EIGHTHS + 1)), *PLACE_ROWS)
+    rows = [
+        (
+            *map(format_integer, (length.length, layer.layer)),
+            *(format_number(share, ".0%") for share in layer.eighths),
+            *(format_number(ratio, ".2g") for ratio in layer.places),
+        )
+        for length in report.lengths
+        for layer in length.layers
+        if layer.eighths and layer.places
+    ]
+    return Table(names, rows)
 
 
 def make_overview_table(report: Report) -> Table:

@@ -41,7 +41,7 @@ from ..errors import InputError, ProfileError
 from ..fields import short_repr
 from ..files import write_atomically
 from ..identity import Geometry, dump_json, join_fingerprint, read_tensor_bytes, split_fingerprint
-from ..lengths import MAX_LENGTH, get_length_step
+from ..lengths import MAX_LENGTH
 from ..version import __version__
 from .profile import Profile
 
@@ -55,7 +55,7 @@ MAX_BYTES = 32 << 20
 MAX_DOCUMENT = 4 << 20  # characters
 MAX_HEADER = 2 * MAX_DOCUMENT + (1 << 16)  # bytes: the document with its quotes escaped, and where the tensors lie
 MAX_DEPTH = 16  # of objects and lists inside one another
-MAX_BUCKETS = get_length_step(MAX_LENGTH) + 1  # as many as differ by an eighth of an octave
+MAX_BUCKETS = 256
 MAX_HEADS = 1 << 20  # of all buckets and layers together
 MAX_DIGITS = 60  # of an integer that is read: reading takes time that is quadratic in them
 MAX_NAME = 60  # characters of a field's name in a message

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ..config import MAX_CHUNK, HeadConfig, KvCacheDtype, LayerConfig, TileConfig
+from ..config import MAX_CHUNK, KvCacheDtype, LayerConfig, TileConfig
 from ..devices import DeviceIdentity, decide_fit, identify
 from ..errors import ConfigError, ProfileError
 from ..fields import short_repr
 from ..identity import CONFIG, RANDOM, Geometry
-from ..lengths import STEPS_PER_OCTAVE, get_length_step, is_far_apart
+from ..lengths import find_nearest
 from ..tiles import list_candidate_tiles
 from .record import Reads, get_object, read_budget
 
@@ -74,29 +72,11 @@ class Profile:
         return f"the profile of {self.model_name} lacks the values of config.json: calibrate again"
 
     def layer_config(self, layer: int, length: int) -> LayerConfig:
-        """Return the configuration of a layer for a prompt of `length` keys.
+        """Return the configuration of a layer for a prompt of `length` keys: that of the bucket nearest in log length.
 
-        The bucket nearest in log length decides everything but tau. For heads that the two buckets around `length`
-        treat alike, tau is interpolated in log length; for others it is the smaller of the two, because the same tau
-        means another error with another segment or other checks. Lengths are rounded to an eighth of an octave, so
-        that a server sees few distinct configurations.
+        Settings are never mixed: what a bucket has was measured together.
         """
-        steps, step = [get_length_step(bucket) for bucket in self.lengths], get_length_step(length)
-        if step in steps:
-            return self.layers[steps.index(step)][layer]
-        position = step / STEPS_PER_OCTAVE
-        logs = [math.log2(bucket) for bucket in self.lengths]
-        nearest = min(range(len(logs)), key=lambda bucket: abs(logs[bucket] - position))
-        config = self.layers[nearest][layer]
-        other = nearest + 1 if position > logs[nearest] else nearest - 1
-        if not 0 <= other < len(logs):
-            return config
-        other_config = self.layers[other][layer]
-        # what, besides a head's own settings, decides where it stops: tau means the same only where this is equal
-        alike = config.tile.block_m == other_config.tile.block_m and config.tile.stride == other_config.tile.stride
-        weight = (position - logs[nearest]) / (logs[other] - logs[nearest]) if alike else None
-        pairs = zip(config.heads, other_config.heads, strict=True)
-        return replace(config, heads=tuple(_interpolate(near, distant, weight) for near, distant in pairs))
+        return self.layers[find_nearest(self.lengths, length)][layer]
 
     def explain_misfit(self, model: Geometry) -> str | None:
         """Return the reason that the profile is not of a model with this geometry; None if it may be."""
@@ -116,11 +96,6 @@ class Profile:
         """Return the profile itself. Raises ProfileError naming the first thing out of range or that fits no other."""
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
             raise ProfileError(f"lengths {self.lengths} are not ascending: expected at least one bucket, each once")
-        for shorter, longer in pairwise(self.lengths):
-            if not is_far_apart(shorter, longer):
-                raise ProfileError(
-                    f"lengths {shorter} and {longer} are less than an eighth of an octave apart: keep one of them"
-                )
         expected = [[self.geometry.query_heads] * self.geometry.layers] * len(self.lengths)
         heads = [[layer.num_heads for layer in bucket] for bucket in self.layers]
         if heads != expected:
@@ -134,19 +109,6 @@ class Profile:
                 except ConfigError as error:
                     raise ProfileError(f"layer {index} at length {length}: {error}") from error
         return self
-
-
-def _interpolate(near: HeadConfig, distant: HeadConfig, weight: float | None) -> HeadConfig:
-    """Return the head of the nearer bucket with a tau for a length between the buckets.
-
-    weight: the way towards the other bucket, 0 to 0.5 in log length; None if the layers check the stop unlike.
-    """
-    if near.mode != "s2o" or distant.mode != "s2o" or near.stop_rule != distant.stop_rule:
-        return near
-    alike = all(getattr(near, name) == getattr(distant, name) for name in ("segment", "representatives", "tail"))
-    if weight is None or not alike or near.tau == 0.0 or distant.tau == 0.0:
-        return replace(near, tau=min(near.tau, distant.tau))
-    return replace(near, tau=math.exp((1 - weight) * math.log(near.tau) + weight * math.log(distant.tau)))
 
 
 def adapt_to_device(profile: Profile, device: torch.device) -> tuple[Profile, str | None]:

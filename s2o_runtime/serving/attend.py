@@ -19,7 +19,7 @@ from ..attention.paged import gather_keys, s2o_attention_paged
 from ..call import Scoring
 from ..config import LayerConfig
 from ..errors import S2OError
-from ..lengths import get_length_step
+from ..lengths import find_nearest
 from ..monitor.counters import Counters
 from ..sequences import FP8_TYPES, PagedKeys
 from .batch import Batch, BatchSlice, make_call
@@ -115,7 +115,8 @@ def find_test_rows(batch: Batch) -> BatchSlice | None:
     for index, (queries, keys, *_) in enumerate(split.requests):
         rows, end = min(queries, keys // 2, ROWS), split.starts[index + 1]
         if keys >= TEST_KEYS and rows >= FEWEST_ROWS:
-            return BatchSlice(index, index + 1, end - rows, end, get_length_step(keys), rows, keys, keys)
+            bucket = find_nearest(batch.fit.profile.lengths, keys)
+            return BatchSlice(index, index + 1, end - rows, end, bucket, rows, keys, keys)
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..lengths import get_length_step, round_up_length
+from ..lengths import find_nearest, round_up_length
 from ..sequences import make_packed_starts
 from .fit import RankProfile, Request, ServedLayer
 
@@ -69,7 +69,7 @@ class BatchSlice(NamedTuple):
     last: int
     begin: int  # their query rows `begin .. end - 1`
     end: int
-    length_step: int | None  # of the keys of all, which share one configuration; None for the stock backend's
+    bucket: int | None  # the index of the profile's that all share; None for the stock backend's
     max_q: int  # queries and keys of the longest
     max_k: int
     total_k: int  # keys of all
@@ -77,7 +77,7 @@ class BatchSlice(NamedTuple):
     @property
     def is_sparse(self) -> bool:
         """True if S2O computes the slice."""
-        return self.length_step is not None
+        return self.bucket is not None
 
     @property
     def rows(self) -> slice:
@@ -97,29 +97,31 @@ class BatchPlan(NamedTuple):
     dense_rows: Mapping[str, int]  # query rows that the stock backend computes, by reason
 
 
-def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | None], max_keys: int) -> BatchPlan:
+def plan_batch(
+    split: SplitRequests, dense_reason: Callable[[Request], str | None], lengths: Sequence[int], max_keys: int
+) -> BatchPlan:
     """Share the requests of a batch between S2O and the stock backend.
 
-    Neighbours join one slice if both go to the stock backend, or if both are sparse, of the same length step, and have
-    at most `max_keys` keys together; a single request may have more.
+    Neighbours join one slice if both go to the stock backend, or if both are sparse, of the same one of the profile's
+    buckets `lengths`, and have at most `max_keys` keys together; a single request may have more.
     """
     slices: list[BatchSlice] = []
     dense_rows: defaultdict[str, int] = defaultdict(int)
     first = max_q = max_k = total_k = 0  # of the slice that is being joined
-    step: int | None = None
+    bucket: int | None = None
     starts = split.starts
     for index, request in enumerate(split.requests):
         reason = dense_reason(request) if request.queries > 0 else ""  # without queries: of a CUDA graph's padding
         if reason:
             dense_rows[reason] += request.queries
-        own_step = get_length_step(request.keys) if reason is None else None
-        if index > first and (own_step != step or (step is not None and total_k + request.keys > max_keys)):
-            slices.append(BatchSlice(first, index, starts[first], starts[index], step, max_q, max_k, total_k))
+        own_bucket = find_nearest(lengths, request.keys) if reason is None else None
+        if index > first and (own_bucket != bucket or (bucket is not None and total_k + request.keys > max_keys)):
+            slices.append(BatchSlice(first, index, starts[first], starts[index], bucket, max_q, max_k, total_k))
             first, max_q, max_k, total_k = index, 0, 0, 0
-        step = own_step
+        bucket = own_bucket
         max_q, max_k, total_k = max(max_q, request.queries), max(max_k, request.keys), total_k + request.keys
     if split.requests:
-        slices.append(BatchSlice(first, len(split.requests), starts[first], starts[-1], step, max_q, max_k, total_k))
+        slices.append(BatchSlice(first, len(split.requests), starts[first], starts[-1], bucket, max_q, max_k, total_k))
     return BatchPlan(tuple(slices) if any(span.is_sparse for span in slices) else (), dense_rows)
 
 
@@ -178,7 +180,8 @@ class Batch:
     def plan(self, layer: ServedLayer) -> BatchPlan:
         """Return the plan of a layer."""
         if (key := layer.plan_key) not in self._plans:
-            self._plans[key] = plan_batch(self.split, partial(self.fit.dense_reason, layer=layer), self._max_keys)
+            dense_reason = partial(self.fit.dense_reason, layer=layer)
+            self._plans[key] = plan_batch(self.split, dense_reason, self.fit.profile.lengths, self._max_keys)
         return self._plans[key]
 
     def get_call(self, span: BatchSlice, page_size: int) -> dict[str, Any]:

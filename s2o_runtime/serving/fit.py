@@ -19,7 +19,7 @@ from ..devices import get_capability
 from ..errors import ModelError, ProfileError
 from ..identity import RANDOM, compose_fingerprint, explain_mismatch, geometry
 from ..layer_kinds import describe_window, get_text_config
-from ..lengths import get_length_step
+from ..lengths import find_nearest
 from ..logs import log_once
 from ..monitor.drift import DriftMonitor
 from ..profile import Profile
@@ -62,18 +62,17 @@ class ServedLayer:
     heads: range | None = None  # of the layer's query heads, those that this process computes; None for all
     drift: DriftMonitor | None = None  # checks the layer's error
     ends_known: bool = True  # calls hold the ends of their prompts, so last rows are dense (`LayerConfig.last_rows`)
-    configs: dict[int, LayerConfig] = field(default_factory=dict)  # by the length's step
+    configs: dict[LayerConfig, LayerConfig] = field(default_factory=dict)  # this process's, by the whole layer's
     tested: bool = False  # a server's self-test has looked at the layer, which is dense before
     limits: int = 0  # equal for layers between whose settings `RankProfile.dense_reason` tells no difference
 
     def config(self, keys: int) -> LayerConfig:
         """Return the configuration of this process's heads for so many keys; lengths that share one get one object."""
-        step = get_length_step(keys)
-        if step not in self.configs:
-            config = self.select_heads(self.config_at(keys))
-            config = config if self.ends_known else replace(config, last_rows=0)
-            self.configs[step] = next((known for known in self.configs.values() if known == config), config)
-        return self.configs[step]
+        whole = self.config_at(keys)
+        if whole not in self.configs:
+            config = self.select_heads(whole)
+            self.configs[whole] = config if self.ends_known else replace(config, last_rows=0)
+        return self.configs[whole]
 
     def select_heads(self, config: LayerConfig) -> LayerConfig:
         """Return a configuration of the whole layer, cut to the heads of this process."""
@@ -183,7 +182,7 @@ class RankProfile:
         self.host_flops, self.row_weights = host_flops, row_weights
         self._used: set[int] = set()  # rows of the layers that this process has, which a stage of a pipeline finds out
         self._all_tested = False
-        self._last_rows: dict[int, int] = {}  # by the length's step
+        self._last_rows = [max(config.last_rows for config in bucket) for bucket in self.profile.layers]
         known_limits, layers = dict[object, int](), list[ServedLayer]()
         for row, buckets in enumerate(zip(*self.profile.layers, strict=True)):
             layer = ServedLayer(
@@ -242,11 +241,7 @@ class RankProfile:
         """Count the queries that are dense in every layer as a prompt's last; `left` of its tokens are behind them."""
         if left is None or keys < self.profile.min_length or self.dense_reason(Request(queries, keys)):
             return 0
-        step = get_length_step(keys)
-        if step not in self._last_rows:
-            configs = (self.profile.layer_config(row, keys) for row in range(len(self.layers)))
-            self._last_rows[step] = max(config.last_rows for config in configs)
-        return max(0, min(queries, self._last_rows[step] - left))
+        return max(0, min(queries, self._last_rows[find_nearest(self.profile.lengths, keys)] - left))
 
     def find_layer(self, number: int, num_heads: int, num_kv_heads: int, head_dim: int) -> ServedLayer | str:
         """Return a decoder layer of the served model by its number, or the reason why it has no profile."""

@@ -166,7 +166,6 @@ def test_a_layer_may_have_the_smaller_of_the_two_limits():
     ({"lengths": (100, 1024)}, "length 100 is shorter than one segment of 256"),
     ({"check_lengths": (1024,)}, "check length 1024 is calibrated"),
     ({"check_lengths": (512, 1536)}, "check length 512 is below 1024, the shortest that is calibrated"),
-    ({"lengths": (4096, 4200)}, "lengths 4096 and 4200 are less than an eighth of an octave apart"),
     ({"budget_mse": 1.0, "budget_rel_mse": 1.0}, "budget_mse and budget_rel_mse are both given: choose one"),
     ({"budget_rel_mse": 0.1, "ceiling_rel_mse": 0.1}, r"mse only, but the budget is rel_mse 0\.1: leave it out"),
     ({"prompts": (Path("a"),), "domains": ("code",)}, "domains code are of the built-in text, but prompts are"),

@@ -128,7 +128,7 @@ def test_slow_prefills_are_a_problem_on_a_gpu_only_and_where_not_all_is_dense():
 
 @pytest.mark.parametrize(
     ("lost", "halved", "again"),
-    [(512, {512}, {512, 768}), (1024, {1024}, {768, 1024, 1536}), (768, {512, 1024}, {512, 768, 1024, 1536})],
+    [(512, {512}, {512}), (1024, {1024}, {768, 1024}), (768, {1024}, {768, 1024})],
     ids=["shortest", "middle", "checked"],
 )
 def test_lost_needles_cost_half_the_budget(lost, halved, again):
@@ -139,8 +139,8 @@ def test_lost_needles_cost_half_the_budget(lost, halved, again):
     begun = with_proofs(begun, {lost: {"needles": (0, 20)}})
     after, lengths = tighten(replace(begun, problems=judge(begun)))
     assert lengths == again
-    assert after.tightened == {(2048, 0): 1}
-    assert not after.overrides
+    assert after.tightened == dict.fromkeys({(2048, 0)} | {(768, 0)} - {(length, 0) for length in again}, 1)
+    assert set(after.overrides) == set(after.tightened) - {(2048, 0)}
     for length in LENGTHS:
         for old, new in zip(begun.chosen[length].choices, after.chosen[length].choices, strict=True):
             assert new.budget_mse == (0.5 if length in halved else 1.0) * old.budget_mse
@@ -188,6 +188,23 @@ def test_single_prompts_and_the_rows_that_answer_are_held_to_the_limit_if_the_re
         assert proof.limited_error(single.recipe) == pytest.approx(1.5 * limit, rel=0.06)
         assert tighten_layer(BEGUN, 512, 0, proof) is None
         assert tighten_layer(single, 512, 0, proof).first_errors == {(512, 0): proof.limited_error(single.recipe)}
+
+
+def test_the_largest_eighth_of_the_prompts_is_held_to_half_as_much_again():
+    limit, error = BEGUN.limits[512, 0], 0.5 * BEGUN.limits[512, 0]
+    within, over = (
+        replace(proof_of(error), eighths=((error, 1.0),) * 6 + ((times * limit, 1.0), (0.0, 1.0)))
+        for times in (1.499, 1.53)
+    )
+    assert tighten_layer(BEGUN, 512, 0, within) is None
+    tightened = tighten_layer(BEGUN, 512, 0, over)
+    assert tightened.first_errors == {(512, 0): pytest.approx(1.02 * limit)}
+    assert spent(tightened, 512, 0) == pytest.approx(BEGUN.chosen[512].choices[0].spent * BEGUN.recipe.margin / 1.02)
+    assert compute_allowed_growth(within, limit, BEGUN.recipe, 2, 0) < 1  # an eighth keeps the margin too
+    (problem,) = judge(with_proofs(BEGUN, {512: {"layers": (over, proof_of(1e-5))}}))
+    assert str(problem).endswith("has an error of 1.53e-04 in an eighth of the prompts, 1.50e-04 is allowed there")
+    assert over.limited_error(replace(BEGUN.recipe, per_prompt=True)) == pytest.approx(1.02 * limit)
+    assert math.isnan(replace(over, mse=math.nan).limited_error(BEGUN.recipe))
 
 
 def test_rows_that_are_off_too_far_are_no_reason_to_give_and_one_to_take_back():
@@ -247,7 +264,7 @@ class PretendedProver:
 def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
     prover = PretendedProver(needles=lambda candidate, length: (3, 20) if length == 1024 else None)
     result = prove_and_adjust(prover, PROMPTS, BEGUN)
-    assert [lengths for lengths, _ in prover.attempts] == [EVERY] + [[768, 1024, 1536]] * RETRIES
+    assert [lengths for lengths, _ in prover.attempts] == [EVERY] + [[768, 1024]] * RETRIES
     budgets = [[choice.budget_mse for choice in begun.chosen[1024].choices] for _, begun in prover.attempts]
     for number, of_layers in enumerate(budgets):
         assert of_layers == pytest.approx([budget / 2**number for budget in budgets[0]])
@@ -256,7 +273,7 @@ def test_lost_needles_are_tried_again_with_less_and_then_are_the_problem():
 
 @pytest.mark.parametrize(
     ("slow", "again", "dense"),
-    [(512, [512, 768], {512}), (768, [768], {768}), (2048, [1536, 2048], {1536, 2048})],
+    [(512, [512], {512}), (768, [768], {768}), (2048, [1536, 2048], {1536, 2048})],
     ids=["shortest", "checked", "longest"],
 )
 def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
@@ -266,7 +283,7 @@ def test_lengths_that_are_slower_than_dense_become_dense(slow, again, dense):
     assert [lengths for lengths, _ in prover.attempts] == [EVERY, again]
     profile = result.build_profile()
     for (length, layer), config in result.configs.items():
-        assert config.is_dense == (length in dense)  # what is checked below a dense bucket follows it
+        assert config.is_dense == (length in dense)  # what is checked follows the nearest bucket
         assert profile.layer_config(layer, length) == config
     if slow in LENGTHS:
         assert {choice.why_dense for choice in result.chosen[slow].choices} == {CalibrationDense.SLOWER_PREFILL}
@@ -341,9 +358,9 @@ def test_what_the_certificate_left_slower_becomes_dense_and_needles_it_lost_are_
     """A written profile must pass `s2o-profile verify`, which asks for the needles of the same prompts."""
     begun = timed(with_proofs(candidate("cuda")))
     prover = PretendedProver(needles=lambda *_: needles, seconds=lambda *_: (0.1, 0.2))
-    left = remeasure(prover, PROMPTS, begun, begun.with_share(0, 512, 0.0))
-    assert [left.configs[512, layer].is_dense for layer in range(2)] == [True, True]
-    assert left.chosen[512].choices[1].why_dense == CalibrationDense.SLOWER_ATTENTION
-    assert [lengths for lengths, _ in prover.attempts] == [[512, 768]] * 2  # 768 follows the bucket
-    assert left.proofs[512].layers[1].mse == 0.0  # as it is at the end
+    left = remeasure(prover, PROMPTS, begun, begun.with_share(0, 1024, 0.0))
+    assert [left.configs[1024, layer].is_dense for layer in range(2)] == [True, True]
+    assert left.chosen[1024].choices[1].why_dense == CalibrationDense.SLOWER_ATTENTION
+    assert [lengths for lengths, _ in prover.attempts] == [[768, 1024]] * 2  # 768 follows the bucket
+    assert left.proofs[1024].layers[1].mse == 0.0  # as it is at the end
     assert len([problem for problem in left.problems if "keeps 0 of the 2 needles" in problem.text]) == 2 * problems

@@ -2,21 +2,25 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from calibrate.curves.curves import compute_row_errors
 from calibrate.model.logits import count_rows_at_once
 from calibrate.prompts.prompt import Prompt
 from calibrate.proof import certify, layers, verify
-from calibrate.proof.layers import LayerHistory, count_answer_rows
+from calibrate.proof.layers import PLACES, LayerHistory, count_answer_rows, measure_places
 from calibrate.proof.verify import LengthProof, Prover
 from calibrate.work.executor import measure_items, open_executor
 from s2o_runtime import patch, unpatch
 from s2o_runtime.attention.dense import fastest_dense_attention
+from s2o_runtime.config import LayerConfig, TileConfig
 from s2o_runtime.errors import ModelError
 from s2o_runtime.huggingface.hf import get_layer_states
 from s2o_runtime.reference.dense import exact_attention
@@ -179,8 +183,8 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folde
         assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
 
 
-def test_the_rows_that_answer_are_the_last_ones(tiny_folder, monkeypatch):
-    """Of the first layer, whose inputs are those of any model."""
+def test_errors_of_parts_are_those_of_their_rows(tiny_folder, monkeypatch):
+    """The rows that answer, the eighths and the places in segments: of the first layer, whose inputs any model has."""
     seen, real = [], layers.measure_row_errors
 
     def watch(out, dense):
@@ -188,14 +192,40 @@ def test_the_rows_that_answer_are_the_last_ones(tiny_folder, monkeypatch):
         return real(out, dense)
 
     monkeypatch.setattr(layers, "measure_row_errors", watch)
-    prompts = {200: random_prompts(200)[200][:1]}
-    (errors,) = prove_all(stream(tiny_folder, False), SPARSE, prompts)[200].layers[0].of_prompts
-    out, truth = seen[0]
-    for (mse, power), first in ((errors.all_rows, 0), (errors.last_rows, 175)):
-        assert mse == pytest.approx(float((out - truth)[:, :, first:].square().mean()), rel=1e-3)
-        assert power == pytest.approx(float(truth[:, :, first:].square().mean()), rel=1e-3)
-    assert errors.last_rows[0] > 1e-6
+    prompts = {203: random_prompts(203)[203][:1]}
+    layer = prove_all(stream(tiny_folder, False), SPARSE, prompts)[203].layers[0]
+    (errors,), rows, (out, truth) = layer.of_prompts, torch.arange(203), seen[0]
+    in_segment = rows % SPARSE.segment
+    places = [rows[(in_segment >= first) & (in_segment < end)] for first, end in pairwise((*PLACES, 1 << 20))]
+    parts = [(errors.all_rows, rows), (errors.last_rows, rows[178:])]
+    parts += zip((*layer.eighths, *layer.places), (*rows.tensor_split(8), *places), strict=True)
+    for (mse, power), part in parts:
+        if len(part):
+            assert mse == pytest.approx(float((out - truth)[:, :, part].square().mean()), rel=1e-3, abs=1e-12)
+            assert power == pytest.approx(float(truth[:, :, part].square().mean()), rel=1e-3)
+    assert min(errors.last_rows[0], layer.eighths[7][0]) > 1e-6
     assert [count_answer_rows(length) for length in (4, 200, 2048, 131072)] == [1, 25, 256, 256]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(1, 700), st.sampled_from([64, 200, 1000]), st.lists(st.integers(1, 5), min_size=11), st.integers(0, 2)
+)
+def test_places_weigh_back_to_the_rows_that_are_not_dense_as_last(length, chunk, segments, last_tiles):
+    squares, begin = torch.rand(2, length, dtype=torch.float64, generator=torch.Generator().manual_seed(length)), 0
+    calls, counts, expected = [], [0] * len(PLACES), torch.zeros(2, len(PLACES), dtype=torch.float64)
+    for segment, end in zip(segments, (*range(chunk, length, chunk), length), strict=False):
+        config = LayerConfig.uniform(
+            1, tile=TileConfig(block_m=64), segment=64 * segment, last_rows=128 * last_tiles * (end == length)
+        )
+        calls.append((end, config))
+        for row in range(config.find_first_dense_row(end - begin)):
+            place = sum(row % config.segment >= first for first in PLACES) - 1
+            counts[place] += 1
+            expected[:, place] += squares[:, begin + row]
+        begin = end
+    sums = torch.tensor(measure_places(squares, calls), dtype=torch.float64).T * torch.tensor(counts)
+    torch.testing.assert_close(sums, expected)
 
 
 def test_the_noise_floor_is_what_two_dense_implementations_differ_by(tiny_folder):

@@ -54,7 +54,8 @@ def made_layer(number, heads, length, on_gpu, dense):
         "error_over_limit": error / BUDGET, "predicted_error": 0.9 * error, "held_out_mse": error / 7,
         "held_out_rel_mse": error, "worst": 0.01 * number + 0.1, "tightened": int(number == 3),
         "predicted_seconds": seconds and 1.1 * seconds, "seconds": seconds, "dense_seconds": dense_seconds,
-        "binds": None,
+        "binds": None, "eighths": [error / BUDGET * (0.5 + 0.125 * eighth) for eighth in range(8)],
+        "places": [9.5, 2.0, 1.2, 1.0, 0.9],
         "heads": of_heads, "frontier": [[1.0, 0.0], *([0.9 / 2**step, error * 2 ** (step - 4)] for step in range(9))],
     }  # fmt: skip
 
@@ -221,6 +222,15 @@ def test_a_budget_in_mse_shows_both_units_and_the_limit_that_binds(summary):
     assert "8192 4.00e-04 8.00e-03" in text.partition("all lengths")[2]
     summary["budget"]["ceiling"] = None
     assert "layers 0-1, 3: this mse is up to 1.0% of the output's mean square" in words(summary)
+
+
+def test_where_the_error_lies_is_shown_of_every_layer(files):
+    card = files["rel-mse-0.001.report.md"].read_text()
+    table = card.partition("\n## Where the error lies")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if re.match(r"\| \d", line)]
+    shown = [[row["length"], layer["layer"]] for row in made()["lengths"] for layer in row["layers"]]
+    assert [list(map(int, row[:2])) for row in rows] == shown
+    assert rows[0][2:] == ["25%", "31%", "38%", "44%", "50%", "56%", "62%", "69%", "9.5", "2", "1.2", "1", "0.9"]
 
 
 def test_failures_and_problems_are_at_the_end(summary):

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from s2o_runtime.lengths import get_length_step, round_up_length
+from s2o_runtime.lengths import find_nearest, round_up_length
 from s2o_runtime.serving.batch import Batch, SplitRequests, plan_batch, round_bounds
 from s2o_runtime.serving.fit import Rank
 from support.engines import ENGINES
 from support.fake_server import FakeServer
 from support.server_batches import FEWEST, all_dense, alone, check_close, dense, two_layers, with_last_rows
 
-MAX_KEYS = 5000
+MAX_KEYS, LENGTHS = 5000, (512, 1024, 4096)
 LAST, ADAPTER = "the last rows of a prompt", "the request has a LoRA adapter"
 
 
@@ -56,7 +56,7 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
         assert rows == ([(count - tail, False)] if count > tail or not tail else []) + ([(tail, True)] if tail else [])
     assert split.are_whole == all(len(rows) == 1 for rows in by_request)
 
-    plan = plan_batch(split, few_reason, MAX_KEYS)
+    plan = plan_batch(split, few_reason, LENGTHS, MAX_KEYS)
     reasons = Counter()
     for request in split.requests:
         if request.queries and (reason := few_reason(request)):
@@ -72,15 +72,16 @@ def test_every_row_is_planned_once_and_for_whom_it_should(batch):
         assert part.total_k == sum(request.keys for request in requests)
         for request in requests:
             reason = few_reason(request) if request.queries else ""
-            assert part.length_step == (get_length_step(request.keys) if reason is None else None)
+            assert part.bucket == (find_nearest(LENGTHS, request.keys) if reason is None else None)
         assert not part.is_sparse or part.total_k <= MAX_KEYS or len(requests) == 1
     for part, after in pairwise(plan.slices):  # neighbours are joined where they may be
-        assert part.length_step != after.length_step or part.total_k + split.requests[after.first].keys > MAX_KEYS
+        assert part.bucket != after.bucket or part.total_k + split.requests[after.first].keys > MAX_KEYS
 
 
 def test_slices_that_are_planned_have_as_many_keys_as_they_may():
     split = SplitRequests.from_batch([0, 500, 1000, 1500], [MAX_KEYS // 2] * 3)
-    assert [part.total_k for part in plan_batch(split, few_reason, MAX_KEYS).slices] == [MAX_KEYS, MAX_KEYS // 2]
+    slices = plan_batch(split, few_reason, LENGTHS, MAX_KEYS).slices
+    assert [part.total_k for part in slices] == [MAX_KEYS, MAX_KEYS // 2]
 
 
 @given(st.integers(1, 1 << 20), st.integers(0, 1 << 20), st.integers(0, 5000))
