@@ -19,7 +19,6 @@ from s2o_runtime.config import (
     MIN_SEGMENT,
     SEGMENT_STEP,
     KvCacheDtype,
-    Scores,
 )
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
@@ -46,7 +45,7 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
     "output", "many GPUs",
 )  # fmt: skip
 REPORT = ("report.json", "density.png", "frontier.png", "time.png", "report.md", "report.html")
-REMOVED = ("linear_tails", "representatives", "grains")  # settings of shipped profiles, which decide nothing here
+REMOVED = ("linear_tails", "representatives", "grains", "scores")  # of shipped profiles, which decide nothing here
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
@@ -191,10 +190,6 @@ class Recipe:
         default=0.9, plan_text="{:.0%} of the budget is spent")
     device: str = option(
         Rule(str), "cuda, cuda:1 or cpu", INPUT, default="cpu", default_text="a GPU if there is one")
-    scores: tuple[Scores, ...] = option(
-        Rule(str, allowed=get_args(Scores), many=True),
-        "products of queries and keys that a layer may use: in the type of both, or of both rounded to 8 bits", SPACE,
-        default=("input",), metavar="input,int8")
     segments: tuple[int, ...] = option(
         Rule(int, MIN_SEGMENT, MAX_SEGMENT, multiple=SEGMENT_STEP, many=True), "queries that may share a ranking",
         SPACE, default=SEGMENTS, plan_text=lambda recipe: "; ".join(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.config import KEY_BLOCK, Scores, Tail, TileConfig
+from s2o_runtime.config import KEY_BLOCK, Tail, TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
 
@@ -24,11 +24,10 @@ def place_taus(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class RankingConfig:
-    """Settings that decide the order in which a head visits its keys; fields of HeadConfig and LayerConfig."""
+    """Settings that decide the order in which a head visits its keys; fields of HeadConfig."""
 
     segment: int
     representatives: int = 1
-    scores: Scores = "input"
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,12 @@ class Curve:
 Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one length
 
 
-def select_rankings(curves: Curves, segment: int, shape: Shape, scores: Scores = "input") -> dict[RankingConfig, Curve]:
-    """Return the curves that heads choose among once segment, tile shape and scores are fixed."""
+def select_rankings(curves: Curves, segment: int, shape: Shape) -> dict[RankingConfig, Curve]:
+    """Return the curves that heads choose among once segment and tile shape are fixed."""
     return {
         ranking: curve
         for (ranking, curve_shape), curve in curves.items()
-        if curve_shape == shape and (ranking.segment, ranking.scores) == (segment, scores)
+        if curve_shape == shape and ranking.segment == segment
     }
 
 

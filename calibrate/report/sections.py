@@ -211,7 +211,7 @@ def show_summary(profile: Profile) -> Iterator[Table | str]:
         yield contents["retiled"]
     if contents["unsupported_heads"]:
         count = contents["unsupported_heads"]
-        yield f"dense here: {count} heads, whose tail, grain or representatives this version does not have"
+        yield f"dense here: {count} heads, whose tail, grain, scores or representatives this version does not have"
     yield Table.from_rows(contents["lengths"], COLUMNS)
     yield "tau: a head stops visiting keys once the rest would add less than this to its denominator; more skips more"
     yield f"prompts below {profile.min_length} tokens stay dense"
@@ -375,7 +375,7 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
             else "-"
         ),
         "segment": show("segment", "d"),
-        "tile": lambda layer: layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
+        "tile": show("tile", ""),
         "density": show("density", ".3f"),
         report.budget.kind: show("error", ".2e"),
         "rel\nmse": show("held_out_rel_mse", ".0e"),

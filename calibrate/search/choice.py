@@ -1,7 +1,7 @@
 """The settings of a layer at one length, as they follow from its curves, a budget and a search point.
 
-A search point fixes what all heads of a layer share: segment, tile and scores. Each head's threshold,
-representatives and tail then follow from its curves and the budget, exactly (`allocate.py`).
+A search point fixes what all heads of a layer share: segment and tile. Each head's threshold, representatives and tail
+then follow from its curves and the budget, exactly (`allocate.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from calibrate.search.allocate import (
     allocate_together,
 )
 from calibrate.timing import Timing
-from s2o_runtime.config import LayerConfig, Scores, Tail, TileConfig
+from s2o_runtime.config import LayerConfig, Tail, TileConfig
 
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 
@@ -33,7 +33,6 @@ class CalibrationDense(Enum):
 
     NO_GAIN = "no head gains anything within the budget"
     OTHERS_GAIN = "other layers gain more"
-    ROUNDING_COSTS = "int8 scores alone cost more than the budget"
     PREDICTED_SLOWER = "predicted no faster than dense"
     TIMED_SLOWER = "the layer was timed slower than dense"
     FAILED = "the search point failed"
@@ -51,14 +50,13 @@ class SearchPoint(NamedTuple):
 
     segment: int
     tile: TileConfig
-    scores: Scores = "input"
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """The settings of one layer at one length, with their predictions."""
 
-    point: SearchPoint  # its scores are "input" where the layer is dense as a whole
+    point: SearchPoint
     curves: Mapping[RankingConfig, Curve]  # of every ranking that a head could choose
     budget_mse: float  # what the heads may spend, as mean squared error with `weights`
     allocation: Allocation
@@ -76,7 +74,7 @@ class LayerPlan:
     @property
     def config(self) -> LayerConfig:
         """Layer as the runtime takes it."""
-        config = LayerConfig(self.allocation.heads, self.point.tile, scores=self.point.scores)
+        config = LayerConfig(self.allocation.heads, self.point.tile)
         return replace(config, last_rows=0 if config.is_dense else self.last_rows).validate()
 
     @property
@@ -98,23 +96,19 @@ class LayerPlan:
         return self.measured or (why and why.value)
 
     def spending(self, budget_mse: float, constraints: SearchConstraints) -> LayerPlan:
-        """Return the same search point with another budget; dense where int8 scores alone cost more than that."""
+        """Return the same search point with another budget."""
         allocation = allocate(self.curves, budget_mse, constraints, self.weights)
-        spending = replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
-        # only rounded scores can be over: other errors are allocated as far as the budget goes
-        is_over = self.point.scores != "input" and spending.spent > budget_mse
-        return spending.as_dense(CalibrationDense.ROUNDING_COSTS) if is_over else spending
+        return replace(self, budget_mse=budget_mse, allocation=allocation, timing=None)
 
     def as_dense(self, why: CalibrationDense, measured: str = "") -> LayerPlan:
         """Return the same layer with every head dense."""
-        dense, point = self.allocation.as_dense(), self.point._replace(scores="input")
-        return replace(self, allocation=dense, why_dense=why, measured=measured, point=point)
+        return replace(self, allocation=self.allocation.as_dense(), why_dense=why, measured=measured)
 
     def dense_if_no_gain(self) -> LayerPlan:
         """Return the same choice, made dense where it gains nothing over dense attention."""
         if self.why_dense:
             return self
-        if self.config.is_dense:  # with int8 scores too: no kernel of its own has shown to gain there
+        if self.config.is_dense:
             return self.as_dense(CalibrationDense.NO_GAIN)
         if (timing := self.timing) is None:
             return self.as_dense(CalibrationDense.PREDICTED_SLOWER) if self.cost >= 1.0 else self
@@ -155,7 +149,7 @@ def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
 
 def build_plan(point: SearchPoint, curves: Curves, recipe: Recipe, last_rows: int = 0) -> LayerPlan:
     """Spend a layer's budget at one search point, without timing it. last_rows: as `Choice.last_rows`."""
-    point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile), point.scores)
+    point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile))
     weights = compute_weights(curves, recipe)
     unspent = LayerPlan(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
     return unspent.spending(budget_mse(weights, recipe), make_constraints(recipe))
