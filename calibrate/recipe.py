@@ -15,6 +15,8 @@ from calibrate.options import Option, check_names, collect_options, either, form
 from calibrate.record import RecordedBudget
 from s2o_runtime.config import (
     LAST_ROWS,
+    LOOKBACK,
+    LOOKBACKS,
     MAX_SEGMENT,
     MIN_SEGMENT,
     SEGMENT_STEP,
@@ -194,6 +196,9 @@ class Recipe:
         Rule(int, MIN_SEGMENT, MAX_SEGMENT, multiple=SEGMENT_STEP, many=True), "queries that may share a ranking",
         SPACE, default=SEGMENTS, plan_text=lambda recipe: "; ".join(
             f"{format_value(recipe.select_segments(long), ', ')} at {long}" for long in recipe.lengths))
+    lookbacks: tuple[int, ...] = option(
+        Rule(int, allowed=LOOKBACKS, many=True),
+        "how many keys before a segment a layer may always visit", SPACE, default=(LOOKBACK,))
     tails: tuple[bool, ...] = option(
         Rule(bool, many=True), "whether a head may, must or must not add an estimate of what it skips", SPACE,
         default=(False, True), metavar="on,off")

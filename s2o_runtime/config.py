@@ -30,6 +30,8 @@ MAX_KEYS = (1 << 31) - 1
 KEY_BLOCK = 4  # adjacent keys that are ranked and visited together, a step; 1 in the paper
 REPRESENTATIVES = (1, 16)
 LAST_ROWS = (0, 128, 256, 512)
+LOOKBACKS = (64, 128, 256)
+LOOKBACK = 128  # by default, and of profiles that were measured without any
 
 
 class StopRule(IntEnum):
@@ -182,6 +184,9 @@ class LayerConfig:
 
     heads: tuple[HeadConfig, ...]
     tile: TileConfig = TileConfig()
+    # So many keys before a segment are always visited, and up to a tile more (`sequences.find_window_start`): without
+    # them the first rows of a segment, whose neighbours they are, erred up to 50 times their layer's mean.
+    lookback: int = LOOKBACK
     last_rows: int = 0  # so many queries at the end of each sequence run dense (`find_first_dense_row`)
 
     @classmethod
@@ -190,6 +195,7 @@ class LayerConfig:
         num_heads: int,
         *,
         tile: TileConfig | None = None,
+        lookback: int = LOOKBACK,
         last_rows: int = 0,
         **head: Unpack[HeadOptions],
     ) -> LayerConfig:
@@ -202,7 +208,7 @@ class LayerConfig:
         if isinstance(rule := head.get("stop_rule"), str):
             fields["stop_rule"] = StopRule.parse(rule)
         every_head = HeadConfig(**fields)
-        return cls((every_head,) * num_heads, tile or TileConfig(), last_rows).validate()
+        return cls((every_head,) * num_heads, tile or TileConfig(), lookback, last_rows).validate()
 
     @property
     def num_heads(self) -> int:
@@ -267,6 +273,7 @@ class LayerConfig:
     def _checked(self) -> bool:
         if not self.heads:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
+        _check_one_of(self, "lookback", LOOKBACKS)
         _check_one_of(self, "last_rows", LAST_ROWS)
         self.tile.validate()
         for index, head in enumerate(self.heads):
@@ -285,7 +292,8 @@ class LayerConfig:
         """
         distinct = list(dict.fromkeys(self.heads))
         heads = [vars(head) for head in distinct]
-        fields: dict[str, Any] = {"tile": vars(self.tile), "last_rows": self.last_rows}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("lookback", "last_rows")}
+        fields["tile"] = vars(self.tile)
         return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in self.heads]})
 
     # While torch.compile traces, it calls the method and takes the text for a constant of the config. This is what
@@ -302,7 +310,7 @@ class LayerConfig:
         return self._hash
 
     def __reduce__(self) -> tuple[type[LayerConfig], tuple[object, ...]]:
-        fields = self.heads, self.tile, self.last_rows
+        fields = self.heads, self.tile, self.lookback, self.last_rows
         return LayerConfig, fields  # without the hash, which is valid in one process only
 
     @cached_property

@@ -24,6 +24,7 @@ from calibrate.curves.curves import (
     compute_head_norms,
     count_pairs,
     count_window_pairs,
+    find_prefix_end,
     place_taus,
     select_worst,
 )
@@ -59,9 +60,12 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
         stops: Stops = defaultdict(list)  # of every segment
         for begin in range(0, length, size):
             rows = slice(begin, begin + size)
-            segment = _attend_segment(q[:, rows], k, v, begin, prompt.softcap, sinks)
             truth = None if prompt.exact is None else dense[0, heads, rows].float()
+            segment: _Segment | None = None
             for ranking in rankings:
+                prefix = find_prefix_end(begin, ranking, STEP)
+                if segment is None or segment.k.shape[1] != prefix:
+                    segment = _attend_segment(q[:, rows], k, v, begin, prefix, prompt.softcap, sinks)
                 trace = _trace_prefix(segment, ranking, truth)
                 for shape in shapes:
                     sparse = find_first_dense_row(length, last_rows, shape.block_m) - begin
@@ -77,7 +81,7 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
             torch.cat(of_slices, 1).cpu() for of_slices in zip(*stops_of_slices, strict=True)
         )
         sparse = find_first_dense_row(length, last_rows, key[1].block_m)
-        density = (visited + count_window_pairs(range(sparse), size, STEP) + count_pairs(sparse, length)) / causal
+        density = (visited + count_window_pairs(range(sparse), key[0], STEP) + count_pairs(sparse, length)) / causal
         power = float(norms.mean()) / head_dim
         curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)
     return curves
@@ -111,14 +115,13 @@ class _Segment:
 
 
 def _attend_segment(
-    q: Tensor, k: Tensor, v: Tensor, begin: int, softcap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, begin: int, prefix: int, softcap: float | None, sinks: Tensor | None
 ) -> _Segment:  # fmt: skip
     """Compute a segment's window and the weights of its prefix.
 
-    q: [H, S, D], scaled; the first query is at position `begin`. k, v: [H, L, D] and [H, L, Dv]. sinks: [H, 1], part of
-    the window's denominator.
+    q: [H, S, D], scaled; the first query is at position `begin`. k, v: [H, L, D] and [H, L, Dv]. prefix: keys before
+    the window. sinks: [H, 1], part of the window's denominator.
     """
-    prefix = begin // STEP * STEP  # the keys cut off here join the window, as in the kernel
     end = begin + q.shape[1]
     last_key = torch.arange(begin - prefix, end - prefix, device=q.device)
     window = attend_window(q, k[:, prefix:end], v[:, prefix:end], last_key.expand(q.shape[:2]), softcap, sinks)

@@ -49,6 +49,7 @@ class TimingKey:
     shape: Shape  # of the profile's tile
     density: int  # pairs computed over dense attention's, in steps of `ALIKE`
     ranking: int  # time that ranking adds over dense attention's, in steps of `ALIKE`
+    lookback: int  # keys before a segment that are always visited
     last_rows: int  # rows at a prompt's end that run dense
 
 
@@ -159,6 +160,7 @@ def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dic
                 Shape.from_tile(config.tile),
                 round(densities[bucket][layer] / ALIKE),
                 round(ranking / config.num_heads / ALIKE),
+                config.lookback,
                 config.last_rows,
             )
             layers.setdefault(key, []).append((bucket, layer))
@@ -277,4 +279,4 @@ def _list_ranked(config: LayerConfig) -> list[HeadConfig]:
 
 
 def _get_ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
-    return RankingConfig(head.segment, head.representatives)
+    return RankingConfig(head.segment, head.representatives, config.lookback)

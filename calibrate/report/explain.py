@@ -40,7 +40,7 @@ def explain_head(
     rows = []
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
-        row = {"length": length, **convert_to_json(settings)}
+        row = {"length": length, **convert_to_json(settings), "lookback": config.lookback}
         row |= {"last_rows": config.last_rows} if config.last_rows else {}
         row |= {"tile": str(config.tile), **dict.fromkeys(("density", "error", "unit"))}
         curves = stored.find_curves(layer, length) if stored and recipe and length in recipe.lengths else None
@@ -63,7 +63,7 @@ def format_head(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         settings = "dense"
         if row["mode"] != "dense":
             tau = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, tail {row['tail']}"
-            settings = f"{tau}, segment {row['segment']}, tile {row['tile']}"
+            settings = f"{tau}, segment {row['segment']} after {row['lookback']}, tile {row['tile']}"
         yield f"{row['length']} tokens: {settings}"
         if row["density"] is not None:
             yield f"  predicted density {row['density']:.3f}, error {row['error']:.2e} {row['unit']}"
@@ -72,7 +72,7 @@ def format_head(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _explain_curve(curves: Curves, config: LayerConfig, head: int, recipe: Recipe) -> dict[str, Any]:
     """Return a head's density and error as its curve predicts them, and what keeps it from the next cheaper setting."""
-    curves_of_methods = select_rankings(curves, config.segment, Shape.from_tile(config.tile))
+    curves_of_methods = select_rankings(curves, config.segment, Shape.from_tile(config.tile), config.lookback)
     power = dense_power(curves_of_methods)
     constraints = make_constraints(recipe)
     guarded = list_points(curves_of_methods, head, constraints)

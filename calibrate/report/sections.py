@@ -305,7 +305,7 @@ def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
     )
 
 
-DETAILS = ("tails", "repr.", "tile", "binds")  # columns that the terminal leaves to the report
+DETAILS = ("tails", "repr.", "look-\nback", "tile", "binds")  # columns that the terminal leaves to the report
 BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
@@ -375,6 +375,7 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
             else "-"
         ),
         "segment": show("segment", "d"),
+        "look-\nback": show("lookback", "d"),
         "tile": show("tile", ""),
         "density": show("density", ".3f"),
         report.budget.kind: show("error", ".2e"),

@@ -1,7 +1,7 @@
 """The settings of a layer at one length, as they follow from its curves, a budget and a search point.
 
-A search point fixes what all heads of a layer share: segment and tile. Each head's threshold, representatives and tail
-then follow from its curves and the budget, exactly (`allocate.py`).
+A search point fixes what all heads of a layer share: segment, tile and lookback. Each head's threshold, representatives
+and tail then follow from its curves and the budget, exactly (`allocate.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from calibrate.search.allocate import (
     allocate_together,
 )
 from calibrate.timing import Timing
-from s2o_runtime.config import LayerConfig, Tail, TileConfig
+from s2o_runtime.config import LOOKBACK, LayerConfig, Tail, TileConfig
 
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 
@@ -50,6 +50,7 @@ class SearchPoint(NamedTuple):
 
     segment: int
     tile: TileConfig
+    lookback: int = LOOKBACK
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class LayerPlan:
     @property
     def config(self) -> LayerConfig:
         """Layer as the runtime takes it."""
-        config = LayerConfig(self.allocation.heads, self.point.tile)
+        config = LayerConfig(self.allocation.heads, self.point.tile, self.point.lookback)
         return replace(config, last_rows=0 if config.is_dense else self.last_rows).validate()
 
     @property
@@ -149,7 +150,7 @@ def budget_mse(weights: ErrorWeights, recipe: Recipe) -> float:
 
 def build_plan(point: SearchPoint, curves: Curves, recipe: Recipe, last_rows: int = 0) -> LayerPlan:
     """Spend a layer's budget at one search point, without timing it. last_rows: as `Choice.last_rows`."""
-    point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile))
+    point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile), point.lookback)
     weights = compute_weights(curves, recipe)
     unspent = LayerPlan(point, point_curves, 0.0, Allocation(()), weights=weights, last_rows=last_rows)
     return unspent.spending(budget_mse(weights, recipe), make_constraints(recipe))

@@ -138,14 +138,14 @@ def choose(
 
 
 def _predict_costs(curves: Sequence[Curves], length: int, shape: Shape, recipe: Recipe) -> list[list[float]]:
-    """Return every layer's cost with one tile shape, at all segments and `BUDGETS`."""
+    """Return every layer's cost with one tile shape and the first lookback, at all segments and `BUDGETS`."""
     constraints = make_constraints(recipe)
     costs: list[list[float]] = []
     for layer_curves in curves:
         budget = budget_mse(compute_weights(layer_curves, recipe), recipe)
         costs.append([])
         for segment in recipe.select_segments(length):
-            segment_curves = select_rankings(layer_curves, segment, shape)
+            segment_curves = select_rankings(layer_curves, segment, shape, recipe.lookbacks[0])
             costs[-1] += [allocate(segment_curves, share * budget, constraints).cost for share in BUDGETS]
     return costs
 

@@ -66,4 +66,4 @@ def read_config(text: str) -> LayerConfig:
     distinct = [HeadConfig(**head | {"stop_rule": StopRule(head["stop_rule"])}) for head in fields["heads"]]
     heads = tuple(distinct[index] for index in fields["head"])
     tile = TileConfig(**fields["tile"])
-    return LayerConfig(heads, tile, fields["last_rows"]).validate()
+    return LayerConfig(heads, tile, fields["lookback"], fields["last_rows"]).validate()

@@ -20,6 +20,7 @@ name of a constant behind it is read or written only if that constant is true, a
     SCORE                   float16 [B, Hq, N', P / GRAIN], strides s: the log2 weight of each step for a segment
     EDGE                    float32 [B, Hq, N', BUCKETS]: the highest score of each bucket of the order (HAS_TAIL)
     page_shift, page_rows   as for `primitives.load_cache_rows`
+    lookback                as in `config.LayerConfig`
     row_begin, rows_end     the slice of rows that a launch is about
     qk_scale                the scores' scale times log2(e)
     CAP                     the soft cap of scores in base 2, 0 for none

@@ -57,7 +57,7 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and lo
 @triton.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "waves", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows", "lookback",
     ]
 )  # fmt: skip
 def _prefill(
@@ -65,7 +65,7 @@ def _prefill(
     SPLITS: Splits, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
+    stride_pb, dense, last_rows, lookback,  # they stand last: ahead of others they would change the instructions
     SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Compute S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
@@ -118,7 +118,7 @@ def _prefill(
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
     sparse = (segment > 0) & (row0 < find_dense_from(q_len, last_rows, BM))
-    first = tl.where(sparse, find_window_start(n, segment, offset, start, BN), start)
+    first = tl.where(sparse, find_window_start(n, segment, offset, lookback, start, BN), start)
     prefix = tl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
     kv_len = offset + q_len
@@ -360,6 +360,7 @@ def prefill(
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
             "waves": waves, "dense": tables.dense_heads, "last_rows": call.config.last_rows,
+            "lookback": call.config.lookback,
             **group_strides(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
             "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,
         },

@@ -384,7 +384,7 @@ def _find_dense_from(q_len, last_rows, ROWS: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "waves", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows", "lookback",
     ]
 )  # fmt: skip
 def _prefill_hopper(
@@ -392,7 +392,7 @@ def _prefill_hopper(
     SPLITS: Splits, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
+    stride_pb, dense, last_rows, lookback,  # they stand last: ahead of others they would change the instructions
     SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Compute S2O attention of two row tiles: the function of `prefill._prefill`, without MODE.WIDE.
@@ -450,7 +450,7 @@ def _prefill_hopper(
     row0 = row_begin + tile * (2 * BM)
     n = row0 // gl.maximum(segment, 1)
     # copies of `primitives.find_window_start` and `find_diagonal_start`
-    begin = gl.maximum(offset + n * segment, start)
+    begin = gl.maximum(offset + n * segment - lookback, start)
     dense_rows = _find_dense_from(q_len, last_rows, 2 * BM)
     first = gl.where((segment > 0) & (row0 < dense_rows), start + (begin - start) // BN * BN, start)
     prefix = gl.where(row0 < q_len, first - start, 0)

@@ -122,9 +122,9 @@ def load_cache_rows(keys, pages, page_shift, page_rows):
 
 
 @triton.jit
-def find_window_start(n, segment, offset, start, BN: tl.constexpr):
+def find_window_start(n, segment, offset, lookback, start, BN: tl.constexpr):
     """Do as `sequences.find_window_start` for segment n: the prefix before its window is a whole number of tiles."""
-    first = tl.maximum(offset + n * segment, start)
+    first = tl.maximum(offset + n * segment - lookback, start)
     return start + (first - start) // BN * BN
 
 

@@ -50,12 +50,24 @@ class Traced(NamedTuple):
     tail_worst: Tensor
 
 
-@triton.jit(do_not_specialize=["q_len", "row_begin", "chunk", "segment", "segments", "count", "stride_oq", "stride_os"])
+@triton.jit(
+    do_not_specialize=[
+        "q_len",
+        "row_begin",
+        "chunk",
+        "segment",
+        "segments",
+        "count",
+        "stride_oq",
+        "stride_os",
+        "lookback",
+    ]
+)
 def _trace(
     Q, K, V, RANKING: Ranking, TRUTH, FLOOR, TAUS, SINKS, TRACED,
     qk_scale, q_len, row_begin, chunk, segment, segments, count,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_t: Strides, stride_ih, stride_in,
-    stride_oq, stride_os,
+    stride_oq, stride_os, lookback,
     SIZES: tl.constexpr, STRIDES: tl.constexpr, T: tl.constexpr,
     HAS_SINKS: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +88,7 @@ def _trace(
         TRACED                    float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: fields of `Traced`
 
     chunk: tiles of BN keys between two checks of the first spacing; segment: queries that share a ranking; segments:
-    N'; count: row tiles; T: thresholds, a power of two.
+    N'; count: row tiles; lookback: as in `config.LayerConfig`; T: thresholds, a power of two.
     """
     GROUP: tl.constexpr = SIZES.GROUP
     D: tl.constexpr = SIZES.D
@@ -93,7 +105,7 @@ def _trace(
     h = tl.program_id(1)
     row0 = row_begin + tile * BM
     n = row0 // segment
-    first = find_window_start(n, segment, 0, 0, BN)
+    first = find_window_start(n, segment, 0, lookback, 0, BN)
     offs_d = tl.arange(0, D)
     offs_row = tl.arange(0, BM)[:, None]
     rows = row0 + tl.arange(0, BM)
@@ -220,6 +232,7 @@ def trace(
                 "FLOOR": floor, "TAUS": grid, "SINKS": call.scoring.sinks, "TRACED": out,
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
                 "segment": tables.shortest_segment, "segments": ranked.order.shape[2], "count": tiles,
+                "lookback": call.config.lookback,
                 **group_strides(q=q, k=k, v=v, t=truth), **list_strides("hn", i=ranked.order[0]),
                 **list_strides("qs", o=out),
             },

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..config import (
     KEY_BLOCK,
     LAST_ROWS,
+    LOOKBACKS,
     REPRESENTATIVES,
     HeadConfig,
     LayerConfig,
@@ -75,7 +76,9 @@ TENSORS = HEAD_TENSORS | {  # and those of layers
 }  # fmt: skip
 # versions that knew the maximum of the rows' gains too, not their mean alone, wrote 1 for it
 _CONSTANT = {"row_reduce": 0, "grain": KEY_BLOCK, "scores": 0}
-OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of it is 0
+# of layers; `last_rows` is absent where all of it is 0, and files of versions that knew no `lookback` have none: their
+# layers run with the default, which visits all keys that they were measured with, and more
+OPTIONAL_TENSORS = {"lookback": torch.int32, "last_rows": torch.int32}
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 # what the numbers in a tensor stand for
 _DECODED: dict[str, dict[int, Any]] = {
@@ -86,7 +89,13 @@ _DECODED: dict[str, dict[int, Any]] = {
 _ENCODED = {name: {value: number for number, value in values.items()} for name, values in _DECODED.items()}
 _ALLOWED = {name: tuple(values) for name, values in _DECODED.items()} | {"row_reduce": (0,), "last_rows": LAST_ROWS}
 # earlier versions wrote more of these: heads that have one run dense (`_without_unsupported_heads`)
-_ALLOWED |= {"tail": (0, 1, 2), "representatives": (1, 2, 4, 8, 16, 32, 64), "grain": (1, 2, 4, 8), "scores": (0, 1)}
+_ALLOWED |= {
+    "tail": (0, 1, 2),
+    "representatives": (1, 2, 4, 8, 16, 32, 64),
+    "grain": (1, 2, 4, 8),
+    "scores": (0, 1),
+    "lookback": LOOKBACKS,
+}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which JSON can hold and Unicode cannot
 
 
@@ -185,7 +194,8 @@ def _make_tensors(profile: Profile) -> dict[str, Tensor]:
     has_last_rows = any(layer.last_rows for bucket in profile.layers for layer in bucket)
     return {
         name: torch.tensor([[encode(name, layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
-        for name, dtype in (TENSORS | OPTIONAL_TENSORS if has_last_rows else TENSORS).items()
+        for name, dtype in (TENSORS | OPTIONAL_TENSORS).items()
+        if name != "last_rows" or has_last_rows
     }
 
 

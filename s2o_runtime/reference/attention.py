@@ -136,7 +136,7 @@ def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
         end = min(begin + segment, len(q))
         if offset + end <= start:
             continue  # padding only
-        first = int(find_window_start(torch.tensor(begin + offset), torch.tensor(start), head, tile))
+        first = int(find_window_start(torch.tensor(begin + offset), torch.tensor(start), head, config))
         rows = torch.arange(begin, end, device=q.device)
         if paper_literal:
             rows = rows[order_queries(q[begin:end], guide)]
@@ -167,7 +167,7 @@ def order_queries(q: Tensor, guide: Tensor) -> Tensor:
 def attend_window(
     q: Tensor, k: Tensor, v: Tensor, last_key: Tensor, softcap: float | None = None, sink: Tensor | None = None
 ) -> State:  # fmt: skip
-    """Attend causally inside a segment, and to the sink if there is one (Algorithm 2).
+    """Attend causally inside a window, and to the sink if there is one (Algorithm 2).
 
     Args:
         q: [T, BM, D], scaled.

@@ -95,7 +95,7 @@ def kernel_ranking(call):
 def prefix_of(call, b, h, n):
     """(first key that counts, first key of the window) of a segment."""
     start = 0 if call.kv_start is None else int(call.kv_start[b])
-    begin = max(call.shape.offset + n * call.config.heads[h].segment, start)
+    begin = max(call.shape.offset + n * call.config.heads[h].segment - call.config.lookback, start)
     return start, begin - (begin - start) % call.config.tile.block_n
 
 

@@ -40,9 +40,9 @@ SCORE_LIMIT = 60000.0  # float16 holds it; -inf marks no step
 ROW_ALIGNMENT = 16
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "parts", "page_shift", "page_rows", "stride_pb"])
+@triton.jit(do_not_specialize=["q_len", "offset", "lookback", "parts", "page_shift", "page_rows", "stride_pb"])
 def _log_sums(
-    REP, K, LOG_SUM, STARTS: Starts, PAGES, SEGMENT, PART, q_len, offset, parts, page_shift, page_rows,
+    REP, K, LOG_SUM, STARTS: Starts, PAGES, SEGMENT, PART, q_len, offset, lookback, parts, page_shift, page_rows,
     stride_r: Strides, stride_k: Strides, stride_pb,
     GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
     SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PAGED: tl.constexpr,
@@ -66,7 +66,7 @@ def _log_sums(
         offs_d = tl.arange(0, D)
         rep = head_pointer(REP, stride_r, b, h) + n[:, None].to(tl.int64) * stride_r.row
         r = tl.load(rep + offs_d[None, :], mask=inside[:, None], other=0)
-        first = find_window_start(n * part // segment, segment, offset, start, BN)
+        first = find_window_start(n * part // segment, segment, offset, lookback, start, BN)
         first = tl.where(inside & (offset + (n + 1) * part > start), first, 0)
         last = tl.max(first, 0)
         every = tl.maximum((offset + q_len) // SAMPLE, 1)  # by the sequence, which may be packed with longer ones
@@ -109,10 +109,20 @@ def _group_rows_by_step(s, WARPS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "parts", "page_shift", "page_rows", "stride_pb"]
+    do_not_specialize=[
+        "q_len",
+        "offset",
+        "lookback",
+        "row_begin",
+        "rows_end",
+        "parts",
+        "page_shift",
+        "page_rows",
+        "stride_pb",
+    ]
 )
 def _scores(
-    REP, K, LOG_SUM, SCORE, STARTS: Starts, PAGES, SEGMENT, REPRESENTATIVES, limit, q_len, offset, row_begin,
+    REP, K, LOG_SUM, SCORE, STARTS: Starts, PAGES, SEGMENT, REPRESENTATIVES, limit, q_len, offset, lookback, row_begin,
     rows_end, parts, page_shift, page_rows, stride_r: Strides, stride_k: Strides, stride_s: Strides, stride_pb,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, WARPS: tl.constexpr,
     BN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
@@ -168,7 +178,7 @@ def _scores(
                 out = head_pointer(SCORE, stride_s, b, h)
                 last = tl.cdiv(tl.minimum(q_len, rows_end) - row_begin, segment)
                 # segments whose prefix ends before this block have no use for it
-                none = tl.maximum(t0 - offset - row_begin, 0) // segment
+                none = tl.maximum(t0 - offset - row_begin + lookback, 0) // segment
                 for n0 in range(none // BS * BS, last, BS):
                     p = (before + n0) * R + tl.arange(0, BS * R)
                     there = (p < (before + last) * R) & (p * (segment // R) < q_len)
@@ -185,7 +195,7 @@ def _scores(
                     most = tl.max(s, 1)
                     s = most + tl.log2(tl.sum(tl.exp2(s - most[:, None, :]), 1))
                     n = n0 + tl.arange(0, BS)
-                    first = find_window_start(before + n, segment, offset, start, BN)
+                    first = find_window_start(before + n, segment, offset, lookback, start, BN)
                     steps = tl.where(n < last, (first - start) // GRAIN, 0)
                     tl.store(
                         out + n[None, :].to(tl.int64) * stride_s.row + step[:, None],
@@ -205,7 +215,7 @@ def log_sums(r: Tensor, call: Call) -> Tensor:
         {
             "REP": r, "K": k, "LOG_SUM": out, "STARTS": call.starts, **call.paging, "SEGMENT": call.tables.segment,
             "PART": call.tables.rows_per_representative, "q_len": shape.q_len, "offset": shape.offset,
-            "parts": out.shape[2], **group_strides(r=r, k=k),
+            "lookback": call.config.lookback, "parts": out.shape[2], **group_strides(r=r, k=k),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
@@ -238,8 +248,8 @@ def score(r: Tensor, log_sum: Tensor, call: Call, rows: range) -> Tensor:
             {
                 "REP": r, "K": k, "LOG_SUM": log_sum, "SCORE": scores, "STARTS": call.starts, **call.paging,
                 "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives, "limit": SCORE_LIMIT,
-                "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
-                "parts": log_sum.shape[2],
+                "q_len": shape.q_len, "offset": shape.offset, "lookback": call.config.lookback,
+                "row_begin": rows.start, "rows_end": rows.stop, "parts": log_sum.shape[2],
                 **group_strides(r=r, s=scores, k=k),
             },
             {
