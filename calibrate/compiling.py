@@ -59,4 +59,4 @@ def without_stride(tile: TileConfig) -> TileConfig:
 def get_kernel_form(config: LayerConfig) -> Hashable:
     """Return all that decides, beside a layer's tile, about the kernels that it needs."""
     modes = frozenset(head.mode for head in config.heads)
-    return modes, config.has_tail, config.last_rows > 0, config.scores
+    return modes, config.has_tail, config.last_rows > 0

@@ -15,11 +15,12 @@ from calibrate.options import Option, check_names, collect_options, either, form
 from calibrate.record import RecordedBudget
 from s2o_runtime.config import (
     LAST_ROWS,
+    LOOKBACK,
+    LOOKBACKS,
     MAX_SEGMENT,
     MIN_SEGMENT,
     SEGMENT_STEP,
     KvCacheDtype,
-    Scores,
 )
 from s2o_runtime.errors import ConfigError
 from s2o_runtime.fields import DURATION, SHARE, TOKENS, Rule
@@ -49,7 +50,7 @@ GROUPS = INPUT, PROOF, SPACE, OUTPUT, WORKERS = (
 )  # fmt: skip
 REPORT = ("report.json", "density.png", "frontier.png", "time.png", "report.md", "report.html")
 # settings of shipped profiles, which decide nothing here
-REMOVED = ("linear_tails", "representatives", "grains", "scope", "per_prompt")
+REMOVED = ("linear_tails", "representatives", "grains", "scope", "per_prompt", "scores")
 SCHEDULER = re.compile(r"(tcp|ucx|ws)://\S+:\d+")
 
 
@@ -202,14 +203,13 @@ class Recipe:
         default=0.9, plan_text="{:.0%} of the budget is spent")
     device: str = option(
         Rule(str), "cuda, cuda:1 or cpu", INPUT, default="cpu", default_text="a GPU if there is one")
-    scores: tuple[Scores, ...] = option(
-        Rule(str, allowed=get_args(Scores), many=True),
-        "products of queries and keys that a layer may use: in the type of both, or of both rounded to 8 bits", SPACE,
-        default=("input",), metavar="input,int8")
     segments: tuple[int, ...] = option(
         Rule(int, MIN_SEGMENT, MAX_SEGMENT, multiple=SEGMENT_STEP, many=True), "queries that may share a ranking",
         SPACE, default=SEGMENTS, plan_text=lambda recipe: "; ".join(
             f"{format_value(recipe.select_segments(long), ', ')} at {long}" for long in recipe.lengths))
+    lookbacks: tuple[int, ...] = option(
+        Rule(int, allowed=LOOKBACKS, many=True),
+        "how many keys before a segment a layer may always visit", SPACE, default=(LOOKBACK,))
     tails: tuple[bool, ...] = option(
         Rule(bool, many=True), "whether a head may, must or must not add an estimate of what it skips", SPACE,
         default=(False, True), metavar="on,off")

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["s2o", "dense"]
 Tail = Literal["none", "mean"]  # their numbers stand in a profile file
-Scores = Literal["input", "int8"]
 KvCacheDtype = Literal["auto", "fp8"]  # of a server's cache: the type of the inputs, or e4m3 with a scale of 1
 
 HEAD_DIMS = (64, 128, 256)  # others up to the last are filled with zeros
@@ -31,6 +30,8 @@ MAX_KEYS = (1 << 31) - 1
 KEY_BLOCK = 4  # adjacent keys that are ranked and visited together, a step; 1 in the paper
 REPRESENTATIVES = (1, 16)
 LAST_ROWS = (0, 128, 256, 512)
+LOOKBACKS = (64, 128, 256)
+LOOKBACK = 128  # by default, and of profiles that were measured without any
 
 
 class StopRule(IntEnum):
@@ -183,9 +184,9 @@ class LayerConfig:
 
     heads: tuple[HeadConfig, ...]
     tile: TileConfig = TileConfig()
-    # Products of queries and keys are computed in the type of the inputs, or of both rounded to 8 bits ("int8"), also
-    # where keys are ranked and where heads are dense.
-    scores: Scores = "input"
+    # So many keys before a segment are always visited, and up to a tile more (`sequences.find_window_start`): without
+    # them the first rows of a segment, whose neighbours they are, erred up to 50 times their layer's mean.
+    lookback: int = LOOKBACK
     last_rows: int = 0  # so many queries at the end of each sequence run dense (`find_first_dense_row`)
 
     @classmethod
@@ -194,7 +195,7 @@ class LayerConfig:
         num_heads: int,
         *,
         tile: TileConfig | None = None,
-        scores: Scores = "input",
+        lookback: int = LOOKBACK,
         last_rows: int = 0,
         **head: Unpack[HeadOptions],
     ) -> LayerConfig:
@@ -207,7 +208,7 @@ class LayerConfig:
         if isinstance(rule := head.get("stop_rule"), str):
             fields["stop_rule"] = StopRule.parse(rule)
         every_head = HeadConfig(**fields)
-        return cls((every_head,) * num_heads, tile or TileConfig(), scores, last_rows).validate()
+        return cls((every_head,) * num_heads, tile or TileConfig(), lookback, last_rows).validate()
 
     @property
     def num_heads(self) -> int:
@@ -246,14 +247,14 @@ class LayerConfig:
         return find_first_dense_row(q_len, self.last_rows, self.tile.rows)
 
     def as_dense(self) -> LayerConfig:
-        """Return the layer with every head dense, and scores in the type of the inputs."""
+        """Return the layer with every head dense."""
         heads = tuple(replace(head, mode="dense") for head in self.heads)
-        return replace(self, heads=heads, scores="input", last_rows=0)
+        return replace(self, heads=heads, last_rows=0)
 
     def as_exact(self) -> LayerConfig:
         """The same layer with S2O that never stops, so that it computes dense attention."""
         heads = (replace(head, tau=0.0) for head in self.heads)
-        return replace(self, heads=tuple(heads), scores="input")
+        return replace(self, heads=tuple(heads))
 
     def with_tile(self, tile: TileConfig) -> LayerConfig:
         """Return the layer with another tile. Raises ConfigError as `validate` does."""
@@ -272,7 +273,7 @@ class LayerConfig:
     def _checked(self) -> bool:
         if not self.heads:
             raise ConfigError("a layer has no heads: give one HeadConfig per query head")
-        _check_one_of(self, "scores", get_args(Scores), "are not known")
+        _check_one_of(self, "lookback", LOOKBACKS)
         _check_one_of(self, "last_rows", LAST_ROWS)
         self.tile.validate()
         for index, head in enumerate(self.heads):
@@ -291,7 +292,7 @@ class LayerConfig:
         """
         distinct = list(dict.fromkeys(self.heads))
         heads = [vars(head) for head in distinct]
-        fields: dict[str, Any] = {name: getattr(self, name) for name in ("scores", "last_rows")}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("lookback", "last_rows")}
         fields["tile"] = vars(self.tile)
         return json.dumps(fields | {"heads": heads, "head": [distinct.index(head) for head in self.heads]})
 
@@ -309,7 +310,7 @@ class LayerConfig:
         return self._hash
 
     def __reduce__(self) -> tuple[type[LayerConfig], tuple[object, ...]]:
-        fields = self.heads, self.tile, self.scores, self.last_rows
+        fields = self.heads, self.tile, self.lookback, self.last_rows
         return LayerConfig, fields  # without the hash, which is valid in one process only
 
     @cached_property

@@ -232,16 +232,16 @@ def list_sequences(starts: Starts, shape: CallShape) -> Iterator[Sequence]:
                 yield Sequence(b, slice(b, b + 1), range(row, shape.q_len), range(start, shape.kv_len))
 
 
-def find_window_start(first_position: Tensor, start: Tensor, head: HeadConfig, tile: TileConfig) -> Tensor:
-    """Return the first key of the dense window of a segment.
+def find_window_start(first_position: Tensor, start: Tensor, head: HeadConfig, config: LayerConfig) -> Tensor:
+    """Return the first key of the dense window of a segment: the layer's lookback before its first query, or earlier.
 
-    first_position: integers, of the segment's first query; start: integers that broadcast with them, the first key of
-    the sequence that counts.
+    The keys before the window, which are ranked, are a whole number of tiles. first_position: integers, of the
+    segment's first query; start: integers that broadcast with them, the first key of the sequence that counts.
     """
     if head.mode == "dense":
         return start
-    first = torch.maximum(first_position, start)
-    return first - (first - start) % tile.block_n
+    first = torch.maximum(first_position - config.lookback, start)
+    return first - (first - start) % config.tile.block_n
 
 
 def measure_density(
@@ -279,7 +279,7 @@ def count_pairs(visited: Tensor, config: LayerConfig, q_len: int, offset: int, s
     dense = row >= config.find_first_dense_row(q_len)
 
     def window(head: HeadConfig) -> Tensor:
-        first = find_window_start(row // head.segment * head.segment + offset, start[:, None], head, config.tile)
+        first = find_window_start(row // head.segment * head.segment + offset, start[:, None], head, config)
         return (position - torch.where(dense, start[:, None], first) + 1).clamp_min(0).sum()
 
     unlike = {(head.mode, head.segment): head for head in config.heads}  # heads alike in both have the same window

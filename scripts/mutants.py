@@ -71,8 +71,6 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ("what a head already spent is paid again for a point between corners",
          "(point.mse - chosen[head].mse) * weights[head] <= left", "point.mse * weights[head] <= left"),
         ("the guard on rows refuses a head that is exactly at it", "  if row <= limit\n", "  if row < limit\n"),
-        ("rounding of int8 scores is not taken from the budget",
-         "left = budget - sum(point.mse * weight", "left = budget - sum(0 * point.mse * weight"),
     )),
     # the bounds of the certificate
     ("calibrate/proof/bounds.py", "tests/proof/test_bounds.py", (

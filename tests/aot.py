@@ -42,11 +42,11 @@ SCORE_REPRESENTATIVES = (16,)
 LOG_SUM_ROWS = (16, 64)
 TAIL_SEGMENTS = (40, 80)  # likewise, of the kernel `tail`
 POINTERS_OF = {  # by type
-    "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V LOW HIGH MEAN_KEYS MEAN_VALUES",
+    "bf16": "Q K V OUT REP SINKS VALUES POOLED TRUTH X K_MEAN OUT_K OUT_V MEAN_KEYS MEAN_VALUES",
     "fp16": "SCORE",
     "fp32": (
         "SHARE_OF_RANK LSE TAU LOG_SUM EDGE MASS SUMS SPLITS FLOOR TAUS TRACED MEAN SIMILARITY LOCAL WEIGHTS "
-        "K_SCALE REP_SCALE SPLIT_OUT SPLIT_LSE UNIT MIDDLE K_UNIT K_MIDDLE V_SCALE"
+        "K_SCALE SPLIT_OUT SPLIT_LSE V_SCALE"
     ),
     "i32": (
         "ORDER VISITED CU_Q CU_K PAGES SEGMENT FLAGS LAUNCH_ORDER PART REPRESENTATIVES FIRST BLOCKS COUNTS KEY_ORDER "
@@ -90,29 +90,19 @@ SPLITS, SPLITS_PAGED = "splits", "splits-paged"
 SPLIT_VARIANTS: dict[str, dict[str, object]] = {
     SPLITS: {"PACKED": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True, "HAS_SPLITS": True},
     "splits-features": FEATURE_VARIANTS[FEATURES] | {"HAS_SPLITS": True},
-    "splits-int8": {
-        "INT8": True, "PACKED": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True,
-        "HAS_LAUNCH_ORDER": True, "HAS_SPLITS": True,
-    },
     SPLITS_PAGED: {
         "PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True,
         "HAS_SPLITS": True,
     },
 }  # fmt: skip
-# Int8 scores: every tile of the prefill, and the largest configuration of the other kernels that read int8 keys.
-INT8 = "int8"
-INT8_VARIANTS: dict[str, dict[str, object]] = {
-    INT8: {"INT8": True, "HAS_LSE": True, "HAS_SINKS": True, "HAS_TAIL": True}
-}
-# Keys and values in the pages of a cache: likewise.
+# Keys and values in the pages of a cache: every tile of the prefill, and the largest configuration of the other kernels
+# that read them there.
 PAGED = "paged"
 PAGED_VARIANTS: dict[str, dict[str, object]] = {
     PAGED: {"PACKED": True, "PAGED": True, "HAS_LSE": True, "HAS_TAIL": True, "HAS_LAUNCH_ORDER": True}
 }
 PREFILLS = ("prefill", "prefill_hopper")
 PAGED_KERNELS = ("log_sums", "scores", "order", "pool")
-INT8_KERNELS = ("representatives", "log_sums", "scores", "trace")
-INT8_POINTERS = {"K": "i8", "REP": "i8"}
 FEATURE_KERNELS = ("prefill", "prefill_hopper", "trace", "log_sums", "scores")
 FEATURE_CAPABILITIES = (80, 90, 100)
 # The same for the kernel of the baselines.
@@ -136,7 +126,6 @@ ALL_VARIANTS = (
     VARIANTS
     | FEATURE_VARIANTS
     | SPLIT_VARIANTS
-    | INT8_VARIANTS
     | PAGED_VARIANTS
     | BLOCK_SPARSE_VARIANTS
     | ANTIDIAGONAL_VARIANTS
@@ -172,16 +161,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The parts of a compiled kernel: instructions by kind, bytes of memory, registers of a thread, layouts.
-
-    int8: the tensor core instructions among them that multiply 8-bit integers.
-    """
+    """The parts of a compiled kernel: instructions by kind, bytes of memory, registers of a thread, layouts."""
 
     cp_async: int
     wgmma: int
     tcgen05: int
     mma_sync: int
-    int8: int
     shared: int
     registers: int
     stack: int
@@ -209,7 +194,6 @@ def pipelined(case: Case, built: Compiled) -> str | None:
         copies, threads = case.tile.num_stages, 32 * case.tile.num_warps
     else:
         tile_bytes = 2 * case.tile.block_n * case.head_dim
-        tile_bytes -= tile_bytes // 4 if "INT8" in ALL_VARIANTS[case.variant] else 0  # of the keys half
         if case.tile.specialized:  # two loops; the ring takes the place of a prologue
             copies, threads = 2 * 2, PRODUCER_THREADS
         else:  # k and v, at least one tile ahead
@@ -228,15 +212,6 @@ def tensor_cores(case: Case, built: Compiled) -> str | None:
     if case.capability == 90 and not few_rows:
         return "no wgmma" if built.wgmma == 0 else None
     return "no tensor core instruction" if built.wgmma + built.tcgen05 + built.mma_sync == 0 else None
-
-
-def int8_products(case: Case, built: Compiled) -> str | None:
-    """Int8 scores are products of integers on tensor cores, and no other variant has any."""
-    without = "representatives", "channel_ranges", "quantise_keys", "combine"
-    wanted = "INT8" in ALL_VARIANTS[case.variant] and case.kernel not in without
-    if wanted == (built.int8 > 0):
-        return None
-    return f"{built.int8} tensor core instructions of 8-bit integers"
 
 
 def shared_memory(case: Case, built: Compiled) -> str | None:
@@ -274,7 +249,7 @@ def one_key_a_lane(case: Case, built: Compiled) -> str | None:
     return f"inline assembly works on {', '.join(layouts) or 'nothing'}"
 
 
-RULES = (pipelined, tensor_cores, int8_products, shared_memory, no_spills, one_key_a_lane)
+RULES = (pipelined, tensor_cores, shared_memory, no_spills, one_key_a_lane)
 
 
 def broken_rules(case: Case, built: Compiled) -> dict[str, str]:
@@ -317,13 +292,6 @@ def cases() -> list[Case]:
         )
         + page_cases()
         + split_cases(chosen)
-        + of_variant(chosen, INT8, INT8_KERNELS)
-        + [  # what rounds keys to 8 bits
-            Case(kernel, capability, head_dim, variant=INT8)
-            for kernel, capability, head_dim in itertools.product(
-                ("channel_ranges", "quantise_keys"), SHARED_MEMORY, HEAD_DIMS
-            )
-        ]
         + of_variant(chosen, PAGED, PAGED_KERNELS)
         + [
             replace(case, variant=variant)
@@ -424,7 +392,7 @@ def compile_case(case: Case) -> Compiled:
     # not imported above: the tests of the rules want those without the kernels
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from s2o_runtime.kernels import keys, pages, prefill, prefill_hopper, primitives, splits, tail, trace
+    from s2o_runtime.kernels import pages, prefill, prefill_hopper, primitives, splits, tail, trace
     from s2o_runtime.kernels.rank import means, order, scores
     from scripts.bench.baselines.kernels import antidiagonal, block_sparse, mean_keys
 
@@ -434,7 +402,7 @@ def compile_case(case: Case) -> Compiled:
         "GROUP": 4, "D": head_dim, "BN": 64, "SAMPLES": order.SAMPLES, "BUCKETS": order.BUCKETS, "EDGES": tail.EDGES,
         "WARPS": order.ORDER_WARPS, "R": case.representatives, "BR": rows, **switches,
     }  # fmt: skip
-    types = POINTERS | (INT8_POINTERS if "INT8" in switches else {})
+    types = POINTERS
     home: Any
     more: dict[str, object] = {}  # constants of this kernel
     options: dict[str, int] = {}
@@ -471,11 +439,7 @@ def compile_case(case: Case) -> Compiled:
         case "gather_pages":
             home, options = pages, {"num_warps": pages.GATHER_WARPS}
             more = {"WIDTH": triton.next_power_of_2(head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}
-            types |= FP8_POINTERS if case.variant == "fp8" else {}
-        case "channel_ranges" | "quantise_keys":
-            home, prefix = keys, "RANGE" if name == "channel_ranges" else "QUANTISE"
-            more = {"ROWS": getattr(keys, f"{prefix}_ELEMENTS") // head_dim, "PARTS": keys.RANGE_PARTS}
-            options, types = {"num_warps": getattr(keys, f"{prefix}_WARPS")}, POINTERS | {"OUT": "i8"}
+            types = POINTERS | FP8_POINTERS if case.variant == "fp8" else {}
         case "combine":
             home, more = splits, {"ROWS": splits.COMBINED_ELEMENTS // head_dim}
             options = {"num_warps": splits.COMBINE_WARPS}
@@ -559,7 +523,6 @@ def compile_kernel(
         wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
         tcgen05=len(re.findall(r"tcgen05\.mma", ptx)),
         mma_sync=len(re.findall(r"mma\.sync", ptx)),
-        int8=len(re.findall(r"(?:wgmma|mma\.sync)\S*\.s8\.s8|kind::i8", ptx)),
         shared=built.metadata.shared,
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         stack=stack,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from s2o_runtime.config import KEY_BLOCK, Scores, Tail, TileConfig
+from s2o_runtime.config import KEY_BLOCK, LOOKBACK, Tail, TileConfig
 
 TAUS = tuple(float(f"{10.0 ** (exponent / 5):.4g}") for exponent in range(-15, 16))  # 1e-3 .. 1e3, five a decade
 
@@ -28,7 +28,7 @@ class RankingConfig:
 
     segment: int
     representatives: int = 1
-    scores: Scores = "input"
+    lookback: int = LOOKBACK
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class Curve:
 Curves = Mapping[tuple[RankingConfig, Shape], Curve]  # of one layer at one length
 
 
-def select_rankings(curves: Curves, segment: int, shape: Shape, scores: Scores = "input") -> dict[RankingConfig, Curve]:
-    """Return the curves that heads choose among once segment, tile shape and scores are fixed."""
+def select_rankings(curves: Curves, segment: int, shape: Shape, lookback: int = LOOKBACK) -> dict[RankingConfig, Curve]:
+    """Return the curves that heads choose among once segment, tile shape and lookback are fixed."""
     return {
         ranking: curve
         for (ranking, curve_shape), curve in curves.items()
-        if curve_shape == shape and (ranking.segment, ranking.scores) == (segment, scores)
+        if curve_shape == shape and (ranking.segment, ranking.lookback) == (segment, lookback)
     }
 
 
@@ -113,13 +113,18 @@ def count_pairs(row: int, length: int) -> int:
     return (length * (length + 1) - row * (row + 1)) // 2
 
 
-def count_window_pairs(rows: range, segment: int, step: int) -> int:
-    """Return the causal pairs in windows of whole segments of rows, which begin at multiples of `step` keys before."""
+def count_window_pairs(rows: range, ranking: RankingConfig, step: int) -> int:
+    """Return the causal pairs in windows of whole segments of rows, which begin at multiples of `step` keys."""
     total = 0
-    for begin in range(rows.start, rows.stop, segment):
-        size = min(segment, rows.stop - begin)
-        total += size * (size + 1) // 2 + size * (begin % step)
+    for begin in range(rows.start, rows.stop, ranking.segment):
+        size = min(ranking.segment, rows.stop - begin)
+        total += size * (size + 1) // 2 + size * (begin - find_prefix_end(begin, ranking, step))
     return total
+
+
+def find_prefix_end(begin: int, ranking: RankingConfig, step: int) -> int:
+    """Return `sequences.find_window_start` of the segment at `begin` in a prompt, with tiles of `step` keys."""
+    return max(begin - ranking.lookback, 0) // step * step
 
 
 def pack(curves: Curves, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:

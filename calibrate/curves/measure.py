@@ -146,7 +146,7 @@ def _find_with_all_shapes(key: Mapping[str, Any], stored_keys: Sequence[dict[str
 
 def make_recipe_key(recipe: Recipe, length: int) -> dict[str, Any]:
     """Return a recipe's part of a key of curves."""
-    key: dict[str, Any] = {"segments": list(recipe.select_segments(length)), "scores": list(recipe.scores)}
+    key: dict[str, Any] = {"segments": list(recipe.select_segments(length)), "lookbacks": list(recipe.lookbacks)}
     if last_rows := recipe.count_last_rows(length):
         key["last_rows"] = last_rows
     if recipe.kv_cache_dtype != "auto":
@@ -203,7 +203,7 @@ def measure_prompt(prompt: Captured, shapes: Sequence[Shape], recipe: Recipe) ->
     curves: dict[tuple[RankingConfig, Shape], Curve] = {}
     length = int(prompt.q.shape[2])
     for segment in recipe.select_segments(length):
-        rankings = [RankingConfig(segment, count, scores) for scores in recipe.scores for count in REPRESENTATIVES]
+        rankings = [RankingConfig(segment, count, back) for back in recipe.lookbacks for count in REPRESENTATIVES]
         curves |= measure(prompt, rankings, shapes, recipe.count_last_rows(length))
     return curves
 

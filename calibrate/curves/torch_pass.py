@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,13 @@ from calibrate.curves.curves import (
     compute_head_norms,
     count_pairs,
     count_window_pairs,
+    find_prefix_end,
     place_taus,
     select_worst,
 )
 from calibrate.model.layers import Captured
 from s2o_runtime.call import cap_scores
 from s2o_runtime.config import KEY_BLOCK, find_first_dense_row
-from s2o_runtime.quantisation import Int8Operands
 from s2o_runtime.reference.attention import attend_window
 from s2o_runtime.reference.ranking import log_weights, make_representatives, order_of
 
@@ -58,20 +58,18 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
         q, k, v = prompt.q[0, heads].float() * prompt.scale, prompt.k[0, kv].float(), prompt.v[0, kv].float()
         sinks = None if prompt.sinks is None else prompt.sinks[heads].float()[:, None]
         stops: Stops = defaultdict(list)  # of every segment
-        for scores in dict.fromkeys(ranking.scores for ranking in rankings):
-            int8 = Int8Operands.from_heads(q, k) if scores == "int8" else None
-            for begin in range(0, length, size):
-                rows = slice(begin, begin + size)
-                scored_q, scored_k = (q, k) if int8 is None else (int8.q, int8.k)
-                segment = _attend_segment(scored_q[:, rows], scored_k, v, begin, prompt.softcap, sinks)
-                if int8 is not None or prompt.exact is not None:
-                    truth = dense[0, heads, rows].float()
-                    segment = replace(segment, exact=q[:, rows], int8=int8, truth=truth)
-                for ranking in (ranking for ranking in rankings if ranking.scores == scores):
-                    trace = _trace_prefix(segment, ranking)
-                    for shape in shapes:
-                        sparse = find_first_dense_row(length, last_rows, shape.block_m) - begin
-                        stops[ranking, shape].append(_find_stops(trace, shape, norms[heads], sparse))
+        for begin in range(0, length, size):
+            rows = slice(begin, begin + size)
+            truth = None if prompt.exact is None else dense[0, heads, rows].float()
+            segment: _Segment | None = None
+            for ranking in rankings:
+                prefix = find_prefix_end(begin, ranking, STEP)
+                if segment is None or segment.k.shape[1] != prefix:
+                    segment = _attend_segment(q[:, rows], k, v, begin, prefix, prompt.softcap, sinks)
+                trace = _trace_prefix(segment, ranking, truth)
+                for shape in shapes:
+                    sparse = find_first_dense_row(length, last_rows, shape.block_m) - begin
+                    stops[ranking, shape].append(_find_stops(trace, shape, norms[heads], sparse))
         for key, segments in stops.items():
             sums, tile_errors = zip(*segments, strict=True)
             worst = select_worst(torch.cat(tile_errors, 2), -2).sqrt()
@@ -83,7 +81,7 @@ def measure(prompt: Captured, rankings: Sequence[RankingConfig], shapes: Sequenc
             torch.cat(of_slices, 1).cpu() for of_slices in zip(*stops_of_slices, strict=True)
         )
         sparse = find_first_dense_row(length, last_rows, key[1].block_m)
-        density = (visited + count_window_pairs(range(sparse), size, STEP) + count_pairs(sparse, length)) / causal
+        density = (visited + count_window_pairs(range(sparse), key[0], STEP) + count_pairs(sparse, length)) / causal
         power = float(norms.mean()) / head_dim
         curves[key] = Curve(squared / values, tail_squared / values, row, tail_row, density, power)
     return curves
@@ -104,8 +102,7 @@ class _Segment:
     """A segment of some heads, independent of the order of its prefix.
 
     weights is exp(scores - m), where m is a row's largest score; l (the sum of weights) and acc (the weighted sum of
-    values) are those of the window, relative to the same m. Where scores are int8, q and k are those of `int8`, and
-    `exact` holds the queries that representatives are means of.
+    values) are those of the window, relative to the same m.
     """
 
     q: Tensor  # [H, S, D], scaled
@@ -115,20 +112,16 @@ class _Segment:
     l: Tensor  # [H, S]
     acc: Tensor  # [H, S, Dv]
     softcap: float | None
-    exact: Tensor | None = None  # [H, S, D], scaled
-    int8: Int8Operands | None = None
-    truth: Tensor | None = None  # [H, S, Dv], the dense output where scores, keys or values are rounded
 
 
 def _attend_segment(
-    q: Tensor, k: Tensor, v: Tensor, begin: int, softcap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, begin: int, prefix: int, softcap: float | None, sinks: Tensor | None
 ) -> _Segment:  # fmt: skip
     """Compute a segment's window and the weights of its prefix.
 
-    q: [H, S, D], scaled; the first query is at position `begin`. k, v: [H, L, D] and [H, L, Dv]. sinks: [H, 1], part of
-    the window's denominator.
+    q: [H, S, D], scaled; the first query is at position `begin`. k, v: [H, L, D] and [H, L, Dv]. prefix: keys before
+    the window. sinks: [H, 1], part of the window's denominator.
     """
-    prefix = begin // STEP * STEP  # the keys cut off here join the window, as in the kernel
     end = begin + q.shape[1]
     last_key = torch.arange(begin - prefix, end - prefix, device=q.device)
     window = attend_window(q, k[:, prefix:end], v[:, prefix:end], last_key.expand(q.shape[:2]), softcap, sinks)
@@ -155,20 +148,19 @@ class _Trace:
     yy: Tensor  # [H, T, S]
     mass: Tensor  # [H, T + 1], the ranking's weight of the keys left
     dense: Tensor  # [H, S, D]
-    last: Tensor  # [H, S], the squared error once all keys are visited: 0 unless scores are rounded
+    last: Tensor  # [H, S], the squared error once all keys are visited: 0 unless keys and values are rounded
 
 
-def _trace_prefix(segment: _Segment, ranking: RankingConfig) -> _Trace:
-    """Visit the whole prefix in the order of one ranking."""
+def _trace_prefix(segment: _Segment, ranking: RankingConfig, truth: Tensor | None) -> _Trace:
+    """Visit the whole prefix in the order of one ranking.
+
+    truth: [H, S, Dv], the dense output where keys and values are rounded; None where it is the last of the visit.
+    """
     if not segment.k.shape[1]:
         none, out = segment.weights, segment.acc / segment.l[..., None]
-        dense = out if segment.truth is None else segment.truth
+        dense = out if truth is None else truth
         return _Trace(segment.l[:, None], none, none, none, none[..., 0], dense, (out - dense).square().sum(-1))
-    parts = make_representatives(
-        segment.q if segment.exact is None else segment.exact, ranking.segment // ranking.representatives
-    )
-    if segment.int8 is not None:
-        parts = segment.int8.representatives(parts)
+    parts = make_representatives(segment.q, ranking.segment // ranking.representatives)
     log_mass = log_weights(parts, segment.k, KEY_BLOCK, segment.softcap)
     order = order_of(log_mass, KEY_BLOCK)
     weights, v = _order_rows(segment.weights, order), _order_rows(segment.v, order)
@@ -176,7 +168,7 @@ def _trace_prefix(segment: _Segment, ranking: RankingConfig) -> _Trace:
     acc = (weights.transpose(2, 3) @ v).cumsum_(1).add_(segment.acc[:, None])  # [H, T, S, D]
     del weights
     out = acc.div_(l[:, 1:, :, None])
-    dense = out[:, -1].clone() if segment.truth is None else segment.truth
+    dense = out[:, -1].clone() if truth is None else truth
     x = out.sub_(dense[:, None])
     mass, mean = _sum_left((log_mass - log_mass.amax(-1, keepdim=True)).exp_(), order, v)
     xy = (x @ mean[..., None])[..., 0] - (x * dense[:, None]).sum(-1)

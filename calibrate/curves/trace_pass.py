@@ -99,7 +99,7 @@ def trace_ranking(
     row, tail_row = select_worst(torch.cat(worst, 3), -2).sqrt().cpu()
     squared, tail_squared, visited = sums.cpu()
     rows = [range(part.start, min(part.stop, sparse)) for part in sample or [range(length)] if part.start < sparse]
-    windows = sum(count_window_pairs(part, ranking.segment, tile.block_n) for part in rows)
+    windows = sum(count_window_pairs(part, ranking, tile.block_n) for part in rows)
     causal = sum(count_pairs(part.start, part.stop) for part in rows)
     sparse_pairs = (visited + windows) * (count_pairs(0, sparse) / max(causal, 1))
     density = (sparse_pairs + count_pairs(sparse, length)) / count_pairs(0, length)

@@ -199,7 +199,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, geometry: Geometry, device: Devi
     head_layers = layers * geometry.query_heads * max(1.0, geometry.head_dim / 128)
     for length in recipe.lengths:
         pairs = length * (length + 1) / 2 / max(1, length // SAMPLED_ROWS if on_gpu else 1)
-        rankings = len(recipe.select_segments(length)) * len(recipe.scores) * len(REPRESENTATIVES)
+        rankings = len(recipe.select_segments(length)) * len(recipe.lookbacks) * len(REPRESENTATIVES)
         measuring += recipe.num_prompts * head_layers * pairs * rankings / rates.curves
         measuring += recipe.num_prompts * time_forward(length)
         timed = TIMED if time_attention(length) < LONG_CALL_S else TIMED_ALONE

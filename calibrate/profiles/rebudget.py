@@ -100,7 +100,7 @@ def _choose_layers(stored: StoredCurves, length: int, after: Recipe, journal: Pa
 def _apply_budget(curves: Curves, config: LayerConfig, before: Recipe, after: Recipe) -> LayerPlan:
     """Return a layer as it was in segment and tile, with its new budget spent."""
     budget = LayerBudget.from_recipe(curves, after)
-    choice = build_plan(SearchPoint(config.segment, config.tile, config.scores), curves, budget)
+    choice = build_plan(SearchPoint(config.segment, config.tile, config.lookback), curves, budget)
     if choice.config.is_dense:
         return choice if choice.why_dense else choice.as_dense(CalibrationDense.NO_GAIN)
     if config.is_dense and budget.mse <= LayerBudget.from_recipe(curves, before).mse:

@@ -25,7 +25,7 @@ from calibrate.record import RetiledLayers, Retiling, read_record, update_record
 from calibrate.search.tiles import Layer, with_crossover
 from calibrate.timing import FAILURES, Timing, describe_failure, time_against_dense
 from calibrate.versions import collect_versions
-from s2o_runtime.config import HeadConfig, LayerConfig, Scores, StopRule, TileConfig
+from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import decide_fit, identify
 from s2o_runtime.errors import InputError
 from s2o_runtime.identity import Geometry
@@ -49,7 +49,7 @@ class TimingKey:
     shape: Shape  # of the profile's tile
     density: int  # pairs computed over dense attention's, in steps of `ALIKE`
     ranking: int  # time that ranking adds over dense attention's, in steps of `ALIKE`
-    scores: Scores
+    lookback: int  # keys before a segment that are always visited
     last_rows: int  # rows at a prompt's end that run dense
 
 
@@ -160,7 +160,7 @@ def _group_layers(profile: Profile, densities: Sequence[Sequence[float]]) -> dic
                 Shape.from_tile(config.tile),
                 round(densities[bucket][layer] / ALIKE),
                 round(ranking / config.num_heads / ALIKE),
-                config.scores,
+                config.lookback,
                 config.last_rows,
             )
             layers.setdefault(key, []).append((bucket, layer))
@@ -200,11 +200,11 @@ def _list_traces(
     """Return measurements of curves, one for each kernel that `_with_density` needs."""
     traces: dict[Hashable, Callable[[], object]] = {}
     for key, ((bucket, layer), *_) in groups:
-        if (key.shape, key.scores) not in traces:
+        if key.shape not in traces:
             config = profile.layers[bucket][layer]
             inputs = _make_inputs(profile.geometry, key.length, where)
             ranking = _get_ranking(_list_ranked(config)[0], config)
-            traces[key.shape, key.scores] = partial(measure, inputs, [ranking], [key.shape])
+            traces[key.shape] = partial(measure, inputs, [ranking], [key.shape])
     return traces.values()
 
 
@@ -279,4 +279,4 @@ def _list_ranked(config: LayerConfig) -> list[HeadConfig]:
 
 
 def _get_ranking(head: HeadConfig, config: LayerConfig) -> RankingConfig:
-    return RankingConfig(head.segment, head.representatives, config.scores)
+    return RankingConfig(head.segment, head.representatives, config.lookback)

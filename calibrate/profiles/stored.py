@@ -43,7 +43,7 @@ class StoredCurves:
                     self.ranking_costs, self.profile.geometry, self.profile.device, length, self.recipe
                 )
                 curves = unpack(value, cost)
-                return curves if select_rankings(curves, config.segment, shape, config.scores) else None
+                return curves if select_rankings(curves, config.segment, shape, config.lookback) else None
         return None
 
 

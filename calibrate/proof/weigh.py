@@ -118,8 +118,8 @@ def _divide_budget(
 ) -> list[LayerBudget]:
     length, budget = prompts[0].length, recipe.budget.value
     segments = recipe.select_segments(length)
-    segment = segments[min(1, len(segments) - 1)]
-    rankings = [select_rankings(layer, segment, Shape.from_tile(tile), recipe.scores[0]) for layer in curves]
+    segment, lookback = segments[min(1, len(segments) - 1)], recipe.lookbacks[0]
+    rankings = [select_rankings(layer, segment, Shape.from_tile(tile), lookback) for layer in curves]
     powers = [dense_power(layer) for layer in curves]
     weights = [weigh_heads(heads, len(curves)) for heads in sensitivity]
     costs = [of_layer.layer * power for of_layer, power in zip(weights, powers, strict=True)]  # of a unit of rel_mse
@@ -136,7 +136,7 @@ def _divide_budget(
     last_rows = recipe.count_last_rows(length)
     sources = [
         FixedConfigs(
-            tuple(LayerConfig(layer.heads, tile, recipe.scores[0], last_rows).validate() for layer in allocate(kl)),
+            tuple(LayerConfig(layer.heads, tile, lookback, last_rows).validate() for layer in allocate(kl)),
             recipe.kv_cache_dtype,
         )
         for kl in predicted

@@ -53,7 +53,7 @@ class LayerReport:
     tails: int  # heads that estimate what the keys behind the stop would bring
     representatives: dict[str, int]  # how many heads have each number of them, which is the key
     segment: int
-    scores: str
+    lookback: int  # keys before a segment that are always visited
     tile: str
     why_dense: str | None  # of the whole layer; None if it is not dense
     density: float
@@ -219,7 +219,7 @@ def _report_layer(recipe: Recipe, result: Result, length: int, index: int, proof
     return LayerReport(
         layer=result.profile.geometry.get_layer_number(index),
         **count_heads(config.heads),
-        **_copy_fields(config, "segment", "scores"),
+        **_copy_fields(config, "segment", "lookback"),
         **_copy_fields(proof, "density", "worst", "seconds", "dense_seconds"),
         representatives={str(count): representatives[count] for count in sorted(representatives)},
         tile=str(config.tile),

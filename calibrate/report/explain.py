@@ -41,7 +41,7 @@ def explain_head(
     rows = []
     for length, bucket in zip(profile.lengths, profile.layers, strict=True):
         config, settings = bucket[layer], bucket[layer].heads[head]
-        row = {"length": length, **convert_to_json(settings), "scores": config.scores}
+        row = {"length": length, **convert_to_json(settings), "lookback": config.lookback}
         row |= {"last_rows": config.last_rows} if config.last_rows else {}
         row |= {"tile": str(config.tile), **dict.fromkeys(("density", "error", "unit"))}
         curves = stored.find_curves(layer, length) if stored and recipe and length in recipe.lengths else None
@@ -64,8 +64,7 @@ def format_head(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         settings = "dense"
         if row["mode"] != "dense":
             tau = f"tau {row['tau']:.3g} ({row['stop_rule']}), repr. {row['representatives']}, tail {row['tail']}"
-            int8 = ", int8 scores" if row["scores"] == "int8" else ""
-            settings = f"{tau}, segment {row['segment']}, tile {row['tile']}{int8}"
+            settings = f"{tau}, segment {row['segment']} after {row['lookback']}, tile {row['tile']}"
         yield f"{row['length']} tokens: {settings}"
         if row["density"] is not None:
             yield f"  predicted density {row['density']:.3f}, error {row['error']:.2e} {row['unit']}"
@@ -79,7 +78,7 @@ def _explain_curve(
 
     limit: of the layer's error; None where the record has none.
     """
-    curves_of_methods = select_rankings(curves, config.segment, Shape.from_tile(config.tile), config.scores)
+    curves_of_methods = select_rankings(curves, config.segment, Shape.from_tile(config.tile), config.lookback)
     power = dense_power(curves_of_methods)
     constraints = make_constraints(recipe)
     guarded = list_points(curves_of_methods, head, constraints)

@@ -217,7 +217,7 @@ def show_summary(profile: Profile) -> Iterator[Table | str]:
         yield contents["retiled"]
     if contents["unsupported_heads"]:
         count = contents["unsupported_heads"]
-        yield f"dense here: {count} heads, whose tail, grain or representatives this version does not have"
+        yield f"dense here: {count} heads, whose tail, grain, scores or representatives this version does not have"
     yield Table.from_rows(contents["lengths"], COLUMNS)
     numbers = profile.geometry.layer_numbers or range(profile.geometry.layers)
     for length in contents["lengths"]:
@@ -318,7 +318,7 @@ def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
     )
 
 
-DETAILS = ("tails", "repr.", "tile", "binds")  # columns that the terminal leaves to the report
+DETAILS = ("tails", "repr.", "look-\nback", "tile", "binds")  # columns that the terminal leaves to the report
 BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
@@ -388,7 +388,8 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
             else "-"
         ),
         "segment": show("segment", "d"),
-        "tile": lambda layer: layer.tile if layer.scores == "input" else f"{layer.tile} {layer.scores}",
+        "look-\nback": show("lookback", "d"),
+        "tile": show("tile", ""),
         "density": show("density", ".3f"),
         report.budget.unit: show("error", ".2e"),
         "rel\nmse": show("held_out_rel_mse", ".0e"),

@@ -67,9 +67,9 @@ class Allocation:
         return Allocation(tuple(make_dense_point(head.segment) for head in self.heads))
 
 
-def make_dense_point(segment: int, mse: float = 0.0, worst: float = 0.0) -> Point:
-    """Return a dense head of this segment; its errors are those of rounded scores, 0 without rounding."""
-    return Point(mse, 1.0, 1.0, worst, HeadConfig(segment=segment, mode="dense"))
+def make_dense_point(segment: int) -> Point:
+    """Return a dense head of this segment."""
+    return Point(0.0, 1.0, 1.0, 0.0, HeadConfig(segment=segment, mode="dense"))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def list_points(curves: Mapping[RankingConfig, Curve], head: int, constraints: S
                 for mse, density, row, config in by_tau
                 if row <= limit and mse <= constraints.head_mse
             ]
-    points = [make_dense_point(next(iter(curves)).segment, *_find_rounding_error(curves, head))]
+    points = [make_dense_point(next(iter(curves)).segment)]
     for point in sorted(candidates, key=lambda point: point[:2]):
         if point.cost < points[-1].cost:
             points.append(point)
@@ -152,37 +152,17 @@ def _list_heads(ranking: RankingConfig, tail: Tail) -> tuple[HeadConfig, ...]:
     return tuple(HeadConfig(tau, ranking.segment, representatives=ranking.representatives, tail=tail) for tau in TAUS)
 
 
-def _find_rounding_error(curves: Mapping[RankingConfig, Curve], head: int) -> tuple[float, float]:
-    """Return the mse and the worst-row error of a head that visits all keys with int8 scores; 0 for other scores.
-
-    Each is the least error of any threshold, with a tail or without, because a low one leaves next to nothing out; no
-    point of the head has a smaller one.
-    """
-    int8 = [curve for ranking, curve in curves.items() if ranking.scores == "int8"]
-    if not int8:
-        return 0.0, 0.0
-    return (
-        min(float(errors[head].amin()) for curve in int8 for errors in (curve.mse, curve.tail_mse)),
-        min(float(errors[head].amin()) for curve in int8 for errors in (curve.worst, curve.tail_worst)),
-    )
-
-
 def _choose_points(
     options: Sequence[Sequence[Point]], weights: Sequence[float], budget: float, head_cap: float
 ) -> list[Point]:
-    """Choose a point of every head, such that the sum of their weighted errors is at most the budget.
-
-    Where the first points alone cost more, as those of int8 scores may, they are returned.
-    """
+    """Choose a point of every head, such that the sum of their weighted errors is at most the budget."""
     chosen = [points[0] for points in options]
     cap = head_cap * budget / len(options)
     options = [
         [first, *(point for point in rest if point.mse * weight <= cap)]
         for (first, *rest), weight in zip(options, weights, strict=True)
     ]
-    left = budget - sum(point.mse * weight for point, weight in zip(chosen, weights, strict=True))
-    if left < 0.0:  # rounded scores alone cost more
-        return chosen
+    left = budget  # the first points are dense
     steps = [
         (_compute_slope(near, far) / weights[head], head, rank, near, far)
         for head, points in enumerate(options)

@@ -1,7 +1,7 @@
 """The settings of a layer at one length, as they follow from its curves, a budget and a search point.
 
-A search point fixes what all heads of a layer share: segment, tile and scores. Each head's threshold,
-representatives and tail then follow from its curves and the budget, exactly (`allocate.py`).
+A search point fixes what all heads of a layer share: segment, tile and lookback. Each head's threshold, representatives
+and tail then follow from its curves and the budget, exactly (`allocate.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from calibrate.search.allocate import (
     allocate,
 )
 from calibrate.timing import Timing
-from s2o_runtime.config import LayerConfig, Scores, Tail, TileConfig
+from s2o_runtime.config import LOOKBACK, LayerConfig, Tail, TileConfig
 
 HEAD_CAP = 2.0  # equal parts of its layer's budget that one head may spend (docs/results/head-cap-demo-cpu.txt)
 
@@ -30,7 +30,6 @@ class CalibrationDense(Enum):
     """Reasons of a calibration to make a layer dense, with their sentences; `s2o_runtime.dense_reason` is for calls."""
 
     NO_GAIN = "no head gains anything within the budget"
-    ROUNDING_COSTS = "int8 scores alone cost more than the budget"
     PREDICTED_SLOWER = "predicted no faster than dense"
     TIMED_SLOWER = "the layer was timed slower than dense"
     FAILED = "the search point failed"
@@ -48,7 +47,7 @@ class SearchPoint(NamedTuple):
 
     segment: int
     tile: TileConfig
-    scores: Scores = "input"
+    lookback: int = LOOKBACK
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class LayerBudget:
 class LayerPlan:
     """The settings of one layer at one length, with their predictions."""
 
-    point: SearchPoint  # its scores are "input" where the layer is dense as a whole
+    point: SearchPoint
     curves: Mapping[RankingConfig, Curve]  # of every ranking that a head could choose
     budget: LayerBudget
     allocation: Allocation
@@ -91,7 +90,7 @@ class LayerPlan:
     @property
     def config(self) -> LayerConfig:
         """Layer as the runtime takes it."""
-        config = LayerConfig(self.allocation.heads, self.point.tile, scores=self.point.scores)
+        config = LayerConfig(self.allocation.heads, self.point.tile, self.point.lookback)
         return replace(config, last_rows=0 if config.is_dense else self.last_rows).validate()
 
     @property
@@ -113,23 +112,19 @@ class LayerPlan:
         return self.measured or (why and why.value)
 
     def spending(self, mse: float) -> LayerPlan:
-        """Return the same search point with more or less to spend; dense where int8 scores alone cost more."""
+        """Return the same search point with more or less to spend."""
         allocation = allocate(self.curves, mse, self.budget.constraints, self.budget.weights)
-        spending = replace(self, budget=replace(self.budget, mse=mse), allocation=allocation, timing=None)
-        # only rounded scores can be over: other errors are allocated as far as the budget goes
-        is_over = self.point.scores != "input" and spending.spent > mse
-        return spending.as_dense(CalibrationDense.ROUNDING_COSTS) if is_over else spending
+        return replace(self, budget=replace(self.budget, mse=mse), allocation=allocation, timing=None)
 
     def as_dense(self, why: CalibrationDense, measured: str = "") -> LayerPlan:
         """Return the same layer with every head dense."""
-        dense, point = self.allocation.as_dense(), self.point._replace(scores="input")
-        return replace(self, allocation=dense, why_dense=why, measured=measured, point=point)
+        return replace(self, allocation=self.allocation.as_dense(), why_dense=why, measured=measured)
 
     def dense_if_no_gain(self) -> LayerPlan:
         """Return the same choice, made dense where it gains nothing over dense attention."""
         if self.why_dense:
             return self
-        if self.config.is_dense:  # with int8 scores too: no kernel of its own has shown to gain there
+        if self.config.is_dense:
             return self.as_dense(CalibrationDense.NO_GAIN)
         if (timing := self.timing) is None:
             return self.as_dense(CalibrationDense.PREDICTED_SLOWER) if self.cost >= 1.0 else self
@@ -158,5 +153,5 @@ def make_constraints(recipe: Recipe) -> SearchConstraints:
 
 def build_plan(point: SearchPoint, curves: Curves, budget: LayerBudget, last_rows: int = 0) -> LayerPlan:
     """Spend a layer's budget at one search point, without timing it. last_rows: as `LayerPlan.last_rows`."""
-    point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile), point.scores)
+    point_curves = select_rankings(curves, point.segment, Shape.from_tile(point.tile), point.lookback)
     return LayerPlan(point, point_curves, budget, Allocation(()), last_rows=last_rows).spending(budget.mse)

@@ -139,12 +139,12 @@ def choose(
 def _predict_costs(
     curves: Sequence[Curves], budgets: Sequence[LayerBudget], length: int, shape: Shape, recipe: Recipe
 ) -> list[list[float]]:
-    """Return every layer's cost with one tile shape and the first scores, at all segments and `BUDGETS`."""
+    """Return every layer's cost with one tile shape and the first lookback, at all segments and `BUDGETS`."""
     costs: list[list[float]] = []
     for layer_curves, budget in zip(curves, budgets, strict=True):
         costs.append([])
         for segment in recipe.select_segments(length):
-            segment_curves = select_rankings(layer_curves, segment, shape, recipe.scores[0])
+            segment_curves = select_rankings(layer_curves, segment, shape, recipe.lookbacks[0])
             costs[-1] += [
                 allocate(segment_curves, share * budget.mse, budget.constraints, budget.weights).cost
                 for share in BUDGETS

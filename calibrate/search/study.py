@@ -1,4 +1,4 @@
-"""Search segment, tile and scores with Optuna; the budget's allocation is the inner step.
+"""Search segment, tile and lookback with Optuna; the budget's allocation is the inner step.
 
 On a GPU the objective is the layer's measured time, on a CPU the time that its density predicts. The cost of all points
 is predicted before any is tried: they are tried in that order, without those that are predicted to be much slower than
@@ -127,12 +127,12 @@ class LayerSearch:
         """Point that is tried first, whatever is predicted of it."""
         # the second shortest segment: the shortest ranks most often
         segments = self.recipe.select_segments(self.length)
-        return SearchPoint(segments[min(1, len(segments) - 1)], self.tiles[0], self.recipe.scores[0])
+        return SearchPoint(segments[min(1, len(segments) - 1)], self.tiles[0], self.recipe.lookbacks[0])
 
     def list_candidates(self) -> list[SearchPoint]:
         """Return the points to try, in order: the default, and those that may win, by rising predicted cost."""
         recipe = self.recipe
-        axes = product(recipe.select_segments(self.length), self.tiles, recipe.scores)
+        axes = product(recipe.select_segments(self.length), self.tiles, recipe.lookbacks)
         costs = {point: self.build_plan(point).allocation.cost for point in starmap(SearchPoint, axes)}
         limit = MAX_PREDICTED_COST * min(costs.values())
         by_cost = sorted((point for point, cost in costs.items() if cost <= limit), key=costs.__getitem__)
@@ -150,8 +150,8 @@ class LayerSearch:
         ResourceError if the Optuna storage failed.
         """
         tiles = {str(tile): tile for tile in self.tiles}
-        segments, scores = self.recipe.select_segments(self.length), self.recipe.scores
-        parameters: dict[str, tuple[Any, ...]] = {"segment": segments, "tile": tuple(tiles), "scores": scores}
+        segments, lookbacks = self.recipe.select_segments(self.length), self.recipe.lookbacks
+        parameters: dict[str, tuple[Any, ...]] = {"segment": segments, "tile": tuple(tiles), "lookback": lookbacks}
 
         def evaluate_trial(trial: optuna.Trial) -> float:
             params = {name: trial.suggest_categorical(name, values) for name, values in parameters.items()}
@@ -176,8 +176,6 @@ class LayerSearch:
 
     def apply_point(self, point: SearchPoint) -> LayerPlan:
         """Return the choice at a similar layer's best point; dense if that fails or gains nothing here."""
-        if point.scores not in self.recipe.scores:  # the similar layer is dense, which has no scores of its own
-            point = point._replace(scores=self.recipe.scores[0])
         choice = self.build_plan(point)
         try:
             return self._add_timing(choice).dense_if_no_gain()
@@ -186,7 +184,7 @@ class LayerSearch:
 
     def build_plan(self, point: SearchPoint) -> LayerPlan:
         """Return the choice at one point, not timed; tiles of one shape have the same curves."""
-        key = point.segment, point.scores, Shape.from_tile(point.tile)
+        key = point.segment, point.lookback, Shape.from_tile(point.tile)
         if key not in self._allocated:
             last_rows = self.recipe.count_last_rows(self.length)
             self._allocated[key] = build_plan(point, self.curves, self.budget, last_rows)
@@ -227,5 +225,5 @@ class LayerSearch:
         """Count and log the reason why a point failed, and return it."""
         cause = describe_failure(failure)
         self.failures[cause] += 1
-        log.warning("segment %d, %s, %s scores failed: %s", *point, cause)
+        log.warning("segment %d, %s, lookback %d failed: %s", *point, cause)
         return cause

@@ -25,7 +25,6 @@ from s2o_runtime.config import (
     MAX_TAU,
     HeadConfig,
     LayerConfig,
-    Scores,
     TileConfig,
 )
 from s2o_runtime.errors import ConfigError, InputError
@@ -169,7 +168,6 @@ class CrossoverKey:
 
     tile: TileConfig  # without crossovers
     head: HeadConfig  # of all heads of a timed call
-    scores: Scores = "input"
 
     @classmethod
     def from_layer(cls, config: LayerConfig) -> CrossoverKey:
@@ -177,12 +175,12 @@ class CrossoverKey:
         ranked = [head for head in config.heads if head.mode == "s2o"] or [HeadConfig(segment=config.segment)]
         dearest = max(ranked, key=lambda head: (head.representatives, head.tail == "mean"))
         bare = replace(config.tile, dense_below=0, min_queries=0, tail_keys=0)
-        return cls(bare, replace(dearest, tau=MAX_TAU), config.scores)
+        return cls(bare, replace(dearest, tau=MAX_TAU))
 
     def make_config(self, geometry: Geometry) -> LayerConfig:
         """Return the layer that is timed: all heads alike, with a tile that sends no short call to dense attention."""
         tile = replace(self.tile, dense_below=0, min_queries=DECODE, tail_keys=0)
-        return LayerConfig((self.head,) * geometry.query_heads, tile, scores=self.scores).validate()
+        return LayerConfig((self.head,) * geometry.query_heads, tile).validate()
 
 
 Case = tuple[float, int | None]  # the density, in hundredths, and `faster_at` of a layer
@@ -237,9 +235,9 @@ class Crossovers(WorkItem):
 
     @property
     def key(self) -> dict[str, object]:
-        tile, head, scores = self.of.tile, self.of.head, self.of.scores
-        key = {"tile": asdict(tile), "head": repr(head), "grain": KEY_BLOCK, "cases": self.cases}
-        return key if scores == "input" else key | {"scores": scores}
+        return {
+            "tile": asdict(self.of.tile), "head": repr(self.of.head), "grain": KEY_BLOCK, "cases": self.cases,
+        }  # fmt: skip
 
     def run(self, worker: WorkerState) -> list[tuple[int, int]]:
         geometry, device = worker.loaded.geometry, worker.loaded.weights.device

@@ -72,7 +72,7 @@ def find_dense_reason(config: LayerConfig, shape: CallShape, gpu: Capability) ->
 
     shape: for packed sequences each is to be asked about; gpu: (0, 0) for a CPU.
     """
-    if config.is_dense and config.scores == "input":
+    if config.is_dense:
         return DenseReason.NO_S2O_HEAD
     fewest = max(get_fewest_queries(config.tile, gpu), config.last_rows + 1)  # of last rows alone, none would be sparse
     if shape.offset > 0 and shape.q_len < fewest:
@@ -95,8 +95,6 @@ def _find_kernel_obstacle(call: Call) -> str | None:
     sinks = () if call.scoring.sinks is None else (call.scoring.sinks,)
     if needs_gradients(call.q, call.k, call.v, *sinks):
         return "the kernel has no backward pass and gradients are enabled"
-    if call.config.scores == "int8" and call.scoring.softcap is not None:
-        return "int8 scores cannot be soft-capped by the kernel"
     if head_dim > HEAD_DIMS[-1]:  # no GPU has a tile for it, and the interpreter none either
         return find_tile_obstacle(tile, head_dim, MIN_CAPABILITY)
     if is_interpreted():

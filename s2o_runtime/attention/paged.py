@@ -154,8 +154,6 @@ def find_in_place_obstacle(pages: PagedKeys, config: LayerConfig, dtype: torch.d
     """Return the reason why the kernels want a copy of keys and values in pages; None if they can read them there."""
     if obstacle := pages.find_rows_obstacle(dtype):
         return obstacle
-    if config.scores == "int8":
-        return "int8 scores are of keys that were rounded, which is a copy"
     if pages.page_size < KEY_BLOCK:
         return f"pages have {pages.page_size} tokens, fewer than the {KEY_BLOCK} of a step"
     if pages.k.shape[3] not in HEAD_DIMS:

@@ -66,5 +66,4 @@ def read_config(text: str) -> LayerConfig:
     distinct = [HeadConfig(**head | {"stop_rule": StopRule(head["stop_rule"])}) for head in fields["heads"]]
     heads = tuple(distinct[index] for index in fields["head"])
     tile = TileConfig(**fields["tile"])
-    settings = {name: fields[name] for name in ("scores", "last_rows")}
-    return LayerConfig(heads, tile, **settings).validate()
+    return LayerConfig(heads, tile, fields["lookback"], fields["last_rows"]).validate()

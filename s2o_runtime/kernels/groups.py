@@ -5,8 +5,8 @@ name of a constant behind it is read or written only if that constant is true, a
 
     T                       the type of the inputs: bfloat16 or float16
     Q                       T [B, Hq, Lq, D], strides q
-    K, V                    T [B, Hkv, Lk, D], strides k and v; K is int8 with INT8, and with PAGED both are rows of a
-                            cache, T [rows, D] of each KV head
+    K, V                    T [B, Hkv, Lk, D], strides k and v; with PAGED rows of a cache, T [rows, D] of each KV
+                            head
     OUT                     T [B, Hq, Lq, D], strides o
     LSE                     float32 [B, Hq, Lq], strides e: log-sum-exp of each row's scores (HAS_LSE)
     STARTS.kv_start         int64 or int32 [B]: the first key that counts (HAS_START); KV_START where it is alone
@@ -15,12 +15,12 @@ name of a constant behind it is read or written only if that constant is true, a
     SEGMENT                 int32 [Hq]: queries of a segment, 0 for a head without a prefix
     PART, REPRESENTATIVES   int32 [Hq]: queries of a part of a segment, and parts of a segment
     FLAGS, LAUNCH_ORDER     int32 [Hq]: as in `call.HeadTables`
-    REP                     T [B, Hq, parts, D], contiguous, strides r, int8 with INT8: the mean query of each part
-    REP_SCALE               float32 [B, Hq, parts]: the scale of each mean (INT8)
+    REP                     T [B, Hq, parts, D], contiguous, strides r: the mean query of each part
     LOG_SUM                 float32 [B, Hq, parts]: the log-sum-exp in base 2 of the scores of each mean
     SCORE                   float16 [B, Hq, N', P / GRAIN], strides s: the log2 weight of each step for a segment
     EDGE                    float32 [B, Hq, N', BUCKETS]: the highest score of each bucket of the order (HAS_TAIL)
     page_shift, page_rows   as for `primitives.load_cache_rows`
+    lookback                as in `config.LayerConfig`
     row_begin, rows_end     the slice of rows that a launch is about
     qk_scale                the scores' scale times log2(e)
     CAP                     the soft cap of scores in base 2, 0 for none
@@ -65,13 +65,6 @@ class Heads(NamedTuple):
     sinks: Tensor | None  # any floating type [Hq]: scores without a value (HAS_SINKS)
 
 
-class Levels(NamedTuple):
-    """The worth of int8 keys (INT8): float32 [B, Hkv, D] each."""
-
-    k_unit: Tensor | None  # what a level of each channel is worth
-    k_middle: Tensor | None  # what keys have lost (with HAS_LSE or HAS_SINKS)
-
-
 class Splits(NamedTuple):
     """The outputs of the programs of dense heads that are split over keys; None where no head is split (HAS_SPLITS).
 
@@ -106,7 +99,6 @@ class Mode(NamedTuple):
     HAS_LSE: bool
     HAS_SINKS: bool
     CAP: float
-    INT8: bool
     HAS_LAUNCH_ORDER: bool
     HAS_SPLITS: bool
     PAGED: bool

@@ -18,8 +18,7 @@ from .. import config
 from ..call import Call
 from ..devices import Resources, get_resources
 from ..sequences import CallShape, Starts
-from .groups import Heads, Levels, Mode, Ranking, Sizes, Splits, Strides
-from .keys import Keys, read_keys
+from .groups import Heads, Mode, Ranking, Sizes, Splits, Strides
 from .launch import Argument, group_strides, launch
 from .primitives import (
     GRAIN,
@@ -39,7 +38,6 @@ from .primitives import (
     head_pointer,
     load_sequence,
     log_sum_exp,
-    quantise,
     scale_tail,
     split_range,
     start_softmax,
@@ -59,15 +57,15 @@ WORKSPACE_BYTES = 352 << 20  # of one slice; representatives, mean values and lo
 @triton.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "waves", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows", "lookback",
     ]
 )  # fmt: skip
 def _prefill(
-    Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads, LEVELS: Levels,
+    Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads,
     SPLITS: Splits, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
+    stride_pb, dense, last_rows, lookback,  # they stand last: ahead of others they would change the instructions
     SIZES: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """Compute S2O attention of one row tile: window, prefix until the stop, tail (Algorithms 2 and 3 of the paper).
@@ -90,10 +88,6 @@ def _prefill(
         VISITED                int32 [B, Hq, row tiles], strides c: prefix keys that each row tile visited
 
     With PAGED, B counts the sequences of PACKED too, and the entries of RANKING.order are the steps' first rows.
-
-    With INT8 each row of Q, times the units, is rounded to int8 with a scale of its own: products are sums of integers
-    (`quantisation`). What keys have lost is missing from all scores of a row alike; sinks and the log-sum-exp, which
-    see that, are moved by it.
 
     chunk: tiles of BN keys between two stop checks; segments: N'; waves: Hq over the heads that take turns
     (HAS_LAUNCH_ORDER); dense: heads that are split over keys (HAS_SPLITS); last_rows: as in `config.LayerConfig`.
@@ -124,7 +118,7 @@ def _prefill(
     row0 = row_begin + tile * BM
     n = row0 // tl.maximum(segment, 1)
     sparse = (segment > 0) & (row0 < find_dense_from(q_len, last_rows, BM))
-    first = tl.where(sparse, find_window_start(n, segment, offset, start, BN), start)
+    first = tl.where(sparse, find_window_start(n, segment, offset, lookback, start, BN), start)
     prefix = tl.where(row0 < q_len, first - start, 0)
     position0 = offset + row0
     kv_len = offset + q_len
@@ -150,13 +144,6 @@ def _prefill(
     m, l = start_softmax(HEADS.sinks, h, BM, MODE.HAS_SINKS)
     if MODE.HAS_SPLITS and MODE.HAS_SINKS:
         m = tl.where(index == last, m, float("-inf"))  # the first key's decay makes the others' l 0
-    if MODE.INT8:
-        channels = (b * (heads // GROUP) + h // GROUP).to(tl.int64) * D + offs_d
-        if MODE.HAS_LSE or MODE.HAS_SINKS:
-            lost = tl.sum(q.to(tl.float32) * tl.load(LEVELS.k_middle + channels)[None, :], 1) * qk_scale
-            m -= lost
-        q, q_scale = quantise(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
-        qk_scale *= q_scale
     acc = tl.zeros([BM, D], tl.float32)
 
     # window: whole tiles that every row sees, then the diagonal
@@ -170,7 +157,7 @@ def _prefill(
         near += tl.where(segment > 0, 0, low * BN)
     m, l, acc = attend_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, near, diagonal, end, kv_len, position, BN,
-        STAGES, MODE.CAP, MODE.INT8, pages, page_shift, page_rows, MODE.PAGED,
+        STAGES, MODE.CAP, pages, page_shift, page_rows, MODE.PAGED,
     )  # fmt: skip
 
     # prefix: tiles in order, chunk by chunk
@@ -189,9 +176,8 @@ def _prefill(
         m_before = m
         l_before = l
         m, l, acc = attend_gathered(
-            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES,
-            MODE.CAP, MODE.INT8,
-        )  # fmt: skip
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES, MODE.CAP
+        )
         chunk_begin = done
         done += length
         # the stop: does a tile's gain, or that of all tiles left, reach the threshold?
@@ -219,8 +205,6 @@ def _prefill(
         real = real & (l != 0)  # no row of a split without keys
     acc = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None], 0.0)
     if MODE.HAS_SPLITS and segment == 0:
-        if MODE.INT8 and MODE.HAS_LSE:
-            m += lost
         split_lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
         tl.store(SPLITS.split_lse + split_row + tl.arange(0, BM), split_lse, mask=rows < q_len)
         split_base = SPLITS.split_out + split_row.to(tl.int64) * D
@@ -233,8 +217,6 @@ def _prefill(
             mask=rows[:, None] < q_len,
         )
         if MODE.HAS_LSE:
-            if MODE.INT8:
-                m += lost
             lse = tl.where(real, log_sum_exp(m, tl.where(real, l, 1.0)), float("-inf"))
             lse_base = LSE + b.to(tl.int64) * stride_eb + h.to(tl.int64) * stride_eh + head_row
             tl.store(lse_base + tl.arange(0, BM), lse, mask=rows < q_len)
@@ -262,26 +244,25 @@ def run_prefill(call: Call, out: Tensor | None = None) -> tuple[Tensor, Tensor, 
         out = q.new_empty(entries, rows_in_memory, heads, shape.head_dim).transpose(1, 2)
     logs = q.new_empty(entries, heads, rows_in_memory, dtype=torch.float32) if call.with_lse else None
     visited = torch.empty(shape.batch, heads, row_tiles, dtype=torch.int32, device=q.device)
-    keys = read_keys(call)
-    ranker = Ranker(call, keys) if call.tables.shortest_segment else None
+    ranker = Ranker(call) if call.tables.shortest_segment else None
     for rows in slice_rows(call, WORKSPACE_BYTES):
         ranking = None if ranker is None else ranker.rank(rows)
-        prefill(call, keys, ranking, out, visited, rows, logs)
+        prefill(call, ranking, out, visited, rows, logs)
     return out, visited, logs
 
 
 class Ranker:
     """Ranks the segments of one call, slice by slice; what all slices need is computed once."""
 
-    def __init__(self, call: Call, keys: Keys) -> None:
-        self._keys, self._call = keys, call
-        self._representative = make_representatives(call.q, keys, call)
-        self._log_sum = log_sums(self._representative, self._keys, call)
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._representative = make_representatives(call)
+        self._log_sum = log_sums(self._representative, call)
         self._pooled = pool_values(call.v, call) if call.tables.tail else None
 
     def rank(self, rows: range) -> tuple[Ranked, Tail | None]:
         """Rank all segments that begin in `rows`, and sum their tails if any head has one."""
-        ranked = order(score(self._representative, self._log_sum, self._keys, self._call, rows), self._call, rows)
+        ranked = order(score(self._representative, self._log_sum, self._call, rows), self._call, rows)
         return ranked, None if self._pooled is None else sum_tails(ranked, self._pooled, self._call, rows)
 
 
@@ -325,7 +306,7 @@ def count_heads_per_wave(shape: CallShape, pair_bytes: int, gpu: Resources) -> i
 
 
 def prefill(
-    call: Call, keys: Keys, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor, rows: range,
+    call: Call, ranking: tuple[Ranked, Tail | None] | None, out: Tensor, visited: Tensor, rows: range,
     lse: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Compute window and gathered prefix for the query rows in `rows`, which begin at a multiple of every segment.
@@ -334,7 +315,7 @@ def prefill(
     as `run_prefill` returns them; of packed sequences one batch entry.
     """
     shape, tile, tables = call.shape, call.config.tile, call.tables
-    q, k, v = call.q, keys.rows, call.v
+    q, k, v = call.q, call.k, call.v
     sinks = call.scoring.sinks
     rows_apart = k.shape[2] if call.pages is not None else shape.kv_len  # what offsets of one sequence span
     wide = rows_apart * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS
@@ -375,10 +356,11 @@ def prefill(
             "Q": q, "K": k, "V": v, "RANKING": Ranking(ordered, first, mass, sums), "OUT": out, "LSE": lse,
             "VISITED": visited, "STARTS": call.starts, **call.paging,
             "HEADS": Heads(tables.tau, tables.segment, tables.flags, tables.launch_order, sinks),
-            "LEVELS": Levels(keys.unit, keys.middle), "SPLITS": splits,
+            "SPLITS": splits,
             "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
             "chunk": tile.chunk, "segments": 0 if ranked is None else ordered.shape[2],
             "waves": waves, "dense": tables.dense_heads, "last_rows": call.config.last_rows,
+            "lookback": call.config.lookback,
             **group_strides(q=q, k=k, v=v, o=out, i=ordered), "stride_cb": visited.stride(0),
             "stride_ch": visited.stride(1), "stride_eb": stride_eb, "stride_eh": stride_eh, **one_entry,
         },
@@ -389,7 +371,7 @@ def prefill(
             ),
             "MODE": Mode(
                 HAS_TAIL=tail is not None, HAS_START=call.kv_start is not None, PACKED=call.packed,
-                HAS_LSE=lse is not None, HAS_SINKS=sinks is not None, CAP=call.cap, INT8=keys.unit is not None,
+                HAS_LSE=lse is not None, HAS_SINKS=sinks is not None, CAP=call.cap,
                 HAS_LAUNCH_ORDER=tables.launch_order is not None, HAS_SPLITS=splits.split_out is not None,
                 PAGED=call.pages is not None, WIDE=wide,
             ),

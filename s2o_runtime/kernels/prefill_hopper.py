@@ -34,7 +34,7 @@ from .. import call
 from ..config import StopRule
 from ..sequences import Starts
 from . import primitives
-from .groups import Heads, Levels, Ranking, Splits, Strides
+from .groups import Heads, Ranking, Splits, Strides
 
 # renamed in Triton 3.8, the old name went in 3.9
 _load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -46,9 +46,6 @@ STOP_RULE_BITS = gl.constexpr(call.STOP_RULE_BITS)
 TAIL = gl.constexpr(call.TAIL)
 GRAIN = gl.constexpr(primitives.GRAIN.value)
 REST = gl.constexpr(int(StopRule.REST))
-SMALLEST = gl.constexpr(primitives.SMALLEST.value)
-RCP_LEVELS = gl.constexpr(primitives.RCP_LEVELS.value)
-ROUNDING = gl.constexpr(primitives.ROUNDING.value)
 ALL_LEFT = gl.constexpr(2)  # in `stop`: a chunk's gain counts for all tiles that are left, not for one
 SPLIT = gl.constexpr(8)  # in `stop`: the program has a range of the keys of a dense head
 PRODUCER_THREADS = gl.constexpr(128)
@@ -89,13 +86,11 @@ def _is_marked(marks, i, HALF: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _list_row_offsets(
-    first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr, ALIGNED: gl.constexpr = 8
-):  # fmt: skip
-    """List the offsets [BN, 1] of the rows of BN / GRAIN steps that begin at `first`; ALIGNED divides the stride."""
+def _list_row_offsets(first, stride, STEPS: gl.constexpr, LAYOUT: gl.constexpr, BN: gl.constexpr):
+    """List the offsets [BN, 1] of the rows of BN / GRAIN steps that begin at `first`; 8 divides the stride."""
     row = first * stride
     within = gl.arange(0, GRAIN, gl.SliceLayout(0, STEPS)) * stride
-    row = gl.multiple_of(gl.reshape(row[:, None] + within[None, :], [BN]), ALIGNED)
+    row = gl.multiple_of(gl.reshape(row[:, None] + within[None, :], [BN]), 8)
     return gl.convert_layout(row, gl.SliceLayout(1, LAYOUT))[:, None]
 
 
@@ -111,7 +106,7 @@ def _produce(
     GRAIN], the segment's row of ORDER; pages: int32 [M], of the sequence (PAGED). first, diagonal: the window's first
     key and the first key of its diagonal; kv_last: the last key of the sequence; diagonal_tiles, near, total: tiles of
     the diagonal, of diagonal and window, and of all three parts. k_ring, v_ring: (buffer T [STAGES, BN, D], barriers
-    `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads], by row tile and stage. With INT8 keys are int8.
+    `empty`, barriers `ready`); marks: int16 [2 * STAGES, threads], by row tile and stage.
     """
     D: gl.constexpr = SIZES.D
     BN: gl.constexpr = SIZES.BN
@@ -122,18 +117,6 @@ def _produce(
     LAYOUT: gl.constexpr = gl.BlockedLayout([GRAIN, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     rows = gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
-    if MODE.INT8:  # a thread copies half the rows of the same steps
-        HALF_STEP: gl.constexpr = GRAIN // 2
-        K_EVEN: gl.constexpr = gl.BlockedLayout(
-            [1, HALF_STEP, 16], [256 // D, 2, D // 16], [gl.num_warps(), 1, 1], [2, 1, 0]
-        )
-        K_STEPS: gl.constexpr = gl.SliceLayout(2, K_EVEN)
-        K_LAYOUT: gl.constexpr = gl.BlockedLayout([HALF_STEP, 16], [512 // D, D // 16], [gl.num_warps(), 1], [1, 0])
-        k_rows = gl.arange(0, BN, gl.SliceLayout(1, K_LAYOUT))
-        k_offs_d = gl.arange(0, D, gl.SliceLayout(0, K_LAYOUT))[None, :]
-    else:
-        k_rows = rows
-        k_offs_d = offs_d
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
     i = 0
@@ -149,9 +132,8 @@ def _produce(
         if MODE.PAGED:  # a copy of `primitives.load_cache_rows`, which Gluon code cannot call
             row = gl.load(pages + (row >> page_shift)) * page_rows + (row & ((1 << page_shift) - 1))
         row = row[:, None]
-        k_row = gl.minimum(begin + k_rows, kv_last)[:, None] if MODE.INT8 else row
         _await_free(k_ring, i, STAGES)
-        _copy(k_base + k_row * stride_kl + k_offs_d, k_ring, i, STAGES)
+        _copy(k_base + row * stride_kl + offs_d, k_ring, i, STAGES)
         _await_free(v_ring, i, STAGES)
         _copy(v_base + row * stride_vl + offs_d, v_ring, i, STAGES)
         i += 1
@@ -160,26 +142,16 @@ def _produce(
     running = total > near
     if running:
         index = gl.load(order + entries)
-        if MODE.INT8:
-            K_ENTRIES: gl.constexpr = gl.SliceLayout(1, K_STEPS)
-            k_entries = gl.arange(0, BN // GRAIN, K_ENTRIES)
-            k_index = gl.load(order + k_entries)
         first_done = gl.to_tensor(False)
         second_done = gl.to_tensor(False)
         while running:
             next_steps = order + (gl.minimum(i + 1, total - 1) - near) * (BN // GRAIN)
             following = gl.load(next_steps + entries)
-            if MODE.INT8:
-                k_following = gl.load(next_steps + k_entries)
             if first_done | second_done:  # release the stage in place of the row tile that is done
                 mbarrier.arrive(k_empty.index(i % STAGES), count=1)
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
             _await_free(k_ring, i, STAGES)
-            if MODE.INT8:
-                offsets = _list_row_offsets(k_index, stride_kl, K_STEPS, K_LAYOUT, BN, 16)
-                _copy(k_base + offsets + k_offs_d, k_ring, i, STAGES)
-            else:
-                _copy(k_base + _list_row_offsets(index, stride_kl, STEPS, LAYOUT, BN) + offs_d, k_ring, i, STAGES)
+            _copy(k_base + _list_row_offsets(index, stride_kl, STEPS, LAYOUT, BN) + offs_d, k_ring, i, STAGES)
             _await_free(v_ring, i, STAGES)
             first_done |= _is_marked(marks, i, 0, STAGES)
             second_done |= _is_marked(marks, i, 1, STAGES)
@@ -187,8 +159,6 @@ def _produce(
             if running:  # the marks are read before values are copied: a row tile waits for these before it marks
                 _copy(v_base + _list_row_offsets(index, stride_vl, STEPS, LAYOUT, BN) + offs_d, v_ring, i, STAGES)
             index = following
-            if MODE.INT8:
-                k_index = k_following
             i += 1
             running = running & (i < total)
     async_copy.wait_group(0)
@@ -201,7 +171,7 @@ def _start_scores(q, k_ring, i, LAYOUT: gl.constexpr, BM: gl.constexpr, BN: gl.c
     slot = i % STAGES
     mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
     fence_async_shared()
-    zero = gl.zeros([BM, BN], gl.int32 if buffer.dtype == gl.int8 else gl.float32, LAYOUT)
+    zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
     return warpgroup_mma(q, buffer.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -227,15 +197,11 @@ def _cap_scores(products, qk_scale, CAP: gl.constexpr):
 
 # The online softmax of `primitives.online_softmax_update`, without its products, which run asynchronously here.
 @gluon.jit
-def _weigh_scores(scores, m, l, qk_scale, CAP: gl.constexpr, INT8: gl.constexpr):
-    """Do the online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before).
-
-    scores: products, with INT8 of integers and int32; qk_scale: theirs, with INT8 one for each row.
-    """
-    scores = scores.to(gl.float32)
+def _weigh_scores(scores, m, l, qk_scale, CAP: gl.constexpr):
+    """Do the online softmax of a tile that every row sees: (weights, new m, new l, decay of the sums before)."""
     scores, qk_scale = _cap_scores(scores, qk_scale, CAP)
     m_new = gl.maximum(m, gl.max(scores, 1) * qk_scale)
-    weights = gl.exp2(scores * (qk_scale[:, None] if INT8 else qk_scale) - m_new[:, None])
+    weights = gl.exp2(scores * qk_scale - m_new[:, None])
     decay = gl.exp2(m - m_new)
     return weights, m_new, l * decay + gl.sum(weights, 1), decay
 
@@ -267,9 +233,7 @@ def _consume(
     marks, diagonal, diagonal_tiles, near, total: as for `_produce`. sink: the head's, in base 2 (HAS_SINKS); stop:
     ALL_LEFT where its stop rule is REST, plus TAIL where it has a tail, plus SPLIT in a program with a range of the
     keys of a dense head; start: the first key that counts; q_len: rows to compute; q_max: rows to report in VISITED.
-    With INT8, q_buffer is a pair, the queries' int8 [2, BM, D] behind that of the output, and `sink` has K_UNIT and
-    K_MIDDLE of the KV head, float32 [D], behind it. With HAS_SPLITS, OUT has SPLIT_OUT, float32 [rows, D], and
-    SPLIT_LSE, float32 [rows], behind it.
+    With HAS_SPLITS, OUT has SPLIT_OUT, float32 [rows, D], and SPLIT_LSE, float32 [rows], behind it.
     """
     D: gl.constexpr = SIZES.D
     BM: gl.constexpr = SIZES.BM
@@ -278,7 +242,7 @@ def _consume(
     EDGES: gl.constexpr = SIZES.EDGES
     _, k_empty, _ = k_ring
     _, v_empty, _ = v_ring
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 32 if MODE.INT8 else 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BN, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, S)
@@ -290,33 +254,15 @@ def _consume(
     copy_d = gl.arange(0, D, gl.SliceLayout(0, COPY))
     inside = (row0 + copy_rows)[:, None] < q_len
     q_tile = gl.load(Q + copy_rows[:, None] * stride_ql + copy_d[None, :], mask=inside, other=0.0)
-    if MODE.INT8:
-        out_tile = q_buffer[0].index(HALF)
-        q = q_buffer[1].index(HALF)
-        exact = q_tile.to(gl.float32)
-        if MODE.HAS_LSE or MODE.HAS_SINKS:
-            middle = gl.load(sink[2] + copy_d)
-            lost = gl.convert_layout(gl.sum(exact * middle[None, :], 1) * qk_scale, ROWS)
-        # a copy of `primitives.quantise`, which Gluon code cannot call
-        exact *= gl.load(sink[1] + copy_d)[None, :]
-        q_scale = gl.maximum(gl.max(gl.abs(exact), 1), SMALLEST) * RCP_LEVELS
-        q_scale += gl.sum(exact * 0.0, 1)
-        rounded = exact * (1.0 / q_scale)[:, None] + ROUNDING
-        q.store(rounded.to(gl.int32, bitcast=True).to(gl.int8))
-        qk_scale = gl.convert_layout(q_scale, ROWS) * qk_scale
-    else:
-        q = q_buffer.index(HALF)
-        out_tile = q
-        q.store(q_tile)
+    q = q_buffer.index(HALF)
+    q.store(q_tile)
     fence_async_shared()
 
     m = gl.full([BM], float("-inf"), gl.float32, ROWS)
     l = gl.zeros([BM], gl.float32, ROWS)
     if MODE.HAS_SINKS:  # as `primitives.start_softmax`
-        m = gl.zeros([BM], gl.float32, ROWS) + (sink[0] if MODE.INT8 else sink)
+        m = gl.zeros([BM], gl.float32, ROWS) + sink
         l = gl.full([BM], 1.0, gl.float32, ROWS)
-        if MODE.INT8:
-            m -= lost
     acc = gl.zeros([BM, D], gl.float32, O)
     row = row0 + HALF * BM + gl.arange(0, BM, ROWS)
     position = offset + row
@@ -328,14 +274,13 @@ def _consume(
     while i < diagonal_tiles:
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-        s = s.to(gl.float32)
         keys = diagonal + i * BN + gl.arange(0, BN, gl.SliceLayout(0, S))
         s, s_scale = _cap_scores(s, qk_scale, MODE.CAP)
         s = gl.where(keys[None, :] <= position[:, None], s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * s_scale)
         # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        w = gl.exp2(s * (s_scale[:, None] if MODE.INT8 else s_scale) - m_safe[:, None])
+        w = gl.exp2(s * s_scale - m_safe[:, None])
         decay = gl.exp2(m - m_safe)
         l = l * decay + gl.sum(w, 1)
         m = m_new
@@ -352,7 +297,7 @@ def _consume(
         edge = gl.where(near > i, near, gl.minimum(near + chunk, total))  # where the current chunk ends
         s = warpgroup_mma_wait(0, deps=(_start_scores(q, k_ring, i, S, BM, BN, STAGES),))
         mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-        w, m, l, decay = _weigh_scores(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
+        w, m, l, decay = _weigh_scores(s, m, l, qk_scale, MODE.CAP)
         acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
         p = gl.convert_layout(w.to(DTYPE), P)
         running = i + 1 < total
@@ -378,7 +323,7 @@ def _consume(
                 acc = _start_values(p, v_ring, acc, i, STAGES)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index((i + 1) % STAGES), count=1)
-                w, m, l, decay = _weigh_scores(s, m, l, qk_scale, MODE.CAP, MODE.INT8)
+                w, m, l, decay = _weigh_scores(s, m, l, qk_scale, MODE.CAP)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(i % STAGES), count=1)
                 acc = acc * gl.convert_layout(decay, O_ROWS)[:, None]
@@ -412,8 +357,7 @@ def _consume(
         gl.store(VISITED + HALF, gl.maximum(i - near, 0) * BN)
     if MODE.HAS_SPLITS:
         if stop >= SPLIT:
-            split_m = m + lost if MODE.INT8 and MODE.HAS_LSE else m
-            split_lse = gl.where(real, (split_m + gl.log2(l)) * LN2, float("-inf"))
+            split_lse = gl.where(real, (m + gl.log2(l)) * LN2, float("-inf"))
             gl.store(OUT[2] + HALF * BM + gl.arange(0, BM, ROWS), split_lse, mask=row < q_len)
             of_row = gl.convert_layout(gl.where(real & (l != 0), 1.0 / gl.where(l != 0, l, 1.0), 0.0), O_ROWS)
             o_rows = HALF * BM + gl.arange(0, BM, O_ROWS)
@@ -424,13 +368,11 @@ def _consume(
         q_len = gl.where(stop >= SPLIT, 0, q_len)  # OUT and LSE get nothing
         inside = (row0 + copy_rows)[:, None] < q_len
     if MODE.HAS_LSE:
-        if MODE.INT8:
-            m += lost
         lse = (m + gl.log2(l)) * LN2
         gl.store(LSE + HALF * BM + gl.arange(0, BM, ROWS), gl.where(real, lse, float("-inf")), mask=row < q_len)
     full = gl.convert_layout(gl.where(real & (l != 0), 1.0 / gl.where(l != 0, l, 1.0), 0.0), O_ROWS)
-    out_tile.store((acc * full[:, None]).to(DTYPE))  # through shared memory, so that rows are written whole
-    gl.store(OUT + copy_rows[:, None] * stride_ol + copy_d[None, :], out_tile.load(COPY), mask=inside)
+    q.store((acc * full[:, None]).to(DTYPE))  # through shared memory, so that rows are written whole
+    gl.store(OUT + copy_rows[:, None] * stride_ol + copy_d[None, :], q.load(COPY), mask=inside)
 
 
 @gluon.jit
@@ -442,15 +384,15 @@ def _find_dense_from(q_len, last_rows, ROWS: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "q_len", "offset", "row_begin", "chunk", "segments", "waves", "page_shift", "page_rows", "stride_cb",
-        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows",
+        "stride_ch", "stride_eb", "stride_eh", "stride_pb", "dense", "last_rows", "lookback",
     ]
 )  # fmt: skip
 def _prefill_hopper(
-    Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads, LEVELS: Levels,
+    Q, K, V, RANKING: Ranking, OUT, LSE, VISITED, STARTS: Starts, PAGES, HEADS: Heads,
     SPLITS: Splits, qk_scale, q_len, offset, row_begin, chunk, segments, waves, page_shift, page_rows,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_o: Strides, stride_i: Strides,
     stride_cb, stride_ch, stride_eb, stride_eh,
-    stride_pb, dense, last_rows,  # they stand last: ahead of others they would change the instructions
+    stride_pb, dense, last_rows, lookback,  # they stand last: ahead of others they would change the instructions
     SIZES: gl.constexpr, MODE: gl.constexpr,
 ):  # fmt: skip
     """Compute S2O attention of two row tiles: the function of `prefill._prefill`, without MODE.WIDE.
@@ -508,7 +450,7 @@ def _prefill_hopper(
     row0 = row_begin + tile * (2 * BM)
     n = row0 // gl.maximum(segment, 1)
     # copies of `primitives.find_window_start` and `find_diagonal_start`
-    begin = gl.maximum(offset + n * segment, start)
+    begin = gl.maximum(offset + n * segment - lookback, start)
     dense_rows = _find_dense_from(q_len, last_rows, 2 * BM)
     first = gl.where((segment > 0) & (row0 < dense_rows), start + (begin - start) // BN * BN, start)
     prefix = gl.where(row0 < q_len, first - start, 0)
@@ -532,13 +474,7 @@ def _prefill_hopper(
 
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], DTYPE)
     q_buffer = gl.allocate_shared_memory(DTYPE, [2, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], DTYPE))
-    if MODE.INT8:
-        K_LEVELS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], gl.int8)
-        Q_LEVELS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], gl.int8)
-        k_buffer = gl.allocate_shared_memory(gl.int8, [STAGES, BN, D], K_LEVELS)
-        q_buffer = (q_buffer, gl.allocate_shared_memory(gl.int8, [2, BM, D], Q_LEVELS))
-    else:
-        k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
+    k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
     v_buffer = gl.allocate_shared_memory(DTYPE, [STAGES, BN, D], TILE)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -574,9 +510,6 @@ def _prefill_hopper(
         k_base += k_first.to(gl.int64) * stride_k.row
         v_base += k_first.to(gl.int64) * stride_v.row
     of_slice = (n - row_begin // gl.maximum(segment, 1)).to(gl.int64)  # the segment's number in the slice
-    if MODE.INT8:
-        channels = (b * (heads // GROUP) + kv_head) * D
-        sink = (sink, LEVELS.k_unit + channels, LEVELS.k_middle + channels)
     order = RANKING.order + b * stride_i.batch + h * stride_i.head + of_slice * stride_i.row
     at = (b * heads + h) * segments + of_slice
     first_base = RANKING.first + at * SIZES.BUCKETS

@@ -13,7 +13,7 @@ import math
 import triton
 import triton.language as tl
 
-from .. import call, config, quantisation
+from .. import call, config
 from ..config import StopRule
 
 LOG2E = math.log2(math.e)
@@ -27,10 +27,6 @@ STOP_RULE_BITS = tl.constexpr(call.STOP_RULE_BITS)
 TAIL = tl.constexpr(call.TAIL)
 GRAIN = tl.constexpr(config.KEY_BLOCK)
 REST = tl.constexpr(int(StopRule.REST))
-
-SMALLEST = tl.constexpr(quantisation.SMALLEST)
-RCP_LEVELS = tl.constexpr(1 / quantisation.LEVELS)
-ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
@@ -126,9 +122,9 @@ def load_cache_rows(keys, pages, page_shift, page_rows):
 
 
 @triton.jit
-def find_window_start(n, segment, offset, start, BN: tl.constexpr):
+def find_window_start(n, segment, offset, lookback, start, BN: tl.constexpr):
     """Do as `sequences.find_window_start` for segment n: the prefix before its window is a whole number of tiles."""
-    first = tl.maximum(offset + n * segment, start)
+    first = tl.maximum(offset + n * segment - lookback, start)
     return start + (first - start) // BN * BN
 
 
@@ -150,33 +146,20 @@ def start_softmax(SINKS, h, BM: tl.constexpr, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def quantise(rows):
-    """Round rows float32 [R, D] to int8 with scales float32 [R]: the function `quantisation.quantise`."""
-    # bits of absolute values are in their order, NaN last, which a maximum of numbers drops: its row's scale is NaN
-    widest = tl.max(tl.abs(rows).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
-    scale = tl.maximum(widest, SMALLEST, propagate_nan=tl.PropagateNan.ALL) * RCP_LEVELS
-    # adding 1.5 * 2^23 rounds to an integer, whose last 8 bits are those of the sum
-    rounded = rows * (1.0 / scale)[:, None] + ROUNDING
-    return rounded.to(tl.int32, bitcast=True).to(tl.int8), scale
-
-
-@triton.jit
 def cap_scores(scores, qk_scale, CAP: tl.constexpr):
     """Cap scores softly, in base 2: CAP * tanh(scores * qk_scale / CAP), of products of any shape."""
     return CAP - 2 * CAP / (1.0 + tl.exp2(scores * (qk_scale * (2 * RCP_LN2 / CAP))))
 
 
 @triton.jit
-def online_softmax_update(
-    q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False
-):  # fmt: skip
+def online_softmax_update(q, k, v, m, l, acc, qk_scale, visible, MASKED: tl.constexpr, CAP: tl.constexpr = 0.0):
     """Do one step of the online softmax (Algorithm 3, lines 10 to 12): a tile of keys joins the rows' state.
 
     q: [BM, D]; k: [D, BN]; v: [BN, D]; m: the rows' largest score, l: their sums of 2^(score - m), both float32 [BM];
     acc: float32 [BM, D], values weighted by 2^(score - m); visible: [BM, BN] or what broadcasts to it, with MASKED.
-    INT8: q and k are int8, and qk_scale is float32 [BM], a scale for each row. Returns the new m, l and acc.
+    Returns the new m, l and acc.
     """
-    scores = tl.dot(q, k).to(tl.float32) if INT8 else tl.dot(q, k, input_precision="ieee")
+    scores = tl.dot(q, k, input_precision="ieee")
     if CAP > 0:
         scores = cap_scores(scores, qk_scale, CAP)
         qk_scale = 1.0
@@ -185,8 +168,6 @@ def online_softmax_update(
     m_new = tl.maximum(m, tl.max(scores, 1) * qk_scale)
     # rows that have seen no key yet keep m = -inf; subtract 0 there, not -inf
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    if INT8:
-        qk_scale = qk_scale[:, None]
     weights = tl.exp2(scores * qk_scale - m_safe[:, None])
     decay = tl.exp2(m - m_safe)
     l = l * decay + tl.sum(weights, 1)
@@ -197,7 +178,7 @@ def online_softmax_update(
 @triton.jit
 def attend_window(
     q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, diagonal, end, kv_len, position,
-    BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0, INT8: tl.constexpr = False,
+    BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
     pages=None, page_shift=0, page_rows=0, PAGED: tl.constexpr = False,
 ):  # fmt: skip
     """Attend in a row tile's window (Algorithm 2): keys first .. diagonal without a mask, diagonal .. end with one.
@@ -217,7 +198,7 @@ def attend_window(
         else:
             k = tl.load(k_tile + j * stride_kl)
             v = tl.load(v_tile + j * stride_vl)
-        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP, INT8=INT8)
+        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP)
     for j in tl.range(diagonal, end, BN, num_stages=1):
         keys = j + offs_n
         if PAGED:
@@ -230,7 +211,7 @@ def attend_window(
         k = tl.load(k_at, mask=keys[None, :] < kv_len, other=0)
         v = tl.load(v_at, mask=keys[:, None] < kv_len, other=0.0)
         visible = keys[None, :] <= position[:, None]
-        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, visible, True, CAP=CAP, INT8=INT8)
+        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, visible, True, CAP=CAP)
     return m, l, acc
 
 
@@ -238,7 +219,6 @@ def attend_window(
 def attend_gathered(
     q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, begin, count,
     BN: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr = 0.0,
-    INT8: tl.constexpr = False,
 ):  # fmt: skip
     """Attend to tiles begin .. begin + count of a row tile's order, gathered: a chunk (Algorithm 3, lines 8 to 12).
 
@@ -250,7 +230,7 @@ def attend_gathered(
         index = tl.load(order + ((begin + t) * BN + offs_n) // GRAIN) + offs_n % GRAIN
         k = tl.load(k_base + index[None, :] * stride_kl + offs_d[:, None])
         v = tl.load(v_base + index[:, None] * stride_vl + offs_d[None, :])
-        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP, INT8=INT8)
+        m, l, acc = online_softmax_update(q, k, v, m, l, acc, qk_scale, True, False, CAP=CAP)
     return m, l, acc
 
 

@@ -74,10 +74,12 @@ def _pool(
     tl.store(out + offs_d[None, :], (total / GRAIN).to(POOLED.dtype.element_ty), mask=step[:, None] < steps)
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "segments", "splits", "split_size"])
+@triton.jit(
+    do_not_specialize=["q_len", "offset", "lookback", "row_begin", "rows_end", "segments", "splits", "split_size"]
+)
 def _tail(
-    SCORE, EDGE, VALUES, MASS, SUMS, STARTS: Starts, SEGMENT, FLAGS, q_len, offset, row_begin, rows_end, segments,
-    splits, split_size, stride_s: Strides, stride_v: Strides,
+    SCORE, EDGE, VALUES, MASS, SUMS, STARTS: Starts, SEGMENT, FLAGS, q_len, offset, lookback, row_begin, rows_end,
+    segments, splits, split_size, stride_s: Strides, stride_v: Strides,
     GROUP: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, EDGES: tl.constexpr, BUCKETS: tl.constexpr,
     BK: tl.constexpr, BN: tl.constexpr, IEEE: tl.constexpr, HAS_START: tl.constexpr,
     PACKED: tl.constexpr,
@@ -100,7 +102,7 @@ def _tail(
     n = block * BS + tl.arange(0, BS)
     inside = (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (n < segments)
     if (segment > 0) & ((tl.load(FLAGS + h) & TAIL) != 0) & (tl.max(inside.to(tl.int32), 0) > 0):
-        first = find_window_start(row_begin // segment + n, segment, offset, start, BN)
+        first = find_window_start(row_begin // segment + n, segment, offset, lookback, start, BN)
         steps = tl.where(inside, (first - start) // GRAIN, 0)
         of_segment = (b * tl.num_programs(1) + h).to(tl.int64) * segments + n
         e = tl.arange(0, EDGES)
@@ -189,6 +191,7 @@ def sum_tails(ranked: Ranked, pooled: Tensor, call: Call, rows: range) -> Tail:
             "SCORE": score, "EDGE": ranked.edge, "VALUES": pooled, "MASS": parts[0, sums * shape.head_dim :],
             "SUMS": parts, "STARTS": call.starts,
             "SEGMENT": tables.segment, "FLAGS": tables.flags, "q_len": shape.q_len, "offset": shape.offset,
+            "lookback": call.config.lookback,
             "row_begin": rows.start, "rows_end": rows.stop, "segments": score.shape[2],
             "splits": splits, "split_size": parts.shape[1],
             **group_strides(s=score, v=pooled),

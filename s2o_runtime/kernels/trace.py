@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import Call
-from .groups import Levels, Ranking, Sizes, Strides
-from .keys import read_keys
+from .groups import Ranking, Sizes, Strides
 from .launch import group_strides, launch, list_strides
 from .prefill import WORKSPACE_BYTES, Ranker, slice_rows
 from .primitives import (
@@ -28,7 +27,6 @@ from .primitives import (
     attend_window,
     find_diagonal_start,
     find_window_start,
-    quantise,
     scale_tail,
     start_softmax,
     sum_remaining_mass,
@@ -52,14 +50,26 @@ class Traced(NamedTuple):
     tail_worst: Tensor
 
 
-@triton.jit(do_not_specialize=["q_len", "row_begin", "chunk", "segment", "segments", "count", "stride_oq", "stride_os"])
+@triton.jit(
+    do_not_specialize=[
+        "q_len",
+        "row_begin",
+        "chunk",
+        "segment",
+        "segments",
+        "count",
+        "stride_oq",
+        "stride_os",
+        "lookback",
+    ]
+)
 def _trace(
-    Q, K, V, RANKING: Ranking, TRUTH, FLOOR, TAUS, SINKS, TRACED, LEVELS: Levels,
+    Q, K, V, RANKING: Ranking, TRUTH, FLOOR, TAUS, SINKS, TRACED,
     qk_scale, q_len, row_begin, chunk, segment, segments, count,
     stride_q: Strides, stride_k: Strides, stride_v: Strides, stride_t: Strides, stride_ih, stride_in,
-    stride_oq, stride_os,
+    stride_oq, stride_os, lookback,
     SIZES: tl.constexpr, STRIDES: tl.constexpr, T: tl.constexpr,
-    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, INT8: tl.constexpr, WIDE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Measure `prefill._prefill` on a row tile at every threshold of TAUS and every spacing of the stop check.
 
@@ -78,7 +88,7 @@ def _trace(
         TRACED                    float32 [QUANTITIES, STRIDES, Hq, row tiles, T], strides oq and os: fields of `Traced`
 
     chunk: tiles of BN keys between two checks of the first spacing; segment: queries that share a ranking; segments:
-    N'; count: row tiles; T: thresholds, a power of two.
+    N'; count: row tiles; lookback: as in `config.LayerConfig`; T: thresholds, a power of two.
     """
     GROUP: tl.constexpr = SIZES.GROUP
     D: tl.constexpr = SIZES.D
@@ -95,7 +105,7 @@ def _trace(
     h = tl.program_id(1)
     row0 = row_begin + tile * BM
     n = row0 // segment
-    first = find_window_start(n, segment, 0, 0, BN)
+    first = find_window_start(n, segment, 0, lookback, 0, BN)
     offs_d = tl.arange(0, D)
     offs_row = tl.arange(0, BM)[:, None]
     rows = row0 + tl.arange(0, BM)
@@ -112,16 +122,10 @@ def _trace(
     v_base = V + (h // GROUP).to(tl.int64) * stride_v.head
 
     m, l = start_softmax(SINKS, h, BM, HAS_SINKS)
-    if INT8:  # as in `_prefill`
-        channels = (h // GROUP).to(tl.int64) * D + offs_d
-        if HAS_SINKS:
-            m -= tl.sum(q.to(tl.float32) * tl.load(LEVELS.k_middle + channels)[None, :], 1) * qk_scale
-        q, q_scale = quantise(q.to(tl.float32) * tl.load(LEVELS.k_unit + channels)[None, :])
-        qk_scale *= q_scale
     acc = tl.zeros([BM, D], tl.float32)
     m, l, acc = attend_window(
         q, k_base, v_base, stride_kl, stride_vl, m, l, acc, qk_scale, first, find_diagonal_start(first, row0, BN),
-        tl.minimum(row0 + BM, q_len), q_len, rows, BN, STAGES, CAP, INT8,
+        tl.minimum(row0 + BM, q_len), q_len, rows, BN, STAGES, CAP,
     )  # fmt: skip
 
     t = tl.arange(0, T)
@@ -136,19 +140,6 @@ def _trace(
     s = tl.arange(0, STRIDES)
     tiles = first // BN
     steps = tiles * (BN // GRAIN)
-    if INT8:  # noqa: SIM102
-        if tiles == 0:  # nothing is skipped, but scores are rounded
-            truth = tl.load(truth_tile, mask=real[:, None], other=0.0).to(tl.float32)
-            off = tl.where(real[:, None], acc / tl.where(real, l, 1.0)[:, None] - truth, 0.0)
-            squared = tl.sum(off * off, 1)
-            row = tl.max(squared / tl.maximum(tl.sum(truth * truth, 1), floor), 0)
-            every = tl.zeros([T], tl.float32)
-            for i in tl.static_range(STRIDES):
-                to = TRACED + i * stride_os + (head * count + tile) * T + t
-                tl.store(to, tl.sum(squared, 0) + every)
-                tl.store(to + stride_oq, tl.sum(squared, 0) + every)
-                tl.store(to + 3 * stride_oq, row + every)
-                tl.store(to + 4 * stride_oq, row + every)
     # of the chunk that each spacing is in: where it begins, and the softmax there
     chunk_begin = tl.zeros([STRIDES], tl.int32)
     m_before = tl.broadcast_to(m[:, None], [BM, STRIDES])
@@ -160,9 +151,8 @@ def _trace(
     while running:
         length = tl.minimum(chunk, tiles - done)
         m, l, acc = attend_gathered(
-            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES,
-            CAP, INT8,
-        )  # fmt: skip
+            q, k_base, v_base, order, stride_kl, stride_vl, m, l, acc, qk_scale, done, length, BN, STAGES, CAP
+        )
         done += length
         chunks += 1
         ends = ((chunks & ((1 << s) - 1)) == 0) | (done == tiles)
@@ -223,12 +213,12 @@ def trace(
         taus: float32 [T], ascending, above 0, of `StopRule.REST`.
         slices: the rows that are followed, each beginning with a segment; by default all, as memory allows.
     """
-    q, v, shape, tile, tables = call.q, call.v, call.shape, call.config.tile, call.tables
+    q, k, v = call.q, call.k, call.v
+    shape, tile, tables = call.shape, call.config.tile, call.tables
     size = triton.next_power_of_2(len(taus))
     grid = torch.full((size,), -1.0, dtype=torch.float32, device=q.device)
     grid[: len(taus)] = taus
-    keys = read_keys(call)
-    ranker, k = Ranker(call, keys), keys.rows
+    ranker = Ranker(call)
     for rows in slice_rows(call, WORKSPACE_BYTES) if slices is None else slices:
         ranked, tail = ranker.rank(rows)
         assert tail is not None
@@ -240,9 +230,9 @@ def trace(
             {
                 "Q": q, "K": k, "V": v, "RANKING": Ranking(ranked.order, *tail), "TRUTH": truth,
                 "FLOOR": floor, "TAUS": grid, "SINKS": call.scoring.sinks, "TRACED": out,
-                "LEVELS": Levels(keys.unit, keys.middle),
                 "qk_scale": call.scale * LOG2E, "q_len": shape.q_len, "row_begin": rows.start, "chunk": tile.chunk,
                 "segment": tables.shortest_segment, "segments": ranked.order.shape[2], "count": tiles,
+                "lookback": call.config.lookback,
                 **group_strides(q=q, k=k, v=v, t=truth), **list_strides("hn", i=ranked.order[0]),
                 **list_strides("qs", o=out),
             },
@@ -252,7 +242,6 @@ def trace(
                     EDGES=EDGES, BUCKETS=BUCKETS,
                 ),
                 "STRIDES": STRIDES, "T": size, "HAS_SINKS": call.scoring.sinks is not None, "CAP": call.cap,
-                "INT8": keys.unit is not None,
                 "WIDE": shape.kv_len * max(k.stride(2), v.stride(2)) >= WIDE_ELEMENTS,
             },
             num_warps=tile.num_warps,

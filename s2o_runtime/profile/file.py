@@ -27,11 +27,11 @@ from torch import Tensor
 from ..config import (
     KEY_BLOCK,
     LAST_ROWS,
+    LOOKBACKS,
     REPRESENTATIVES,
     HeadConfig,
     LayerConfig,
     Mode,
-    Scores,
     StopRule,
     Tail,
     TileConfig,
@@ -75,20 +75,27 @@ TENSORS = HEAD_TENSORS | {  # and those of layers
     "tile": torch.int32, "row_reduce": torch.uint8, "grain": torch.uint8, "scores": torch.uint8,
 }  # fmt: skip
 # versions that knew the maximum of the rows' gains too, not their mean alone, wrote 1 for it
-_CONSTANT = {"row_reduce": 0, "grain": KEY_BLOCK}
-OPTIONAL_TENSORS = {"last_rows": torch.int32}  # of layers; absent where all of it is 0
+_CONSTANT = {"row_reduce": 0, "grain": KEY_BLOCK, "scores": 0}
+# of layers; `last_rows` is absent where all of it is 0, and files of versions that knew no `lookback` have none: their
+# layers run with the default, which visits all keys that they were measured with, and more
+OPTIONAL_TENSORS = {"lookback": torch.int32, "last_rows": torch.int32}
 SIZES = ("layers", "query_heads", "kv_heads", "head_dim")  # of the model, as numbers
 # what the numbers in a tensor stand for
 _DECODED: dict[str, dict[int, Any]] = {
     "mode": dict(enumerate(get_args(Mode))),
     "tail": dict(enumerate(get_args(Tail))),
-    "scores": dict(enumerate(get_args(Scores))),
     "stop_rule": {int(rule): rule for rule in StopRule},
 }
 _ENCODED = {name: {value: number for number, value in values.items()} for name, values in _DECODED.items()}
 _ALLOWED = {name: tuple(values) for name, values in _DECODED.items()} | {"row_reduce": (0,), "last_rows": LAST_ROWS}
 # earlier versions wrote more of these: heads that have one run dense (`_without_unsupported_heads`)
-_ALLOWED |= {"tail": (0, 1, 2), "representatives": (1, 2, 4, 8, 16, 32, 64), "grain": (1, 2, 4, 8)}
+_ALLOWED |= {
+    "tail": (0, 1, 2),
+    "representatives": (1, 2, 4, 8, 16, 32, 64),
+    "grain": (1, 2, 4, 8),
+    "scores": (0, 1),
+    "lookback": LOOKBACKS,
+}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which JSON can hold and Unicode cannot
 
 
@@ -187,7 +194,8 @@ def _make_tensors(profile: Profile) -> dict[str, Tensor]:
     has_last_rows = any(layer.last_rows for bucket in profile.layers for layer in bucket)
     return {
         name: torch.tensor([[encode(name, layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
-        for name, dtype in (TENSORS | OPTIONAL_TENSORS if has_last_rows else TENSORS).items()
+        for name, dtype in (TENSORS | OPTIONAL_TENSORS).items()
+        if name != "last_rows" or has_last_rows
     }
 
 
@@ -402,7 +410,8 @@ def _without_unsupported_heads(tensors: dict[str, Tensor]) -> tuple[dict[str, Te
     A dense head has no error, so whatever was proven of the profile still holds.
     """
     mode, tail, representatives = (tensors[name] for name in ("mode", "tail", "representatives"))
-    unsupported = (tail >= len(get_args(Tail))) | (tensors["grain"] != KEY_BLOCK)[..., None]
+    of_layer = (tensors["grain"] != KEY_BLOCK) | (tensors["scores"] != 0)
+    unsupported = (tail >= len(get_args(Tail))) | of_layer[..., None]
     unsupported |= ~torch.isin(representatives, torch.tensor(REPRESENTATIVES))
     values = {"mode": _ENCODED["mode"]["dense"], "tail": 0, "representatives": 1}
     supported = {name: tensors[name].masked_fill(unsupported, value) for name, value in values.items()}

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..call import Scoring, ScoringOptions, cap_scores
 from ..config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
-from ..quantisation import Int8Operands
 from ..sequences import call_shape, check_heads, find_window_start
 from .ranking import RankedPrefix, make_representatives, rank
 
@@ -55,7 +54,7 @@ class State(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """One query head of one sequence. Scores are products of q and k, which of int8 scores are `Int8Operands`."""
+    """One query head of one sequence."""
 
     q: Tensor  # [Lq, D], scaled
     k: Tensor  # [Lk, D]
@@ -67,8 +66,6 @@ class _Head(NamedTuple):
     start: int  # the first key that counts
     paper_literal: bool
     ranking_of: Callable[[int], RankedPrefix] | None
-    exact: Tensor  # [Lq, D], scaled and not rounded: the queries that representatives are means of
-    int8: Int8Operands | None
 
 
 def s2o_attention_reference(
@@ -116,25 +113,18 @@ def s2o_attention_reference(
             rows = q[b, h].to(dtype) * scoring.scale
             sink = None if sinks is None else sinks[h].to(dtype)
             rankings = None if ranking_of is None else partial(ranking_of, b, h)
-            exact = rows
-            int8 = None
-            if config.scores == "int8":
-                int8 = Int8Operands.from_head(rows, keys, starts[b])
-                rows, keys, _ = int8
-            inputs = _Head(
-                rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings, exact, int8
-            )
+            inputs = _Head(rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings)
             out[b, h], visited[b, h], lse[b, h] = _attend_head(inputs)
             last = config.find_first_dense_row(shape.q_len)
             if head.mode == "s2o" and last < shape.q_len:
-                dense = inputs._replace(q=rows[last:], exact=exact[last:], head=replace(head, mode="dense"))
+                dense = inputs._replace(q=rows[last:], head=replace(head, mode="dense"))
                 out[b, h, last:], visited[b, h, last // config.tile.block_m :], lse[b, h, last:] = _attend_head(dense)
     return Attended(out, visited, lse)
 
 
 def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output [Lq, Dv], the visited keys [row tiles] and the log-sum-exps [Lq] of one head."""
-    q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of, exact, int8 = inputs
+    q, k, v, softcap, sink, head, config, start, paper_literal, ranking_of = inputs
     tile = config.tile
     offset = len(k) - len(q)
     out = v.new_zeros(len(q), v.shape[1])
@@ -146,7 +136,7 @@ def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
         end = min(begin + segment, len(q))
         if offset + end <= start:
             continue  # padding only
-        first = int(find_window_start(torch.tensor(begin + offset), torch.tensor(start), head, tile))
+        first = int(find_window_start(torch.tensor(begin + offset), torch.tensor(start), head, config))
         rows = torch.arange(begin, end, device=q.device)
         if paper_literal:
             rows = rows[order_queries(q[begin:end], guide)]
@@ -158,9 +148,7 @@ def _attend_head(inputs: _Head) -> tuple[Tensor, Tensor, Tensor]:
         state = attend_window(queries, k[first:last], v[first:last], position - first, softcap, sink)
         if first > start:
             if ranking_of is None:
-                parts = make_representatives(exact[begin:end], segment // head.representatives, offset + begin, start)
-                if int8 is not None:
-                    parts = int8.representatives(parts)
+                parts = make_representatives(q[begin:end], segment // head.representatives, offset + begin, start)
                 ranking = rank(parts, k[start:first], v[start:first], 1 if paper_literal else KEY_BLOCK, start, softcap)
             else:
                 ranking = ranking_of(begin // segment)
@@ -179,7 +167,7 @@ def order_queries(q: Tensor, guide: Tensor) -> Tensor:
 def attend_window(
     q: Tensor, k: Tensor, v: Tensor, last_key: Tensor, softcap: float | None = None, sink: Tensor | None = None
 ) -> State:  # fmt: skip
-    """Attend causally inside a segment, and to the sink if there is one (Algorithm 2).
+    """Attend causally inside a window, and to the sink if there is one (Algorithm 2).
 
     Args:
         q: [T, BM, D], scaled.
@@ -213,7 +201,7 @@ def _visit_prefix(
     queries: [T, BM, D], scaled; state: after the window; real: bool [T, BM], rows that count. Returns the state, with
     the tail if the head has one, and the keys that each row tile visited, int64 [T].
     """
-    _, k, v, softcap, _, head, config, _, paper_literal, _, _, _ = inputs
+    _, k, v, softcap, _, head, config, _, paper_literal, _ = inputs
     order = ranking.order
     running = real.any(-1).nonzero()[:, 0]
     visited = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)

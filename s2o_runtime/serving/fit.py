@@ -190,7 +190,7 @@ class RankProfile:
                 self.rejected, self.max_length, heads=self.heads, ends_known=False,  # see `count_last_rows`
             )  # fmt: skip
             # all that `dense_reason` reads of a configuration; a number takes no time to hash
-            limits = tuple((c.is_dense, c.scores, c.tile, c.shortest_segment) for c in map(layer.select_heads, buckets))
+            limits = tuple((c.is_dense, c.tile, c.shortest_segment) for c in map(layer.select_heads, buckets))
             layer.limits = known_limits.setdefault(limits, len(known_limits))
             layers.append(layer)
         self.layers: tuple[ServedLayer, ...] = tuple(layers)

@@ -276,4 +276,4 @@ def _kernels_key(config: LayerConfig) -> object:
     shape = tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.specialized
     modes = frozenset(head.mode for head in config.heads)
     # short segments are scored more at once, and heads of several modes start in turns
-    return shape, config.scores, counts, config.has_tail, config.shortest_segment, modes
+    return shape, counts, config.has_tail, config.shortest_segment, modes

@@ -35,7 +35,7 @@ from scripts.bench.methods import FLUSHES
 
 NAME = "scripts.bench.breakdown"
 PARTS = {  # the kernels' names, as they begin
-    "rank": ("_representatives", "_log_sums", "_scores", "_order", "_channel_ranges", "_quantise_keys", "_smallest"),
+    "rank": ("_representatives", "_log_sums", "_scores", "_order"),
     "far": ("_pool", "_tail", "_add"),
     "pairs": ("_prefill", "_prefill_hopper", "_combine", "cudnn"),
 }

@@ -75,27 +75,24 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def kernel_parts(q: Tensor, k: Tensor, v: Tensor, configs: list[LayerConfig]) -> tuple[Job, list[Job]]:
     """The two parts of `kernels.prefill.s2o_prefill` as jobs: the ranking, and the prefill kernel of each config.
 
-    The configs differ in tau only, which the ranking does not know, so they share one. Rounding keys to 8 bits, where
-    scores are int8, counts as ranking. The ranking job keeps no slice
+    The configs differ in tau only, which the ranking does not know, so they share one. The ranking job keeps no slice
     longer than a real call does.
     """
     from s2o_runtime.call import Call
     from s2o_runtime.kernels import prefill as kernel
-    from s2o_runtime.kernels.keys import read_keys
 
     calls = [Call.from_tensors(q, k, v, config) for config in configs]
     out, visited, _ = kernel.run_prefill(calls[0])  # the buffers that every call writes
     slices = kernel.slice_rows(calls[0], kernel.WORKSPACE_BYTES)
-    keys = read_keys(calls[0])
 
     def ranked_slices() -> Iterator[tuple[Ranked, Tail | None]]:
-        return map(kernel.Ranker(calls[0], read_keys(calls[0])).rank, slices)
+        return map(kernel.Ranker(calls[0]).rank, slices)
 
     rankings = list(ranked_slices())
 
     def prefill(call: Call) -> Tensor:
         for rows, ranking in zip(slices, rankings, strict=True):
-            kernel.prefill(call, keys, ranking, out, visited, rows)
+            kernel.prefill(call, ranking, out, visited, rows)
         return out
 
     return lambda: deque(ranked_slices(), maxlen=0), [partial(prefill, call) for call in calls]

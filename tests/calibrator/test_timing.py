@@ -27,7 +27,7 @@ from calibrate.timing import (
 )
 from s2o_runtime.attention.api import s2o_attention
 from s2o_runtime.config import HeadConfig, LayerConfig, TileConfig
-from s2o_runtime.kernels import keys, prefill, splits, tail
+from s2o_runtime.kernels import prefill, splits, tail
 from s2o_runtime.kernels.rank import means, order, scores
 from s2o_runtime.tiles import list_candidate_tiles
 from support.kernels import inputs
@@ -239,7 +239,6 @@ LAYERS = [
     TAIL,
     replace(LAYER, heads=(LAYER.heads[0], TAIL.heads[0])),
     replace(LAYER, heads=(LAYER.heads[0], HeadConfig(mode="dense", segment=64))),
-    replace(LAYER, scores="int8"),
 ]
 
 
@@ -250,7 +249,7 @@ def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
     def recorded(kernel, grid, arguments, of_kernel, **options):
         constants.append(tuple(of_kernel.items()))  # and no launch: what would be computed is tested elsewhere
 
-    for module in (keys, prefill, splits, tail, means, order, scores):
+    for module in (prefill, splits, tail, means, order, scores):
         monkeypatch.setattr(module, "launch", recorded if module is prefill else lambda *_, **__: None)
     q, k, v = inputs(1, 2, 1, 66, 130, 64)
     of_form = {}
@@ -259,4 +258,4 @@ def test_layers_of_one_form_need_the_same_kernel(monkeypatch):
         s2o_attention(q, k, v, config, backend="triton")
         of_form.setdefault(get_kernel_form(config), set()).add(constants[-1])
     assert all(len(each) == 1 for each in of_form.values())
-    assert len({next(iter(each)) for each in of_form.values()}) == len(of_form) == 4
+    assert len({next(iter(each)) for each in of_form.values()}) == len(of_form) == 3

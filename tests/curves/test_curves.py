@@ -46,7 +46,6 @@ def prompt(length=1300, heads=4, kv_heads=2, head_dim=16, value_dim=16, **featur
 
 
 METHODS = [RankingConfig(256), RankingConfig(512, 16), RankingConfig(256, 16), RankingConfig(512)]
-INT8 = RankingConfig(256, 16, "int8")
 TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 
@@ -55,7 +54,6 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
     pairwise(
         [
             pytest.param(METHODS[2], {"softcap": 3.0, "sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="cap"),
-            pytest.param(INT8, {"sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="int8"),
             *(pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}") for m in METHODS),
         ],
         TILES,
@@ -84,7 +82,7 @@ def predicts(captured, method, tile, tail, last_rows=0):
     seen = set()
     for index in range(3, len(TAUS), 4):
         head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
-        config = LayerConfig((head,) * 4, tile, scores=method.scores, last_rows=last_rows)
+        config = LayerConfig((head,) * 4, tile, last_rows=last_rows)
         out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, **scoring)
         # a curve's prefix is a whole number of its steps; the kernel's of its tiles, which divide them
         predicted = curve.density[:, index]
@@ -98,21 +96,6 @@ def predicts(captured, method, tile, tail, last_rows=0):
         torch.testing.assert_close(predicted_worst.square(), expected.square(), rtol=2e-3, atol=1e-9)
         seen.add(round(float(actual.mean()), 3))
     assert len(seen) >= 3  # the thresholds tried do differ
-
-
-def test_int8_scores_cost_what_they_do_to_dense_attention():
-    """If a threshold leaves next to nothing out, the rounding is left; if a prompt is one segment it is all."""
-    captured = prompt()
-    shape = Shape(64, 128)
-    for segment in (256, 2048):
-        plain, int8 = RankingConfig(segment), RankingConfig(segment, scores="int8")
-        curves = measure(captured, [plain, int8], [shape])
-        config = LayerConfig.uniform(4, segment=segment, tile=TileConfig(64, 128, 1), scores="int8")
-        truth = exact_attention(captured.q, captured.k, captured.v)
-        off = s2o_attention_reference(captured.q, captured.k, captured.v, config).out - truth
-        expected = off.square().mean((0, 2, 3)).double()
-        torch.testing.assert_close(curves[int8, shape].mse[:, 0], expected, rtol=0.1, atol=0)
-        assert torch.all(curves[plain, shape].mse[:, 0] < 0.1 * expected)
 
 
 def test_measuring_few_heads_at_a_time_changes_nothing(monkeypatch):

@@ -34,7 +34,7 @@ BAD = [math.nan, math.inf, -math.inf]
 POSITIONS = [40 * SCALE, 90 * SCALE, LENGTH - 1]  # in the first segment, in the prefix of later ones, last
 SLOW = pytest.mark.slow(reason="more numbers in Triton's interpreter, seconds each")
 TILES = [PLAIN, HOPPER] if ON_GPU else [PLAIN]
-PATHS = ["dense", "exact", "window", "soft-capped window", "reference", "kernels", "splits", "int8"]
+PATHS = ["dense", "exact", "window", "soft-capped window", "reference", "kernels", "splits"]
 
 
 def inputs(where="q", bad=0.0, position=0, on_host=False):
@@ -83,7 +83,7 @@ def test_where_dense_attention_is_nan_s2o_is(path, where, bad, position, tile, m
             drop_nan(monkeypatch)
         if path == "splits":
             monkeypatch.setattr(prefill_module, "count_key_splits", lambda *_: 3)
-        config = LayerConfig(HEADS, tile, scores="int8" if path == "int8" else "input")
+        config = LayerConfig(HEADS, tile)
         backend = "reference" if path == "reference" else "triton"
         out, lse, _ = s2o_attention(q, k, v, config, kv_start=start, backend=backend, return_lse=True)
     expected = nan_rows(q, k, v, start, window) & (softcap is None or not math.isinf(bad))

@@ -1,7 +1,6 @@
 """Keys and values in pages: the copy out of them, and the op on shuffled pages against the op on packed sequences."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -134,7 +133,6 @@ def test_rows_of_a_cache_are_its_keys(name):
         ({"page": 48}, CONFIG, "pages have 48 tokens, not a power of two"),
         ({"v": torch.zeros(9, 2, 16, 64).transpose(1, 2)}, CONFIG, "are not alike rows"),
         ({"k": torch.zeros(16, 9, 2, 64).transpose(0, 1)}, CONFIG, "are not alike rows"),
-        ({}, replace(CONFIG, scores="int8"), "int8 scores are of keys that were rounded"),
         ({"page": 2}, CONFIG, "pages have 2 tokens, fewer than the 4 of a step"),
         ({"width": 80}, CONFIG, "head_dim 80 is filled up with zeros"),
         ({"between": 66}, CONFIG, None),

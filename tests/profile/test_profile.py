@@ -107,7 +107,12 @@ def test_golden_files_are_read_for_ever(name):
 
 @pytest.mark.parametrize(
     ("name", "values", "unsupported"),
-    [("tail", [0, 2, 2], [1, 2]), ("representatives", [1, 32, 4], [1, 2]), ("grain", 2, [0, 1, 2])],
+    [
+        ("tail", [0, 2, 2], [1, 2]),
+        ("representatives", [1, 32, 4], [1, 2]),
+        ("grain", 2, [0, 1, 2]),
+        ("scores", 1, [0, 1, 2]),
+    ],
 )
 def test_heads_that_only_earlier_versions_could_run_are_dense(tmp_path, name, values, unsupported):
     """And written so; a head that was dense already, the last one, is not counted."""

@@ -144,9 +144,9 @@ def test_show_counts_the_heads_that_only_earlier_versions_could_run(run):
     earlier = path_of("schema8")
     count = load_profile(earlier).unsupported_heads
     assert count > 10
-    assert f"\ndense here: {count} heads, whose tail, grain or representatives" in run("show", earlier)[1]
+    assert f"\ndense here: {count} heads, whose tail, grain, scores or representatives" in run("show", earlier)[1]
     assert run("show", earlier, "--json")[1]["unsupported_heads"] == count
-    assert "dense here" not in run("show", FULL)[1]
+    assert "dense here" not in run("show", DEMO_PROFILE)[1]
 
 
 def test_export_holds_everything(run, tmp_path):

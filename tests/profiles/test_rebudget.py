@@ -90,8 +90,8 @@ def test_it_is_what_a_calibration_would_allocate(budget, recipe, curves, old, tm
     for bucket, index in product(range(2), range(6)):
         measured, before = curves[LENGTHS[bucket]][index], old.layers[bucket][index]
         config, stored = done.layers[bucket][index], load_profile(out).layers[bucket][index]
-        point = SearchPoint(before.heads[0].segment, before.tile, before.scores)
-        assert (config.heads[0].segment, config.tile, config.scores) == point
+        point = SearchPoint(before.heads[0].segment, before.tile)
+        assert (config.heads[0].segment, config.tile) == point
         spent = build_plan(point, measured, after).dense_if_no_gain()
         assert spent.allocation.mse <= spendable(measured, after)
         grew = spendable(measured, after) > spendable(measured, recipe)

@@ -132,20 +132,3 @@ def test_layers_share_a_budget_by_weight():
     for weight, densities in ((1.0, [0.2, 1.0]), (4.0, [1.0, 0.6])):
         together = allocate_together(layers, [ErrorWeights(weight), ErrorWeights()], 0.5)
         assert [allocation.density for allocation in together] == densities
-
-
-def test_int8_scores_are_paid_for_before_anything_is_skipped():
-    int8 = RankingConfig(1024, scores="int8")
-    rounded = curve([[(0.75, 0.2)]])
-    rounded.mse[:, -1] = 0.25  # of the head that visits all keys
-    dense = allocate({int8: rounded}, 0.5)
-    assert (dense.heads[0].mode, dense.mse) == ("dense", 0.25)
-    assert allocate({int8: rounded}, 0.75).heads[0] == HeadConfig(TAUS[0], 1024)
-    assert allocate({int8: rounded}, 0.1).mse == 0.25  # over the budget: the choice then gives int8 scores up
-    # a tail may err less than all keys in int8: then that is the least error, so that points still rise in error
-    rounded = curve([[(0.25, 0.8), (0.75, 0.2)]])
-    rounded.tail_mse[0, 0] = 0.2
-    errors = [point.mse for point in list_points({int8: rounded}, 0, SearchConstraints())]
-    assert errors == sorted(errors)
-    assert errors[0] == 0.2
-    assert allocate({int8: rounded}, 0.75).density == 0.2

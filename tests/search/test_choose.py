@@ -201,13 +201,13 @@ def test_layers_that_are_searched_beside_one_another_choose_the_same(curves, jou
 def test_what_is_likely_to_be_timed_is_compiled_at_once(curves, journal, monkeypatch):
     """In a search that is what the first trial of every group needs."""
     seen, compiled = timings(monkeypatch)
-    kinds = ({}, {"tail": "mean"}, {"scores": "int8"})
-    plain, tail, int8 = (LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0], **kind) for kind in kinds)
+    kinds = ({}, {"tail": "mean"}, {"last_rows": 128})
+    plain, tail, rows = (LayerConfig.uniform(2, tau=1.0, segment=64, tile=TILES[0], **kind) for kind in kinds)
     worker = pretended(SimpleNamespace(layers=4), GPU)._worker
-    for layer, config in enumerate((plain, tail, int8, int8)):
+    for layer, config in enumerate((plain, tail, rows, rows)):
         CallTime(layer, LENGTH, "a", config, 1.0, TILES, (tail, config.as_dense())).run(worker)
     forms = [{get_kernel_form(config) for config in of_call} for of_call in compiled]
-    assert forms == [{get_kernel_form(plain), get_kernel_form(tail)}, {get_kernel_form(int8)}]
+    assert forms == [{get_kernel_form(plain), get_kernel_form(tail)}, {get_kernel_form(rows)}]
     seen.clear()
     compiled.clear()
     chosen = run(curves, journal, GPU, trials=1)

@@ -15,7 +15,7 @@ from calibrate.curves.measure import combine_prompts, measure_prompt
 from calibrate.model.layers import Captured
 from calibrate.recipe import Recipe
 from calibrate.search import study
-from calibrate.search.choice import CalibrationDense, SearchPoint, build_plan, make_constraints
+from calibrate.search.choice import CalibrationDense, SearchPoint, build_plan
 from calibrate.search.study import LayerSearch, Studies
 from calibrate.timing import Timing
 from s2o_runtime.config import TileConfig
@@ -143,7 +143,7 @@ def test_on_a_gpu_time_decides(curves, every_point):
     search = make_search(curves, timer, trials=30)
     choice = run(search)
     assert choice.seconds == choice.timing.seconds == min(seconds_of(tried.config) for tried in search.tried.values())
-    assert (choice.point, choice.why_dense) == ((128, TILES[2], "input"), None)
+    assert (choice.point, choice.why_dense) == ((128, TILES[2]), None)
     cheapest = min(search.tried.values(), key=lambda tried: tried.allocation.cost)
     assert cheapest.point != choice.point  # what is predicted would have chosen another
     for index, (_, best) in enumerate(calls):
@@ -255,28 +255,7 @@ def test_a_storage_that_cannot_be_opened_is_one_sentence_without_its_password(ur
     assert "secret" not in str(raised.value)
 
 
-def test_int8_scores_are_taken_where_they_are_faster_and_within_the_budget(every_point):
-    prompt, scores = make_prompts(1), ("input", "int8")
-    both = measured(prompt, scores=scores)
-    for faster in scores:
-
-        def timer(config, best, faster=faster):
-            return Timing(seconds_of(config) * (1 + (config.scores != faster)), 0.0, 1.0, 1e9, 3)
-
-        search = make_search(both, timer, trials=30, scores=scores)
-        choice = run(search)
-        assert search.trials == 2 * ALL
-        assert choice.config.scores == choice.point.scores == faster
-        assert choice.spent <= choice.budget_mse
-    out, truth = attend(prompt[0], choice.config)
-    assert float((out - truth).square().mean()) == pytest.approx(choice.allocation.mse, rel=1e-2)
-    point = DEFAULT._replace(scores="int8")
-    choice = build_plan(point, both, recipe(value=1e-9, scores=("int8",)))
-    assert choice.why_dense == CalibrationDense.ROUNDING_COSTS
-    assert (choice.config.scores, choice.config.is_dense, choice.spent) == ("input", True, 0.0)
-    in_16_bits = build_plan(DEFAULT, both, recipe(value=1e-30))
+def test_a_layer_that_its_budget_makes_dense_says_so():
+    in_16_bits = build_plan(DEFAULT, measured(make_prompts(1)), recipe(value=1e-30))
     assert in_16_bits.why_dense is None  # nothing made it dense but its budget
     assert in_16_bits.dense_sentence == CalibrationDense.NO_GAIN.value
-    affordable = build_plan(point, both, recipe(value=0.1, scores=("int8",)))
-    assert affordable.config.scores == "int8"
-    assert affordable.spending(1e-12, make_constraints(recipe())).config.scores == "input"

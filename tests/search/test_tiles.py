@@ -215,7 +215,7 @@ def test_the_crossovers_of_many_layers_are_those_of_each(monkeypatch, journal):
 def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, journal, compiled):
     """One call for each kernel: strides and representatives make none. The second time the journal answers."""
     monkeypatch.setattr(tiles, "_measure_crossover", lambda *_: (512, 16))
-    kinds = [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"tail": "mean"}), (2, {"scores": "int8"})]
+    kinds = [(2, {}), (4, {}), (2, {"representatives": 16}), (2, {"tail": "mean"})]
     layers = {
         number: Layer(LayerConfig.uniform(4, tau=0.5, segment=256, tile=TileConfig(64, 64, chunk), **kind))
         for number, (chunk, kind) in enumerate(kinds)
@@ -224,5 +224,5 @@ def test_kernels_of_several_kinds_are_compiled_at_once(monkeypatch, journal, com
         tiles.measure_crossovers(pretended(GEOMETRY, GPU), layers, journal)
     (configs,) = compiled
     assert {*map(get_kernel_form, configs)} == {get_kernel_form(layer.config) for layer in layers.values()}
-    assert len(configs) == 3
+    assert len(configs) == 2
     assert {head.tau for config in configs for head in config.heads} == {MAX_TAU}

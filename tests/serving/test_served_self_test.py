@@ -103,11 +103,11 @@ def test_a_stock_backend_that_does_something_else_is_noticed(untested, monkeypat
 
 def test_what_never_stops_has_the_heads_segments():
     profile = two_layers()
-    int8 = LayerConfig((HeadConfig(0.5, 64, tail="mean"),) * 4, profile.layers[0][0].tile, scores="int8")
-    layers = ((int8, profile.layers[0][1]),) * 2
+    stopping = LayerConfig((HeadConfig(0.5, 64, tail="mean"),) * 4, profile.layers[0][0].tile)
+    layers = ((stopping, profile.layers[0][1]),) * 2
     sparse, dense_layer = served(replace(profile, layers=layers)).fit.layers
     config = exact_config(sparse, profile.lengths)
-    assert {(head.tau, head.segment, config.scores) for head in config.heads} == {(0.0, 64, "input")}
+    assert {(head.tau, head.segment) for head in config.heads} == {(0.0, 64)}
     assert exact_config(dense_layer, profile.lengths) is None
 
 

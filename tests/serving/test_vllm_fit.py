@@ -107,7 +107,7 @@ def test_requests_with_little_work_for_a_gpu_are_dense():
 
 
 def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_backend(monkeypatch):
-    """Also those that differ in nothing but one head's mode, the scores or the tile."""
+    """Also those that differ in nothing but one head's mode or the tile."""
     monkeypatch.setattr("s2o_runtime.serving.fit.get_capability", lambda device: (8, 0))
     tile = TileConfig(64, 64, 4, 4, 2, min_queries=200)
     plain = LayerConfig((HeadConfig(0.1, 128),) * 8, tile)
@@ -116,7 +116,6 @@ def test_layers_share_a_plan_only_if_they_send_the_same_requests_to_the_stock_ba
         (replace(plain, tile=TileConfig(64, 128, 4, 4, 2, specialized=True, min_queries=200)),) * 2,
         (replace(plain, heads=(HeadConfig(0.1, 256),) * 8),) * 2,
         (plain.as_dense(), plain.as_dense()),
-        (replace(plain.as_dense(), scores="int8"),) * 2,
         (plain, plain.as_dense()),
         (replace(plain, heads=(HeadConfig(0.2, 128, representatives=16),) * 8), plain),
     ]

@@ -8,7 +8,6 @@ import torch
 
 from s2o_runtime.call import Call, Scoring
 from s2o_runtime.config import KEY_BLOCK, HeadConfig, LayerConfig, StopRule, TileConfig
-from s2o_runtime.kernels.keys import read_keys
 from s2o_runtime.kernels.plan import LaunchPlan
 from s2o_runtime.kernels.prefill import Ranker, run_prefill
 from s2o_runtime.kernels.rank.order import BUCKETS
@@ -90,13 +89,13 @@ def call_of(q, k, v, config, kv_start=None, scale=None, lse=False, **features):
 
 def kernel_ranking(call):
     """The ranking of a whole call by the kernels, and its tail sums."""
-    return Ranker(call, read_keys(call)).rank(range(call.shape.q_len))
+    return Ranker(call).rank(range(call.shape.q_len))
 
 
 def prefix_of(call, b, h, n):
     """(first key that counts, first key of the window) of a segment."""
     start = 0 if call.kv_start is None else int(call.kv_start[b])
-    begin = max(call.shape.offset + n * call.config.heads[h].segment, start)
+    begin = max(call.shape.offset + n * call.config.heads[h].segment - call.config.lookback, start)
     return start, begin - (begin - start) % call.config.tile.block_n
 
 

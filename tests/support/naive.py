@@ -67,7 +67,7 @@ def naive_s2o(
                 rows = [i for i in segment if offset + i >= start]
                 if not rows:
                     continue
-                window = max(offset + begin, start)
+                window = max(offset + begin - config.lookback, start)
                 window -= (window - start) % tile.block_n
                 steps = _steps(score, rows_q, keys, segment, head, offset, start, window, grain)
                 order = [key for _, first in steps for key in range(first, first + grain)]

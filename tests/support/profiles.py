@@ -113,7 +113,7 @@ def profiles(draw):
         LayerConfig,
         st.tuples(*[heads] * geometry.query_heads),
         tiles,
-        st.sampled_from(["input", "int8"]),
+        st.sampled_from([64, 128, 256]),
         st.sampled_from([0, 128, 256, 512]),
     )
     hashes, base = draw(st.sampled_from(["", "random-00", "a" * 64])), draw(st.sampled_from([None, "b" * 64]))

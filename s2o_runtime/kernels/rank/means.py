@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -12,9 +10,8 @@ from torch import Tensor
 from ...call import Call
 from ...sequences import Starts
 from ..groups import Strides
-from ..keys import Keys
 from ..launch import group_strides, launch
-from ..primitives import LOG2E, head_pointer, load_sequence, quantise
+from ..primitives import LOG2E, head_pointer, load_sequence
 
 REPRESENTATIVE_WARPS = 4
 REPRESENTATIVE_STAGES = 5  # a program's loads are all that it waits for, and few programs run beside it
@@ -22,16 +19,16 @@ REPRESENTATIVE_STAGES = 5  # a program's loads are all that it waits for, and fe
 
 @triton.jit(do_not_specialize=["q_len", "offset"])
 def _representatives(
-    Q, REP, REP_SCALE, STARTS: Starts, PART, REPRESENTATIVES, K_UNIT, qk_scale, q_len, offset, stride_q: Strides,
+    Q, REP, STARTS: Starts, PART, REPRESENTATIVES, qk_scale, q_len, offset, stride_q: Strides,
     stride_r: Strides,
     D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_START: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr,
+    HAS_START: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Write to REP[b, h, n] the mean of those queries of part n that count, times qk_scale; 0 if none does.
 
     Programs: (parts / PARTS, Hq, B). A program computes PARTS parts of a head with R representatives: one by a sum,
     several by a product with ones; those of other heads end at once. Reading the queries takes the time, so loads run
-    ahead, and rows are summed across threads only at the end. K_UNIT: `k_unit` of `groups.Levels`.
+    ahead, and rows are summed across threads only at the end.
     """
     n = tl.program_id(0) * PARTS
     h = tl.program_id(1)
@@ -63,51 +60,35 @@ def _representatives(
         size = tl.minimum((parts + 1) * part, q_len) - tl.maximum(parts * part, start - offset)
         mean = total * (qk_scale / tl.maximum(size, 1).to(tl.float32))[:, None]
         out = head_pointer(REP, stride_r, b, h) + parts[:, None].to(tl.int64) * stride_r.row
-        if INT8:
-            unit = tl.load(K_UNIT + (b * (tl.num_programs(1) // GROUP) + h // GROUP).to(tl.int64) * D + offs_d)
-            mean, scale = quantise(mean * unit[None, :])
-            of_head = (b * tl.num_programs(1) + h).to(tl.int64) * (stride_r.head // D)
-            tl.store(REP_SCALE + of_head + parts, scale, mask=parts * part < q_len)
         tl.store(out + offs_d[None, :], mean.to(REP.dtype.element_ty), mask=(parts * part < q_len)[:, None])
 
 
-class Representatives(NamedTuple):
-    """The means of all parts of all segments of a call, times the scale of scores in base 2.
+def make_representatives(call: Call) -> Tensor:
+    """Average the queries of all parts of all segments (Algorithm 1, line 7), for scores in base 2.
 
+    A head of the call has a prefix. Returns REP: [B, Hq, parts, D] in q's type, times the scale of scores in base 2.
     Heads with longer parts use fewer rows; dense heads none.
     """
-
-    rows: Tensor  # [B, Hq, parts, D], in q's type, or int8 and to be multiplied with int8 keys
-    scale: Tensor | None  # float32 [B, Hq, parts], of int8 rows
-
-
-def make_representatives(q: Tensor, keys: Keys, call: Call) -> Representatives:
-    """Average the queries [B, Hq, Lq, D] of all parts of all segments (Algorithm 1, line 7), for scores in base 2.
-
-    keys: what the means are to be multiplied with. A head of the call has a prefix.
-    """
-    shape, tables, int8 = call.shape, call.tables, keys.unit is not None
+    q, shape, tables = call.q, call.shape, call.tables
     size = shape.batch, shape.query_heads, -(-shape.q_len // tables.min_rows_per_representative)
-    out = torch.empty(*size, shape.head_dim, dtype=torch.int8 if int8 else q.dtype, device=q.device)
-    scale = torch.empty(size, dtype=torch.float32, device=q.device) if int8 else None
+    out = torch.empty(*size, shape.head_dim, dtype=q.dtype, device=q.device)
     for count in tables.representative_counts:
         parts = count_parts_at_once(count)
         launch(
             _representatives,
             (-(-out.shape[2] // parts), shape.query_heads, shape.batch),
             {
-                "Q": q, "REP": out, "REP_SCALE": scale, "STARTS": call.starts, "PART": tables.rows_per_representative,
-                "REPRESENTATIVES": tables.representatives, "K_UNIT": keys.unit, "qk_scale": call.scale * LOG2E,
+                "Q": q, "REP": out, "STARTS": call.starts, "PART": tables.rows_per_representative,
+                "REPRESENTATIVES": tables.representatives, "qk_scale": call.scale * LOG2E,
                 "q_len": shape.q_len, "offset": shape.offset, **group_strides(q=q, r=out),
             },
             {
                 "D": shape.head_dim, "R": count, "PARTS": parts, "ROWS": count_representative_rows(shape.head_dim),
                 "STAGES": REPRESENTATIVE_STAGES, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
-                "GROUP": shape.group, "INT8": int8,
             },
             num_warps=REPRESENTATIVE_WARPS,
         )  # fmt: skip
-    return Representatives(out, scale)
+    return out
 
 
 def count_parts_at_once(count: int) -> int:

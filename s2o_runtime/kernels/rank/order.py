@@ -114,10 +114,12 @@ def _load_four(SCORE, first, prefix):
     return s0.to(tl.float32), s1.to(tl.float32), s2.to(tl.float32), s3.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "page_shift", "page_rows", "stride_pb"])
+@triton.jit(
+    do_not_specialize=["q_len", "offset", "lookback", "row_begin", "rows_end", "page_shift", "page_rows", "stride_pb"]
+)
 def _order(
-    SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, STARTS: Starts, PAGES, SEGMENT, q_len, offset, row_begin, rows_end,
-    page_shift, page_rows, stride_s: Strides, stride_i: Strides, stride_pb,
+    SCORE, ORDER, FIRST, EDGE, SHARE_OF_RANK, STARTS: Starts, PAGES, SEGMENT, q_len, offset, lookback, row_begin,
+    rows_end, page_shift, page_rows, stride_s: Strides, stride_i: Strides, stride_pb,
     SAMPLES: tl.constexpr, BUCKETS: tl.constexpr, WARPS: tl.constexpr, BN: tl.constexpr,
     HAS_TAIL: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PORTABLE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +141,7 @@ def _order(
     segment = tl.load(SEGMENT + h)
     start = tl.load(STARTS.kv_start + b).to(tl.int32) if HAS_START else 0
     _, _, q_len, offset = load_sequence(b, STARTS.cu_q, STARTS.cu_k, q_len, offset, PACKED)
-    first = find_window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, start, BN)
+    first = find_window_start(row_begin // tl.maximum(segment, 1) + n, segment, offset, lookback, start, BN)
     prefix = (first - start) // GRAIN
     if (segment > 0) & (row_begin + n * segment < tl.minimum(rows_end, q_len)) & (prefix > 0):
         score = SCORE + b.to(tl.int64) * stride_s.batch + h.to(tl.int64) * stride_s.head + n.to(tl.int64) * stride_s.row
@@ -238,8 +240,9 @@ def order(scores: Tensor, call: Call, rows: range, portable: bool | None = None)
         {
             "SCORE": scores, "ORDER": out, "FIRST": first, "EDGE": edge,
             "SHARE_OF_RANK": bucket_shares(scores.device), "STARTS": call.starts, **call.paging,
-            "SEGMENT": call.tables.segment, "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start,
-            "rows_end": rows.stop, **group_strides(s=scores, i=out),
+            "SEGMENT": call.tables.segment, "q_len": shape.q_len, "offset": shape.offset,
+            "lookback": call.config.lookback, "row_begin": rows.start, "rows_end": rows.stop,
+            **group_strides(s=scores, i=out),
         },
         {
             "SAMPLES": SAMPLES, "BUCKETS": BUCKETS, "WARPS": ORDER_WARPS, "BN": call.config.tile.block_n,

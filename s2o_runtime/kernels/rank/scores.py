@@ -16,7 +16,6 @@ from ... import config
 from ...call import Call
 from ...sequences import Starts
 from ..groups import Strides
-from ..keys import Keys
 from ..launch import group_strides, launch
 from ..primitives import (
     GRAIN,
@@ -27,7 +26,6 @@ from ..primitives import (
     load_cache_rows,
     load_sequence,
 )
-from .means import Representatives
 
 LOG_SUM_KEYS = 64
 # A denominator moves all scores of a representative alike, so it only says what representatives count against one
@@ -42,12 +40,12 @@ SCORE_LIMIT = 60000.0  # float16 holds it; -inf marks no step
 ROW_ALIGNMENT = 16
 
 
-@triton.jit(do_not_specialize=["q_len", "offset", "parts", "page_shift", "page_rows", "stride_pb"])
+@triton.jit(do_not_specialize=["q_len", "offset", "lookback", "parts", "page_shift", "page_rows", "stride_pb"])
 def _log_sums(
-    REP, K, LOG_SUM, STARTS: Starts, PAGES, SEGMENT, PART, REP_SCALE, q_len, offset, parts, page_shift, page_rows,
+    REP, K, LOG_SUM, STARTS: Starts, PAGES, SEGMENT, PART, q_len, offset, lookback, parts, page_shift, page_rows,
     stride_r: Strides, stride_k: Strides, stride_pb,
     GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
-    SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, INT8: tl.constexpr, PAGED: tl.constexpr,
+    SAMPLE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Write to LOG_SUM[b, h, n] the log-sum-exp in base 2 of part n's scores, from about SAMPLE keys of its prefix.
 
@@ -68,10 +66,7 @@ def _log_sums(
         offs_d = tl.arange(0, D)
         rep = head_pointer(REP, stride_r, b, h) + n[:, None].to(tl.int64) * stride_r.row
         r = tl.load(rep + offs_d[None, :], mask=inside[:, None], other=0)
-        if INT8:
-            of_head = (b * tl.num_programs(1) + h).to(tl.int64) * parts
-            r_scale = tl.load(REP_SCALE + of_head + n, mask=inside, other=1.0)
-        first = find_window_start(n * part // segment, segment, offset, start, BN)
+        first = find_window_start(n * part // segment, segment, offset, lookback, start, BN)
         first = tl.where(inside & (offset + (n + 1) * part > start), first, 0)
         last = tl.max(first, 0)
         every = tl.maximum((offset + q_len) // SAMPLE, 1)  # by the sequence, which may be packed with longer ones
@@ -91,7 +86,7 @@ def _log_sums(
                 mask=t[None, :] < last,
                 other=0,
             )
-            s = tl.dot(r, k).to(tl.float32) * r_scale[:, None] if INT8 else tl.dot(r, k, input_precision="ieee")
+            s = tl.dot(r, k, input_precision="ieee")
             if CAP > 0:
                 s = cap_scores(s, 1.0, CAP)
             s = tl.where((t[None, :] < first[:, None]) & (tl.abs(s) < float("inf")), s, NOTHING)
@@ -114,14 +109,24 @@ def _group_rows_by_step(s, WARPS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["q_len", "offset", "row_begin", "rows_end", "parts", "page_shift", "page_rows", "stride_pb"]
+    do_not_specialize=[
+        "q_len",
+        "offset",
+        "lookback",
+        "row_begin",
+        "rows_end",
+        "parts",
+        "page_shift",
+        "page_rows",
+        "stride_pb",
+    ]
 )
 def _scores(
-    REP, K, LOG_SUM, SCORE, STARTS: Starts, PAGES, SEGMENT, REPRESENTATIVES, REP_SCALE, limit, q_len, offset, row_begin,
+    REP, K, LOG_SUM, SCORE, STARTS: Starts, PAGES, SEGMENT, REPRESENTATIVES, limit, q_len, offset, lookback, row_begin,
     rows_end, parts, page_shift, page_rows, stride_r: Strides, stride_k: Strides, stride_s: Strides, stride_pb,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, WARPS: tl.constexpr,
     BN: tl.constexpr, CAP: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
-    INT8: tl.constexpr, PAGED: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """Write to SCORE[b, h, n, g] the logarithm in base 2 of the weight of step g for segment n of the slice.
 
@@ -173,19 +178,14 @@ def _scores(
                 out = head_pointer(SCORE, stride_s, b, h)
                 last = tl.cdiv(tl.minimum(q_len, rows_end) - row_begin, segment)
                 # segments whose prefix ends before this block have no use for it
-                none = tl.maximum(t0 - offset - row_begin, 0) // segment
+                none = tl.maximum(t0 - offset - row_begin + lookback, 0) // segment
                 for n0 in range(none // BS * BS, last, BS):
                     p = (before + n0) * R + tl.arange(0, BS * R)
                     there = (p < (before + last) * R) & (p * (segment // R) < q_len)
                     r = tl.load(
                         rep + p[None, :].to(tl.int64) * stride_r.row + offs_d[:, None], mask=there[None, :], other=0
                     )
-                    if INT8:
-                        of_head = (b * heads + h).to(tl.int64) * parts
-                        r_scale = tl.load(REP_SCALE + of_head + p, mask=there, other=0.0)
-                        s = tl.dot(k, r).to(tl.float32) * r_scale[None, :]
-                    else:
-                        s = tl.dot(k, r, input_precision="ieee")
+                    s = tl.dot(k, r, input_precision="ieee")
                     if CAP > 0:
                         s = cap_scores(s, 1.0, CAP)
                     s -= tl.load(log_sum + p, mask=there, other=float("inf"))[None, :]
@@ -195,7 +195,7 @@ def _scores(
                     most = tl.max(s, 1)
                     s = most + tl.log2(tl.sum(tl.exp2(s - most[:, None, :]), 1))
                     n = n0 + tl.arange(0, BS)
-                    first = find_window_start(before + n, segment, offset, start, BN)
+                    first = find_window_start(before + n, segment, offset, lookback, start, BN)
                     steps = tl.where(n < last, (first - start) // GRAIN, 0)
                     tl.store(
                         out + n[None, :].to(tl.int64) * stride_s.row + step[:, None],
@@ -204,9 +204,9 @@ def _scores(
                     )
 
 
-def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
-    """Compute LOG_SUM, from a sample of about LOG_SUM_SAMPLE keys of each prefix: float32 [B, Hq, parts]."""
-    shape, (r, r_scale), k = call.shape, representative, keys.rows
+def log_sums(r: Tensor, call: Call) -> Tensor:
+    """Compute LOG_SUM, from a sample of about LOG_SUM_SAMPLE keys of each prefix: float32 [B, Hq, parts]; r: REP."""
+    shape, k = call.shape, call.k
     out = torch.empty(r.shape[:3], dtype=torch.float32, device=k.device)
     rows = 64 if max(call.tables.representative_counts) > 1 else 16
     launch(
@@ -214,27 +214,26 @@ def log_sums(representative: Representatives, keys: Keys, call: Call) -> Tensor:
         (-(-out.shape[2] // rows), shape.query_heads, shape.batch),
         {
             "REP": r, "K": k, "LOG_SUM": out, "STARTS": call.starts, **call.paging, "SEGMENT": call.tables.segment,
-            "PART": call.tables.rows_per_representative, "REP_SCALE": r_scale, "q_len": shape.q_len,
-            "offset": shape.offset, "parts": out.shape[2], **group_strides(r=r, k=k),
+            "PART": call.tables.rows_per_representative, "q_len": shape.q_len, "offset": shape.offset,
+            "lookback": call.config.lookback, "parts": out.shape[2], **group_strides(r=r, k=k),
         },
         {
             "GROUP": shape.group, "D": shape.head_dim, "BR": rows, "BK": LOG_SUM_KEYS, "BN": call.config.tile.block_n,
             "CAP": call.cap, "SAMPLE": LOG_SUM_SAMPLE, "HAS_START": call.kv_start is not None, "PACKED": call.packed,
-            "INT8": r_scale is not None, "PAGED": call.pages is not None,
+            "PAGED": call.pages is not None,
         },
         num_warps=LOG_SUM_WARPS,
     )  # fmt: skip
     return out
 
 
-def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Call, rows: range) -> Tensor:
+def score(r: Tensor, log_sum: Tensor, call: Call, rows: range) -> Tensor:
     """Weigh each step of the prefixes of all segments that begin in `rows` (Algorithm 1, line 17).
 
-    log_sum: as `log_sums` gave it; rows: they begin at a multiple of every segment. Returns SCORE, of a row of which
-    only the prefix's entries are written. Heads with longer segments use fewer than the N' rows; dense heads none.
+    r: REP; log_sum: as `log_sums` gave it; rows: they begin at a multiple of every segment. Returns SCORE, of a row of
+    which only the prefix's entries are written. Heads with longer segments use fewer of the N' rows; dense heads none.
     """
-    shape, tables = call.shape, call.tables
-    (r, r_scale), k = representative, keys.rows
+    k, shape, tables = call.k, call.shape, call.tables
     segments = -(-len(rows) // tables.shortest_segment)
     longest = shape.kv_len if call.packed else shape.offset + rows.start + (segments - 1) * tables.shortest_segment
     # rounded up, so that there is one compiled kernel for all lengths
@@ -248,17 +247,15 @@ def score(representative: Representatives, log_sum: Tensor, keys: Keys, call: Ca
             (-(-longest // (32 * SCORE_WARPS)) or 1, shape.query_heads // heads, shape.batch),
             {
                 "REP": r, "K": k, "LOG_SUM": log_sum, "SCORE": scores, "STARTS": call.starts, **call.paging,
-                "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives, "REP_SCALE": r_scale,
-                "limit": SCORE_LIMIT,
-                "q_len": shape.q_len, "offset": shape.offset, "row_begin": rows.start, "rows_end": rows.stop,
-                "parts": log_sum.shape[2],
+                "SEGMENT": tables.segment, "REPRESENTATIVES": tables.representatives, "limit": SCORE_LIMIT,
+                "q_len": shape.q_len, "offset": shape.offset, "lookback": call.config.lookback,
+                "row_begin": rows.start, "rows_end": rows.stop, "parts": log_sum.shape[2],
                 **group_strides(r=r, s=scores, k=k),
             },
             {
                 "GROUP": shape.group, "HEADS": heads, "D": shape.head_dim, "R": count, "BS": at_once,
                 "WARPS": SCORE_WARPS, "BN": call.config.tile.block_n, "CAP": call.cap,
-                "HAS_START": call.kv_start is not None, "PACKED": call.packed, "INT8": r_scale is not None,
-                "PAGED": call.pages is not None,
+                "HAS_START": call.kv_start is not None, "PACKED": call.packed, "PAGED": call.pages is not None,
             },
             num_warps=SCORE_WARPS,
             num_stages=SCORE_STAGES,
