@@ -42,7 +42,7 @@ def run_mcnemar(lost: int, gained: int) -> float:
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for their number (S. Holm, Scandinavian Journal of Statistics 6, 1979), in their order."""
+    """Adjust p-values for their number (S. Holm, Scandinavian Journal of Statistics 6, 1979), in their order."""
     adjusted, least = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))

@@ -12,6 +12,8 @@ from itertools import chain, product
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from calibrate.evaluation import ruler
 from calibrate.evaluation.paired import CONFIDENCE, adjust_holm, bootstrap, compare_answers, run_mcnemar
 from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan
@@ -168,21 +170,18 @@ def _score_ruler(values: list[Row], dense: list[Row]) -> Row:
 
     changes, nats: of each prompt, what the variant has more than dense.
     """
-    scores, dense_scores = ([value["score"] for value in rows] for rows in (values, dense))
-    likelihoods, dense_likelihoods = (
-        [value["log_likelihood"] / value["answer_tokens"] for value in rows] for rows in (values, dense)
+    own, other = (
+        np.array([(value["score"], value["log_likelihood"] / value["answer_tokens"]) for value in rows]).T
+        for rows in (values, dense)
     )
-    changes, nats = (
-        [own - other for own, other in zip(*pair, strict=True)]
-        for pair in ((scores, dense_scores), (likelihoods, dense_likelihoods))
-    )
-    row: Row = {"asked": len(values), "score": fmean(scores), "dense_score": fmean(dense_scores), "changes": changes}
-    row |= {"nats": nats, "judged": RULER_JUDGED[0] <= row["dense_score"] <= RULER_JUDGED[1]}
-    if values is dense:
-        return row
-    row |= bootstrap([changes]) | {"log_likelihood": bootstrap([nats])}
-    if {*scores, *dense_scores} <= {0.0, 1.0}:
-        row["p"] = run_mcnemar(changes.count(-1.0), changes.count(1.0))
+    score, dense_score = float(own[0].mean()), float(other[0].mean())
+    changes, nats = (own - other).tolist()
+    row: Row = {"asked": len(values), "score": score, "dense_score": dense_score, "changes": changes, "nats": nats}
+    row["judged"] = RULER_JUDGED[0] <= dense_score <= RULER_JUDGED[1]
+    if values is not dense:
+        row |= bootstrap([changes]) | {"log_likelihood": bootstrap([nats])}
+        if {*own[0], *other[0]} <= {0.0, 1.0}:
+            row["p"] = run_mcnemar(changes.count(-1.0), changes.count(1.0))
     return row
 
 

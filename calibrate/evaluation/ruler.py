@@ -8,7 +8,7 @@ import importlib.util
 import io
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -92,7 +92,10 @@ def _draw_rows(tokenizer: Any, name: str, length: int, count: int, seed: int) ->
     modules, task = _load_generators(), TASKS[name]
     # transformers would warn of texts that are longer than the model's prompts
     encoder = partial(tokenizer, verbose=False, return_attention_mask=False)
-    with _seed_generators(modules, f"{seed}/{name}/{length}"), contextlib.redirect_stdout(io.StringIO()):
+    random.seed(f"{seed}/{name}/{length}")  # the generators take Python's and numpy's global random numbers
+    np.random.seed(random.getrandbits(32))
+    modules["cwe_utils"].RNG.seed(random.getrandbits(32))
+    with contextlib.redirect_stdout(io.StringIO()):
         example, _ = modules["vt_utils"].generate_input_output(EXAMPLE, 1, 4, is_icl=True)
         if (tokens := len(encoder(example).input_ids)) > ROOM:  # lm_eval would look for a shorter one for ever
             raise InputError(
@@ -107,20 +110,6 @@ def _draw_rows(tokenizer: Any, name: str, length: int, count: int, seed: int) ->
     return rows
 
 
-@contextlib.contextmanager
-def _seed_generators(modules: dict[str, Any], seed: str) -> Iterator[None]:
-    """Seed the random numbers of lm_eval's generators, which are partly Python's and numpy's global ones."""
-    states = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(random.getrandbits(32))
-    modules["cwe_utils"].RNG.seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
 @cache
 def _load_generators() -> dict[str, Any]:
     """Import lm_eval's files of RULER alone.
@@ -131,16 +120,16 @@ def _load_generators() -> dict[str, Any]:
     found = importlib.util.find_spec("lm_eval")
     if found is None or importlib.util.find_spec("wonderwords") is None:
         raise InputError(f"the task {RULER!r} needs lm_eval and wonderwords, found at most one of them: {INSTALL}")
-    root = Path(*(found.submodule_search_locations or ()))
-    stand_ins: dict[str, Any] = {}
-    for name, path in (("lm_eval", ""), ("lm_eval.tasks", "tasks"), (PACKAGE, "tasks/ruler")):
-        stand_ins[name] = ModuleType(name)
-        stand_ins[name].__path__ = [str(root / path)]  # what makes it a package
+    package: Any = ModuleType(PACKAGE)
+    package.__path__ = [str(Path(*found.submodule_search_locations or ()) / "tasks" / "ruler")]
     data_set = SimpleNamespace(from_list=lambda rows, split: rows)
-    stand_ins["datasets"] = SimpleNamespace(Dataset=data_set, Split=SimpleNamespace(TEST="test"))
-    stand_ins["nltk"] = SimpleNamespace(sent_tokenize=None, data=SimpleNamespace(find=str))
+    stand_ins = {
+        PACKAGE: package,
+        "datasets": SimpleNamespace(Dataset=data_set, Split=SimpleNamespace(TEST="test")),
+        "nltk": SimpleNamespace(sent_tokenize=None, data=SimpleNamespace(find=str)),
+    }
     _ = transformers.AutoTokenizer  # loaded now: it looks for datasets
-    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in stand_ins}
+    hidden = {name: module for name, module in sys.modules.items() if name.startswith(tuple(stand_ins))}
     for name in hidden:
         del sys.modules[name]
     sys.modules.update(stand_ins)
@@ -152,6 +141,6 @@ def _load_generators() -> dict[str, Any]:
             names = ("common_utils", "prepare_niah", *dict.fromkeys(task.module for task in TASKS.values()))
             return {name: importlib.import_module(f"{PACKAGE}.{name}") for name in names}
     finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] in stand_ins]:
+        for name in [name for name in sys.modules if name.startswith(tuple(stand_ins))]:
             del sys.modules[name]
         sys.modules.update(hidden)

@@ -130,10 +130,8 @@ def render_html_card(profile: Profile, file: str, tasks: Sequence[str] = ()) -> 
     """Return the card in HTML with what every layer does, and why it has no picture, empty if it has."""
     picture, failure = figures.try_drawing(lambda: figures.draw_tau_svg(profile))
     layer_tables = [_make_layer_table(profile, length) for length in profile.lengths]
-    names = _list_card_names(profile, file, "", tasks) | {
-        "captions": {"tau": figures.CAPTION},
-        "layer_tables": layer_tables,
-    }
+    names = _list_card_names(profile, file, "", tasks)
+    names |= {"captions": {"tau": figures.CAPTION}, "layer_tables": layer_tables}
     return _render_html("card.j2", **names, pictures={} if picture is None else {"tau": picture}), failure
 
 
