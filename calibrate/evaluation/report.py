@@ -48,12 +48,7 @@ CAPTIONS = {
     "time": "Speed against quality: the time to the first token, and the distance from the dense model.",
 }
 POINT = 0.01  # of the share of right answers
-TASK_NAMES = {
-    **{task: task for task in RETRIEVAL},
-    "alike": "keys that look alike",
-    "variables": "variable tracking",
-    PROMPTS: "your prompts",
-}
+TASK_NAMES = {**{task: task for task in RETRIEVAL}, PROMPTS: "your prompts"}
 
 
 def plan_lines(plan: EvaluationPlan, architecture: str, device: str, prompts: int) -> dict[str, Any]:
