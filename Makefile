@@ -220,11 +220,13 @@ lint: $(READY)
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
-# torch first and exactly pinned, so that no newer one is pulled in by what needs it
+# torch first and exactly pinned, so that no newer one is pulled in by what needs it; of lm_eval only RULER's files are used,
+# which need nothing else
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --editable '.[calibrate,distributed,dev]'
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --no-deps lm_eval wonderwords
 	touch $@
 
 $(TRITONS:%=build/triton-%/.installed): build/triton-%/.installed: | $(READY)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from calibrate.commands.common import Flags, add_output_flags, print_json, run_command
-from calibrate.evaluation.plan import FILES, OPTIONS, OUTPUT, PROMPTS, TASKS, EvaluationPlan
+from calibrate.evaluation.plan import ALL_TASKS, FILES, OPTIONS, OUTPUT, PROMPTS, TASKS, EvaluationPlan
 from calibrate.machine import check_output, resolve_device, wrap_write_errors
 from calibrate.options import add_flags
 from calibrate.recipe import DEFAULT_LENGTHS, check_limit
@@ -36,8 +36,12 @@ EXAMPLES = (
     ("compare a profile with dense attention", "--model demo --profile p.safetensors --out-dir results"),
     (
         "compare answers only, many of them, at two lengths",
-        "--model demo --profile p.safetensors --tasks needles,alike,variables,counting,questions,greedy "
+        "--model demo --profile p.safetensors --tasks needles,questions,greedy "
         "--lengths 8192,32768 --num-prompts 8 --num-needles 32 --out-dir results",
+    ),
+    (
+        "compare on RULER's tasks",
+        "--model demo --profile p.safetensors --tasks ruler --lengths 8192 --num-ruler 8 --out-dir results",
     ),
     (
         "compare one setting for all heads, without a profile",
@@ -152,8 +156,8 @@ def _make_plan(flags: Flags, **known: Any) -> EvaluationPlan:
     """
     fields = {option.field: option.read(flags[name]) for name, option in OPTIONS.items() if name in flags}
     tasks = {*fields.get("tasks", TASKS), *([PROMPTS] if "prompts" in fields else [])}
-    unknown = tasks.difference(TASKS, (PROMPTS,))
-    fields["tasks"] = tuple(task for task in (*TASKS, PROMPTS) if task in tasks) + tuple(sorted(unknown))
+    unknown = tasks.difference(ALL_TASKS)
+    fields["tasks"] = tuple(task for task in ALL_TASKS if task in tasks) + tuple(sorted(unknown))
     return EvaluationPlan(**fields | known).validate()
 
 

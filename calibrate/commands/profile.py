@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     plot.add_argument("--out", type=Path, metavar="FILE.png", help="default <profile>.tau.png here")
     card = add_command("card", "A page about a profile, in Markdown and in HTML.")
     card.add_argument("--out-dir", type=Path, metavar="FOLDER", help="default here")
+    card.add_argument("--evaluation", type=Path, metavar="FILE", help="summary.json of s2o-eval, for RULER's line")
     return out
 
 
@@ -254,13 +256,30 @@ def card(flags: Flags) -> int:
     from s2o_runtime.profile import load_profile
 
     loaded = load_profile(profile)
-    page, failure = render_html_card(loaded, profile.name)
+    lines = _read_ruler(flags["evaluation"], profile) if "evaluation" in flags else []
+    page, failure = render_html_card(loaded, profile.name, lines)
     folder.mkdir(parents=True, exist_ok=True)
-    for path, text in zip(paths, (render_card(loaded, profile.name), page), strict=True):
+    for path, text in zip(paths, (render_card(loaded, profile.name, tasks=lines), page), strict=True):
         write_atomically(path, text.encode())
     if failure:
         log.warning("%s", failure)
     return _print_result(flags, {"files": list(map(str, paths))}, [f"wrote {path}" for path in paths])
+
+
+def _read_ruler(path: Path, profile: Path) -> list[str]:
+    """Return what the summary of an evaluation says of a profile on RULER. Raises InputError if it says nothing."""
+    from calibrate.evaluation.report import list_ruler
+
+    try:
+        lines = list_ruler(json.loads(path.read_text(encoding="utf-8")), profile)
+    except (ValueError, TypeError, KeyError):  # not JSON, or another's
+        lines = []
+    if not lines:
+        raise InputError(
+            f"{path} has nothing on {profile} and RULER, expected the summary.json of s2o-eval --profile {profile} "
+            "--tasks ruler: give that"
+        )
+    return lines
 
 
 def _choose_output(flags: Flags, name: str, *, is_profile: bool = False) -> Path:

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from scripts.bench.baselines.settings import Baseline
 
 PROMPTS = "prompts"  # the task of the user's own file
+RULER = "ruler"  # tasks that need lm_eval
 RETRIEVAL = tuple(FACTS)
 TEXT = ("perplexity", "agreement", "greedy")  # tasks that one pass over one prompt answers
 TASKS = (*RETRIEVAL, *TEXT, "time")
+ALL_TASKS = (*TASKS, RULER, PROMPTS)  # in the order in which they are done
 DENSE = "dense"
 FILES = ("report.md", "summary.json", "needles.png", "agreement.png", "time.png")  # of a report, in its folder
 SHORTEST = 64  # tokens
+RULER_ROWS = 500  # prompts that lm_eval makes of each of RULER's tasks
 GROUPS = COMPARED, INPUT, OUTPUT = "what to compare", "on what", "output"
 # the options of LayerConfig.uniform that a text may give, in the order in which a setting is named; that checks ranges
 RULES = {
@@ -46,8 +49,8 @@ CPU_TILE = TileConfig(block_m=64, block_n=64, chunk=4)  # its rows divide every 
 class EvaluationPlan:
     """One evaluation: every field is an option of s2o-eval, which its `Option` describes.
 
-    The fields `out`, `profiles`, `settings`, `samples` and `needles` are the options out_dir, profile, setting,
-    num_prompts and num_needles. docs/options.md lists all of them.
+    The fields `out`, `profiles`, `settings`, `samples`, `needles` and `ruler_prompts` are the options out_dir, profile,
+    setting, num_prompts, num_needles and num_ruler. docs/options.md lists all of them.
     """
 
     # fmt: off
@@ -59,8 +62,8 @@ class EvaluationPlan:
         CALIBRATION["lengths"], rule=Rule(int, SHORTEST, MAX_LENGTH, unit=TOKENS, many=True), help="prompt lengths",
         group=INPUT)
     tasks: tuple[str, ...] = option(
-        Rule(str, allowed=(*TASKS, PROMPTS), many=True), f"some of {', '.join(TASKS)}", INPUT,
-        default=TASKS, metavar="NAME,NAME", default_text="all", example="needles,agreement")
+        Rule(str, allowed=ALL_TASKS, many=True), f"some of {', '.join((*TASKS, RULER))}", INPUT,
+        default=TASKS, metavar="NAME,NAME", default_text="all but ruler", example="needles,agreement")
     profiles: tuple[Path, ...] = option(
         Rule(Path, many=True, empty=True), "a profile to compare with dense; may be given again", COMPARED,
         default=(), name="profile", repeatable=True)
@@ -75,6 +78,9 @@ class EvaluationPlan:
         Rule(int, 1, MAX_COUNT), "prompts of each length, for each task", INPUT, default=4, name="num_prompts")
     needles: int = option(
         Rule(int, 1, MAX_QUESTIONS), "questions of each prompt that hides facts", INPUT, default=8, name="num_needles")
+    ruler_prompts: int = option(
+        Rule(int, 1, RULER_ROWS), "prompts of each length, for each task of ruler", INPUT, default=100,
+        name="num_ruler")
     repeats: int = option(Rule(int, 1, MAX_COUNT), "timed prefills, after one that is not", INPUT, default=5)
     seed: int = shared(CALIBRATION["seed"], default=0, help="seed of prompts and random weights", group=INPUT)
     device: str = shared(CALIBRATION["device"], default="cpu", group=COMPARED)

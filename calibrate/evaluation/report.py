@@ -7,13 +7,15 @@ from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from calibrate.evaluation.plan import FILES, PROMPTS, RETRIEVAL, EvaluationPlan
-from calibrate.evaluation.results import DENSE_CAN, Row, Summary, group_rows
+from calibrate.evaluation.plan import FILES, PROMPTS, RETRIEVAL, RULER, EvaluationPlan
+from calibrate.evaluation.results import DENSE_CAN, RULER_JUDGED, Row, Summary, group_rows
+from calibrate.evaluation.run import make_digest
 from calibrate.machine import MARK, format_json_file
 from calibrate.model.models import in_full
 from calibrate.report.figures import BAR, COLOURS, add_panels, render_png, try_drawing
@@ -23,6 +25,7 @@ from calibrate.tables import (
     escape_markdown,
     format_bullets,
     format_markdown,
+    format_number,
     print_fields,
     print_lines,
     print_table,
@@ -45,12 +48,7 @@ CAPTIONS = {
     "time": "Speed against quality: the time to the first token, and the distance from the dense model.",
 }
 POINT = 0.01  # of the share of right answers
-TASK_NAMES = {
-    **{task: task for task in RETRIEVAL},
-    "alike": "keys that look alike",
-    "variables": "variable tracking",
-    PROMPTS: "your prompts",
-}
+TASK_NAMES = {**{task: task for task in RETRIEVAL}, PROMPTS: "your prompts"}
 
 
 def plan_lines(plan: EvaluationPlan, architecture: str, device: str, prompts: int) -> dict[str, Any]:
@@ -66,6 +64,7 @@ def plan_lines(plan: EvaluationPlan, architecture: str, device: str, prompts: in
         "tasks": list(plan.tasks),
         "prompts of each task": plan.samples,
         "questions of each": plan.needles,
+        **({"prompts of each task of ruler": plan.ruler_prompts} if RULER in plan.tasks else {}),
         "timed prefills": plan.repeats,
         "your prompts": None if plan.prompts is None else ", ".join(map(str, plan.prompts)),
         "prompts": f"{prompts} for each of {len(plan.variant_names)} variants",
@@ -132,6 +131,15 @@ def list_tables(summary: Summary) -> list[Table]:
         "difference, 95%": _format_difference,
         "log-lik.": show("log_likelihood", ".3f"),
     }
+    of_ruler: Columns = {
+        "task": lambda row: row["task"],
+        **tokens,
+        "score": show("score", ".1%"),
+        "dense": show("dense_score", ".1%"),
+        "difference, 95%": _format_difference,
+        "p, Holm": lambda row: format_number(row.get("p_holm"), ".2g") if row["judged"] else "listed",
+        "nats a token, 95%": lambda row: _format_nats(row["log_likelihood"]) if "log_likelihood" in row else "-",
+    }
     text: Columns = {
         "perplexity": show("perplexity", ".4f"),
         "over dense": _format_over_dense,
@@ -150,6 +158,7 @@ def list_tables(summary: Summary) -> list[Table]:
     layouts = (
         ("quality beside dense", compared, tokens | quality | same_answers, "rlr"),
         ("answers", summary["retrieval"], answers | density, "lrlr"),
+        ("RULER", [row for row in summary["ruler"] if "low" in row] or summary["ruler"], of_ruler | density, "lrlr"),
         ("held-out text", held_out, tokens | text | density, "rlr"),
         ("time to the first token, warm", summary["time"], tokens | time | density, "rlr"),
     )
@@ -164,6 +173,32 @@ def _format_difference(row: Row) -> str:
     """Format by how many points more answers are right than dense's, with the interval."""
     shares = {name: 100 * row[name] for name in ("difference", "low", "high") if name in row}
     return "{difference:+.1f} ({low:+.1f} .. {high:+.1f})".format(**shares) if shares else "-"
+
+
+def _format_nats(comparison: Row) -> str:
+    """Format how many nats per token more a right answer's log-likelihood is than dense's, with the interval."""
+    return "{difference:+.4f} ({low:+.4f} .. {high:+.4f})".format(**comparison)
+
+
+def describe_ruler(row: Row) -> str:
+    """Return one sentence on RULER's tasks together: a row of a summary's ruler_pooled."""
+    counts = {name: pluralize(len(row[name]), "task") for name in ("judged", "listed")}
+    low, high = RULER_JUDGED
+    worse = f"{', '.join(row['worse']) or 'none'} significantly worse by Holm"
+    scores = (
+        "dense {dense_score:.1%}, patched {score:.1%}, difference in points ".format(**row) if row["judged"] else ""
+    )
+    scores += f"{_format_difference(row)}, {worse}; " if row["judged"] else ""
+    return (
+        f"RULER at {row['length']} tokens: {scores}{counts['judged']} judged, {counts['listed']} listed, where dense "
+        f"scores under {low:.0%} or over {high:.0%}; nats per token of all right answers {_format_nats(row['nats'])}"
+    )
+
+
+def list_ruler(summary: Summary, profile: Path) -> list[str]:
+    """List what the summary of an evaluation says of a profile on RULER; the profile is told by its file's content."""
+    names = {variant["name"] for variant in summary["variants"] if variant["identity"] == make_digest(profile)}
+    return [describe_ruler(row) for row in summary.get("ruler_pooled", ()) if row["variant"] in names]
 
 
 def _format_over_dense(row: Row) -> str:
@@ -184,6 +219,7 @@ def list_notes(summary: Summary) -> list[str]:
                 f"{row['variant']} at {row['length']} tokens: the interval is {100 * half:.1f} points wide to each "
                 f"side; about --num-prompts {enough} make it {100 * POINT:g}"
             )
+    lines += [f"{row['variant']}: {describe_ruler(row)}" for row in summary["ruler_pooled"]]
     for (task,), rows in group_rows((row for row in summary["retrieval"] if not row["dense_can"]), "task").items():
         accuracies = {row["length"]: row["dense_accuracy"] for row in rows}
         shares = ", ".join(f"{accuracy:.0%} right at {length} tokens" for length, accuracy in accuracies.items())
@@ -211,6 +247,8 @@ def _write_page(summary: Summary, files: Sequence[str]) -> str:
     prompts = "seed {seed}, {samples} prompts of each task and length, {needles} questions each".format(
         **summary["plan"]
     )
+    if summary["ruler"]:
+        prompts += f", {summary['plan']['ruler_prompts']} of RULER's"
     parts = [f"# Evaluation of {model}", f"<!-- {MARK} -->", f"{architecture}, on {device}, {versions}; {prompts}"]
     if summary.get("command"):
         parts.append(f"```sh\n{summary['command']}\n```")

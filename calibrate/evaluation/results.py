@@ -12,8 +12,10 @@ from itertools import chain, product
 from statistics import fmean
 from typing import Any
 
-from scipy import optimize, stats
+import numpy as np
 
+from calibrate.evaluation import ruler
+from calibrate.evaluation.paired import CONFIDENCE, adjust_holm, bootstrap, compare_answers, run_mcnemar
 from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan
 from calibrate.evaluation.run import DIGEST, Evaluation, Variant
 from calibrate.evaluation.score import BUCKETS
@@ -25,8 +27,8 @@ from calibrate.versions import collect_versions
 from s2o_runtime.devices import identify
 from s2o_runtime.identity import split_fingerprint
 
-CONFIDENCE = 0.95
 DENSE_CAN = 0.5  # a task of which the dense model answers less says nothing about what a variant loses
+RULER_JUDGED = 0.2, 0.98  # dense scores of RULER's tasks that tell what a variant loses; outside they are only listed
 # fields of a row that say nothing of several tasks together
 OF_ONE_TASK = ("parts", "density", "dense", "seconds", "fastest", "slowest", "peak_bytes", "dense_seconds")
 
@@ -89,6 +91,7 @@ def summarise(evaluation: Evaluation) -> Summary:
             for row in _score_groups(results, [task], _score_recall)
         ],
         "heat": _map_depths(plan, compared, results),
+        **dict(zip(("ruler", "ruler_pooled"), _summarise_ruler(results), strict=True)),
         **text,
         "prompts": results,  # as measured: all other numbers follow from these
     }
@@ -138,6 +141,48 @@ def _score_recall(values: list[Row], dense: list[Row]) -> Row:
         "log_likelihood": fmean(chain(*(value["log_likelihood"] for value in values))),
         **({} if values is dense else compare_answers(dense_by_prompt, by_prompt)),
     }
+
+
+def _summarise_ruler(results: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return rows of each task of RULER, and of all judged tasks together for each length and variant but dense."""
+    rows = [{"task": task} | row for task in ruler.TASKS for row in _score_groups(results, [task], _score_ruler)]
+    pooled = []
+    for (length, variant), of_tasks in group_rows(rows, "length", "variant").items():
+        changes, nats = ([row.pop(name) for row in of_tasks] for name in ("changes", "nats"))
+        if variant == DENSE:
+            continue
+        judged = [row for row in of_tasks if row["judged"]]
+        for row, p in zip(judged, adjust_holm([row["p"] for row in judged]), strict=True):
+            row["p_holm"] = p
+        names = {"judged": judged, "listed": [row for row in of_tasks if not row["judged"]]}
+        names["worse"] = [row for row in judged if row["p_holm"] < 1 - CONFIDENCE and row["difference"] < 0]
+        pool: Row = {name: [row["task"] for row in group] for name, group in names.items()}
+        pool |= {"variant": variant, "length": length, "nats": bootstrap(nats)}
+        if judged:
+            pool |= {name: fmean(row[name] for row in judged) for name in ("score", "dense_score")}
+            pool |= bootstrap([values for values, row in zip(changes, of_tasks, strict=True) if row["judged"]])
+        pooled.append(pool)
+    return rows, pooled
+
+
+def _score_ruler(values: list[Row], dense: list[Row]) -> Row:
+    """Compare a variant's scores with dense's, and the right answers' log-likelihoods in nats per token.
+
+    changes, nats: of each prompt, what the variant has more than dense.
+    """
+    own, other = (
+        np.array([(value["score"], value["log_likelihood"] / value["answer_tokens"]) for value in rows]).T
+        for rows in (values, dense)
+    )
+    score, dense_score = float(own[0].mean()), float(other[0].mean())
+    changes, nats = (own - other).tolist()
+    row: Row = {"asked": len(values), "score": score, "dense_score": dense_score, "changes": changes, "nats": nats}
+    row["judged"] = RULER_JUDGED[0] <= dense_score <= RULER_JUDGED[1]
+    if values is not dense:
+        row |= bootstrap([changes]) | {"log_likelihood": bootstrap([nats])}
+        if {*own[0], *other[0]} <= {0.0, 1.0}:
+            row["p"] = run_mcnemar(changes.count(-1.0), changes.count(1.0))
+    return row
 
 
 def _score_perplexity(values: list[Row], dense: list[Row]) -> Row:
@@ -191,83 +236,3 @@ def _map_depths(plan: EvaluationPlan, compared: Sequence[Variant], results: Sequ
         }
         for variant in (compared if shares else ())
     ]
-
-
-def compare_answers(dense: Sequence[Sequence[bool]], other: Sequence[Sequence[bool]]) -> Row:
-    """Compare two models by the answers that they have right.
-
-    Args:
-        dense, other: for each prompt, whether each answer is right; at least one answer in all.
-
-    Returns:
-        lost, gained: answers that only dense, or only the other has right. difference: the other's share of right
-        answers less dense's. low, high: an interval that holds the true difference with `CONFIDENCE`; the answers of
-        one prompt are no independent draws, so it is widened by the design effect of the prompts. p: McNemar's exact
-        test, which takes all answers as independent: how often chance alone gives losses and gains so uneven.
-        p_by_prompt: the same where chance swaps the two models' answers to a whole prompt, never to a single question;
-        it equals `p` if each prompt asks once.
-    """
-    changes = [[after - before for before, after in zip(*pair, strict=True)] for pair in zip(dense, other, strict=True)]
-    lost, gained = (sum(prompt.count(sign) for prompt in changes) for sign in (-1, 1))
-    nets, sizes = list(map(sum, changes)), list(map(len, changes))
-    effect = design_effect(lost, gained, nets, sizes)
-    low, high = score_interval(lost / effect, gained / effect, sum(sizes) / effect)
-    return {
-        "lost": lost,
-        "gained": gained,
-        "difference": sum(nets) / sum(sizes),
-        "low": low,
-        "high": high,
-        "p": float(stats.binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0,
-        "p_by_prompt": sign_flip_test(nets),
-    }
-
-
-def score_interval(lost: float, gained: float, pairs: float) -> tuple[float, float]:
-    """Return the score interval for the difference of two paired shares, gained minus lost.
-
-    It holds the differences that the score test does not reject (T. Tango, "Equivalence test and confidence interval
-    for the difference in proportions for the paired-sample design", Statistics in Medicine 17, 1998). lost, gained:
-    pairs of which only the first, or only the second is right. pairs: all of them, above 0.
-    """
-    quantile = float(stats.norm.ppf(0.5 + CONFIDENCE / 2))
-    estimate = (gained - lost) / pairs
-
-    def score(difference: float) -> float:
-        """Compute the test's statistic: standard deviations between the estimate and a supposed difference."""
-        linear = -gained - lost + (2 * pairs - gained + lost) * difference
-        product = -lost * difference * (1 - difference)
-        lost_share = (math.sqrt(max(0.0, linear**2 - 8 * pairs * product)) - linear) / (4 * pairs)
-        variance = (2 * lost_share + difference * (1 - difference)) / pairs
-        return (estimate - difference) / math.sqrt(max(variance, 1e-18))
-
-    def limit(end: float) -> float:
-        target = math.copysign(quantile, -end)
-        return float(optimize.brentq(lambda difference: score(difference) - target, estimate, end))
-
-    return (-1.0 if estimate == -1 else limit(-1.0)), (1.0 if estimate == 1 else limit(1.0))
-
-
-def design_effect(lost: int, gained: int, nets: Sequence[int], sizes: Sequence[int]) -> float:
-    """Return how many times less answers of whole prompts say of a difference than independent ones, at least 1.
-
-    The variance of the difference between prompts over that of independent answers (J. N. K. Rao and A. J. Scott, "A
-    simple method for the analysis of clustered binary data", Biometrics 48, 1992). lost, gained: answers that only one
-    of the models has right. nets, sizes: of each prompt, the gained answers less the lost ones, and its answers.
-    """
-    answers, prompts = sum(sizes), len(sizes)
-    mean = sum(nets) / answers
-    independent = (lost + gained - answers * mean**2) / max(1, answers - 1)
-    if prompts < 2 or independent <= 0:
-        return 1.0
-    between = sum((net - mean * size) ** 2 for net, size in zip(nets, sizes, strict=True)) / (prompts - 1)
-    return max(1.0, between * prompts / (independent * answers))
-
-
-def sign_flip_test(nets: Sequence[int]) -> float:
-    """Return the share of all choices of signs that make a sum of whole numbers at least as far from 0 as it is."""
-    ways = Counter([0])  # how many choices of signs lead to a sum
-    for net in filter(None, nets):
-        shifted = (Counter({total + step: count for total, count in ways.items()}) for step in (net, -net))
-        ways = sum(shifted, Counter())
-    return sum(count for total, count in ways.items() if abs(total) >= abs(sum(nets))) / sum(ways.values())

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from calibrate.evaluation import score
 from calibrate.evaluation.plan import DENSE, PROMPTS, RETRIEVAL, EvaluationPlan, configure_layer, find_baseline
-from calibrate.evaluation.tasks import Case, build, list_cases
+from calibrate.evaluation.tasks import Case, ask_ruler, build, list_cases
 from calibrate.journal import Journal
 from calibrate.model.layers import with_attention
 from calibrate.model.models import LoadedModel
@@ -77,8 +78,7 @@ def list_variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
         hf.patch(loaded.model, profile, drift="off")  # once: states are kept, so that changing variants costs nothing
         states = tuple(hf.get_layer_states(loaded.model))
         hf.unpatch(loaded.model)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST]
-        compared.append(Variant(next(names), digest, states, profile=profile))
+        compared.append(Variant(next(names), make_digest(path), states, profile=profile))
     device = identify(loaded.weights.device)
     tiles = list_candidate_tiles(loaded.geometry.head_dim, device.capability) if device.kind == "cuda" else ()
     for name, setting in zip(names, plan.settings, strict=True):
@@ -88,6 +88,11 @@ def list_variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
             config = configure_layer(setting, loaded.geometry.query_heads, tiles)
             compared.append(Variant(name, name, repeat_config(config, loaded.geometry.layers)))
     return compared
+
+
+def make_digest(path: Path) -> str:
+    """Return the digest of a file's content, by which results name a profile."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST]
 
 
 def repeat_config(config: LayerConfig, layers: int) -> tuple[hf.LayerState, ...]:
@@ -207,6 +212,7 @@ class _CaseRun:
     def __init__(self, case: Case, evaluation: Evaluation) -> None:
         plan = evaluation.plan
         self.loaded, self.repeats = evaluation.loaded, plan.repeats
+        self.question = ask_ruler(case, plan, self.loaded.tokenizer)
         self.prompt, self.asked = build(case, plan, self.loaded.tokenizer, evaluation.user_prompts)
         rng = random.Random(f"{plan.seed}/{case.length}/{case.sample}/positions")
         self.positions = score.sample_positions(case.length, rng)
@@ -223,7 +229,8 @@ class _CaseRun:
             if "time" in tasks:
                 result = score.time_first_token(self.loaded, self.prompt.ids, self.repeats)
                 return {"time": result | collect_run_stats(variant)}
-            forward = score.ForwardPass(self.loaded, self.prompt.ids, cache="greedy" in tasks)
+            decodes = "greedy" in tasks or self.question is not None
+            forward = score.ForwardPass(self.loaded, self.prompt.ids, cache=decodes)
             if is_reference:
                 self.dense_log_probs = torch.cat(list(forward.log_probs(self.positions)))
             results: dict[str, dict[str, Any]] = {}
@@ -235,7 +242,10 @@ class _CaseRun:
             for task in {*RETRIEVAL, PROMPTS}.intersection(tasks):
                 results[task] = score.score_answers(forward, self.prompt) | {"asked": self.asked}
             stats = collect_run_stats(variant)
-        if "greedy" in tasks:  # behind the variant's prompt, but read with dense attention, as decoding always is
+        # behind the variant's prompt, but read with dense attention, as decoding always is
+        if self.question is not None:
+            results[tasks[0]] = score.score_ruler(self.loaded, forward, self.question)
+        if "greedy" in tasks:
             if dense_answer is None:
                 results["greedy"] = score.write_answer(self.loaded, forward)
             else:

@@ -6,13 +6,14 @@ import copy
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from calibrate.evaluation.ruler import RulerQuestion
 from calibrate.model import logits
 from calibrate.model.layers import get_decoder
 from calibrate.model.logits import ROWS, get_logits, time_prefill
@@ -46,12 +47,23 @@ class ForwardPass:
 
         Tokens are read by the model as it is patched now, and stay in the cache.
         """
-        hidden = self.hidden[-1:]
-        if tokens:
-            ids = torch.tensor([list(tokens)], device=self.ids.device)
-            hidden = self._decoder(input_ids=ids, past_key_values=self.cache, use_cache=True).last_hidden_state[0]
+        hidden = self._read(tokens) if tokens else self.hidden[-1:]
         most_likely: list[int] = self._logits(hidden[None])[0].argmax(-1).tolist()
         return most_likely
+
+    @torch.no_grad()
+    def score_answer(self, answer: Sequence[int]) -> float:
+        """Return the log-likelihood in nats of an answer behind the cache; all but its last token stay there."""
+        hidden = torch.cat([self.hidden[-1:], *([self._read(answer[:-1])] if answer[1:] else [])])
+        log_probs = self._logits(hidden[None])[0].float().log_softmax(-1)
+        return float(log_probs[range(len(answer)), answer].double().sum())
+
+    def _read(self, tokens: Sequence[int]) -> Tensor:
+        """Return the hidden states [R, H] of tokens behind the cache, in which they stay."""
+        ids = torch.tensor([list(tokens)], device=self.ids.device)
+        outputs = self._decoder(input_ids=ids, past_key_values=self.cache, use_cache=True)
+        hidden: Tensor = outputs.last_hidden_state[0]
+        return hidden
 
     def log_probs(self, positions: Tensor) -> Iterator[Tensor]:
         """Yield the log-probabilities of the token after each of these positions [R], float32 [r, V] at a time.
@@ -105,14 +117,38 @@ def write_answer(loaded: LoadedModel, forward: ForwardPass) -> dict[str, Any]:
     tokens: `ANSWER` of them, or fewer if the last ends the answer. prefix: what `count_prefix` counts for this same
     model: fewer only because the answer is read at once there, and rounded otherwise.
     """
-    end = getattr(loaded.model.generation_config, "eos_token_id", None)
-    ends = {end} if isinstance(end, int) else set(end or ())
     unused = copy.deepcopy(forward.cache)
-    tokens = forward.predict()
-    while len(tokens) < ANSWER and tokens[-1] not in ends:
-        tokens += forward.predict(tokens[-1:])
+    tokens = decode_tokens(loaded, forward, ANSWER)
     forward.cache = unused
     return {"tokens": tokens, **count_prefix(forward, tokens)}
+
+
+def decode_tokens(
+    loaded: LoadedModel, forward: ForwardPass, most: int, is_done: Callable[[list[int]], bool] = lambda tokens: False
+) -> list[int]:
+    """Decode greedily behind a prompt: `most` tokens, or fewer if the model ends its answer or `is_done` says so."""
+    end = getattr(loaded.model.generation_config, "eos_token_id", None)
+    ends = {end} if isinstance(end, int) else set(end or ())
+    tokens = forward.predict()
+    while len(tokens) < most and tokens[-1] not in ends and not is_done(tokens):
+        tokens += forward.predict(tokens[-1:])
+    return tokens
+
+
+def score_ruler(loaded: LoadedModel, forward: ForwardPass, question: RulerQuestion) -> dict[str, Any]:
+    """Score what a model writes behind a prompt by RULER's metric, and the right answer; the cache is used up."""
+    unused = copy.deepcopy(forward.cache)
+    log_likelihood = forward.score_answer(question.answer)
+    forward.cache = unused
+
+    def write(tokens: list[int]) -> str:
+        text: str = loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    # the metric looks for words anywhere in the text: once all are there, what follows cannot change it
+    text = write(decode_tokens(loaded, forward, question.most, lambda tokens: question.score(write(tokens)) == 1))
+    score = {"score": question.score(text), "text": text}
+    return score | {"log_likelihood": log_likelihood, "answer_tokens": len(question.answer)}
 
 
 def count_prefix(forward: ForwardPass, answer: Sequence[int]) -> dict[str, Any]:

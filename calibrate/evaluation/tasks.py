@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, TEXT, EvaluationPlan
+from calibrate.evaluation import ruler
+from calibrate.evaluation.plan import PROMPTS, RETRIEVAL, RULER, TEXT, EvaluationPlan
 from calibrate.prompts.documents import (
     check_text,
     hide_in_documents,
@@ -50,10 +51,13 @@ class Case:
 
 
 def list_cases(plan: EvaluationPlan, user_prompts: Sequence[Prompt]) -> list[Case]:
-    """List every prompt of a plan, by rising length; the user's prompts and the timed ones come last."""
+    """List every prompt of a plan, by rising length; those of RULER, the user's and the timed ones come last."""
     groups = [*((task,) for task in RETRIEVAL), TEXT]  # one forward pass answers all tasks of a group
     groups = [tasks for group in groups if (tasks := tuple(task for task in group if task in plan.tasks))]
     planned = [Case(tasks, *rest) for *rest, tasks in product(plan.lengths, range(plan.samples), groups)]
+    if RULER in plan.tasks:
+        samples = range(plan.ruler_prompts)
+        planned += [Case((task,), *rest) for *rest, task in product(plan.lengths, samples, ruler.TASKS)]
     if PROMPTS in plan.tasks:
         planned += [Case((PROMPTS,), len(prompt.ids), index) for index, prompt in enumerate(user_prompts)]
     if "time" in plan.tasks:
@@ -66,6 +70,8 @@ def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequen
     task = case.tasks[0]
     if task == PROMPTS:
         return user_prompts[case.sample], [0]
+    if (question := ask_ruler(case, plan, tokenizer)) is not None:
+        return Prompt(question.ids), []
     sources = shuffle_held_out_sources(case.rng(plan, "text"))
     if task in RETRIEVAL:
         retrieval = _hide_facts(case, plan, tokenizer)
@@ -75,8 +81,18 @@ def build(case: Case, plan: EvaluationPlan, tokenizer: Any, user_prompts: Sequen
     return Prompt(torch.tensor(take_first_tokens(tokenizer, sources, case.length - len(end)) + end)), []
 
 
+def ask_ruler(case: Case, plan: EvaluationPlan, tokenizer: Any) -> ruler.RulerQuestion | None:
+    """Return the question of a case of RULER; None for another."""
+    (task, *_), count = case.tasks, plan.ruler_prompts
+    if task not in ruler.TASKS:
+        return None
+    return ruler.make_question(tokenizer, task, case.length, case.sample, count=count, seed=plan.seed)
+
+
 def check_lengths(plan: EvaluationPlan, tokenizer: Any) -> None:
-    """Raise InputError if the shortest length is too short for a prompt of a task."""
+    """Raise InputError if the shortest length is too short for a prompt of a task, or what makes one is missing."""
+    for task in ruler.TASKS if RULER in plan.tasks else ():
+        ask_ruler(Case((task,), plan.lengths[0], 0), plan, tokenizer)
     begin = len(get_start_tokens(tokenizer))
     for task in (task for task in RETRIEVAL if task in plan.tasks):
         samples = (Case((task,), plan.lengths[0], sample) for sample in range(plan.samples))

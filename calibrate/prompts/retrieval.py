@@ -11,9 +11,6 @@ from itertools import product
 from typing import Any
 
 DIGITS = 5  # of a code
-FAMILY = 4  # keys that differ in one character
-HOPS = 2  # assignments between the one that states a chain's code and the last variable of the chain
-MOST_NOTES = 5  # on a word that is counted
 MAX_QUESTIONS = 64  # questions of a prompt for which there are names
 TOKENS_PER_NEEDLE = 1024
 MAX_NEEDLES = 32
@@ -65,44 +62,6 @@ def draw_code(rng: random.Random) -> str:
     return "".join(rng.choices("0123456789", k=DIGITS))
 
 
-def _write_alike(count: int, rng: random.Random) -> Facts:
-    """Draw codes of keys in families that differ in one digit, so that each key has the others for distractors."""
-    keys = []
-    for word in rng.sample(WORDS, -(-count // FAMILY)):
-        number, changed = draw_code(rng), rng.randrange(DIGITS)
-        digits = rng.sample("0123456789", FAMILY)
-        keys += [f"{word}-{number[:changed]}{digit}{number[changed + 1 :]}" for digit in digits]
-    return _with_facts_of([make_needle(key, draw_code(rng)) for key in rng.sample(keys[:count], count)])
-
-
-def _write_variables(count: int, rng: random.Random) -> Facts:
-    """Draw chains of assignments, each name assigned before the one that refers to it; ask for those that refer."""
-    chains = -(-count // HOPS)
-    names = rng.sample(WORDS, chains * (HOPS + 1))
-    codes = {name: draw_code(rng) for name in names[:chains]}
-    facts = [f"\n# VAR {name} = {code}.\n" for name, code in codes.items()]
-    asked = []
-    for hop in range(1, HOPS + 1):
-        sources, targets = names[(hop - 1) * chains : hop * chains], names[hop * chains : (hop + 1) * chains]
-        for name, source in zip(targets, rng.sample(sources, chains), strict=True):
-            codes[name] = codes[source]
-            facts.append(f"\n# VAR {name} = VAR {source}.\n")
-            question = f"\n# What is the value of VAR {name}? The value of VAR {name} is "
-            asked.append(Needle(facts[-1], question, codes[name]))
-    return facts, asked[-count:]
-
-
-def _write_notes(count: int, rng: random.Random) -> Facts:
-    """Draw lines that occur up to `MOST_NOTES` times; ask how often."""
-    facts, asked = [], []
-    for word in rng.sample(WORDS, count):
-        times, note = rng.randint(1, MOST_NOTES), f"\n# A note on {word}.\n"
-        facts += [note] * times
-        question = f"\n# How many notes on {word} are there? The number of notes on {word} is "
-        asked.append(Needle(note, question, str(times)))
-    return rng.sample(facts, len(facts)), asked
-
-
 def _write_people(count: int, rng: random.Random) -> Facts:
     """Draw sentences about people; ask in other words, by turns for a city, a profession and a name."""
     words = LISTS_OF_WORDS
@@ -127,9 +86,6 @@ def _with_facts_of(asked: list[Needle]) -> Facts:
 
 FACTS: dict[str, Callable[[int, random.Random], Facts]] = {
     "needles": lambda count, rng: _with_facts_of(make_needles(count, rng)),
-    "alike": _write_alike,
-    "variables": _write_variables,
-    "counting": _write_notes,
     "questions": _write_people,
 }
 

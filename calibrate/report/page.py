@@ -118,20 +118,24 @@ def _set_as(element: str, pattern: str) -> Callable[[str], Markup]:
     return lambda text: Markup(re.sub(pattern, rf"<{element}>\g<0></{element}>", str(escape(text))))
 
 
-def render_card(profile: Profile, file: str, origin: str = "") -> str:
-    """Return the card of a profile that is in `file`, a name beside it; `origin` says whose weights its model has."""
-    return _render_markdown("card.j2", **_list_card_names(profile, file, origin), layer_tables=(), pictures={})
+def render_card(profile: Profile, file: str, origin: str = "", tasks: Sequence[str] = ()) -> str:
+    """Return the card of a profile that is in `file`, a name beside it.
+
+    origin: whose weights its model has. tasks: sentences on what an evaluation of it found.
+    """
+    return _render_markdown("card.j2", **_list_card_names(profile, file, origin, tasks), layer_tables=(), pictures={})
 
 
-def render_html_card(profile: Profile, file: str) -> tuple[str, str]:
+def render_html_card(profile: Profile, file: str, tasks: Sequence[str] = ()) -> tuple[str, str]:
     """Return the card in HTML with what every layer does, and why it has no picture, empty if it has."""
     picture, failure = figures.try_drawing(lambda: figures.draw_tau_svg(profile))
     layer_tables = [_make_layer_table(profile, length) for length in profile.lengths]
-    names = _list_card_names(profile, file) | {"captions": {"tau": figures.CAPTION}, "layer_tables": layer_tables}
+    names = _list_card_names(profile, file, "", tasks)
+    names |= {"captions": {"tau": figures.CAPTION}, "layer_tables": layer_tables}
     return _render_html("card.j2", **names, pictures={} if picture is None else {"tau": picture}), failure
 
 
-def _list_card_names(profile: Profile, file: str, origin: str = "") -> dict[str, Any]:
+def _list_card_names(profile: Profile, file: str, origin: str, tasks: Sequence[str]) -> dict[str, Any]:
     """Return the names of card.j2 that both forms have."""
     record, summed = read_record(profile), summarise_profile(profile)
     columns = sections.COLUMNS | {"prefill": sections.show("prefill_speedup", ".2f", "x")}
@@ -139,6 +143,7 @@ def _list_card_names(profile: Profile, file: str, origin: str = "") -> dict[str,
         "title": f"S2O profile of {profile.model_name}",
         "summary": summed,
         "origin": origin,
+        "tasks": tasks,
         "record": record,
         "recipe": record.recipe or {},
         "sections": sections,

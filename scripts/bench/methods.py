@@ -17,7 +17,6 @@ and under --chunks, for the settings of the first board and each method's fastes
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shlex
 import statistics
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from calibrate.curves.curves import compute_row_errors, select_worst
 from calibrate.evaluation.plan import configure_layer, find_baseline, normalise_setting
-from calibrate.evaluation.run import DIGEST
+from calibrate.evaluation.run import make_digest
 from calibrate.record import read_record
 from calibrate.timing import sample_times
 from s2o_runtime.attention.api import s2o_attention
@@ -208,7 +207,7 @@ def all_layers(
                 rel_mse=statistics.fmean(row.rel_mse for row in rows),
                 worst=max(row.worst for row in rows),
                 layers=rows,
-                profile=None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:DIGEST],
+                profile=None if path is None else make_digest(path),
                 chunk=chunk,
                 command=command(args, key, path, length, chunk),
             )

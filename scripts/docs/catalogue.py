@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from calibrate.evaluation.report import list_ruler
 from calibrate.recipe import Budget, place_profile
 from calibrate.record import Record, read_record
 from calibrate.report.contents import summarise_profile
@@ -29,6 +30,7 @@ from s2o_runtime.files import write_atomically
 from s2o_runtime.profile import load_profile
 from s2o_runtime.profile.file import serialize
 from scripts.docs.fields import between
+from scripts.docs.raw import RESULTS, raw
 
 CATALOGUE = Path(__file__).resolve().parents[2] / "profiles"
 INDEX, README = "index.json", "README.md"
@@ -96,8 +98,10 @@ def overviews(catalogue: Path) -> dict[Path, str]:
     paths = sorted(catalogue.glob("*/*/*.safetensors"))
     entries = [_entry(catalogue, path) for path in paths]
     profiles = {path: load_profile(path) for path in paths}
+    evaluations = [raw(path.name) for path in sorted(RESULTS.glob("eval-*.json"))]
+    tasks = {path: [line for evaluation in evaluations for line in list_ruler(evaluation, path)] for path in paths}
     cards = {
-        path.with_suffix(".md"): render_card(profile, path.name, ORIGINS.get(profile.model_name, ""))
+        path.with_suffix(".md"): render_card(profile, path.name, ORIGINS.get(profile.model_name, ""), tasks[path])
         for path, profile in profiles.items()
     }
     table = format_markdown(Table(NAMES, [_cells(entry) for entry in entries], align="l"))

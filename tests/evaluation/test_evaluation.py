@@ -35,7 +35,6 @@ from calibrate.evaluation.tasks import SUMMARY, Case, build, check_lengths, list
 from calibrate.journal import Journal
 from calibrate.model.models import DEMO_FOLDER, load
 from calibrate.prompts.prompt import Prompt
-from calibrate.prompts.retrieval import FAMILY
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
@@ -79,8 +78,8 @@ def rows(results, kind, variant):
 @SLOW
 def test_a_setting_that_never_stops_is_dense_and_a_coarse_one_is_not(demo, tmp_path_factory):
     def plan(folder):
-        tasks = ("needles", "variables", "perplexity", "agreement")
-        return EvaluationPlan("demo", folder, (512, 576), tasks, settings=(EXACT, COARSE), samples=1, needles=8)
+        tasks = ("needles", "questions", "perplexity", "agreement")
+        return EvaluationPlan("demo", folder, (576, 640), tasks, settings=(EXACT, COARSE), samples=1, needles=8)
 
     whole = plan(shared(tmp_path_factory, "demo-evaluated", lambda folder: run(plan(folder), demo)))
     results, answers = run(whole, demo), {}
@@ -104,7 +103,7 @@ def test_a_setting_that_never_stops_is_dense_and_a_coarse_one_is_not(demo, tmp_p
 
 
 def test_rows_and_the_heat_map_are_what_the_entries_say(tiny, tmp_path):
-    tasks, rng, by_hand = ("needles", "alike"), random.Random(0), {}
+    tasks, rng, by_hand = ("needles", "questions"), random.Random(0), {}
     plan = EvaluationPlan("tiny", tmp_path, (512, 640), tasks, settings=(COARSE,), samples=5, needles=2).validate()
     compared = list_variants(plan, tiny)
     with open_journal(plan, tiny) as journal:
@@ -273,42 +272,30 @@ def test_predictions_that_are_not_finite_are_named(tiny):
         score.sum_negative_log_likelihood(forward)
 
 
-def read_answer(task, text, question):
-    """Answer a question by reading the text before it; names of variables are looked up until there is a code."""
-    if task == "counting":
-        return str(text.count(f"\n# A note on {re.search('notes on (.*) are', question)[1]}.\n"))
+def read_answers(text):
+    """Return the answer of each question that a text's facts answer."""
     forms = ("Who is the {2} in {1}?", "In which city does {0} live now?", "What is the profession of {0}?")
     people = re.findall(r"\n# (\w+ \w+) moved to (\w+) to work as a (\w+)\.\n", text)
     known = [(form.format(*person), person[index]) for person in people for index, form in enumerate(forms)]
-    stated = re.findall(r"\n# (?:The secret code for|VAR) (\S+) (?:is|=) (?:VAR )?(\w+)\.\n", text)
-    for number, (name, value) in enumerate(stated):  # what is referred to came before
-        stated[number] = name, dict(stated[:number]).get(value, value)
-    assert len(dict(known + stated)) == len(known + stated)  # each is stated once
-    return dict(known + stated)[question if people else re.search(r"(\S+)\?", question)[1]]
+    codes = re.findall(r"\n# The secret code for (\S+) is (\d{5})\.\n", text)
+    known += [(f"What is the secret code for {key}?", code) for key, code in codes]
+    assert len(dict(known)) == len(known)  # each is stated once
+    return dict(known)
 
 
-@pytest.mark.parametrize("task", ["needles", "alike", "variables", "counting", "questions"])
+@pytest.mark.parametrize("task", ["needles", "questions"])
 def test_every_question_is_answered_by_the_text(demo, tmp_path, task):
     plan = EvaluationPlan("demo", tmp_path, (1024,), (task,), samples=2, needles=8).validate()
     prompt, asked = build(list_cases(plan, ())[1], plan, demo.tokenizer, ())
     assert (len(prompt.ids), sorted(asked)) == (1024, list(range(8)))
-    text, end = re.split(r"(?=\n# (?:What is|How many|In which|Who is))", demo.tokenizer.decode(prompt.ids), maxsplit=1)
+    text, end = re.split(r"(?=\n# (?:What is|In which|Who is))", demo.tokenizer.decode(prompt.ids), maxsplit=1)
     answers = [demo.tokenizer.decode(prompt.ids[first:end]).strip() for first, end in prompt.answers]
-    assert answers == [read_answer(task, text, question) for question in re.findall(r"\n# ([^?\n]+\?)", end)]
+    assert answers == [read_answers(text)[question] for question in re.findall(r"\n# ([^?\n]+\?)", end)]
     assert all(f" {own}.\n" in end for own in answers)
     assert len(set(answers)) > 1
-    keys = re.findall(r"\n# The secret code for (\S+) is", text)
-    if task in ("needles", "alike"):  # numbers follow the text
+    if task == "needles":  # numbers follow the text
         numbered = [own for _, own in sorted(zip(asked, answers, strict=True))]
-        assert numbered == re.findall(r"The secret code for \S+ is (\d{5})\.\n", text)
-    for key in keys if task == "alike" else ():
-        different = [sum(a != b for a, b in zip(key, other, strict=False)) for other in keys]
-        assert different.count(1) == FAMILY - 1  # and itself
-    if task == "variables":
-        direct = dict(re.findall(r"# VAR (\w+) = VAR (\w+)\.", text))
-        assert len(re.findall(r"# VAR \w+ =", text)) == 12
-        hops = [1 + (direct[name] in direct) for name in re.findall(r"(\S+)\?", end)]
-        assert sorted(hops) == [1] * 4 + [2] * 4
+        assert numbered == [*read_answers(text).values()]
 
 
 def test_a_users_prompt_is_read_as_it_is_served(tmp_path):
@@ -357,7 +344,7 @@ def die(*arguments):
 def test_a_killed_run_ends_with_the_same_summary(tiny, tmp_path, monkeypatch):
     def plan(name):
         options = {"settings": (COARSE,), "samples": 2, "needles": 2, "repeats": 1}
-        return EvaluationPlan("tiny", tmp_path / name, (512, 600), ("needles", "alike", *TEXT, "time"), **options)
+        return EvaluationPlan("tiny", tmp_path / name, (512, 600), ("needles", "questions", *TEXT, "time"), **options)
 
     whole, killed, put = run(plan("whole"), tiny), plan("killed"), Journal.put
     for survived in (0, 3, 11):  # results are stored, and then the process dies

@@ -15,7 +15,7 @@ from support.processes import called, refusal
 SLOW = pytest.mark.slow(reason="shares a whole evaluation")
 
 SMALL = ["--num-prompts", 1, "--repeats", 1, "--num-needles", 2, "--device", "cpu"]
-TASKS = ["--tasks", "needles,counting,perplexity,agreement,greedy,time"]
+TASKS = ["--tasks", "needles,questions,perplexity,agreement,greedy,time"]
 COARSE = "tau=1000,segment=64"
 MINE = ("2 + 2 = ", "4"), ("x" * 200, "yes")
 
@@ -44,9 +44,9 @@ def test_a_run_leaves_results_summary_report_and_pictures(evaluated):
     assert json.loads((folder / "out" / "summary.json").read_text()) == {"origin": MARK} | printed
     assert abs(datetime.fromisoformat(printed["date"]) - datetime.now(timezone.utc)) < timedelta(hours=1)
     assert printed["plan"]["lengths"] == [512, 640]
-    assert printed["plan"]["tasks"] == ["needles", "counting", "perplexity", "agreement", "greedy", "time", "prompts"]
+    assert printed["plan"]["tasks"] == ["needles", "questions", "perplexity", "agreement", "greedy", "time", "prompts"]
     page = (folder / "out" / "report.md").read_text()
-    for piece in ("# Evaluation of", "\ns2o-eval --model", "| counting | 640 |", "](needles.png)", "dense cannot"):
+    for piece in ("# Evaluation of", "\ns2o-eval --model", "| questions | 640 |", "](needles.png)", "dense cannot"):
         assert piece in page, piece
     assert "evaluating" in outcome.stderr
 
@@ -78,9 +78,10 @@ def test_a_dry_run_prints_the_plan_writes_nothing_and_needs_no_hub(tmp_path):
     assert outcome.returncode == 0, outcome.stderr
     plan = json.loads(outcome.stdout)
     assert (plan["lengths"], plan["variants"]) == ([1024, 2048], ["dense", COARSE])
-    assert plan["prompts"] == f"{2 * (6 * 4 + 1)} for each of 2 variants"
+    assert plan["prompts"] == f"{2 * (3 * 4 + 1)} for each of 2 variants"
     assert (
-        "tasks                 needles; alike; variables" in run(*arguments("demo"), "--dry-run", cwd=tmp_path).stdout
+        "tasks                 needles; questions; perplexity"
+        in run(*arguments("demo"), "--dry-run", cwd=tmp_path).stdout
     )
     outcome = run(*arguments("qwen2.5-7b"), "--dry-run", "--json", cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibrate.evaluation.results import compare_answers, design_effect, score_interval, sign_flip_test
+from calibrate.evaluation.paired import compare_answers, design_effect, score_interval, sign_flip_test
 
 COUNTS = st.integers(0, 300)
 

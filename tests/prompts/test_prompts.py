@@ -245,9 +245,6 @@ def test_a_seed_writes_the_same_text_for_ever(tmp_path):
         "encoded": "59baec3f3ef4",
         "chat": "926e4ab5baa5",
         "needles": "39e2b8a82c9d",
-        "alike": "70f5ba099474",
-        "variables": "190ef2c9ce96",
-        "counting": "ac901094a8d6",
         "questions": "15a2965dc3ae",
         "files": "774f70003973",
     }

@@ -1,0 +1,177 @@
+"""RULER's tasks: lm_eval's own prompts and scores without its packages, judged and pooled as by hand."""
+
+import importlib.util
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from calibrate.commands.profile import main
+from calibrate.evaluation import report, ruler
+from calibrate.evaluation.paired import adjust_holm, bootstrap
+from calibrate.evaluation.plan import EvaluationPlan
+from calibrate.evaluation.results import _summarise_ruler, open_journal, summarise
+from calibrate.evaluation.run import Evaluation, evaluate, list_variants, make_digest
+from calibrate.model.models import load_tokenizer
+from s2o_runtime.errors import InputError
+from support.pages import DEMO_PROFILE
+from support.processes import called, refusal
+
+COARSE = "tau=1000,segment=64"
+TINY = 2048  # tokens of the shortest prompts
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The demo model's; lm_eval's files are imported with few adjectives, of which it sorts six million pairs."""
+    words = pytest.importorskip("wonderwords", reason=f"wonderwords is not installed: {ruler.INSTALL}")
+    if importlib.util.find_spec("lm_eval") is None:
+        pytest.skip(f"lm_eval is not installed: {ruler.INSTALL}")
+
+    class FewWords(words.RandomWord):
+        def __init__(self):
+            super().__init__()
+            self._categories["adjectives"] = self._categories["adjectives"][:9]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "RandomWord", FewWords)
+        ruler._load_generators()
+    assert not [name for name in sys.modules if name.startswith(ruler.PACKAGE)]
+    return load_tokenizer("demo")
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_a_prompt_is_as_long_as_asked_and_tells_its_answer(tokenizer, task):
+    """Common words leave room for an example that lm_eval does not show: an eighth of the prompt."""
+    question = ruler.make_question(tokenizer, task, 16384, 0, count=1, seed=0)
+    assert (0.85 if task == "ruler_cwe" else 0.9) * 16384 <= len(question.ids) <= 16384
+    text, answer = tokenizer.decode(question.ids), tokenizer.decode(question.answer)
+    words = [word for word in answer.split() if not (task == "ruler_cwe" and word.endswith("."))]
+    assert all(word in text for word in words)
+    assert len(words) == {"ruler_vt": 5, "ruler_cwe": 10, "ruler_fwe": 3}.get(task, 1)
+    assert question.score(f"It is{answer.upper()}, I think") == 1
+    assert question.score(words[0]) == pytest.approx(1 / len(words))
+    assert question.score("") == 0
+
+
+def test_a_seed_makes_the_same_prompts_however_many(tokenizer):
+    def ids(sample, count, seed):
+        ruler._draw_rows.cache_clear()
+        random.seed(count)  # whatever was drawn before
+        return ruler.make_question(tokenizer, "ruler_cwe", TINY, sample, count=count, seed=seed).ids.tolist()
+
+    assert ids(0, 1, seed=3) == ids(0, 2, seed=3) != ids(1, 2, seed=3)
+    assert ids(0, 1, seed=4) != ids(0, 1, seed=3)
+
+
+def test_what_has_no_prompts_is_refused(tokenizer, tiny_folder, monkeypatch):
+    with pytest.raises(InputError, match="length 1024 is too short for the task 'ruler': use 2048 tokens or more"):
+        ruler.make_question(tokenizer, "ruler_vt", 1024, 0, count=1, seed=0)
+    with pytest.raises(InputError, match=r"the tokenizer makes \d+ tokens of RULER's example, expected 470 at most"):
+        ruler.make_question(load_tokenizer(str(tiny_folder)), "ruler_vt", TINY, 0, count=1, seed=0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs lm_eval and wonderwords, .*: pip install --no-deps lm_eval==0.4.13 w"):
+        ruler._load_generators.__wrapped__()
+
+
+@pytest.mark.slow(reason="reads and writes with the demo model")
+def test_every_variant_answers_behind_its_own_prompt_with_dense_attention(tokenizer, demo, tmp_path, monkeypatch):
+    task = ruler.RulerTask("fwe_utils", "fwe_download", 5)
+    monkeypatch.setattr(ruler, "TASKS", {"ruler_fwe": task})
+    plan = EvaluationPlan("demo", tmp_path, (TINY,), ("ruler",), settings=(COARSE,), ruler_prompts=1).validate()
+    compared = list_variants(plan, demo)
+    with open_journal(plan, demo) as journal:
+        evaluation = Evaluation(plan, demo, compared, (), journal)
+        evaluate(evaluation, progress=False)
+        results = summarise(evaluation)
+    dense, coarse = results["prompts"]
+    question = ruler.make_question(tokenizer, "ruler_fwe", TINY, 0, count=1, seed=0)
+    count = len(question.ids)
+    written = demo.model.generate(question.ids[None], max_new_tokens=5, do_sample=False)[0, count:]
+    assert dense["text"] == tokenizer.decode(written, skip_special_tokens=True)
+    whole = (
+        demo.model(torch.cat([question.ids, torch.tensor(question.answer)])[None])
+        .logits[0, count - 1 : -1]
+        .double()
+        .log_softmax(-1)
+    )
+    by_hand = sum(float(row[token]) for row, token in zip(whole, question.answer, strict=True))
+    assert dense["log_likelihood"] == pytest.approx(by_hand, rel=1e-4)
+    assert (dense["density"], coarse["density"] < 0.9) == (1, True)
+    assert coarse["log_likelihood"] != pytest.approx(by_hand, rel=1e-3)
+    assert any(table.title == "RULER" for table in report.list_tables(results))
+
+
+def rows_of(task, variant, scores, likelihood=-2.0):
+    """Results of one task at one length."""
+    value = {"task": task, "variant": variant, "length": TINY, "density": 1.0, "dense": {}, "answer_tokens": 2}
+    return [value | {"score": score, "log_likelihood": likelihood} for score in scores]
+
+
+def test_tasks_are_judged_listed_and_pooled_as_by_hand():
+    """Dense at 19% and 99% is listed; the pool is the mean of judged tasks; McNemar where scores are 0 or 1."""
+    scores = {  # of dense, and of the variant
+        "niah_single_1": ([1.0] * 99 + [0.0], [1.0] * 100),
+        "niah_multikey_2": ([1.0] * 60 + [0.0] * 40, [1.0] * 50 + [0.0] * 50),
+        "ruler_vt": ([0.6] * 100, [0.6, 0.4] * 50),
+        "ruler_cwe": ([0.19] * 100, [0.5] * 100),
+    }
+    results = [row for task, (dense, _) in scores.items() for row in rows_of(task, "dense", dense)]
+    results += [row for task, (_, own) in scores.items() for row in rows_of(task, "s2o", own, likelihood=-2.5)]
+    rows, (pooled,) = _summarise_ruler(results)
+    judged = {row["task"]: row for row in rows if row["variant"] == "s2o" and row["judged"]}
+    assert (pooled["judged"], pooled["listed"]) == ([*judged], ["niah_single_1", "ruler_cwe"])
+    assert [*judged] == ["niah_multikey_2", "ruler_vt"]
+    assert judged["niah_multikey_2"]["p"] == pytest.approx(2 * 0.5**10)
+    assert [row["p_holm"] for row in judged.values()] == adjust_holm([row["p"] for row in judged.values()])
+    assert pooled["worse"] == [*judged]
+    assert (pooled["dense_score"], pooled["score"]) == (pytest.approx(0.6), pytest.approx(0.5))
+    assert pooled["difference"] == pytest.approx(-0.1)
+    assert -0.14 < pooled["low"] < pooled["difference"] < pooled["high"] < -0.06
+    assert [pooled["nats"][name] for name in ("difference", "low", "high")] == pytest.approx([-0.25] * 3)
+    line = report.describe_ruler(pooled)
+    assert "dense 60.0%, patched 50.0%, difference in points -10.0 (" in line
+    assert "niah_multikey_2, ruler_vt significantly worse by Holm; 2 tasks judged, 2 tasks listed" in line
+    _, (unjudged,) = _summarise_ruler([row for row in results if row["task"] == "ruler_cwe"])
+    assert report.describe_ruler(unjudged).startswith(
+        "RULER at 2048 tokens: 0 tasks judged, 1 task listed, where dense"
+    )
+
+
+def test_p_values_are_adjusted_by_holm():
+    assert adjust_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert adjust_holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_the_bootstrap_holds_the_true_difference_as_often_as_it_says(monkeypatch):
+    """Of tasks of unlike spread, and p is small for at most as many pairs without a difference."""
+    monkeypatch.setattr("calibrate.evaluation.paired.RESAMPLES", 400)
+    rng = np.random.default_rng(1)
+    held = small = 0
+    for _ in range(400):
+        groups = [rng.choice((-1, 0, 1), 100, p=(0.12, 0.8, 0.08)), rng.choice((-0.4, 0, 0.2), 100, p=(0.1, 0.8, 0.1))]
+        row = bootstrap(groups)
+        held += row["low"] <= -0.03 <= row["high"]
+        small += bootstrap([rng.choice((-0.5, 0, 0.5), 100, p=(0.1, 0.8, 0.1))])["p"] < 0.05
+    assert held >= 0.92 * 400
+    assert small <= 0.08 * 400
+
+
+def test_a_card_has_the_line_of_its_own_profile(tmp_path):
+    pooled = {"judged": [], "listed": ["ruler_vt"], "worse": [], "variant": "p", "length": 32768}
+    pooled["nats"] = {"difference": -0.001, "low": -0.002, "high": 0.0}
+    summary = {"variants": [{"name": "p", "identity": make_digest(DEMO_PROFILE)}], "ruler_pooled": [pooled]}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "other.json").write_text(json.dumps(summary | {"variants": []}))
+    flags = ["card", DEMO_PROFILE, "--evaluation"]
+    assert called(main, *flags, "summary.json", cwd=tmp_path).returncode == 0
+    for suffix in (".md", ".html"):
+        assert (
+            "RULER at 32768 tokens: 0 tasks judged, 1 task listed"
+            in (tmp_path / DEMO_PROFILE.name).with_suffix(suffix).read_text()
+        )
+    said = refusal(called(main, *flags, "other.json", cwd=tmp_path), "s2o-profile")
+    assert "other.json has nothing on" in said
