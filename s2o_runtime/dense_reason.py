@@ -22,6 +22,12 @@ class DenseReason(str, Enum):
     LITTLE_WORK = "shorter than {} keys, or less work than a prompt of them, where dense is faster on this GPU"
     LAST_ROWS = "the last rows of a prompt, which answer"
     ADAPTER = "the request has a LoRA adapter, which the profile is not of"
+    ALL_LOGITS = "logits of more than the last rows are read, and the profile's budget is of answers"
+    LOSS = "a loss over all rows is read, and the profile's budget is of answers"
+    HIDDEN_STATES = "hidden states of all rows may be read, and the profile's budget is of answers"
+    PROMPT_LOGPROBS = "the prompt's log-probabilities are read, and the profile's budget is of answers"
+    POOLING = "hidden states of the request are pooled, and the profile's budget is of answers"
+    UNKNOWN_READER = "the rows that are read of the request are not known, and the profile's budget is of answers"
     HOST = "so little work that the host would decide, not the GPU"
 
     __str__ = str.__str__

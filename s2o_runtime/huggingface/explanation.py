@@ -24,9 +24,11 @@ class Explanation(list[dict[str, Any]]):
     known is None.
     others: how many layers the model has that have no full attention, in words; empty if there are none or if it is not
     known. Those of sliding or chunked attention have rows too.
+    reads: which calls are dense because of what their callers read, in words; empty under a budget of all rows.
     """
 
     others: str = ""
+    reads: str = ""
 
     def __str__(self) -> str:
         """The table, without the columns of the drift check where nothing was checked."""
@@ -45,7 +47,7 @@ class Explanation(list[dict[str, Any]]):
         ]
         lines = ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
         others = f"\nlayers of other kinds, which stay what they are: {self.others}" if self.others else ""
-        return "\n".join(lines) + others
+        return "\n".join(lines) + others + (self.reads and f"\n{self.reads}")
 
     __repr__ = __str__
 
@@ -75,6 +77,7 @@ def explain_layers(states: Iterable[LayerState]) -> Explanation:
     """Return the same of layers wherever they are."""
     rows = Explanation()
     for state in states:
+        rows.reads = rows.reads or state.reads
         measured = {} if state.meter is None else state.meter.read()
         drift = (state.drift.numbers() if state.drift else None) or (None,) * len(OF_DRIFT)
         for (path, reason), calls in sorted(state.counts.items()):

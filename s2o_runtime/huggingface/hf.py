@@ -15,10 +15,10 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from os import PathLike
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from ..monitor.counters import DenseWatch
 from ..monitor.drift import Drift, read_check
 from ..profile import Profile, load_profile
 from ..profile.find import find_profile
+from ..profile.record import Reads
 from ..sequences import needs_gradients
 from .layers import (
     STATE,
@@ -66,6 +67,7 @@ from .layers import attach as attach
 from .layers import detach as detach
 from .layers import get_layer_states as get_layer_states
 from .paged import split_requests
+from .reads import count_read_rows
 from .run import SOFT_CAP, attach_profile, find_weights_mismatch, read_available
 
 NAME = "s2o"
@@ -85,13 +87,15 @@ class PrefillCall:
     """A plain causal prefill.
 
     q_offset: the position of its first query; kv_start: the first key of each sequence, integers [B], None when nothing
-    is padded; sdpa_mask: makes the mask of transformers' SDPA path; window: keys that a query sees, None for all.
+    is padded; sdpa_mask: makes the mask of transformers' SDPA path; window: keys that a query sees, None for all;
+    count_read_rows: `reads.count_read_rows`, asked once for all layers.
     """
 
     q_offset: int
     kv_start: Tensor | None
     sdpa_mask: Callable[[], Tensor | None]
     window: int | None = None
+    count_read_rows: Callable[[], int | DenseReason] = field(default_factory=lambda: lru_cache(count_read_rows))
 
 
 def patch(
@@ -101,6 +105,7 @@ def patch(
     strict: bool = False,
     drift: Drift = "auto",
     beyond: LongPromptPolicy = "dense",
+    reads: Reads | None = None,
 ) -> Any:
     """Make a transformers model use S2O for long prompts, as its profile says, and return the model.
 
@@ -119,12 +124,16 @@ def patch(
             profile says what errors it allows.
         beyond: what prompts of more than 1.5 times the longest calibrated length run, where nothing was proven:
             "dense"; "warn", S2O after one warning; or "s2o".
+        reads: the rows of a prompt that the caller reads, where the profile's budget is of answers: "answers", only the
+            last ones, whatever a call returns; "all", others too, and every prompt is dense; None, what each call
+            returns, so that one is dense whose logits are of more than the last rows (all without `logits_to_keep`),
+            which has `labels` or `output_hidden_states`, or whose model has no language head. `generate` is not.
 
     Raises:
         ProfileError: the profile does not fit the model's geometry, was made on random weights, or names no budget for
             a drift check that was asked for; or no profile is given, and none is found that fits the model and its GPU.
         ModelError: the architecture is not supported.
-        ConfigError: `strict`, `drift` or `beyond` is not known or illegal, or S2O_PROFILES names no folder.
+        ConfigError: `strict`, `drift`, `beyond` or `reads` is not known or illegal, or S2O_PROFILES names no folder.
     """
     check_model(model, profile)
     strict = Rule(bool).checked(strict, "strict")
@@ -132,6 +141,7 @@ def patch(
         raise ProfileError(f"the profile is a {type(profile).__name__}, expected a Profile or the path of its file")
     read_check(drift)
     check_policy(beyond)
+    Rule(str, optional=True, allowed=get_args(Reads)).checked(reads, "reads")
     if profile is None:
         device = get_device_of(list_attention_modules(model)[0])
         match = find_profile(model.config, device, lambda candidate: find_weights_mismatch([model], candidate))
@@ -154,7 +164,8 @@ def patch(
         if strict:
             raise ProfileError(f"{unknown}, or patch with strict=False")
         log.info("config not compared: %s", unknown)
-    states = make_states(profile, list(map(get_device_of, list_attention_modules(model))), drift, beyond, rejected)
+    devices = list(map(get_device_of, list_attention_modules(model)))
+    states = make_states(profile, devices, drift, beyond, rejected, reads)
     modules = [module for modules in find_decoder_attention(model).values() for module in modules]
     pairs = pair_states(modules, states, model.config, profile.geometry.query_heads)
     unpatch(model)
@@ -202,6 +213,7 @@ def patched(
     strict: bool = False,
     drift: Drift = "auto",
     beyond: LongPromptPolicy = "dense",
+    reads: Reads | None = None,
 ) -> Iterator[Any]:
     """Patch a model inside a block, after which it is what it was before, whatever happened in it.
 
@@ -215,7 +227,7 @@ def patched(
     layers = [(module, module.__dict__[STATE]) for module in model.modules() if STATE in module.__dict__]
     previous = get_implementations(model)
     try:
-        yield patch(model, profile, strict=strict, drift=drift, beyond=beyond)
+        yield patch(model, profile, strict=strict, drift=drift, beyond=beyond, reads=reads)
     finally:
         unpatch(model)
         _attach_all(layers)
@@ -441,6 +453,7 @@ def _run_prefill(
         return window_attention(q, k, v, window=prefill.window, scoring=scoring, kv_start=prefill.kv_start)
     if state is None:
         return fastest_dense_attention(q, k, v, scoring, prefill.kv_start)
+    obstacle = obstacle or state.find_read_reason(prefill.count_read_rows, keys)
     return state.attend(q, k, v, scoring, prefill.kv_start, obstacle)
 
 
@@ -466,7 +479,9 @@ def _attend_request(call: TransformersCall, window: int | None) -> Tensor:
     if queries > 1:
         window = None if window is None or keys <= window else window
         mask = prefill_mask(1, keys - queries, call.q.device, window=window)
-        setattr(mask, CALL, PrefillCall(keys - queries, None, partial(_expand_mask, mask, queries, keys), window))
+        expand = partial(_expand_mask, mask, queries, keys)
+        # of a request no more than its last row is read
+        setattr(mask, CALL, PrefillCall(keys - queries, None, expand, window, lambda: 1))
     return call._replace(mask=mask).compute(s2o_attention_forward)
 
 

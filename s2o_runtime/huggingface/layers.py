@@ -32,6 +32,7 @@ from ..monitor.counters import DenseWatch, Meter
 from ..monitor.drift import Drift, DriftMonitor, check_and_limits
 from ..profile import Profile
 from ..profile.profile import adapt_to_device
+from ..profile.record import Reads
 from ..quantisation import round_as_cached
 from ..sequences import CallShape, needs_gradients
 from ..serving.fit import Rank, ServedLayer, get_longest_trusted
@@ -106,6 +107,8 @@ class LayerState(ServedLayer):
     watch: DenseWatch | None = None  # shared by the model's layers, warns if most calls are dense
     other_kind: str | None = None  # the reason of a layer that has no full attention and stays what it is
     hook: RemovableHandle | None = None  # of its module, removed when it is detached
+    answer_rows: int | None = None  # of a budget of answers: a call that returns more of its last rows is dense
+    reads: str = ""  # a sentence that says so
     previous: Implementations = field(default_factory=list)  # before `patch`, in the first layer that it attached
     source: str | None = None  # a digest of the profile, or DENSE; None where neither is known
     key: str = field(init=False)  # stands for the state in a compiled graph (`_make_key`)
@@ -130,9 +133,21 @@ class LayerState(ServedLayer):
         self.counts[path, reason] += 1
 
     def warn_of_mode(self, mode: DenseReason, keys: int) -> None:
-        """Warn once of a prompt that is dense only because of the model's or autograd's mode."""
+        """Warn once of a prompt that is dense only because of the model's or autograd's mode, or of what is read."""
         if self.watch is not None and self.find_own_reason(keys) is None:
             self.watch.warn_of_mode(mode, keys)
+
+    def find_read_reason(self, count_read_rows: Callable[[], int | DenseReason], keys: int) -> DenseReason | None:
+        """Return why a call of so many keys is dense by the rows that its caller reads, None if it is not."""
+        if self.answer_rows is None or self.other_kind or self.find_own_reason(keys):
+            return None
+        rows = count_read_rows()
+        if isinstance(rows, int):
+            if rows <= self.answer_rows:
+                return None
+            rows = DenseReason.ALL_LOGITS
+        self.warn_of_mode(rows, keys)
+        return rows
 
     def dense_reason(self, q: Tensor, k: Tensor, v: Tensor, obstacle: str | None) -> str | None:
         """Return why a prefill is dense before the op decides, None if it is not. Args: those of `attend`."""
@@ -335,13 +350,14 @@ def make_states(
     drift: Drift = None,
     beyond: LongPromptPolicy = "dense",
     rejected: str | None = None,
+    reads: Reads | None = None,
 ) -> list[LayerState]:
     """Return a state for each layer of a profile, as it can run here; one log line says where S2O will run.
 
     Args:
         profile: of the model whose layers these are.
         device: where the model's attention runs; one for each layer where they are on several.
-        drift, beyond: as `patch` takes them, which also says what is raised.
+        drift, beyond, reads: as `patch` takes them, which also says what is raised.
         rejected: why no layer may run S2O, if that is known already.
     """
     check_policy(beyond)
@@ -351,6 +367,7 @@ def make_states(
         here: (profile, rejected) if rejected else adapt_to_device(profile, here) for here in dict.fromkeys(devices)
     }
     rejected = next((why for _, why in fits.values() if why is not None), None)
+    answer_rows, sentence = _limit_reads(profile, reads)
     longest, min_length = get_longest_trusted(profile), profile.min_length
     runs = profile.geometry, profile.fingerprint, profile.lengths, profile.layers
     digest = hashlib.sha256(repr(runs).encode()).hexdigest()  # of what decides what layers compute, as memory has it
@@ -364,6 +381,8 @@ def make_states(
             max_length=None if beyond == "s2o" else longest,
             warn_beyond=beyond == "warn",
             watch=watch,
+            answer_rows=answer_rows,
+            reads=sentence,
             source=digest,
         )
         for index, here in enumerate(devices)
@@ -371,13 +390,25 @@ def make_states(
     if rejected is None:
         until, others = (f" to {longest}", "other") if beyond == "dense" else ("", "shorter")
         log.info(
-            "S2O runs from %d%s tokens (calibrated at %s), %s prompts run dense",
-            min_length, until, ", ".join(map(str, profile.lengths)), others,
+            "S2O runs from %d%s tokens (calibrated at %s), %s prompts run dense%s",
+            min_length, until, ", ".join(map(str, profile.lengths)), others, sentence and f"; {sentence}",
         )  # fmt: skip
     if check is not None:
         for state, errors in zip(states, allowed, strict=True):
             state.drift = DriftMonitor(check, state.layer, errors)
     return states
+
+
+def _limit_reads(profile: Profile, reads: Reads | None) -> tuple[int | None, str]:
+    """Return how many of its last rows a call may return to run S2O, None for all, and a sentence about it."""
+    if profile.reads == "all":
+        return None, ""
+    if reads == "answers":
+        return None, "the profile's budget is of answers, and the caller reads no others"
+    configs = [config for bucket in profile.layers for config in bucket if not config.is_dense]
+    # the last row is read of every prompt, whatever is exact
+    rows = 0 if reads == "all" else max(1, min((config.last_rows for config in configs), default=1))
+    return rows, f"the profile's budget is of answers: calls that return more than the last {rows} rows run dense"
 
 
 def find_local_heads(attention: nn.Module, query_heads: int) -> range | None:

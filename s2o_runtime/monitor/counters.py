@@ -21,12 +21,16 @@ from .drift import DriftMonitor
 CALLS = 1000  # of every layer, after which it is judged
 MOST = 0.9  # of the calls: if more than this share is dense, a warning says so
 
+_READ = 'call generate or pass logits_to_keep=1; or patch with reads="answers" if only last rows are read all the same'
 REMEDIES: dict[DenseReason | None, str] = {  # what to do about a dense call
     DenseReason.TOO_LONG: 'calibrate with longer --lengths, or patch with beyond="warn"',
     DenseReason.MASK: "send prompts that are padded at one end only, and not packed",
     DenseReason.GRADIENTS: "call the model under torch.no_grad() or torch.inference_mode()",
     DenseReason.TRAINING: "call model.eval() unless it is trained",
     DenseReason.NO_S2O_HEAD: "calibrate with a larger budget or longer --lengths",
+    DenseReason.ALL_LOGITS: _READ,
+    DenseReason.LOSS: _READ,
+    DenseReason.HIDDEN_STATES: _READ,
 }
 OTHERWISE = "s2o_runtime.explain(model) lists the calls of every layer"
 
@@ -37,9 +41,10 @@ class DenseWatch:
     """Counts of one model's calls with more than one query, so that a model that hardly runs S2O is warned about.
 
     A call is long if it has at least `min_length` keys, the shortest calibrated length. Warned about, once each: a long
-    call that is dense for the model's mode or autograd's, where the two do not agree; a long call that another
-    attention implementation computes; and the first of these that is true: after `CALLS` calls of every layer, nearly
-    all were too short; after `CALLS` long calls of every layer, nearly all were dense. Calls of training do not count.
+    call that is dense for the model's mode or autograd's, where the two do not agree, or for what is read of it; a long
+    call that another attention implementation computes; and the first of these that is true: after `CALLS` calls of
+    every layer, nearly all were too short; after `CALLS` long calls of every layer, nearly all were dense. Calls of
+    training do not count.
     """
 
     def __init__(self, layers: int, min_length: int) -> None:
@@ -78,7 +83,7 @@ class DenseWatch:
                 )  # fmt: skip
 
     def warn_of_mode(self, mode: DenseReason, keys: int) -> None:
-        """Warn once of a long call that is dense for its mode; training with gradients needs no warning."""
+        """Warn once of a long call that is dense for its mode or reader; training with gradients needs no warning."""
         if mode in self.warned or (mode is DenseReason.TRAINING and torch.is_grad_enabled()):
             return
         self.warned.add(mode)
