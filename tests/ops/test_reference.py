@@ -58,7 +58,7 @@ class AttentionCase:
 
 
 @st.composite
-def attention_cases(draw, most_queries=200, most_past=120):
+def attention_cases(draw, most_queries=200, most_past=400):
     """Batches with and without padding, of heads of all kinds, with whatever else a layer may ask for."""
     batch, kv_heads, group = draw(st.sampled_from([(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2)]))
     queries = draw(st.integers(1, most_queries))
@@ -77,7 +77,7 @@ def attention_cases(draw, most_queries=200, most_past=120):
         tail=st.sampled_from(["none", "mean"]),
     )
     layer = tuple(draw(heads) for _ in range(kv_heads * group))
-    config = LayerConfig(layer, tile, last_rows=draw(st.sampled_from([0, 0, 128])))
+    config = LayerConfig(layer, tile, draw(st.sampled_from([64, 64, 128, 256])), draw(st.sampled_from([0, 0, 128])))
     options = draw(st.sampled_from([None, 0.4])), draw(st.sampled_from([None, None, 2.0])), draw(st.booleans())
     dims = draw(st.sampled_from([(16, 16), (16, 24), (8, 4)]))
     return AttentionCase((batch, kv_heads, group, queries, past, *dims), starts, config, options)

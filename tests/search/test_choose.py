@@ -25,7 +25,7 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.executors import CPU, GPU, Pickling, pretended
 
-LENGTH, SEGMENTS = 512, (64, 128)
+LENGTH, SEGMENTS = 1024, (128, 256)
 TILES = (TileConfig(64, 64, 2), TileConfig(64, 64, 4))
 MARGIN = OPTIONS["margin"].default * (1 + 1e-3)
 SHARPNESS = (0.3, 0.7, 0.3, 1.0)  # of every layer's queries: the first and the third are alike
@@ -125,7 +125,7 @@ def test_layers_share_one_budget(kind, curves, journal):
         assert choice.point == each.choices[index].point
     costs = [sum(chosen.choices[index].allocation.cost for index in live) for chosen in (each, shared)]
     assert costs[1] < costs[0]
-    little = run(curves, journal, budget_scope="model", budget_mse=2e-4, ceiling_rel_mse=None)  # one layer takes it all
+    little = run(curves, journal, budget_scope="model", budget_mse=2e-5, ceiling_rel_mse=None)  # few layers take it all
     dense = [choice.config.is_dense for choice in little.choices]
     reasons, limits = [choice.why_dense for choice in little.choices], little.limits
     assert 0 < sum(dense) < 4
@@ -144,7 +144,7 @@ def test_a_ceiling_holds_beside_an_mse(scope, curves, journal):
     assert all(error <= MARGIN * limit for error, limit in zip(worst, (mse, ceiling), strict=True))
     if scope == "layer":
         assert chosen.limits == pytest.approx([min(mse, ceiling * power) for power in powers], rel=1e-3)
-        assert errors[0][1] > 0.6 * ceiling  # what it may have is spent, and is less than the mse alone would allow
+        assert errors[0][1] > 0.5 * ceiling  # what it may have is spent, and is less than the mse alone would allow
         assert errors[0][0] < 0.5 * mse
     else:
         laxer = run(curves, journal, budget_mse=mse, ceiling_rel_mse=None, budget_scope=scope)

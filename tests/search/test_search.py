@@ -143,7 +143,7 @@ def test_on_a_gpu_time_decides(curves, every_point):
     search = make_search(curves, timer, trials=30)
     choice = run(search)
     assert choice.seconds == choice.timing.seconds == min(seconds_of(tried.config) for tried in search.tried.values())
-    assert (choice.point, choice.why_dense) == ((128, TILES[2]), None)
+    assert (choice.point, choice.why_dense) == ((128, TILES[2], 128), None)
     cheapest = min(search.tried.values(), key=lambda tried: tried.allocation.cost)
     assert cheapest.point != choice.point  # what is predicted would have chosen another
     for index, (_, best) in enumerate(calls):
@@ -253,6 +253,22 @@ def test_a_storage_that_cannot_be_opened_is_one_sentence_without_its_password(ur
         Studies(recipe(storage=url), "demo", "cpu")
     assert "\n" not in str(raised.value)
     assert "secret" not in str(raised.value)
+
+
+def test_the_lookback_is_chosen_as_time_says_and_keeps_its_promise(every_point):
+    prompt, lookbacks = make_prompts(1), (128, 256)
+    both = measured(prompt, lookbacks=lookbacks)
+    for faster in lookbacks:
+
+        def timer(config, best, faster=faster):
+            return Timing(seconds_of(config) * (1 + (config.lookback != faster)), 0.0, 1.0, 1e9, 3)
+
+        search = make_search(both, timer, trials=30, lookbacks=lookbacks)
+        choice = run(search)
+        assert search.trials == 2 * ALL
+        assert choice.config.lookback == choice.point.lookback == faster
+        out, truth = attend(prompt[0], choice.config)
+        assert float((out - truth).square().mean()) == pytest.approx(choice.allocation.mse, rel=1e-2)
 
 
 def test_a_layer_that_its_budget_makes_dense_says_so():
