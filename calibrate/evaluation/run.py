@@ -24,6 +24,7 @@ from calibrate.model.layers import with_attention
 from calibrate.model.models import LoadedModel
 from calibrate.progress import show_progress
 from calibrate.prompts.prompt import Prompt
+from calibrate.recipe import DEFAULT_LAST_ROWS, LAST_PART
 from calibrate.record import read_record
 from s2o_runtime.config import LayerConfig
 from s2o_runtime.dense_reason import DenseReason
@@ -32,6 +33,7 @@ from s2o_runtime.errors import InputError, ResourceError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.identity import list_attention_modules
 from s2o_runtime.profile import Profile, load_profile
+from s2o_runtime.reference.dense import dense_attention
 from s2o_runtime.tiles import list_candidate_tiles
 
 if TYPE_CHECKING:
@@ -143,7 +145,10 @@ def _run_baseline(
     if obstacle is not None:
         raise InputError(f"{variant.name} cannot compute {obstacle}: leave this setting out")
     keys = call.q_offset + query.shape[2]  # a static cache is longer than what it holds
-    out, stats = baseline_attention(query, key[:, :, :keys], value[:, :, :keys], baseline, scale=scoring.scale)
+    key, value = key[:, :, :keys], value[:, :, :keys]
+    out, stats = baseline_attention(query, key, value, baseline, scale=scoring.scale)
+    if rows := min(DEFAULT_LAST_ROWS, query.shape[2] // LAST_PART):  # as exact as S2O's, which answer
+        out[:, :, -rows:] = dense_attention(query[:, :, -rows:], key, value, scale=scoring.scale)
     variant.last[module] = stats
     return out.transpose(1, 2).contiguous(), None
 

@@ -38,6 +38,7 @@ from calibrate.prompts.prompt import Prompt
 from s2o_runtime.errors import ConfigError, InputError, ModelError
 from s2o_runtime.huggingface import hf
 from s2o_runtime.profile import save_profile
+from s2o_runtime.reference.dense import dense_attention
 from scripts.bench.baselines.settings import BASELINES, parse
 from support.artefacts import shared
 from support.models import make_profile
@@ -247,6 +248,17 @@ def test_a_baseline_refuses_what_it_cannot_compute(head_dim, options, obstacle):
     setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
     with pytest.raises(InputError, match=f"pbs cannot compute {obstacle}: leave this setting out"):
         _run_baseline(module, q, q, q, mask, **options)
+
+
+def test_the_last_rows_of_a_baseline_are_exact():
+    """As many as S2O computes densely by default, one in 32; the rows before them are the baseline's."""
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    setattr(module, BASELINE, Variant("pbs", "pbs", baseline=parse("pbs:keep=0.2,segment=64,block=64")))
+    q, mask = torch.randn(1, 2, 640, 64), hf.prefill_mask(1, 0)
+    setattr(mask, hf.CALL, hf.PrefillCall(0, None, lambda: None))
+    errors = (_run_baseline(module, q, q, q, mask)[0].transpose(1, 2) - dense_attention(q, q, q)).abs().amax((0, 1, 3))
+    assert errors[-20:].max() < 1e-5 < errors[-64:-20].min()
 
 
 def test_baselines_are_found_in_a_clone_only(tmp_path, monkeypatch):
