@@ -199,7 +199,7 @@ def evaluate(evaluation: Evaluation, *, progress: bool) -> None:
                 if not tasks and not is_reference:
                     continue
                 try:
-                    results = run.measure(variant, tasks, is_reference, journal.get("greedy", case.key(dense.identity)))
+                    results = run.measure(variant, tasks, is_reference)
                 except torch.OutOfMemoryError as error:
                     raise ResourceError(
                         f"GPU memory ran out while {variant.name} read {case.length} tokens: use shorter --lengths or "
@@ -223,19 +223,13 @@ class _CaseRun:
         self.positions = score.sample_positions(case.length, rng)
         self.dense_log_probs: Tensor | None = None
 
-    def measure(
-        self, variant: Variant, tasks: Sequence[str], is_reference: bool, dense_answer: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """Return a variant's results by task. Of an `is_reference` run the predictions are kept.
-
-        dense_answer: dense's own greedy result, None before dense has run.
-        """
+    def measure(self, variant: Variant, tasks: Sequence[str], is_reference: bool) -> dict[str, Any]:
+        """Return a variant's results by task. Of an `is_reference` run the predictions are kept."""
         with run_as(self.loaded.model, variant):
             if "time" in tasks:
                 result = score.time_first_token(self.loaded, self.prompt.ids, self.repeats)
                 return {"time": result | collect_run_stats(variant)}
-            decodes = "greedy" in tasks or self.question is not None
-            forward = score.ForwardPass(self.loaded, self.prompt.ids, cache=decodes)
+            forward = score.ForwardPass(self.loaded, self.prompt.ids, cache=self.question is not None)
             if is_reference:
                 self.dense_log_probs = torch.cat(list(forward.log_probs(self.positions)))
             results: dict[str, dict[str, Any]] = {}
@@ -250,9 +244,4 @@ class _CaseRun:
         # behind the variant's prompt, but read with dense attention, as decoding always is
         if self.question is not None:
             results[tasks[0]] = score.score_ruler(self.loaded, forward, self.question)
-        if "greedy" in tasks:
-            if dense_answer is None:
-                results["greedy"] = score.write_answer(self.loaded, forward)
-            else:
-                results["greedy"] = score.count_prefix(forward, dense_answer["tokens"])
         return {task: result | stats for task, result in results.items()}
