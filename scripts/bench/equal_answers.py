@@ -35,7 +35,8 @@ from scripts.bench.baselines.settings import BASELINES, parse
 from scripts.bench.methods import LADDERS
 
 NAME = "scripts.bench.equal_answers"
-AS_MANY = ("--num-prompts", "10", "--num-needles", "32", "--out-dir", "build/eval")  # 640 questions of two tasks
+# of the two tasks together 640
+QUESTIONS = f"--tasks {','.join(RETRIEVAL)} --num-prompts 10 --num-needles 32 --out-dir build/eval"
 CLOSE, STEPS = 1.02, 8  # times S2O's KL, at which a setting is as good; bisections at most
 
 
@@ -68,8 +69,7 @@ def measure(args: argparse.Namespace) -> None:
         raise InputError(f"{args.profile} moves no answer at {args.length} tokens: give a length at which it runs S2O")
     print(f"{args.length} tokens, nats per token of answers: S2O {target:.2e}", flush=True)
     rows: list[dict[str, Any]] = []
-    words = ["s2o-eval", "--model", args.data, "--lengths", str(args.length), "--tasks", ",".join(RETRIEVAL), *AS_MANY]
-    words += ["--profile", str(args.profile)]
+    words = f"s2o-eval --model {args.data} --lengths {args.length} --profile {args.profile} {QUESTIONS}".split()
     for method in args.methods:
         (form, *_), numbers = LADDERS[method]
         number, kl = find_setting(partial(measure_baseline, measure_kl, form), numbers, target)
@@ -90,20 +90,22 @@ def prepare(loaded: LoadedModel, length: int, count: int, seed: int) -> Callable
     """Let the dense model answer, and return the function that measures a variant's KL in nats per token."""
     asked = []
     for prompt in make_held_out_prompts(loaded.tokenizer, length, count, seed):
-        asked.append(
-            (prompt.ids, *answer_densely(loaded, prompt.ids, ask_about(loaded.tokenizer, prompt.ids.tolist())))
-        )
+        questions = ask_about(loaded.tokenizer, prompt.ids.tolist())
+        turns, truth = answer_densely(loaded, prompt.ids, questions)
+        asked.append((prompt.ids, turns, truth))
 
     def measure_kl(variant: Variant) -> float:
         patch = partial(run_as, loaded.model, variant)
-        return statistics.fmean(statistics.fmean(compare_answers(loaded, *answers, patch)[0]) for answers in asked)
+        kls = [compare_answers(loaded, *answers, patch)[0] for answers in asked]
+        return statistics.fmean(map(statistics.fmean, kls))
 
     return measure_kl
 
 
 def find_setting(measure_kl: Callable[[float], float], numbers: Sequence[float], target: float) -> tuple[float, float]:
     """Return the number between a ladder's ends whose KL is nearest to the target, and that KL."""
-    measured = {number: measure_kl(number) for number in (numbers[0], numbers[-1])}
+    ends = numbers[0], numbers[-1]
+    measured = {number: measure_kl(number) for number in ends}
     exact, loose = sorted(measured, key=measured.__getitem__)
     for _ in range(STEPS):
         if not measured[exact] * CLOSE < target < measured[loose] / CLOSE:
@@ -111,7 +113,11 @@ def find_setting(measure_kl: Callable[[float], float], numbers: Sequence[float],
         middle = math.sqrt(exact * loose)
         measured[middle] = measure_kl(middle)
         exact, loose = (middle, loose) if measured[middle] < target else (exact, middle)
-    nearest = min(measured, key=lambda number: abs(math.log(max(measured[number], 1e-12) / target)))
+
+    def distance(number: float) -> float:
+        return abs(math.log(max(measured[number], 1e-12) / target))
+
+    nearest = min(measured, key=distance)
     return nearest, measured[nearest]
 
 

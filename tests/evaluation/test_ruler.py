@@ -18,7 +18,7 @@ from calibrate.evaluation.run import Evaluation, evaluate, list_variants, make_d
 from calibrate.evaluation.score import ForwardPass, score_ruler
 from calibrate.model.models import load_tokenizer
 from s2o_runtime.errors import InputError
-from support.pages import DEMO_PROFILE
+from support.pages import DEMO_PROFILE, ROOT
 from support.processes import called, refusal
 
 COARSE = "tau=1000,segment=64"
@@ -73,6 +73,7 @@ def test_what_has_no_prompts_is_refused(tokenizer, tiny_folder, monkeypatch):
         ruler.make_question(tokenizer, "ruler_vt", 1024, 0, count=1, seed=0)
     with pytest.raises(InputError, match=r"the tokenizer makes \d+ tokens of RULER's example, expected 470 at most"):
         ruler.make_question(load_tokenizer(str(tiny_folder)), "ruler_vt", TINY, 0, count=1, seed=0)
+    assert {*ruler.INSTALL.split()[3:]} <= {*(ROOT / "constraints.txt").read_text().splitlines()}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs lm_eval and wonderwords, .*: pip install --no-deps lm_eval==0.4.13 w"):
         ruler._load_generators.__wrapped__()
