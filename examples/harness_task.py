@@ -61,7 +61,8 @@ def main(path: Path, tokens: int, count: int) -> None:
         )
         harness = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=1, max_length=tokens + 8)
         dense = lm_eval.simple_evaluate(model=harness, tasks=[task])["results"]["needles"]["acc,none"]
-        with patched(loaded.model, profile):
+        # only the choices at the prompt's end are read of all the logits that the harness asks for
+        with patched(loaded.model, profile, reads="answers"):
             sparse = lm_eval.simple_evaluate(model=harness, tasks=[task])["results"]["needles"]["acc,none"]
             print(f"needles: dense {dense:.0%}, S2O {sparse:.0%} of {count} prompts")
             print(explain(loaded.model))
