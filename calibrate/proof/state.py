@@ -26,8 +26,8 @@ LengthAndLayer = tuple[int, int]
 
 TAU_FOR_ERROR = 0.7  # at a length without curves: an error grows roughly with this power of tau
 ANSWER_METHOD = (
-    "means: Student's bounds over groups of text, kinds in equal parts, lengths share the risk; prompts above ten times "
-    "the budget, and retrieval: Clopper-Pearson"
+    "means: Student's bounds over groups of text, kinds in equal parts, lengths share the risk; prompts above ten "
+    "times the budget, and retrieval: Clopper-Pearson"
 )
 METHOD = (
     "means: Student's bounds over groups of text, kinds in equal parts, all within their limits at once; prompts: "

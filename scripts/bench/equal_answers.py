@@ -27,7 +27,6 @@ from calibrate.evaluation.plan import RETRIEVAL, EvaluationPlan
 from calibrate.evaluation.run import Variant, list_variants, run_as
 from calibrate.model.models import LoadedModel, load
 from calibrate.prompts.documents import make_held_out_prompts
-from calibrate.prompts.questions import ask_about
 from calibrate.proof.answers import answer_densely, compare_answers
 from s2o_runtime.errors import InputError
 from scripts.bench import common
@@ -88,16 +87,12 @@ def measure_baseline(measure_kl: Callable[[Variant], float], form: str, number: 
 
 def prepare(loaded: LoadedModel, length: int, count: int, seed: int) -> Callable[[Variant], float]:
     """Let the dense model answer, and return the function that measures a variant's KL in nats per token."""
-    asked = []
-    for prompt in make_held_out_prompts(loaded.tokenizer, length, count, seed):
-        questions = ask_about(loaded.tokenizer, prompt.ids.tolist())
-        turns, truth = answer_densely(loaded, prompt.ids, questions)
-        asked.append((prompt.ids, turns, truth))
+    prompts = make_held_out_prompts(loaded.tokenizer, length, count, seed)
+    asked = [(prompt, answer_densely(loaded, prompt)) for prompt in prompts]
 
     def measure_kl(variant: Variant) -> float:
         patch = partial(run_as, loaded.model, variant)
-        kls = [compare_answers(loaded, *answers, patch)[0] for answers in asked]
-        return statistics.fmean(map(statistics.fmean, kls))
+        return statistics.fmean(compare_answers(loaded, *answers, patch).kl for answers in asked)
 
     return measure_kl
 
