@@ -73,7 +73,10 @@ def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
 
 def predicts(captured, method, tile, tail, last_rows=0):
     """Compare the curve of a method and a tile with the reference at some thresholds."""
-    methods = [RankingConfig(method.segment, 17 - method.representatives, 384 - method.lookback), method]  # one pass, several ways to rank
+    methods = [
+        RankingConfig(method.segment, 17 - method.representatives, 384 - method.lookback),
+        method,
+    ]  # one pass, several ways to rank
     shape = Shape.from_tile(tile)
     curve = measure(captured, methods, [Shape(64, 128), shape], last_rows)[method, shape]
     scoring = captured.scoring.arguments()
