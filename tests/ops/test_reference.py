@@ -212,9 +212,7 @@ def test_the_first_rows_of_a_segment_see_their_neighbours(monkeypatch):
     """Of local attention, whose scores fall with the distance. Without a lookback those rows err most, which is why."""
     monkeypatch.setattr(config_module, "LOOKBACKS", (0, *LOOKBACKS))
     angle = torch.arange(1024, dtype=torch.float64)[:, None] * torch.logspace(-2, 0, 16, dtype=torch.float64)
-    q = k = torch.cat([angle.cos(), angle.sin()], 1)[
-        None, None
-    ]  # the score of a pair is a sum over cos of its distance
+    q = k = torch.cat([angle.cos(), angle.sin()], 1)[None, None]  # scores are sums over cosines of the distance
     v = torch.randn(1, 1, 1024, 16, dtype=torch.float64)
     truth, first_rows, others = naive_attention(q, k, v, scale=1.0), {}, {}
     for lookback in (0, *LOOKBACKS):
