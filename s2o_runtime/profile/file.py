@@ -186,11 +186,10 @@ def _make_tensors(profile: Profile) -> dict[str, Tensor]:
         value = _CONSTANT[name] if name in _CONSTANT else getattr(config, name)
         return _ENCODED[name][value] if name in _ENCODED else value
 
-    has_last_rows = any(layer.last_rows for bucket in profile.layers for layer in bucket)
     return {
         name: torch.tensor([[encode(name, layer) for layer in bucket] for bucket in profile.layers], dtype=dtype)
         for name, dtype in (TENSORS | OPTIONAL_TENSORS).items()
-        if name != "last_rows" or has_last_rows
+        if name != "last_rows" or any(layer.last_rows for bucket in profile.layers for layer in bucket)
     }
 
 
