@@ -436,9 +436,7 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
             if layer.representatives
             else "-"
         ),
-        "segment": lambda layer: (
-            f"{layer.segment}" if layer.lookback == LOOKBACK else f"{layer.segment}+{layer.lookback}"
-        ),
+        "segment": lambda layer: f"{layer.segment}" + f"+{layer.lookback}" * (layer.lookback != LOOKBACK),
         "tile": show("tile", ""),
         "density": show("density", ".3f"),
         report.budget.unit: show("error", ".2e"),

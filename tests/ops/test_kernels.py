@@ -14,7 +14,7 @@ import triton.language as tl
 from s2o_runtime.attention.api import s2o_attention, s2o_attention_varlen
 from s2o_runtime.attention.warmup import SEGMENTS, warmup
 from s2o_runtime.call import make_head_tables
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import LOOKBACKS, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.devices import Resources
 from s2o_runtime.kernels import launch as launch_module
 from s2o_runtime.kernels import prefill as prefill_module
@@ -122,12 +122,14 @@ RINGS += [(replace(HOPPER, num_stages=3), 128), (replace(HOPPER, block_n=64, num
 
 
 @COMPILED
-@pytest.mark.parametrize(("shape", "tau", "tile", "head_dim"), pairwise(SHAPES, [0.0, 0.3, 1.0], RINGS))
-def test_the_hopper_kernel_is_the_plain_kernel(shape, tau, tile, head_dim):
+@pytest.mark.parametrize(
+    ("shape", "tau", "lookback", "tile", "head_dim"), pairwise(SHAPES, [0.0, 0.3, 1.0], LOOKBACKS, RINGS)
+)
+def test_the_hopper_kernel_is_the_plain_kernel(shape, tau, lookback, tile, head_dim):
     """The same keys in the same order; weights are rounded after a maximum that tiles reach in another order."""
     q, k, v, kv_start = drawn(shape, head_dim)
     kinds = (HeadConfig(tau, 128), HeadConfig(tau, 256), HeadConfig(mode="dense"))
-    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), tile)
+    config = LayerConfig(tuple(kinds[h % 3] for h in range(shape[1])), tile, lookback)
     plain = config.with_tile(TileConfig(64, tile.block_n, 2, 8 if head_dim > 128 else 4, 1))
     ours, theirs = (run_prefill(call_of(q, k, v, each, kv_start, lse=True)) for each in (config, plain))
     agree(ours, theirs, tile.block_m, error=4e-3, lse_error=1e-4, apart=0.0)

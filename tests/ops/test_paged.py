@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow(reason="Triton's interpreter runs a kernel's programs on
 EXHAUSTIVE = pytest.mark.exhaustive(reason="still more of them: `make test` runs some")
 CONFIG = LayerConfig.uniform(4, tau=1.0, segment=64, tile=TILE)
 SPECIALIZED = LayerConfig.uniform(4, segment=128, tile=HOPPER)
-LENGTHS, QUERIES = ([1500, 333, 2049, 640], [1500, 1, 700, 129]) if ON_GPU else ([171, 130, 90], [70, 130, 1])
+LENGTHS, QUERIES = ([1500, 333, 2049, 640], [1500, 1, 700, 129]) if ON_GPU else ([371, 330, 90], [270, 330, 1])
 
 PAGE_SIZES = [16, 64, 48, 1024] if ON_GPU else [4, 64, 48]
 
@@ -33,7 +33,7 @@ def config_of(tile):
         HeadConfig(0.0, 2 * tile.rows),
         HeadConfig(20.0, tile.rows),
     )
-    return LayerConfig(kinds, tile, last_rows=128)
+    return LayerConfig(kinds, tile, 64, 128)
 
 
 def batch_of(page_size=16, name=LAYOUTS[2], **options):

@@ -30,14 +30,14 @@ SOME_TAUS = [0.01, 2.0, 0.3, 50.0]
 @pytest.mark.parametrize(
     ("length", "segment", "representatives", "softcap", "sinks", "taus"),
     [
-        pytest.param(170, 64, 16, 4.0, [2.0, 4.0], SOME_TAUS[:2], marks=SLOW, id="cap-sinks"),
+        pytest.param(270, 64, 16, 4.0, [2.0, 4.0], SOME_TAUS[:2], marks=SLOW, id="cap-sinks"),
         pytest.param(450, 128, 1, None, None, SOME_TAUS, marks=EXHAUSTIVE, id="S128"),
     ],
 )
 def test_a_trace_is_every_run_at_once(length, segment, representatives, softcap, sinks, taus):
     q, k, v = 2 * torch.randn(1, 2, length, 64), torch.randn(1, 1, length, 64), torch.randn(1, 1, length, 64)
     k = k * torch.rand(length, 1).square() * 3  # some keys matter, most do not
-    kind = {"segment": segment, "representatives": representatives}
+    kind = {"segment": segment, "representatives": representatives, "lookback": 64}
     config = LayerConfig.uniform(2, tail="mean", tile=CHECKED, **kind)
     features = {"softcap": softcap, "sinks": None if sinks is None else torch.tensor(sinks)}
     truth = exact_attention(q, k, v, **features)
@@ -72,7 +72,7 @@ def prompt(length, head_dim, heads=8, kv_heads=2, **features):
     return Captured(q, k, v, head_dim**-0.5 / 2, **features)  # flat, so that stopping leaves something out
 
 
-METHODS = [RankingConfig(512), RankingConfig(256, 16), RankingConfig(1024, 16)]
+METHODS = [RankingConfig(512), RankingConfig(256, 16, 256), RankingConfig(1024, 16)]
 CASES = pairwise(METHODS, [(5000, 128, False), (3333, 64, False), (4096, 96, False)], [64, 128])
 CASES += [(RankingConfig(512, 16), 4001, 64, True, 64), (RankingConfig(512, 16), 4001, 128, True, 128)]
 
@@ -96,7 +96,7 @@ def test_a_curve_is_what_the_kernels_do(method, length, head_dim, featured, bloc
     for index in range(0, len(TAUS), 4):
         for tail in ("none", "mean"):
             head = HeadConfig(TAUS[index], method.segment, representatives=method.representatives, tail=tail)
-            config = LayerConfig((head,) * 8, tile)
+            config = LayerConfig((head,) * 8, tile, method.lookback)
             out, _, stats = s2o_attention(*tensors, config, return_stats=True, backend="triton", **scoring)
             torch.testing.assert_close(curve.density[:, index], stats.density.cpu(), rtol=2e-3, atol=1e-3)
             mse = (out.float() - truth).square().mean((0, 2, 3)).cpu().double()
