@@ -185,7 +185,8 @@ def describe_ruler(row: Row) -> str:
     scores += f"{_format_difference(row)}, {worse}; " if row["judged"] else ""
     return (
         f"RULER at {row['length']} tokens: {scores}{counts['judged']} judged, {counts['listed']} listed, where dense "
-        f"scores under {low:.0%} or over {high:.0%}; nats per token of all right answers {_format_nats(row['nats'])}"
+        f"scores under {low:.0%} or over {high:.0%}; log-likelihood of all right answers over dense's, nats per token "
+        f"{_format_nats(row['nats'])}"
     )
 
 
@@ -249,7 +250,7 @@ def _write_page(summary: Summary, files: Sequence[str]) -> str:
     if lines := list_notes(summary):
         parts += ["## Notes", format_bullets(lines)]
     names = [file.removesuffix(".png") for file in files]
-    parts.append("## Pictures" if names else "There are no pictures, because nothing was compared with dense.")
+    parts.append("## Pictures" if names else "There are no pictures: what was compared has none.")
     parts += [f"![{name}]({name}.png)\n\n{CAPTIONS[name]}" for name in names]
     return "\n\n".join(parts) + "\n"
 
