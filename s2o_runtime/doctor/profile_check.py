@@ -115,7 +115,9 @@ def describe_profile(path: Path, device: torch.device, view: ModelView | None) -
     data = {"lengths": [{"length": length, "layers": layers} for length, layers in runs.items()]}
     if profile.reads == "answers":
         dense += ", what reads more than a prompt's last rows (logits of all, a loss, hidden states, prompt logprobs)"
-        findings.append(Finding("last layer", "in a server, only rows that are read, unless a draft or a scale needs all"))
+        findings.append(
+            Finding("last layer", "in a server, only rows that are read, unless a draft or a scale needs all")
+        )
     return Section("profile", [*findings, Finding("dense too", dense)], data)
 
 

@@ -124,7 +124,9 @@ def plan_batch(split: SplitRequests, dense_reason: Callable[[Request], str | Non
         reason = dense_reason(request) if request.queries > 0 else ""  # without queries: of a CUDA graph's padding
         if reason:
             dense_rows[reason] += request.queries
-        own_step = get_length_step(request.keys) if reason is None else ZEROS if reason is DenseReason.UNREAD else None
+        own_step = get_length_step(request.keys) if reason is None else None
+        if reason is DenseReason.UNREAD:
+            own_step = ZEROS
         if index > first and (own_step != step or (step is not None and total_k + request.keys > max_keys)):
             slices.append(BatchSlice(first, index, starts[first], starts[index], step, max_q, max_k, total_k))
             first, max_q, max_k, total_k = index, 0, 0, 0
