@@ -213,7 +213,7 @@ class SglangBatch(Batch):
         if server.fit.reads == "answers" and source.return_logprob:
             starts = source.extend_logprob_start_lens_cpu
         own_reasons = [
-            DenseReason.ADAPTER if adapter else DenseReason.PROMPT_LOGPROBS if start < count - 1 else None
+            DenseReason.ADAPTER if adapter is not None else DenseReason.PROMPT_LOGPROBS if start < count - 1 else None
             for adapter, count, start in zip(adapters, queries, starts, strict=True)
         ]
         # SGLang says whether prompts end in a batch, not which of them; with none, all go on behind any last rows
