@@ -74,7 +74,7 @@ def list_variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
     compared = [Variant(next(names), DENSE)]
     for path in plan.profiles:
         profile = load_profile(path)
-        # once: states are kept, so that changing variants costs nothing; S2O is what is evaluated, whatever a score reads
+        # once: states are kept, so that changing variants costs nothing; S2O is evaluated, whatever a score reads
         hf.patch(loaded.model, profile, drift="off", reads="answers")
         states = tuple(hf.get_layer_states(loaded.model))
         hf.unpatch(loaded.model)
