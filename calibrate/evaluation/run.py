@@ -77,7 +77,8 @@ def list_variants(plan: EvaluationPlan, loaded: LoadedModel) -> list[Variant]:
     compared = [Variant(next(names), DENSE)]
     for path in plan.profiles:
         profile = load_profile(path)
-        hf.patch(loaded.model, profile, drift="off")  # once: states are kept, so that changing variants costs nothing
+        # once: states are kept, so that changing variants costs nothing; S2O is evaluated, whatever a score reads
+        hf.patch(loaded.model, profile, drift="off", reads="answers")
         states = tuple(hf.get_layer_states(loaded.model))
         hf.unpatch(loaded.model)
         compared.append(Variant(next(names), make_digest(path), states, profile=profile))

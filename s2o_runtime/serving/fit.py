@@ -317,17 +317,20 @@ def find_scales_obstacle(*scales: float | Tensor | None) -> str | None:
 
 
 def find_shared_scale(config: Any, method: str | None) -> str | None:
-    """Return the reason that rows of a layer may be rounded with one scale for all, so that zeros move others; or None.
+    """Return the reason that a layer's rows may be rounded with one scale for all, so that zeros move others; or None.
 
     config: the model's transformers configuration; method: its quantisation as the server calls it, None for none.
     """
     described = getattr(config, "quantization_config", None) or {}
     described = described if isinstance(described, Mapping) else described.to_dict()
     method = described.get("quant_method") or method
-    groups = [group.get("input_activations") or {} for group in described.get("config_groups", {}).values()]
-    by_row = method == "fp8" and described.get("weight_block_size") is not None
-    by_row |= bool(groups) and all(group.get("strategy", "token") in ("token", "group") for group in groups)
-    if method is None or method in WEIGHTS_ONLY or by_row:
+    if method is None or method in WEIGHTS_ONLY:
+        return None
+    if method == "fp8" and described.get("weight_block_size") is not None:  # and scales of rows' blocks
+        return None
+    groups = described.get("config_groups", {}).values()
+    strategies = {(group.get("input_activations") or {}).get("strategy", "token") for group in groups}
+    if strategies and strategies <= {"token", "group"}:
         return None
     return f"activations may be rounded with one scale for all rows ({method})"
 

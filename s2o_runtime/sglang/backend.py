@@ -77,11 +77,11 @@ class _Backend:
     def _find_batch_reason(self, forward_batch: Any) -> str | None:
         """Return the reason why the stock backend computes a batch as a whole, by its sizes and ranks, or None."""
         new, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-        largest, fit = (
-            Request(int(max(new, default=0)), int(max(map(add, new, cached), default=0))),
-            self.s2o_api.server.fit,
-        )
-        if reason := fit.batch_reason(largest) or (find_reader(forward_batch) if fit.reads == "answers" else None):
+        largest = Request(int(max(new, default=0)), int(max(map(add, new, cached), default=0)))
+        served = self.s2o_api.server.fit
+        if reason := served.batch_reason(largest):
+            return reason
+        if served.reads == "answers" and (reason := find_reader(forward_batch)):
             return reason
         return "the context is shared by several ranks" if self.s2o_api.is_split(forward_batch) else None
 
@@ -209,12 +209,11 @@ class SglangBatch(Batch):
         queries = [int(count) for count in source.extend_seq_lens_cpu]
         lengths = [int(prefix) + count for prefix, count in zip(source.extend_prefix_lens_cpu, queries, strict=True)]
         adapters: list[str | None] = getattr(source, "lora_ids", None) or [None] * len(queries)
-        # the rows whose logits are taken for log-probabilities; one is the last, as for all requests
-        starts = (
-            server.fit.reads == "answers" and source.return_logprob and source.extend_logprob_start_lens_cpu
-        ) or queries
+        starts = queries  # behind the rows whose log-probabilities nothing reads
+        if server.fit.reads == "answers" and source.return_logprob:
+            starts = source.extend_logprob_start_lens_cpu
         own_reasons = [
-            DenseReason.ADAPTER if adapter else DenseReason.PROMPT_LOGPROBS if count - start > 1 else None
+            DenseReason.ADAPTER if adapter is not None else DenseReason.PROMPT_LOGPROBS if start < count - 1 else None
             for adapter, count, start in zip(adapters, queries, starts, strict=True)
         ]
         # SGLang says whether prompts end in a batch, not which of them; with none, all go on behind any last rows

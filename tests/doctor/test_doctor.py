@@ -422,6 +422,10 @@ def run_of_calibrator(arguments):
             "profile profile": "problem README.md", "model model": "problem give a local folder or a hub id",
         }),
         (main, None, "demo", {"model model": "problem give one, or an alias such as demo to s2o-doctor"}),
+        (main, "{folder}/answers.safetensors", None, {
+            "profile proof": "note kl 0.001 at the rows that answer", "profile dense too": "ok prompt logprobs",
+            "profile last layer": "ok in a server, only rows that are read",
+        }),
         (main, "{folder}/random.safetensors", None, {"profile weights": "problem calibrated on random weights"}),
         (run_of_calibrator, DEMO_PROFILE, "demo", {
             "model attention in them": "ok 100% at 1024, 100% at 1536, 100% at 2048 tokens",
@@ -437,6 +441,8 @@ def test_a_profile_and_a_model(run, profile, model, expected, capsys, tmp_path):
     config = json.loads((DEMO / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
     save_profile(replace(load_profile(DEMO_PROFILE), fingerprint="random-1"), tmp_path / "random.safetensors")
+    answers = replace(load_profile(DEMO_PROFILE), record={"budget": {"kind": "kl", "value": 1e-3, "scope": "model"}})
+    save_profile(answers, tmp_path / "answers.safetensors")
     flags = [f"--{name}={value}" for name, value in (("profile", profile), ("model", model)) if value]
     code, sections = doctor(capsys, *(flag.format(folder=tmp_path) for flag in flags), run=run)
     assert code == (BAD_INPUT if "problem" in str(expected) else OK)

@@ -205,7 +205,10 @@ def test_reasons_that_have_a_remedy_are_those_that_layers_give(model):
         model(prompt(120))
     model.train()(prompt(120))
     model.eval()
-    state.max_length = None
+    state.max_length, state.answer_rows = None, 1
+    for options in ({}, {"labels": prompt()}, {"output_hidden_states": True}):
+        model(prompt(), **options)
+    state.answer_rows = None
     state.config_at = lambda length: make_profile(model, 0.5).layer_config(0, length).as_dense()
     model(prompt())
     assert {DenseReason.from_sentence(reason) for path, reason in state.counts if path == "dense"} == set(REMEDIES)

@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from s2o_runtime import explain, patch, patched
 from s2o_runtime.dense_reason import DenseReason
@@ -23,11 +23,8 @@ SPARSE, DECODE = ("s2o", RUNS), ("dense", "decode")
 class WithoutKeep(LlamaForCausalLM):
     """A model of a repository of its own, whose logits are of all rows."""
 
-    def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None,
-        return_dict=None,
-    ):  # fmt: skip
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+    def forward(self, input_ids=None, attention_mask=None, **options):
+        return super().forward(input_ids, attention_mask, **options)
 
 
 @pytest.fixture
@@ -57,7 +54,9 @@ RUN = {
     "last": lambda model, ids: model(ids, logits_to_keep=LAST_ROWS),
     "greedy": generate(),
     "beams": generate(num_beams=2),
-    "chunks": generate(prefill_chunk_size=LENGTH - 1),
+    "chunks": lambda model, ids: generate(
+        prefill_chunk_size=LENGTH - 1, past_key_values=DynamicCache(config=model.config)
+    )(model, ids),
     "lookup": generate(prompt_lookup_num_tokens=3),
 }
 
@@ -90,7 +89,7 @@ HANDLES = {
 
 
 def paths_of(call, model):
-    """What one call of a model runs, and why."""
+    """Return what one call of a model runs, and why."""
     for state in hf.get_layer_states(model):
         state.counts.clear()
     call(model, prompt())
