@@ -31,7 +31,7 @@ TOGETHER = {  # options that have to fit others, as sets of them that do
     "lengths": [{"lengths": (1 << 17, 1 << 18)}, {"lengths": (1 << 20,)}],
     "check_lengths": [{}, {"check_lengths": None}, {"check_lengths": ()}, {"check_lengths": (3 << 19, 3 << 20)}],
     "budgets": [{}, {"budget_rel_mse": 0.5}, {"budget_mse": 1e-5}, {"budget_mse": 0.1, "ceiling_rel_mse": None},
-                {"budget_mse": 1e-5, "ceiling_rel_mse": 2e-3, "budget_scope": "model", "kv_cache_dtype": "fp8"},
+                {"budget_mse": 1e-5, "ceiling_rel_mse": 2e-3, "kv_cache_dtype": "fp8"},
                 {"kv_cache_dtype": "fp8"}],
     "texts": [{}, {"domains": ("prose", "chinese")}, {"prompts": (Path("mine.jsonl"), Path("folder/b"))}],
     "workers": [{}, {"gpus": 2}, {"scheduler": "tcp://head:8786", "target_gpu": "H200"}],
@@ -159,7 +159,6 @@ def test_a_layer_may_have_the_smaller_of_the_two_limits():
     made = recipe(budget_mse=1e-4)
     assert [made.binds(both.limit(power)) for power in powers] == ["rel_mse", "mse", "mse"]
     assert recipe(budget_mse=1e-4, ceiling_rel_mse=None).binds(1e-4) is None
-    assert recipe(budget_mse=1e-4, budget_scope="model").binds(5e-6) is None
 
 
 @pytest.mark.parametrize(("options", "message"), [

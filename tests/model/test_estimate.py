@@ -88,7 +88,8 @@ def model_of(name):
 
 def estimated(device=H200, **options):
     model = model_of(options["model"])
-    defaults = {"num_prompts": 4, "num_held_out": 4, "num_certify": 32}  # of the time of the measured runs
+    # of the time of the measured runs
+    defaults = {"num_prompts": 4, "num_held_out": 4, "num_certify": 32, "budget_rel_mse": 1e-3}
     recipe = Recipe.from_options({"out": Path("p"), "device": device.kind} | defaults | options)
     return estimate(recipe, ModelSizes.from_model(model, device.kind), geometry(model.config), device)
 

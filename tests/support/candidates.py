@@ -10,8 +10,8 @@ from calibrate.curves.curves import TAUS, Curve, RankingConfig
 from calibrate.proof.state import Candidate
 from calibrate.proof.verify import LayerProof, LengthProof, PromptErrors
 from calibrate.recipe import Budget, Recipe
-from calibrate.search.allocate import allocate
-from calibrate.search.choice import LayerPlan, SearchPoint
+from calibrate.search.allocate import Allocation, SearchConstraints
+from calibrate.search.choice import LayerBudget, LayerPlan, SearchPoint
 from calibrate.search.choose import SearchResult
 from s2o_runtime.config import TileConfig
 from s2o_runtime.devices import DeviceIdentity
@@ -23,18 +23,19 @@ LIMITS = {length: [1e-4 * (index + 1), 2e-4 * (index + 1)] for index, length in 
 PROMPTS = dict.fromkeys(sorted((*LENGTHS, *CHECKS)), ())
 
 
-def choice(budget):
+def choice(limit):
     """A layer of two heads whose error grows with tau, and whose density falls."""
     mse = torch.tensor([[1e-7 * tau, 3e-7 * tau] for tau in TAUS], dtype=torch.float64).T
     density = torch.linspace(0.9, 0.2, len(TAUS), dtype=torch.float64).expand(2, -1)
     curves = {RankingConfig(256): Curve(mse, 2 * mse, torch.zeros_like(mse), torch.zeros_like(mse), density, 1.0)}
-    return LayerPlan(SearchPoint(256, TileConfig()), curves, budget, allocate(curves, budget))
+    budget = LayerBudget(limit, 0.8 * limit, SearchConstraints())
+    return LayerPlan(SearchPoint(256, TileConfig()), curves, budget, Allocation(())).spending(budget.mse)
 
 
 def candidate(kind="cpu"):
     chosen = {
         length: SearchResult(
-            [choice(0.8 * limit) for limit in limits],
+            [choice(limit) for limit in limits],
             limits,
             groups=[[0, 1]],
             failures=Counter(),
