@@ -36,7 +36,7 @@ def show(name: str, form: str, unit: str = "") -> Callable[[Any], str]:
 
 
 def describe_certificate(certificate: Certificate | None, adjusted_on: int | None) -> str:
-    """Return one sentence on what was shown of means, of all layers at all lengths together.
+    """Return one sentence on what was shown of means at all lengths: of the answers, or of all layers together.
 
     certificate: None if the profile has none. adjusted_on: prompts of each length; None if that is not recorded.
     """
@@ -45,6 +45,7 @@ def describe_certificate(certificate: Certificate | None, adjusted_on: int | Non
         same = "the same prompts" if adjusted_on is None else f"the same {adjusted_on} prompts of each length"
         return f"Adjusted and checked on {same}; not certified."
     confidence = (certificate and certificate.confidence) or 0.0
+    answers = lengths[0].answers is not None
     domains = [domain for length in lengths for domain in length.domains or () if domain.domain]
     worst = max(domains, key=lambda domain: domain.error_over_limit or 0.0, default=CertifiedDomain())
     number = f"{worst.error_over_limit or 0.0:.0%} of it, estimated from {pluralize(worst.prompts or 0, 'prompt')}"
@@ -56,8 +57,14 @@ def describe_certificate(certificate: Certificate | None, adjusted_on: int | Non
     return (
         f"Certified on {format_range(length.prompts for length in lengths)} prompts of each length, of "
         f"{format_range(length.groups for length in lengths)} groups of text ({kinds_of_text}): with "
-        f"{confidence:.0%} confidence, if errors of a kind vary about normally, the mean error of every layer over "
-        f"prompts like these, at each of these lengths, is within its limit{alone}."
+        f"{confidence:.0%} confidence, if errors of a kind vary about normally, "
+        + (
+            "the mean KL of answers behind prompts like these, at each of these lengths, is within the budget, where "
+            "a prompt counts with at most ten times the budget."
+            if answers
+            else f"the mean error of every layer over prompts like these, at each of these lengths, is within its limit"
+            f"{alone}."
+        )
     )
 
 
@@ -84,15 +91,26 @@ def list_claims(certificate: Certificate | None) -> list[str]:
 
 def _describe_certified(length: CertifiedLength, confidence: float) -> str:
     """Return the joint claim about prompts of a length, and what these prompts had."""
-    text = "every layer is dense"
-    if length.share is not None:
+    text, answers = "every layer is dense", length.answers
+    if answers is not None:
+        noise = "" if answers.noise is None else f", two dense kernels {answers.noise:.1e}"
+        less = "" if answers.spent is None else f", with {answers.spent:.0%} of what layers were to spend"
+        text = (
+            f"answers have a KL of {format_number(answers.mean, '.1e')} nats per token, at most "
+            f"{format_number(answers.bound, '.1e')} with the certificate's confidence{less} (worst eighth of the "
+            f"prompts {format_number(answers.worst_eighth, '.1e')}, second turns "
+            f"{format_number(answers.second_turn, '.1e')}{noise}); with {confidence:.0%} confidence at most "
+            f"{math.ceil(1000 * (answers.share_above or 0.0)) / 10:.3g}% of prompts are above ten times the budget"
+        )
+    elif length.share is not None:
         times = "" if length.error_over_limit == 1 else f"{format_number(length.error_over_limit, '.2f')} times "
         text = (
             f"with {confidence:.0%} confidence at this length at least {round_down(length.share)} of prompts like "
             f"these keep every layer within {times}its limit, over all rows and over those that answer, "
             f"and the KL within {format_number(length.kl, '.1e')} nats, together"
         )
-    text += f"; these had a mean KL of {format_number(length.mean_kl, '.1e')}"
+    if answers is None:
+        text += f"; these had a mean KL of {format_number(length.mean_kl, '.1e')}"
     retrieval = length.retrieval
     if retrieval is None or not retrieval.found:
         return f"{length.length} tokens: {text}; retrieval not proven"
@@ -114,6 +132,29 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
     if not lengths:
         return []
 
+    def kept(length: CertifiedLength) -> str:
+        retrieval = length.retrieval
+        return "-" if retrieval is None else format_kept(retrieval.kept or 0, retrieval.found or 0)
+
+    def of_answers(name: str, form: str) -> Callable[[CertifiedLength], str]:
+        return lambda length: show(name, form)(length.answers)
+
+    if lengths[0].answers is not None:
+        measured: Columns = {
+            "length": show("length", "d"),
+            "prompts": show("prompts", "d"),
+            "groups": show("groups", "d"),
+            "KL": of_answers("mean", ".1e"),
+            "bound": of_answers("bound", ".1e"),
+            "worst\neighth": of_answers("worst_eighth", ".1e"),
+            "second\nturn": of_answers("second_turn", ".1e"),
+            "two\nkernels": of_answers("noise", ".1e"),
+            "above\nten times": of_answers("above", "d"),
+            "spent": of_answers("spent", ".0%"),
+            "kept": kept,
+        }
+        return [Table.from_rows(lengths, measured, "certified answers, nats per token"), _make_domain_table(lengths)]
+
     def over_limit(length: CertifiedLength, bound: Callable[[CertifiedLayer], float | None]) -> str:
         sparse = [(bound(layer), layer.limit) for layer in length.layers or () if layer.density != 1.0]
         return _format_largest((value / limit for value, limit in sparse if value is not None and limit), ".0%")
@@ -129,9 +170,7 @@ def make_certificate_tables(certificate: Certificate | None) -> list[Table]:
         "error /\nlimit": show("error_over_limit", ".2f"),
         "KL": show("kl", ".1e"),
         "least\ntop-1": show("top1", ".2%"),
-        "kept": lambda length: (
-            "-" if length.retrieval is None else format_kept(length.retrieval.kept or 0, length.retrieval.found or 0)
-        ),
+        "kept": kept,
     }
 
     def by_ceiling(length: CertifiedLength) -> str:
@@ -156,17 +195,27 @@ def _make_domain_table(lengths: Sequence[CertifiedLength]) -> Table:
         for domain in length.domains or ():
             texts.setdefault(domain.domain or "-", {})[length.length] = domain
 
-    def error_at(length: int | None) -> Callable[[str], str]:
-        return lambda text: format_number(texts[text].get(length, CertifiedDomain()).error_over_limit, ".0%")
+    def show_at(length: int | None, name: str, form: str) -> Callable[[str], str]:
+        return lambda text: format_number(getattr(texts[text].get(length, CertifiedDomain()), name), form)
 
     columns: Columns = {
         "text": str,
         "prompts": lambda text: format_range(domain.prompts for domain in texts[text].values()),
         "groups": lambda text: format_range(domain.groups for domain in texts[text].values()),
-        **{f"error / limit\nat {length.length}": error_at(length.length) for length in lengths},
-        "rows that\nanswer": lambda text: _format_largest((d.answer_over_limit for d in texts[text].values()), ".0%"),
-        "mean KL": lambda text: _format_largest((domain.kl for domain in texts[text].values()), ".1e"),
     }
+    if lengths[0].answers is not None:
+        columns |= {f"KL at\n{length.length}": show_at(length.length, "kl", ".1e") for length in lengths}
+    else:
+        columns |= {
+            **{
+                f"error / limit\nat {length.length}": show_at(length.length, "error_over_limit", ".0%")
+                for length in lengths
+            },
+            "rows that\nanswer": lambda text: _format_largest(
+                (d.answer_over_limit for d in texts[text].values()), ".0%"
+            ),
+            "mean KL": lambda text: _format_largest((domain.kl for domain in texts[text].values()), ".1e"),
+        }
     return Table.from_rows(sorted(texts), columns, "by kind of text", align="lr")
 
 
