@@ -133,7 +133,7 @@ def test_a_loosened_profile_is_noticed(plain, caplog, action, how):
         if how == "plain":
             return which(ids[:1]).logits
         memory = DynamicCache(config=which.config)
-        return torch.cat([which(part, past_key_values=memory).logits for part in ids[:1].split((20, 180), 1)], 1)
+        return torch.cat([which(part, past_key_values=memory).logits for part in ids[:1].split((128, 72), 1)], 1)
 
     for _ in range(6):
         run(plain)

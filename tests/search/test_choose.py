@@ -26,7 +26,7 @@ from s2o_runtime.reference.attention import s2o_attention_reference
 from s2o_runtime.reference.dense import exact_attention
 from support.executors import CPU, GPU, Pickling, pretended
 
-LENGTH, SEGMENTS = 512, (64, 128)
+LENGTH, SEGMENTS = 768, (64, 128)
 TILES = (TileConfig(64, 64, 2), TileConfig(64, 64, 4))
 MARGIN = OPTIONS["margin"].default * (1 + 1e-3)
 SHARPNESS = (0.3, 0.7, 0.3, 1.0)  # of every layer's queries: the first and the third are alike
