@@ -439,7 +439,7 @@ def compile_case(case: Case) -> Compiled:
         case "gather_pages":
             home, options = pages, {"num_warps": pages.GATHER_WARPS}
             more = {"WIDTH": triton.next_power_of_2(head_dim), "PAGE": 16, "ROWS": pages.GATHER_ROWS}
-            types = POINTERS | FP8_POINTERS if case.variant == "fp8" else {}
+            types = POINTERS | (FP8_POINTERS if case.variant == "fp8" else {})
         case "combine":
             home, more = splits, {"ROWS": splits.COMBINED_ELEMENTS // head_dim}
             options = {"num_warps": splits.COMBINE_WARPS}

@@ -34,7 +34,7 @@ from s2o_runtime.config import KEY_BLOCK, find_first_dense_row
 from s2o_runtime.reference.attention import attend_window
 from s2o_runtime.reference.ranking import log_weights, make_representatives, order_of
 
-STEP = 128
+STEP = 64  # keys; the smallest lookback, and the step of segments
 GPU_BYTES, CPU_BYTES = 8 << 30, 256 << 20  # workspace of one pass
 LIVE_COPIES = 4  # arrays of the size of the scores that exist at once
 Stops = defaultdict[tuple[RankingConfig, Shape], list[tuple[Tensor, Tensor]]]  # what `_find_stops` returns

@@ -18,7 +18,7 @@ from calibrate.recipe import Recipe
 from calibrate.record import Certificate, CertifiedDomain, CertifiedLayer, CertifiedLength, Record, read_record
 from calibrate.report.contents import LengthReport, Report, divide, summarise_profile
 from calibrate.tables import Number, Table, format_integer, format_kept, format_number
-from s2o_runtime.config import convert_to_json
+from s2o_runtime.config import LOOKBACK, convert_to_json
 from s2o_runtime.fields import pluralize
 from s2o_runtime.profile import Profile, make_document
 
@@ -367,7 +367,7 @@ def show_certificate(check: CertificateCheck) -> Iterator[Table | str]:
     )
 
 
-DETAILS = ("tails", "repr.", "look-\nback", "tile", "binds")  # columns that the terminal leaves to the report
+DETAILS = ("tails", "repr.", "tile", "binds")  # columns that the terminal leaves to the report
 BINDS = {"mse": "mse", "rel_mse": "rel", None: "-"}  # which limit of a layer is the smaller one
 LOOSE = 5e-3  # of its output's mean square; a budget in mse that allows a layer more is pointed out
 SHOWN_REASONS = 3  # of all for which no layer gains anything
@@ -436,8 +436,9 @@ def make_layer_table(report: Report, length: LengthReport, *, brief: bool = Fals
             if layer.representatives
             else "-"
         ),
-        "segment": show("segment", "d"),
-        "look-\nback": show("lookback", "d"),
+        "segment": lambda layer: (
+            f"{layer.segment}" if layer.lookback == LOOKBACK else f"{layer.segment}+{layer.lookback}"
+        ),
         "tile": show("tile", ""),
         "density": show("density", ".3f"),
         report.budget.unit: show("error", ".2e"),

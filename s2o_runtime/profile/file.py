@@ -87,15 +87,10 @@ _DECODED: dict[str, dict[int, Any]] = {
     "stop_rule": {int(rule): rule for rule in StopRule},
 }
 _ENCODED = {name: {value: number for number, value in values.items()} for name, values in _DECODED.items()}
-_ALLOWED = {name: tuple(values) for name, values in _DECODED.items()} | {"row_reduce": (0,), "last_rows": LAST_ROWS}
+_ALLOWED = {name: tuple(values) for name, values in _DECODED.items()}
+_ALLOWED |= {"row_reduce": (0,), "lookback": LOOKBACKS, "last_rows": LAST_ROWS}
 # earlier versions wrote more of these: heads that have one run dense (`_without_unsupported_heads`)
-_ALLOWED |= {
-    "tail": (0, 1, 2),
-    "representatives": (1, 2, 4, 8, 16, 32, 64),
-    "grain": (1, 2, 4, 8),
-    "scores": (0, 1),
-    "lookback": LOOKBACKS,
-}
+_ALLOWED |= {"tail": (0, 1, 2), "representatives": (1, 2, 4, 8, 16, 32, 64), "grain": (1, 2, 4, 8), "scores": (0, 1)}
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which JSON can hold and Unicode cannot
 
 
@@ -410,8 +405,9 @@ def _without_unsupported_heads(tensors: dict[str, Tensor]) -> tuple[dict[str, Te
     A dense head has no error, so whatever was proven of the profile still holds.
     """
     mode, tail, representatives = (tensors[name] for name in ("mode", "tail", "representatives"))
-    of_layer = (tensors["grain"] != KEY_BLOCK) | (tensors["scores"] != 0)
-    unsupported = (tail >= len(get_args(Tail))) | of_layer[..., None]
+    unsupported = (tail >= len(get_args(Tail))) | ((tensors["grain"] != KEY_BLOCK) | (tensors["scores"] != 0))[
+        ..., None
+    ]
     unsupported |= ~torch.isin(representatives, torch.tensor(REPRESENTATIVES))
     values = {"mode": _ENCODED["mode"]["dense"], "tail": 0, "representatives": 1}
     supported = {name: tensors[name].masked_fill(unsupported, value) for name, value in values.items()}

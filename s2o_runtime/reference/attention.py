@@ -113,7 +113,18 @@ def s2o_attention_reference(
             rows = q[b, h].to(dtype) * scoring.scale
             sink = None if sinks is None else sinks[h].to(dtype)
             rankings = None if ranking_of is None else partial(ranking_of, b, h)
-            inputs = _Head(rows, keys, values, softcap, sink, head, config, starts[b], paper_literal, rankings)
+            inputs = _Head(
+                q=rows,
+                k=keys,
+                v=values,
+                softcap=softcap,
+                sink=sink,
+                head=head,
+                config=config,
+                start=starts[b],
+                paper_literal=paper_literal,
+                ranking_of=rankings,
+            )
             out[b, h], visited[b, h], lse[b, h] = _attend_head(inputs)
             last = config.find_first_dense_row(shape.q_len)
             if head.mode == "s2o" and last < shape.q_len:

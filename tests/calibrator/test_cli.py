@@ -105,8 +105,8 @@ def test_dry_run_prints_the_plan_and_stops(command, plan_of, tmp_path):
     lines = command(*GOOD, "--seed", 3, "--dry-run").stdout.splitlines()
     assert [re.split("  +", line)[0] for line in lines if not line.startswith("busy")] == [*first, "seed", "device"]
     assert all(f"{plan[name]}\n" in "\n".join([*lines, ""]) for name in first)
-    text = re.sub(" +", " ", command(*GOOD, "--dry-run", "--tails", "on", "--verbose").stdout)
-    for line in ("tails on (given)", "num held out 10 of each length", "trials 16 for"):
+    text = re.sub(" +", " ", command(*GOOD, "--dry-run", "--lookbacks", "64,256", "--verbose").stdout)
+    for line in ("lookbacks 64, 256 (given)", "num held out 10 of each length", "trials 16 for"):
         assert f"\n{line}" in text
     assert list(tmp_path.iterdir()) == []
 

@@ -94,10 +94,10 @@ def test_an_option_out_of_range_is_named(data):
 def test_yaml_as_people_write_it(tmp_path):
     text = "model: demo\nbudget_mse: 1e-4  # a text to YAML\nlengths: [2048, 1024, 2048]\ntails: [on, off]\n"
     text += "time_limit: 1.5h\nmargin: 1\nout: ~/p.safetensors\nprompts: mine.jsonl\ncheck_lengths: none\n"
-    assert load_yaml(save(tmp_path, text + 'worst_rows: none\nsegments: 128,64\ndomains: "code"\n')) == {
+    assert load_yaml(save(tmp_path, text + 'worst_rows: none\nsegments: 128,64\nlookbacks: "256"\n')) == {
         "model": "demo", "budget_mse": 1e-4, "lengths": (1024, 2048), "tails": (False, True), "time_limit": 5400.0,
         "margin": 1.0, "out": Path.home() / "p.safetensors", "prompts": (Path("mine.jsonl"),), "check_lengths": (),
-        "worst_rows": None, "segments": (64, 128), "domains": ("code",),
+        "worst_rows": None, "segments": (64, 128), "lookbacks": (256,),
     }  # fmt: skip
 
 

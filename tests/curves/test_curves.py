@@ -45,7 +45,7 @@ def prompt(length=1300, heads=4, kv_heads=2, head_dim=16, value_dim=16, **featur
     return Captured(q, k, v, head_dim**-0.5, **features)
 
 
-METHODS = [RankingConfig(256), RankingConfig(512, 16), RankingConfig(256, 16), RankingConfig(512)]
+METHODS = [RankingConfig(256), RankingConfig(512, 16), RankingConfig(256, 16), RankingConfig(512, 1, 256)]
 TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
 
 
@@ -54,7 +54,7 @@ TILES = [TileConfig(128, 64, 2), TileConfig(64, 64, 8), TileConfig(128, 128, 3)]
     pairwise(
         [
             pytest.param(METHODS[2], {"softcap": 3.0, "sinks": torch.linspace(-1, 5, 4), "value_dim": 24}, id="cap"),
-            *(pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}") for m in METHODS),
+            *(pytest.param(m, {}, id=f"S{m.segment}-R{m.representatives}-L{m.lookback}") for m in METHODS),
         ],
         TILES,
         ["none", "mean"],
@@ -73,7 +73,10 @@ def test_a_curve_predicts_what_dense_last_rows_do(tile, last_rows):
 
 def predicts(captured, method, tile, tail, last_rows=0):
     """Compare the curve of a method and a tile with the reference at some thresholds."""
-    methods = [RankingConfig(method.segment, 17 - method.representatives), method]  # one pass, several ways to rank
+    methods = [
+        RankingConfig(method.segment, 17 - method.representatives, 384 - method.lookback),
+        method,
+    ]  # one pass, several ways to rank
     shape = Shape.from_tile(tile)
     curve = measure(captured, methods, [Shape(64, 128), shape], last_rows)[method, shape]
     scoring = captured.scoring.arguments()
@@ -82,7 +85,7 @@ def predicts(captured, method, tile, tail, last_rows=0):
     seen = set()
     for index in range(3, len(TAUS), 4):
         head = HeadConfig(TAUS[index], method.segment, "s2o", StopRule.REST, method.representatives, tail)
-        config = LayerConfig((head,) * 4, tile, last_rows=last_rows)
+        config = LayerConfig((head,) * 4, tile, method.lookback, last_rows)
         out, visited, _ = s2o_attention_reference(captured.q, captured.k, captured.v, config, **scoring)
         # a curve's prefix is a whole number of its steps; the kernel's of its tiles, which divide them
         predicted = curve.density[:, index]
@@ -122,8 +125,9 @@ def test_the_curve_of_two_prompts_has_the_larger_error_and_the_mean_density():
 @pytest.mark.parametrize("segment", [256, 320, 2048, 4096])
 def test_rows_that_stand_for_a_long_prompt_are_spread_evenly_over_it(segment):
     """And the pairs in windows of its parts add up."""
-    parts = [count_window_pairs(range(begin, min(begin + 640, 1900)), 320, 128) for begin in (0, 640, 1280)]
-    assert sum(parts) == count_window_pairs(range(1900), 320, 128)
+    ranking = RankingConfig(320, lookback=256)
+    parts = [count_window_pairs(range(begin, min(begin + 640, 1900)), ranking, 128) for begin in (0, 640, 1280)]
+    assert sum(parts) == count_window_pairs(range(1900), ranking, 128)
     assert trace_pass.sample_rows(32768, segment) is None
     for length in (65536, 131072, 131072 - 999):
         windows = trace_pass.sample_rows(length, segment)

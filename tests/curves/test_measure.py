@@ -154,7 +154,7 @@ def test_what_is_not_the_same_measurement_is_made_again(watched):
     assert set(watched.measured) == of_600
     watched.run(shapes=SHAPES | {600: (*SHAPES[600], Shape(64, 512))})
     assert set(watched.measured) == of_600
-    for change in ({"segments": (64,)}, {"last_rows": 128}):
+    for change in ({"segments": (64,)}, {"last_rows": 128}, {"lookbacks": (128, 256)}):
         watched.run(**change)
         assert set(watched.measured) >= of_600
     watched.run()

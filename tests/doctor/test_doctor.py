@@ -308,7 +308,7 @@ def test_no_stop_of_the_self_test_is_near_its_threshold(tile, length, head_dim, 
     assert (ratio <= 0.5).any()
     assert (ratio >= 4).any() == (length > 1024)  # what is looked for is in no prefix before
     assert (result.density[[0, 2]] == 1).all()
-    assert (result.density[[1, 3]] < 0.9).all()
+    assert (result.density[[1, 3]] < 0.95).all()
 
 
 NAMED_TILES = [pytest.param(tile, id=name) for name, tile in GPU_TILES.items()]

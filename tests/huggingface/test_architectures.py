@@ -308,7 +308,8 @@ def test_compiled(name, eager, model, monkeypatch):
 def calibrated(model: Any, folder: Path) -> Profile:
     """The profile that a model in memory is calibrated to, with a budget that makes S2O worth its ranking."""
     loaded, out = from_memory(model, tiny_tokenizer(), "tiny"), folder / "profile.safetensors"
-    options = {"model": "tiny", "out": out, "budget_rel_mse": 0.5, "lengths": (512,), "segments": (64,), "trials": 1}
+    options = {"model": "tiny", "out": out, "budget_rel_mse": 0.5, "lengths": (512,), "segments": (64,)}
+    options |= {"lookbacks": (64,), "trials": 1}
     options |= {"num_prompts": 1, "num_held_out": 1, "num_certify": 0, "worst_rows": None}
     pipeline.calibrate(Recipe.from_options(options | {"hide_needles": False}), progress=False, loaded=loaded)
     return load_profile(out)

@@ -61,10 +61,13 @@ def read_json(file):
 
 def list_measured():
     """Options of the runs that were measured, with layers of other kinds and experts among them, and their seconds."""
+    # as many rankings as that run, which chose between two kinds of scores
+    demo = {"model": "demo", "lengths": (8192, 32768, 131072), "lookbacks": (64, 128)}
     scaling = read_json("scaling-h200-x2.json")["runs"]
     yield ONE_7B | {"num_certify": 19}, read_seconds("calibrate-7b-h200.txt")
     yield ONE_7B | {"num_certify": 0}, read_seconds("calibrate-7b-memory-h200.txt")
     yield {"model": "smollm2"} | PAIR, read_seconds("calibrate-smollm2-h200.txt")
+    yield demo, read_seconds("calibrate-demo-first-h200.txt")
     yield {"model": "coder"} | PAIR, CODER_SECONDS
     yield ONE_7B, scaling["one"]["process_seconds"]
     yield ONE_7B | {"gpus": 2}, scaling["many"]["process_seconds"]

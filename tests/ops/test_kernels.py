@@ -57,9 +57,9 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 LAYERS = {
     "rest": {"tau": 1.0},
     "paper": {"tau": 0.1, "stop_rule": StopRule.PAPER},
-    "last-rows": {"tau": 20.0, "last_rows": 128},
-    "exact": {"tau": 0.0},
-    "at-once": {"tau": 1000.0},
+    "last-rows": {"tau": 20.0, "last_rows": 128, "lookback": 128},
+    "exact": {"tau": 0.0, "lookback": 256},
+    "at-once": {"tau": 1000.0, "lookback": 128},
 }
 FEATURES = ["plain", "sinks", "cap", "scale", "all"]
 

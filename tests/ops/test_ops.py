@@ -1,6 +1,7 @@
 """The ops as torch sees them: their fakes agree with them, and compiled code is one graph with the eager result."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_the_fake_implementation_of_a_layer_is_the_real_one():
         torch.ops.s2o.layer_attention(q, k, v, mask, None, "0" * 32, 0.125, None)
 
 
-@pytest.mark.parametrize("config", [CONFIG, MIXED], ids=["uniform", "mixed"])
+@pytest.mark.parametrize("config", [CONFIG, replace(MIXED, lookback=256)], ids=["uniform", "mixed"])
 def test_the_text_of_a_config_says_everything(config):
     assert read_config(config.as_text()) == config
     changed = json.loads(config.as_text())

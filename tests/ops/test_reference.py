@@ -9,10 +9,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from s2o_runtime import config as config_module
 from s2o_runtime.attention import compute
 from s2o_runtime.attention.compute import window_attention
 from s2o_runtime.call import Scoring
-from s2o_runtime.config import HeadConfig, LayerConfig, StopRule, TileConfig
+from s2o_runtime.config import LOOKBACKS, HeadConfig, LayerConfig, StopRule, TileConfig
 from s2o_runtime.reference import dense
 from s2o_runtime.reference.attention import State, order_queries, s2o_attention_reference, with_tail
 from s2o_runtime.reference.dense import dense_attention, exact_attention, log_sum_exp
@@ -58,7 +59,7 @@ class AttentionCase:
 
 
 @st.composite
-def attention_cases(draw, most_queries=200, most_past=120):
+def attention_cases(draw, most_queries=200, most_past=400):
     """Batches with and without padding, of heads of all kinds, with whatever else a layer may ask for."""
     batch, kv_heads, group = draw(st.sampled_from([(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2)]))
     queries = draw(st.integers(1, most_queries))
@@ -77,7 +78,7 @@ def attention_cases(draw, most_queries=200, most_past=120):
         tail=st.sampled_from(["none", "mean"]),
     )
     layer = tuple(draw(heads) for _ in range(kv_heads * group))
-    config = LayerConfig(layer, tile, last_rows=draw(st.sampled_from([0, 0, 128])))
+    config = LayerConfig(layer, tile, draw(st.sampled_from([64, 64, 128, 256])), draw(st.sampled_from([0, 0, 128])))
     options = draw(st.sampled_from([None, 0.4])), draw(st.sampled_from([None, None, 2.0])), draw(st.booleans())
     dims = draw(st.sampled_from([(16, 16), (16, 24), (8, 4)]))
     return AttentionCase((batch, kv_heads, group, queries, past, *dims), starts, config, options)
@@ -205,6 +206,23 @@ def test_the_tail_moves_a_row_within_its_bound(spread, grain):
         farthest = (rest.norm(dim=-1).max() if len(rest) else 0.0) + after.output().norm(dim=-1)
         assert ((moved.output() - after.output()).norm(dim=-1) <= share * farthest * (1 + 1e-9) + 1e-12).all()
     assert torch.equal(moved.l, after.l)  # nothing is left
+
+
+def test_the_first_rows_of_a_segment_see_their_neighbours(monkeypatch):
+    """Of local attention, whose scores fall with the distance. Without a lookback those rows err most, which is why."""
+    monkeypatch.setattr(config_module, "LOOKBACKS", (0, *LOOKBACKS))
+    angle = torch.arange(1024, dtype=torch.float64)[:, None] * torch.logspace(-2, 0, 16, dtype=torch.float64)
+    q = k = torch.cat([angle.cos(), angle.sin()], 1)[None, None]  # scores are sums over cosines of the distance
+    v = torch.randn(1, 1, 1024, 16, dtype=torch.float64)
+    truth, first_rows, others = naive_attention(q, k, v, scale=1.0), {}, {}
+    for lookback in (0, *LOOKBACKS):
+        config = LayerConfig.uniform(1, tau=1e6, segment=256, tile=TILE, lookback=lookback)
+        off = (s2o_attention_reference(q, k, v, config, scale=1.0).out - truth).square().mean((0, 1, 3)).view(4, 256)
+        first_rows[lookback], others[lookback] = float(off[1:, :8].mean()), float(off[1:, 8:].mean())
+    assert first_rows[0] > 10 * others[0]
+    for lookback in LOOKBACKS:
+        assert first_rows[lookback] < 0.02 * first_rows[0]
+        assert first_rows[lookback] < 2 * others[lookback]
 
 
 def test_output_type_follows_q():

@@ -71,7 +71,7 @@ def test_a_change_leaves_all_else_as_it_was(document):
 
 
 def test_every_field_of_a_full_record_is_understood():
-    document = load_profile(path_of("schema8_grain4")).record
+    document = load_profile(path_of("schema8_lookback")).record
     record = Record.from_json(document)
     assert json.dumps(record.to_json(), sort_keys=True) == json.dumps(document, sort_keys=True)
     assert (record.budget.kind, record.held_out[0].needles) == ("rel_mse", (7, 8))

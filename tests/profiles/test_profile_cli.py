@@ -29,7 +29,7 @@ from support.profiles import FORMAT, document_of
 
 SLOW = pytest.mark.slow(reason="shares a whole calibration of the demo model")
 
-FULL = path_of("schema8_grain4")
+FULL = path_of("schema8_lookback")
 QUICK = "--model demo --device cpu --lengths 512 --num-prompts 1 --num-held-out 1 --trials 1 --segments 256"
 QUICK += " --tails off --keep-needles 0.8 --num-certify 3 --budget-rel-mse 1e-3 --quiet"
 
@@ -146,7 +146,7 @@ def test_show_counts_the_heads_that_only_earlier_versions_could_run(run):
     assert count > 10
     assert f"\ndense here: {count} heads, whose tail, grain, scores or representatives" in run("show", earlier)[1]
     assert run("show", earlier, "--json")[1]["unsupported_heads"] == count
-    assert "dense here" not in run("show", DEMO_PROFILE)[1]
+    assert "dense here" not in run("show", FULL)[1]
 
 
 def test_export_holds_everything(run, tmp_path):

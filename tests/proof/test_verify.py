@@ -29,7 +29,7 @@ from support.executors import CPU
 from support.models import make_profile, save, stream
 from support.streamed import Layers, prove, random_prompts, uniform
 
-LENGTHS = (130, 200)
+LENGTHS = (260, 330)
 EXACT, SPARSE = uniform(0.0), uniform(100.0)
 
 
@@ -144,9 +144,9 @@ def test_what_was_revised_is_what_is_proven(tiny_folder, plenty, monkeypatch):
     begun, revised = Layers((SPARSE, SPARSE)), Layers((EXACT, SPARSE))
     proven, proofs = prove(loaded, random_prompts(*LENGTHS), begun, revise, on_step=lambda: steps.append(1))
     assert (proven, len(steps)) == (revised, 4)
-    assert [asked_of[:2] for asked_of in asked] == [(130, 0), (130, 0), (200, 0), (130, 1), (200, 1)]
+    assert [asked_of[:2] for asked_of in asked] == [(260, 0), (260, 0), (330, 0), (260, 1), (330, 1)]
     assert [configs for _, _, configs, _ in asked] == [begun.configs] + 4 * [revised.configs]
-    of_layers = {130: 2 if plenty else 3, 200: 2}  # only the revised one is tried twice
+    of_layers = {260: 2 if plenty else 3, 330: 2}  # only the revised one is tried twice
     assert Counter(computed) == {length: 2 * tries for length, tries in of_layers.items()}  # of two prompts
     assert asked[0][3].mse > 1e-6
     same, expected = prove(loaded, random_prompts(*LENGTHS), revised)
@@ -160,14 +160,14 @@ def test_what_was_revised_is_what_is_proven(tiny_folder, plenty, monkeypatch):
 def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folder, monkeypatch):
     """Spans of what the dense model would say next, and one of what it would not."""
     loaded = stream(tiny_folder, True)
-    ids = random_prompts(*LENGTHS)[200][0].ids.clone()
+    ids = random_prompts(*LENGTHS)[330][0].ids.clone()
     spans = ((20, 22), (120, 123), (150, 154), (180, 184))
     for begin, end in spans[:3]:
         for place in range(begin, end):
             ids[place] = loaded.model(ids[None, :place], use_cache=False).logits[0, -1].argmax()
     ids[181] = (loaded.model(ids[None, :181], use_cache=False).logits[0, -1].argmax() + 1) % 128
-    prompts = {200: [Prompt(ids, spans), random_prompts(*LENGTHS)[200][1]]}
-    assert prove_all(loaded, EXACT, prompts)[200].needles == (3, 3)
+    prompts = {330: [Prompt(ids, spans), random_prompts(*LENGTHS)[330][1]]}
+    assert prove_all(loaded, EXACT, prompts)[330].needles == (3, 3)
 
     model = stream(tiny_folder, True).model
     patch(model, replace(make_profile(model, 0.0, min_length=10), layers=((SPARSE,) * 2,) * 2), strict=True)
@@ -180,7 +180,7 @@ def test_needles_are_kept_that_the_patched_model_finds_or_nearly_does(tiny_folde
     for nats in (1, 0.01):  # the model is undecided nearly everywhere
         monkeypatch.setattr(layers, "KEPT_WITHIN", nats)
         kept = sum(finds or lost < nats for finds, lost in zip(exact, fell, strict=True))
-        assert prove_all(loaded, SPARSE, prompts)[200].needles == (kept, 3)
+        assert prove_all(loaded, SPARSE, prompts)[330].needles == (kept, 3)
 
 
 def test_errors_of_parts_are_those_of_their_rows(tiny_folder, monkeypatch):
@@ -192,12 +192,12 @@ def test_errors_of_parts_are_those_of_their_rows(tiny_folder, monkeypatch):
         return real(out, dense)
 
     monkeypatch.setattr(layers, "measure_row_errors", watch)
-    prompts = {203: random_prompts(203)[203][:1]}
-    layer = prove_all(stream(tiny_folder, False), SPARSE, prompts)[203].layers[0]
-    (errors,), rows, (out, truth) = layer.of_prompts, torch.arange(203), seen[0]
+    prompts = {330: random_prompts(330)[330][:1]}
+    layer = prove_all(stream(tiny_folder, False), SPARSE, prompts)[330].layers[0]
+    (errors,), rows, (out, truth) = layer.of_prompts, torch.arange(330), seen[0]
     in_segment = rows % SPARSE.segment
     places = [rows[(in_segment >= first) & (in_segment < end)] for first, end in pairwise((*PLACES, 1 << 20))]
-    parts = [(errors.all_rows, rows), (errors.last_rows, rows[178:])]
+    parts = [(errors.all_rows, rows), (errors.last_rows, rows[289:])]
     parts += zip((*layer.eighths, *layer.places), (*rows.tensor_split(8), *places), strict=True)
     for (mse, power), part in parts:
         if len(part):

@@ -49,7 +49,7 @@ def made_layer(number, heads, length, on_gpu, dense):
         "layer": number, "tau_min": min(taus, default=None), "tau_max": max(taus, default=None),
         "dense_heads": heads - sparse, "tails": sum(head["tail"] == "mean" for head in of_heads[:sparse]),
         "representatives": {str(count): chosen.count(count) for count in sorted(set(chosen))},
-        "segment": 512, "tile": "64x128x16 ws s2",
+        "segment": 512, "lookback": 128, "tile": "64x128x16 ws s2",
         "why_dense": "no tile beats dense" if dense else None, "density": mean, "error": error, "limit": BUDGET,
         "error_over_limit": error / BUDGET, "predicted_error": 0.9 * error, "held_out_mse": error / 7,
         "held_out_rel_mse": error, "worst": 0.01 * number + 0.1, "tightened": int(number == 3),

@@ -263,3 +263,25 @@ def test_a_layer_that_its_budget_makes_dense_says_so(curves):
     plan = build_plan(DEFAULT, curves, LayerBudget.from_recipe(curves, recipe(value=1e-30)))
     assert plan.why_dense is None  # nothing made it dense but its budget
     assert plan.dense_sentence == CalibrationDense.NO_GAIN.value
+
+
+def test_the_lookback_is_chosen_as_time_says_and_keeps_its_promise(every_point):
+    prompt, lookbacks = make_prompts(1), (128, 256)
+    both = measured(prompt, lookbacks=lookbacks)
+    for faster in lookbacks:
+
+        def timer(config, best, faster=faster):
+            return Timing(seconds_of(config) * (1 + (config.lookback != faster)), 0.0, 1.0, 1e9, 3)
+
+        search = make_search(both, timer, trials=30, lookbacks=lookbacks)
+        choice = run(search)
+        assert search.trials == 2 * ALL
+        assert choice.config.lookback == choice.point.lookback == faster
+        out, truth = attend(prompt[0], choice.config)
+        assert float((out - truth).square().mean()) == pytest.approx(choice.allocation.mse, rel=1e-2)
+
+
+def test_a_layer_that_its_budget_makes_dense_says_so():
+    in_16_bits = build_plan(DEFAULT, measured(make_prompts(1)), recipe(value=1e-30))
+    assert in_16_bits.why_dense is None  # nothing made it dense but its budget
+    assert in_16_bits.dense_sentence == CalibrationDense.NO_GAIN.value

@@ -64,9 +64,9 @@ def test_the_density_of_a_sampled_call_is_that_of_its_requests():
     engine = engine_of()
     counters = engine.server.counters
     counters.calls[0], counters.prompts[0] = SAMPLED_EVERY, EARLY
-    parts = [(engine.add(300), 300), (engine.add(305), 305)]
+    parts = [(engine.add(400), 400), (engine.add(405), 405)]
     engine.feed(parts)
-    expected = joint_density(parts, engine.server.fit.layers[0].config(300))
+    expected = joint_density(parts, engine.server.fit.layers[0].config(400))
     kept = counters.sampled[0].density
     torch.testing.assert_close(kept, expected)
     assert kept[-1] < kept[0] < 1  # heads of a larger tau stop earlier

@@ -15,10 +15,10 @@ from s2o_runtime.devices import DeviceIdentity
 from s2o_runtime.identity import Geometry
 from s2o_runtime.profile import Profile
 
-# of the newest schema: every value that a head or a layer may have, and every field of a record, as versions wrote it
-# that had int8 scores, whose heads are dense in this one; and of those that had grains of 1, 2 and 8 and up to 64
+# every value that a head or a layer may have, and every field of a record: of the newest version; of those without
+# lookbacks, whose heads with int8 scores are dense in this one; and of those with grains of 1, 2 and 8 and up to 64
 # representatives, whose heads are too
-GOLDEN = ("schema8_grain4", "schema8")
+GOLDEN = ("schema8_lookback", "schema8_grain4", "schema8")
 
 
 def minimal() -> Profile:

@@ -44,7 +44,7 @@ SHAPES = [  # batch, query heads, KV heads, queries, keys, first keys that count
             (1, 32, 8, 4096, 4096, None),
         ]
         if ON_GPU
-        else [(1, 4, 2, 200, 200, None), (2, 4, 2, 100, 211, None), (3, 2, 1, 150, 150, [0, 67, 149])]
+        else [(1, 4, 2, 200, 200, None), (2, 4, 2, 100, 311, None), (3, 2, 1, 150, 150, [0, 67, 149])]
         + [(1, 3, 3, 257, 257, None), (1, 1, 1, 5, 5, None), (1, 1, 1, 1, 100, None), (2, 3, 1, 100, 171, [171, 33])]
     )
 ]
@@ -72,14 +72,17 @@ def starts_of(starts):
 
 
 def mixed_config(heads, tau, stop_rule=StopRule.REST, tile=PLAIN, **layer):
-    """Heads of four kinds in turn; segments of one and two times the rows of the tile, at least 64 and 128."""
+    """Heads of four kinds in turn; segments of one and two times the rows of the tile, at least 64 and 128.
+
+    The lookback is 64 unless it is given: the interpreter's prompts are short.
+    """
     kinds = (
         HeadConfig(tau, tile.rows, stop_rule=stop_rule, representatives=16, tail="mean"),
         HeadConfig(tau / 2, 2 * tile.rows, stop_rule=stop_rule),
         HeadConfig(mode="dense"),
         HeadConfig(tau, 2 * tile.rows, stop_rule=stop_rule, representatives=16),
     )
-    return LayerConfig(tuple(kinds[h % 4] for h in range(heads)), tile, **layer)
+    return LayerConfig(tuple(kinds[h % 4] for h in range(heads)), tile, **{"lookback": 64, **layer})
 
 
 def call_of(q, k, v, config, kv_start=None, scale=None, lse=False, **features):

@@ -68,7 +68,7 @@ def twin(eager, implementation="sdpa", config=None):
 def make_profile(model, tau, min_length=100):
     """A profile that uses one threshold for all heads, from `min_length` tokens on."""
     shape = geometry(model.config)
-    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1))
+    layer = LayerConfig.uniform(shape.query_heads, tau=tau, segment=64, tile=TileConfig(64, 32, 1, 4, 1), lookback=64)
     buckets = (min_length, 8192)
     layers = ((layer,) * shape.layers,) * len(buckets)
     return Profile("tiny", shape, fingerprint(model), DeviceIdentity("cpu", "cpu"), buckets, layers)

@@ -98,7 +98,8 @@ def joint_density(parts: list[tuple[Request, int]], config: LayerConfig, backend
         for row in range(count):
             causal += row + offset + 1
             for index, head in enumerate(config.heads):
-                window = (row // head.segment * head.segment + offset) // config.tile.block_n * config.tile.block_n
+                window = row // head.segment * head.segment + offset - config.lookback
+                window = max(window, 0) // config.tile.block_n * config.tile.block_n
                 computed[index] += prefixes[index][row // config.tile.block_m] + row + offset + 1 - window
     return torch.tensor(computed, dtype=torch.float64) / causal
 

@@ -14,7 +14,7 @@ TILE = TileConfig(64, 32, 1, 4, 1)
 
 def uniform(tau):
     """A layer of the models of `support.models` with one threshold."""
-    return LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE)
+    return LayerConfig.uniform(4, tau=tau, segment=64, tile=TILE, lookback=64)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ QUICK = {
     "num_certify": 0,
     "trials": 3,
 }
-QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "trials": 1}
+QUICKEST = QUICK | {"num_prompts": 1, "lengths": (256,), "segments": (64,), "lookbacks": (64,), "trials": 1}
 
 
 def save_tiny(folder, change=lambda model: None):
