@@ -133,9 +133,6 @@ MISTAKES: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
     ("s2o_runtime/profile/file.py", "tests/profile/test_profile.py", (
         ("the digest leaves the tensors out", "digest.update(read_tensor_bytes(tensor))", "pass"),
     )),
-    ("s2o_runtime/profile/profile.py", "tests/profile/test_profile.py", (
-        ("every length runs the shortest bucket's settings", "find_nearest(self.lengths, length)", "0"),
-    )),
     ("s2o_runtime/lengths.py", "tests/profile/test_profile.py", (
         ("of two buckets equally near the shorter decides",
          "length * length >= shorter * longer", "length * length > shorter * longer"),
