@@ -31,6 +31,7 @@ TOGETHER = {  # options that have to fit others, as sets of them that do
     "lengths": [{"lengths": (1 << 17, 1 << 18)}, {"lengths": (1 << 20,)}],
     "check_lengths": [{}, {"check_lengths": None}, {"check_lengths": ()}, {"check_lengths": (3 << 19, 3 << 20)}],
     "budgets": [{}, {"budget_rel_mse": 0.5}, {"budget_mse": 1e-5}, {"budget_mse": 0.1, "ceiling_rel_mse": None},
+                {"budget_kl": 1e-3}, {"budget_rel_mse": 0.5, "random_weights": True}, {"random_weights": True},
                 {"budget_mse": 1e-5, "ceiling_rel_mse": 2e-3, "kv_cache_dtype": "fp8"},
                 {"kv_cache_dtype": "fp8"}],
     "texts": [{}, {"domains": ("prose", "chinese")}, {"prompts": (Path("mine.jsonl"), Path("folder/b"))}],
@@ -69,7 +70,7 @@ def save(folder, text):
 @given(options=options_that_fit())
 def test_a_recipe_survives_yaml_and_its_record(options, folder):
     made = Recipe.from_options(options)
-    assert all(getattr(made, OPTIONS[name].field) == value for name, value in options.items() if "mse" not in name)
+    assert all(getattr(made, OPTIONS[name].field) == value for name, value in options.items() if OPTIONS[name].field != "budget")
     from_yaml = load_yaml(save(folder, made.to_yaml()))
     others = {f"budget_{kind}" for kind in BUDGET_KINDS} - {f"budget_{made.budget.kind}"}
     others |= set() if made.budget.kind == "mse" else {"ceiling_rel_mse"}
@@ -166,6 +167,8 @@ def test_a_layer_may_have_the_smaller_of_the_two_limits():
     ({"check_lengths": (1024,)}, "check length 1024 is calibrated"),
     ({"check_lengths": (512, 1536)}, "check length 512 is below 1024, the shortest that is calibrated"),
     ({"budget_mse": 1.0, "budget_rel_mse": 1.0}, "budget_mse and budget_rel_mse are both given: choose one"),
+    ({"budget_kl": 1.0, "budget_mse": 1.0}, "budget_mse and budget_kl are both given: choose one"),
+    ({"budget_kl": 1e-3, "random_weights": True}, r"random weights have no answers .*\(kl-0\.001\).*: use budget_rel_mse"),
     ({"budget_rel_mse": 0.1, "ceiling_rel_mse": 0.1}, r"mse only, but the budget is rel_mse 0\.1: leave it out"),
     ({"prompts": (Path("a"),), "domains": ("code",)}, "domains code are of the built-in text, but prompts are"),
     ({"domains": ("code", "code")}, "domains code,code name one twice: leave one out"),

@@ -279,9 +279,3 @@ def test_the_lookback_is_chosen_as_time_says_and_keeps_its_promise(every_point):
         assert choice.config.lookback == choice.point.lookback == faster
         out, truth = attend(prompt[0], choice.config)
         assert float((out - truth).square().mean()) == pytest.approx(choice.allocation.mse, rel=1e-2)
-
-
-def test_a_layer_that_its_budget_makes_dense_says_so():
-    in_16_bits = build_plan(DEFAULT, measured(make_prompts(1)), recipe(value=1e-30))
-    assert in_16_bits.why_dense is None  # nothing made it dense but its budget
-    assert in_16_bits.dense_sentence == CalibrationDense.NO_GAIN.value
